@@ -32,6 +32,9 @@ class Conversation:
     id: str
     turns: tuple[Turn, ...]
     number: int = field(default=0, compare=False)
+    tools: str = ""
+    """What it may call, as JSON of a list ("[]": it calls, of what is not said), shown by the tokenizer's own chat
+    template; "" where it calls nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,8 @@ class Dialogue:
     """A row as it was written, before any cleaning.
 
     `messages` are (role, content) pairs of whatever stood there; a row of bare text is one message of the role
-    "text". `form` names the columns that they were read from; `number` counts the rows of the whole source from 0.
+    "text". `form` names the columns that they were read from, `unused` those that hold something and were not;
+    `number` counts the rows of the whole source from 0.
     """
 
     id: str
@@ -48,6 +52,8 @@ class Dialogue:
     category: str = ""
     references: tuple[str, ...] = ()
     number: int = 0
+    tools: str = ""
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class CorpusReport:
     `rows == kept + sum(dropped.values())` and `exchanges == exchanges_kept + sum(exchanges_lost.values())`.
 
     `changed` counts kept conversations by what was cut from them or rewritten, `unmapped_roles` conversations by the
-    first role the table does not know.
+    first role the table does not know, `unused_columns` rows by the columns that hold something and are not read.
     """
 
     rows: int = 0
@@ -79,6 +85,7 @@ class CorpusReport:
     exchanges: int = 0
     exchanges_kept: int = 0
     exchanges_lost: Counter[str] = field(default_factory=Counter)
+    unused_columns: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: CorpusReport) -> None:
         """Add the counts of another part of the corpus (another rank, another worker)."""
@@ -96,10 +103,34 @@ class CorpusReport:
         for word, counts in (("dropped", self.dropped), ("exchanges lost", self.exchanges_lost)):
             if counts:
                 parts.append(f"{word} {sum(counts.values())} ({_reasons(counts)})")
-        for word, counts in (("changed", self.changed), ("unmapped", self.unmapped_roles)):
-            if counts:
-                parts.append(f"{word}: {_reasons(counts)}")
+        named = {"changed": self.changed, "unmapped": self.unmapped_roles, "columns not used": self.unused_columns}
+        parts += [f"{word}: {_reasons(counts)}" for word, counts in named.items() if counts]
         return "; ".join(parts)
+
+    def nothing_kept(self) -> str:
+        """Why no row is left, and what can be done about each reason."""
+        advice = {REMEDIES[word] for reason in self.dropped for word in REMEDIES if reason.startswith(word)}
+        return "; ".join([self.summary() if self.rows else "there are no rows", *sorted(advice)])
+
+
+REMEDIES = {
+    "unmapped role": "`clean: {roles: {NAME: user}}` (or assistant, system) says what a role is, `unknown_roles: cut` "
+    "cuts it with its exchange, `template: tokenizer` takes tools' calls and results",
+    "roles do not alternate": "`clean: {non_alternating: merge}` joins neighbouring messages of one role",
+    "only questions": "these are prompts: `draftsmith regenerate` has a target answer them, `draftsmith evaluate "
+    "--prompts FILE` decodes them; if there are answers, `columns: {NAME: output}` names their column",
+    "no whole exchange": "a question or its answer is missing or blank; `columns: {NAME: output}` names other columns",
+    "content is not text": "images and other parts are not read: keep the texts alone",
+    "HTML": "`clean: {html: markdown}` converts it",
+    "blocked answer": "`clean: {drop_blocked: false}` keeps these",
+    "too few exchanges": "`clean: {min_exchanges: 1}` keeps these",
+    "too few characters": "`clean: {min_characters: 0}` keeps these",
+    "duplicate": "`clean: {duplicates: []}` keeps these",
+    "language": "`clean: {languages: []}` keeps these",
+    "contamination": "`clean: {contamination: []}` keeps these",
+    "broken": "without `skip_broken` the first such row is shown",
+}
+"""By how a reason for dropping begins: what can be done about it."""
 
 
 def _reasons(counts: Counter[str]) -> str:
@@ -115,12 +146,20 @@ def encodable(text: str) -> str:
     return text
 
 
+def tool_text(tag: str, text: str) -> str:
+    """A tool's call or result in its tags, as Hermes and Qwen write them."""
+    return text if text.lstrip().startswith(f"<{tag}>") else f"<{tag}>\n{text}\n</{tag}>"
+
+
 def write_conversations(conversations: Iterable[Conversation], path: str | os.PathLike[str]) -> int:
-    """Write JSON lines `{"id": …, "messages": [{"role": …, "content": …}]}`, whole or not at all; returns how many."""
+    """Write JSON lines `{"id": …, "messages": [{"role": …, "content": …}]}`, with `tools` where there are any, whole or
+    not at all; returns how many."""
     count = 0
     with atomic_file(Path(path)) as out:
         for conversation in conversations:
             messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
-            out.write(json.dumps({"id": conversation.id, "messages": messages}, ensure_ascii=False).encode() + b"\n")
+            row = {"id": conversation.id, "messages": messages}
+            row |= {"tools": json.loads(conversation.tools)} if conversation.tools else {}
+            out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             count += 1
     return count

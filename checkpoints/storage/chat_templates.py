@@ -15,8 +15,11 @@ _FAULTS = (ValueError, TypeError, ArithmeticError, MemoryError, LookupError, Att
 """What a template ends in, beside jinja2's own errors."""
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, prompt: bool) -> str:
-    """A conversation as a tokenizer's own chat template writes it; `prompt`: up to where the next answer begins.
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, prompt: bool, tools: list[Any] | None = None
+) -> str:
+    """A conversation as a tokenizer's own chat template writes it, with the tools that may be called; `prompt`: up to
+    where the next answer begins.
 
     Raises ValueError: a template that fails, does not end, or writes more than 2²⁰ characters.
     """
@@ -37,7 +40,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, prompt
     sys.settrace(count)
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt, date_string=_ONE_DAY
+            list(messages), tools=tools or None, tokenize=False, add_generation_prompt=prompt, date_string=_ONE_DAY
         )
     except (TemplateError, *_FAULTS) as error:
         raise ValueError(f"the chat template cannot be rendered: {str(error) or type(error).__name__}") from error

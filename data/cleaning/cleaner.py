@@ -16,24 +16,26 @@ A row of bare text is no dialogue: steps 3 and `min_exchanges` ask for nothing b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import groupby, pairwise
 from typing import Any
 
 from ...checkpoints.storage.messages import did_you_mean, install_hint
-from ..conversations import Conversation, CorpusReport, Dialogue, Turn, encodable
+from ..conversations import Conversation, CorpusReport, Dialogue, Turn, encodable, tool_text
 from .contamination import EvaluationTexts
 from .markup import CODE_SPAN, holds_html, html_to_markdown, unescape_markdown
 from .options import Cleaning
 
-USER_ROLES = ("human", "user")
-ASSISTANT_ROLES = ("gpt", "assistant", "chatgpt", "bing", "bard")
 ROLES: dict[str, str] = {
-    **dict.fromkeys(USER_ROLES, "user"),
-    **dict.fromkeys(ASSISTANT_ROLES, "assistant"),
-    "system": "system",
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
 }
+CALL_ROLE = "function_call"
+TOOL_TAGS = {CALL_ROLE: "tool_call"} | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool_response")
+"""An assistant's calls and their results, which are known where tools are wanted: roles, and the tags around their
+texts in the form of Hermes and Qwen."""
 BLOCKED_ANSWERS = (  # what the service said in the model's place
     "Too many requests in 1 hour. Try again later.",
     "Only one message at a time. Please allow any other responses to complete before sending another message",
@@ -44,6 +46,11 @@ LANGUAGE_CHARACTERS = 1000
 Messages = list[tuple[str | None, str]]  # the role by the table, None where it knows none
 
 
+def role_of(written: Any, roles: Mapping[str, str] = ROLES) -> str | None:
+    """What a role means by a table, in any case of letters."""
+    return roles.get(written, roles.get(written.strip().lower())) if isinstance(written, str) else None
+
+
 class _DroppedError(Exception):
     """The conversation is not kept; its text is the reason. The cleaner catches it."""
 
@@ -52,17 +59,30 @@ class Cleaner:
     """Dialogues to conversations, counting in `report` what became of each.
 
     Duplicates are found among the rows that one cleaner sees (about 70 bytes a conversation and kind).
-    `evaluation_texts` are the texts of the sets that `cleaning.contamination` names.
+    `evaluation_texts` are the texts of the sets that `cleaning.contamination` names. With `tools` calls and results are
+    turns, as Hermes and Qwen write them. With `questions` a row of questions alone is kept, to be answered.
 
     Raises:
         ValueError: a language that py3langid does not know; a package that is not installed; evaluation sets named
             without texts, or texts without a name.
     """
 
-    def __init__(self, cleaning: Cleaning, report: CorpusReport, evaluation_texts: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        cleaning: Cleaning,
+        report: CorpusReport,
+        evaluation_texts: Iterable[str] = (),
+        *,
+        tools: bool = False,
+        questions: bool = False,
+    ) -> None:
         self.cleaning = cleaning
         self.report = report
-        self._roles = ROLES | cleaning.roles
+        self._tools, self._questions = tools, questions
+        self._roles = dict(ROLES)
+        if tools:
+            self._roles |= {role: "assistant" if role == CALL_ROLE else "user" for role in TOOL_TAGS}
+        self._roles |= cleaning.roles
         self._seen: set[int] = set()
         self._rewrites = cleaning.html != "keep" or cleaning.escaped_markdown != "keep"
         self._language = _language_identifier(cleaning.languages) if cleaning.languages else None
@@ -76,6 +96,9 @@ class Cleaner:
         """Alternating whole exchanges, or the one turn of a bare text; None after counting why there are none."""
         report, changes = self.report, set[str]()
         report.rows += 1
+        report.unused_columns.update(dialogue.unused)
+        if dialogue.tools and not self._tools:
+            report.unused_columns["tools (`template: tokenizer` shows them)"] += 1
         try:
             turns = self._turns(dialogue, changes)
             self._check_whole(dialogue.id, turns)
@@ -85,8 +108,12 @@ class Cleaner:
             return None
         report.kept += 1
         report.changed.update(changes)
-        self._count_exchanges(dialogue, len(turns) // 2, "empty messages cut")
-        return Conversation(encodable(dialogue.id), tuple(turns), dialogue.number)
+        self._count_exchanges(dialogue, _exchanges([turn.role for turn in turns]), "empty messages cut")
+        tools = ""
+        if self._tools:
+            calls = any(str(role).lower() in TOOL_TAGS for role, _ in dialogue.messages)
+            tools = encodable(dialogue.tools) or "[]" * calls
+        return Conversation(encodable(dialogue.id), tuple(turns), dialogue.number, tools)
 
     def _turns(self, dialogue: Dialogue, changes: set[str]) -> list[Turn]:
         bare = len(dialogue.messages) == 1 and dialogue.messages[0][0] == "text"
@@ -104,7 +131,7 @@ class Cleaner:
         messages: Messages = []
         known = self._roles
         for written_role, content in written:
-            role = known.get(written_role) if isinstance(written_role, str) else None
+            role = role_of(written_role, known)
             if role is None:
                 if "unmapped roles cut" not in changes:
                     self.report.unmapped_roles[encodable(str(written_role)[:60])] += 1
@@ -118,6 +145,11 @@ class Cleaner:
                 text = encodable(content)
                 if text is not content:
                     changes.add("broken characters replaced")
+                tag = TOOL_TAGS.get(written_role.strip().lower()) if self._tools else None
+                if tag is not None:
+                    text, before = tool_text(tag, text), messages[-1] if messages else (None, "")
+                    if before[0] == role and (tag == "tool_call" or before[1].endswith("</tool_response>")):
+                        text = f"{messages.pop()[1]}\n{text}".lstrip("\n")
                 messages.append((role, text))
             else:
                 raise _DroppedError("content is not text")
@@ -142,6 +174,13 @@ class Cleaner:
 
     def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
         """The messages that make whole exchanges, after a system message with text."""
+        asked = [text for role, text in messages if role == "user" and not _blank(text)]
+        if asked and all(role in ("user", "system") for role, _ in messages):
+            if not self._questions:
+                raise _DroppedError("only questions")
+            yield from (("system", text) for role, text in messages[:1] if role == "system" and not _blank(text))
+            yield from (("user", text) for text in asked)
+            return
         runs = [(role, [text for _, text in run]) for role, run in groupby(messages, lambda message: message[0])]
         runs = [(role, _without_surplus(texts, changes)) for role, texts in _without_unknown(runs)]
         if runs and runs[0][0] == "system":
@@ -202,13 +241,16 @@ class Cleaner:
 
     def _count_exchanges(self, dialogue: Dialogue, kept: int, reason: str) -> None:
         """A question directly before an answer is an exchange; `reason` is why those that are not kept are lost."""
-        roles = [self._roles.get(role) if isinstance(role, str) else None for role, _ in dialogue.messages]
-        found = sum(pair == ("user", "assistant") for pair in pairwise(roles))
+        found = _exchanges(role_of(role, self._roles) for role, _ in dialogue.messages)
         assert kept <= found
         self.report.exchanges += found
         self.report.exchanges_kept += kept
         if kept < found:
             self.report.exchanges_lost[reason] += found - kept
+
+
+def _exchanges(roles: Iterable[str | None]) -> int:
+    return sum(pair == ("user", "assistant") for pair in pairwise(roles))
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:

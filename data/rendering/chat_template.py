@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoints.storage.chat_templates import render_chat
+from ..conversations import tool_text
 from .encoding import special_strings
 
 OWN = "tokenizer"
 """The name under which a tokenizer's own chat template is asked for."""
 
+_LEAVE_OUT = "Conversations with tools are left out by `clean: {unknown_roles: drop}` with `columns: {tools: null}`"
 _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
 
 
@@ -73,11 +76,47 @@ def own_template(tokenizer: Any) -> Template:
         writes_bos=True,
         special_tokens=(),
     )
+    _check(template, tokenizer, [])
+    return template
+
+
+def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
+    """A tokenizer's own template for conversations with these tools (JSON of a list), which it shows before the first
+    question.
+
+    Raises:
+        ValueError: another template; one that shows no tools, or in another way in each exchange, or calls in another
+            form than `<tool_call>`, `<tool_response>`.
+    """
+    given = json.loads(tools)
+    if template.name != OWN:
+        raise ValueError(f"template {template.name} shows no tools; `template: tokenizer` may")
+    start, _ = _around(_render(tokenizer, 1, prompt=True, tools=given), _QUESTIONS[0])
+    if given and start == template.start:
+        raise ValueError(f"template 'tokenizer': the chat template shows no tools. {_LEAVE_OUT}")
+    template = replace(template, start=start, system=_system(tokenizer, given))
+    _check(template, tokenizer, given)
+    call = {"name": "xNAMEx", "arguments": {"x": 1}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": _QUESTIONS[0]}]
+    messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+    messages.append({"role": "tool", "name": "xNAMEx", "content": _QUESTIONS[1]})
+    answer = template.start + _QUESTIONS[0] + template.middle + tool_text("tool_call", json.dumps(call)) + template.end
+    asked = template.after + template.next + tool_text("tool_response", _QUESTIONS[1]) + template.middle
+    text = render_chat(tokenizer, messages, prompt=True, tools=given)
+    if text != answer + asked:
+        raise ValueError(
+            f"template 'tokenizer': the chat template writes calls of tools as {text[len(start) :]!r}, expected "
+            f"{(answer + asked)[len(start) :]!r}. {_LEAVE_OUT}"
+        )
+    return template
+
+
+def _check(template: Template, tokenizer: Any, tools: list[Any]) -> None:
+    """Raises ValueError where exchanges do not read as the constant texts have them."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
-        rebuilt, whole = _rebuilt(template, system), _render(tokenizer, 3, prompt=False, system=system)
+        rebuilt, whole = _rebuilt(template, system), _render(tokenizer, 3, prompt=False, system=system, tools=tools)
         if rebuilt != whole:
             raise _rewrites(rebuilt, whole)
-    return template
 
 
 def _rebuilt(template: Template, system: str | None) -> str:
@@ -89,14 +128,22 @@ def _rebuilt(template: Template, system: str | None) -> str:
     return text
 
 
-def _render(tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None = None, pad: str = "") -> str:
+def _render(
+    tokenizer: Any,
+    exchanges: int,
+    *,
+    prompt: bool,
+    system: str | None = None,
+    pad: str = "",
+    tools: list[Any] | None = None,
+) -> str:
     messages = [] if system is None else [{"role": "system", "content": system}]
     for number in range(exchanges):
         messages.append({"role": "user", "content": pad + _QUESTIONS[number] + pad})
         messages.append({"role": "assistant", "content": pad + _ANSWERS[number] + pad})
     if prompt:
         messages.pop()
-    return render_chat(tokenizer, messages, prompt=prompt)
+    return render_chat(tokenizer, messages, prompt=prompt, tools=tools)
 
 
 def _around(text: str, mark: str) -> tuple[str, str]:
@@ -115,9 +162,9 @@ def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
     return tail[: start + len(token)], tail[start + len(token) :]
 
 
-def _system(tokenizer: Any) -> tuple[str, str] | None:
+def _system(tokenizer: Any, tools: list[Any] | None = None) -> tuple[str, str] | None:
     try:
-        text = _render(tokenizer, 1, prompt=True, system=_SYSTEM)
+        text = _render(tokenizer, 1, prompt=True, system=_SYSTEM, tools=tools)
     except ValueError:
         return None  # such as Gemma's: "system role not supported"
     if _SYSTEM not in text:

@@ -9,12 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ..conversations import Conversation
+from .chat_template import with_tools
 from .render import Rendered
 from .templates import Template
 
@@ -44,6 +46,7 @@ class LintReport:
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    tokens_cut: int = 0
     clean: int = 0
     findings: Counter[str] = field(default_factory=Counter)
 
@@ -52,6 +55,7 @@ class LintReport:
         self.documents += 1
         self.tokens += len(document.ids)
         self.trained_tokens += int(document.trainable().sum())
+        self.tokens_cut += document.answer_cut + document.question_cut
         self.clean += not set(FAULTS).intersection(findings)
         self.findings.update(findings)
 
@@ -75,6 +79,8 @@ class LintReport:
         parts.append(f"{faulty:,} documents with faults{self._listed(FAULTS)}" if faulty else "no faults")
         if any(self.findings[name] for name in NOTICES):
             parts.append(f"notices{self._listed(NOTICES)}")
+        if self.tokens_cut:
+            parts.append(f"{self.tokens_cut:,} tokens cut off")
         return "; ".join(parts)
 
     def _listed(self, names: Sequence[str]) -> str:
@@ -106,8 +112,9 @@ class Linter:
         self._end, self._after = self._constant(template.end), self._constant(template.after)
         if not self._end or not isinstance(self._end[-1], int):
             raise ValueError(f"template {template.name} ends an answer with {template.end!r}, not with a special token")
-        self._start, self._next = self._constant(template.start), self._constant(template.next)
-        self._system = [self._constant(text) for text in template.system or ()]
+        self._next = self._constant(template.next)
+        self._openings = lru_cache(maxsize=1 << 10)(self._opening)
+        self._system = self._openings("")[1]
         self._first: list[Rendered] = []
         self._found: dict[bool, Rendered] = {}
 
@@ -122,8 +129,8 @@ class Linter:
             system = turns[:lead] if self._system or not document.first else ()
             turns = (*system, *turns[lead + 2 * document.first :][: 2 * exchanges])
         noticed = {
-            ANSWER_CUT: document.answer_cut,
-            QUESTION_CUT: document.question_cut,
+            ANSWER_CUT: document.answer_cut > 0,
+            QUESTION_CUT: document.question_cut > 0,
             SPECIAL_TOKEN_TEXT: any(self._strings.search(turn.text) for turn in turns),
             EMPTY_ANSWER: any(turn.role == "assistant" and not turn.text.strip() for turn in turns),
         }
@@ -193,10 +200,11 @@ class Linter:
         system, questions, answers = _messages(document.conversation, template)
         context: list[str | int] = list(self._bos)
         stretches: list[list[str | int]] = []
-        if system is None or not self._system:
-            context += self._start
+        start, before_question = self._openings(document.conversation.tools)
+        if system is None or not before_question:
+            context += start
         else:
-            context += [*self._system[0], system, *self._system[1]]
+            context += [*before_question[0], system, *before_question[1]]
         end = self._end[:-1] if document.answer_cut else self._end
         last, lead = document.first + exchanges - 1, _merged(context)
         for number in range(document.first, last + 1):
@@ -221,7 +229,7 @@ class Linter:
         wrong = []
         for index, (said, right) in enumerate(zip(actual, stretches, strict=True)):
             # what follows the last answer may be cut
-            beginning = (index == 1 and document.answer_cut) or index == len(actual) - 1
+            beginning = (index == 1 and document.answer_cut > 0) or index == len(actual) - 1
             if said[1::2] != (right[1 : len(said) : 2] if beginning else right[1::2]):
                 wrong.append(index)
                 continue
@@ -247,6 +255,11 @@ class Linter:
         if cut is not None:
             return _less_a_part(said, plain, cut) or _less_a_part(said, heard, cut)
         return said == heard != plain
+
+    def _opening(self, tools: str) -> tuple[list[str | int], list[list[str | int]]]:
+        """What stands before the first question; and before and behind a system text, where it has a place."""
+        template = with_tools(self._template, self._tokenizer, tools) if tools else self._template
+        return self._constant(template.start), [self._constant(text) for text in template.system or ()]
 
     def _constant(self, text: str) -> list[str | int]:
         """A template's text with its special tokens as ids."""

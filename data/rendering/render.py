@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..conversations import Conversation, Turn
+from .chat_template import with_tools
 from .encoding import After, PieceEncoder, special_strings
 from .templates import Template
 
@@ -34,15 +35,15 @@ class Rendered:
     """One document: `ids` int32 [T], and the `spans` [start, end) of the assistant's words with their end of turn.
 
     It holds the exchanges of `conversation` from number `first` on. Of one exchange that is too long, `question_cut`
-    says that the question lost its beginning, `answer_cut` that the answer lost its end.
+    is how many tokens the question lost at its beginning, `answer_cut` how many the answer lost at its end.
     """
 
     ids: np.ndarray
     spans: list[tuple[int, int]]
     conversation: Conversation
     first: int = 0
-    question_cut: bool = False
-    answer_cut: bool = False
+    question_cut: int = 0
+    answer_cut: int = 0
 
     def trainable(self) -> np.ndarray:
         """Flags bool [T], True inside the spans."""
@@ -67,6 +68,8 @@ class RenderReport:
     context_only: int = 0  # exchanges not trained on because only the last turn is
     questions_cut: int = 0  # exchanges whose question lost its beginning
     answers_cut: int = 0  # exchanges whose answer lost its end
+    question_tokens_cut: int = 0
+    answer_tokens_cut: int = 0  # with the ends of turn
 
     def as_dict(self) -> dict[str, int]:
         """Plain numbers, ready for JSON."""
@@ -164,8 +167,10 @@ class Renderer:
             report.left_out += not documents
             report.documents += len(documents)
             report.split += len(documents) > 1
-            report.questions_cut += sum(document.question_cut for document in documents)
-            report.answers_cut += sum(document.answer_cut for document in documents)
+            report.questions_cut += sum(document.question_cut > 0 for document in documents)
+            report.answers_cut += sum(document.answer_cut > 0 for document in documents)
+            report.question_tokens_cut += sum(document.question_cut for document in documents)
+            report.answer_tokens_cut += sum(document.answer_cut for document in documents)
             yield from documents
 
 
@@ -206,7 +211,7 @@ class Layout:
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.bos = _array([] if template.writes_bos else encoder.bos)
         self.start = self._split_long(self.lead(template.start))
-        self._leads: dict[str | None, _Lead] = {None: self.start}
+        self._leads: dict[tuple[str | None, str], _Lead] = {(None, ""): self.start}
         self.behind_question, rest = self._head(template.middle)
         self.answer = self._constant(rest)
         self.behind_answer, rest = self._head(template.end)
@@ -222,7 +227,7 @@ class Layout:
         texts: list[str] = []
         after: list[After] = []
         for parts in batch:
-            lead = self.first_lead(parts.system)
+            lead = self.first_lead(parts)
             for number, question in enumerate(parts.questions):
                 texts.append(lead.tail + question + self.behind_question)
                 after.append(lead.after)
@@ -266,40 +271,44 @@ class Layout:
         parts = self.parts(Conversation("prompt", turns), ends_with="user")
         ids, starts = self.encoder.encode(*self.pieces([parts]))
         encoded = iter([ids[starts[i] : starts[i + 1]] for i in range(len(starts) - 1)])
-        pieces: list[Any] = [self.bos, self.first_lead(parts.system).ids]
+        pieces: list[Any] = [self.bos, self.first_lead(parts).ids]
         for number in range(len(parts.questions)):
             pieces += [self.next.ids if number else _NO_IDS, next(encoded), self.answer.ids]
             if number < len(parts.answers):
                 pieces += [next(encoded), self.closing]
         return list(np.concatenate(pieces).tolist())
 
-    def first_lead(self, system: str | None) -> _Lead:
-        """What stands before the first question, the system text included. Many rows have the same one."""
-        if system not in self._leads:
-            assert system is not None
-            assert self.template.system is not None
-            before, behind = (self._filled(text) for text in self.template.system)
-            lead = self.lead(before)
-            found = self._special.search(behind)
-            if found is None:  # one text with the question
-                lead = self._split_long(_Lead(lead.ids, lead.tail + system + behind, lead.after))
-            else:
-                ids = _array(self.encoder.one(lead.tail + system + behind[: found.start()], lead.after))
-                rest = self.lead(behind[found.start() :])
-                lead = _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
+    def first_lead(self, parts: _Parts) -> _Lead:
+        """What stands before the first question, tools and system text included. Many rows have the same one."""
+        key = (parts.system, parts.conversation.tools)
+        if key not in self._leads:
             if len(self._leads) >= _REMEMBERED_SYSTEMS:
-                self._leads = {None: self.start}
-            self._leads[system] = lead
-        return self._leads[system]
+                self._leads = {(None, ""): self.start}
+            self._leads[key] = self._first_lead(*key)
+        return self._leads[key]
+
+    def _first_lead(self, system: str | None, tools: str) -> _Lead:
+        template = with_tools(self.template, self.encoder.tokenizer, tools) if tools else self.template
+        if system is None:
+            return self._split_long(self.lead(template.start))
+        assert template.system is not None
+        before, behind = (self._filled(text) for text in template.system)
+        lead = self.lead(before)
+        found = self._special.search(behind)
+        if found is None:  # one text with the question
+            return self._split_long(_Lead(lead.ids, lead.tail + system + behind, lead.after))
+        ids = _array(self.encoder.one(lead.tail + system + behind[: found.start()], lead.after))
+        rest = self.lead(behind[found.start() :])
+        return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
 
     def lead_tokens(self, parts: _Parts) -> int:
         """How many ids of a document's first question are the template's."""
-        lead = self.first_lead(parts.system)
+        lead = self.first_lead(parts)
         return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
 
     def first_ids(self, parts: _Parts, number: int, question_ids: np.ndarray) -> np.ndarray:
         """Ids of a question that begins a document after a split."""
-        lead = self.first_lead(parts.system)
+        lead = self.first_lead(parts)
         if (lead.tail, lead.after) == (self.next.tail, self.next.after):
             return question_ids
         return self.encoder.encode([lead.tail + parts.questions[number] + self.behind_question], [lead.after])[0]
@@ -386,7 +395,7 @@ class _Document:
     def __init__(self, layout: Layout, parts: _Parts, first: int) -> None:
         self.layout, self.parts = layout, parts
         self.rendered = Rendered(np.empty(0, dtype=np.int32), [], parts.conversation, first)
-        self.pieces = [layout.bos, layout.first_lead(parts.system).ids]
+        self.pieces = [layout.bos, layout.first_lead(parts).ids]
         self.length = len(self.pieces[0]) + len(self.pieces[1])
 
     def add(self, lead: np.ndarray, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
@@ -414,8 +423,8 @@ class _Document:
             kept = min(asked, max(free - len(answer), free // 2))
             if kept < asked:
                 question = np.concatenate([question[:lead], question[len(question) - kept :]])
-                self.rendered.question_cut = True
-            self.rendered.answer_cut = len(answer) > free - kept
+                self.rendered.question_cut = asked - kept
+            self.rendered.answer_cut = max(0, len(answer) - (free - kept))
         start = self.length + len(question) + len(layout.answer.ids)
         self.pieces += (question, layout.answer.ids, answer, layout.closing)
         self.rendered.spans.append((start, min(limit, start + len(answer) + len(layout.end))))

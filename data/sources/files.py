@@ -32,6 +32,8 @@ _MOST_UNPACKED = 200
 _DAMAGED = "file cut short or damaged"
 
 Columns = Callable[[Sequence[str]], Sequence[str]]
+UNREAD: Any = ...
+"""In the place of a value in a column that was not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,20 +286,26 @@ def _arrow_errors(arrow: Any, path: Path) -> Iterator[None]:
         ) from error
 
 
+def chosen(columns: Columns, present: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The columns to read, and for the others what a row has in their place."""
+    names = list(columns(present))
+    return names, {name: UNREAD for name in present if name not in names}
+
+
 def _parquet_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
     arrow = _pyarrow(path)
     import pyarrow.parquet as parquet
 
     row = 0
     with _arrow_errors(arrow, path), parquet.ParquetFile(path) as file:
-        names = list(columns(file.schema_arrow.names))
+        names, unread = chosen(columns, file.schema_arrow.names)
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if cursor.shard.rows(cursor.next, cursor.next + rows):
                 size = _BATCH_BYTES // max(1, _unpacked(path, file.metadata.row_group(group), names))
                 size = max(1, min(size, _BATCH_ROWS))  # what stands there once may be the value of each row
                 for batch in file.iter_batches(size, row_groups=[group], columns=names):
-                    yield from _batch_rows(arrow, row, batch, cursor)
+                    yield from _batch_rows(arrow, row, batch, cursor, unread)
                     row += batch.num_rows
             else:
                 cursor.claim(rows)
@@ -326,19 +334,19 @@ def _arrow_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found
         is_file = mapped.read(6) == b"ARROW1"
         mapped.seek(0)
         reader = ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
-        names = list(columns(reader.schema.names))
+        names, unread = chosen(columns, reader.schema.names)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         for whole in batches:
             for at in range(0, whole.num_rows, _BATCH_ROWS):
                 batch = whole.select(names).slice(at, _BATCH_ROWS)
-                yield from _batch_rows(arrow, row, batch, cursor)
+                yield from _batch_rows(arrow, row, batch, cursor, unread)
                 row += batch.num_rows
 
 
-def _batch_rows(arrow: Any, row: int, batch: Any, cursor: _Cursor) -> Iterator[Found]:
+def _batch_rows(arrow: Any, row: int, batch: Any, cursor: _Cursor, unread: dict[str, Any]) -> Iterator[Found]:
     first = cursor.next
     wanted = cursor.claim(batch.num_rows)
     if len(wanted) < batch.num_rows:
         batch = batch.take(arrow.array([number - first for number in wanted], "int64"))
     for number, value in zip(wanted, batch.to_pylist(), strict=True):
-        yield row + number - first + 1, number, value
+        yield row + number - first + 1, number, value | unread

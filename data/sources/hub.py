@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from ...checkpoints.storage.atomic import atomic_file
 from ...checkpoints.storage.messages import first_line, install_hint
 from ...checkpoints.storage.places import out_of_reach
-from .files import WHOLE, Columns, Row, Shard
+from .files import WHOLE, Columns, Row, Shard, chosen
 
 _PATIENCE = 30
 """Seconds for an answer."""
@@ -83,9 +83,9 @@ def hub_rows(
 
 
 def _numbered(loaded: Any, shard: Shard, columns: Columns, streaming: bool) -> Iterator[tuple[int, Any]]:
-    if loaded.column_names:  # a stream may not know them
-        loaded = loaded.select_columns(list(columns(loaded.column_names)))
+    names, unread = chosen(columns, loaded.column_names or [])  # a stream may not know them
+    loaded = loaded.select_columns(names) if names else loaded
     if not streaming:
         numbers = shard.rows(0, len(loaded))
-        return zip(numbers, loaded.select(numbers), strict=True)
-    return ((number, value) for number, value in enumerate(loaded) if number % shard.count == shard.index)
+        return ((number, value | unread) for number, value in zip(numbers, loaded.select(numbers), strict=True))
+    return ((number, value | unread) for number, value in enumerate(loaded) if number % shard.count == shard.index)

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 from ...checkpoints.storage.messages import did_you_mean
-from ..cleaning.cleaner import ROLES, Cleaner
+from ..cleaning.cleaner import Cleaner, role_of
 from ..cleaning.options import Cleaning
 from ..conversations import Conversation, CorpusReport, Dialogue, Prompt, Turn, encodable
-from .files import SUFFIXES, Row, Shard, local_rows
-from .forms import read_dialogue, usable_columns
+from .files import SUFFIXES, WHOLE, Row, Shard, local_rows
+from .forms import Renames, read_dialogue, usable_columns
 from .hub import downloaded, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
+from .trees import assembled, is_flat
 
 _GROUPS_SHOWN = 20
 MOST_CHARACTERS = 16 << 20
 """Of a row: tokenizers take some fifty times its size in memory."""
+_ROWS_LOOKED_AT = 1000  # for the columns that are renamed
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -48,6 +51,8 @@ class Opening(TypedDict, total=False):
     """(index, count): of the rows, numbered from 0 over all files, those with `number % count == index`."""
     on_form: Callable[[str], None] | None
     """Gets each form that rows are found in, once: "instruction + output"."""
+    columns: Renames
+    """Columns by their names there, and what they are called here."""
 
 
 def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue]:
@@ -85,11 +90,53 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
         yield dialogue
 
 
+def _renamed(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row]:
+    """Rows with columns by our names. ValueError: a column that none of the first rows has, or two of one name."""
+    unseen, names = set(renames), set[str]()
+    for count, row in enumerate(rows):
+        value = row.value
+        if isinstance(value, Mapping):
+            names |= value.keys()
+            unseen -= names
+            if unseen and count >= _ROWS_LOOKED_AT:
+                break
+            pairs = [(renames.get(name, name), entry) for name, entry in value.items()]
+            value = {name: entry for name, entry in pairs if name is not None}
+            if len(value) < sum(name is not None for name, _ in pairs):
+                raise ValueError(f"{row.location}: columns: two are called {', '.join(value)}; null leaves one out")
+        yield replace(row, value=value)
+    if unseen and names:
+        name, listed = min(unseen), ", ".join(sorted(names)[:_GROUPS_SHOWN])
+        raise ValueError(f"columns: no row of {source} has {name!r}.{did_you_mean(name, names)} Its columns: {listed}")
+
+
 def _open_rows(source: str, opening: Opening, skipped: Counter[str]) -> tuple[Corpus | None, Iterator[Row]]:
-    """The corpus that a source is registered as, and its rows."""
+    """The corpus that a source is registered as, and its rows; messages that are rows are put together to trees, which
+    are then shared out by their first one's number."""
+    shard, renames = Shard(*opening.get("shard", (0, 1))), opening.get("columns")
+
+    def named(shard: Shard) -> tuple[Corpus | None, Iterator[Row]]:
+        corpus, rows = _single_rows(source, opening, skipped, shard)
+        return corpus, _renamed(source, rows, renames) if renames else rows
+
+    corpus, rows = named(shard)
+    first = list(islice(rows, 1))
+    if not first or not is_flat(first[0].value):
+        return corpus, chain(first, rows)
+    return corpus, (row for row in assembled(named(WHOLE)[1]) if row.number % shard.count == shard.index)
+
+
+def _single_rows(
+    source: str, opening: Opening, skipped: Counter[str], shard: Shard
+) -> tuple[Corpus | None, Iterator[Row]]:
     local, corpus, hub = _resolve(source, opening.get("path"))
-    shard, split = Shard(*opening.get("shard", (0, 1))), opening.get("split") or (corpus.split if corpus else None)
-    columns = usable_columns if corpus is None else corpus.usable_columns
+    split, renames = opening.get("split") or (corpus.split if corpus else None), opening.get("columns") or {}
+    usable = usable_columns if corpus is None else corpus.usable_columns
+
+    def columns(present: Sequence[str]) -> Sequence[str]:
+        named = {ours: theirs for theirs in present if (ours := renames.get(theirs, theirs)) is not None}
+        return [named[name] for name in usable(list(named))]
+
     file = opening.get("file") or (corpus.file if corpus else None)
     if local is None and file is not None and "://" in file:
         local = downloaded(file)
@@ -119,9 +166,11 @@ def read_conversations(
     limit: int | None = None,
     report: CorpusReport | None = None,
     cleaning: Cleaning | None = None,
+    tools: bool = False,
+    questions: bool = False,
     **opening: Unpack[Opening],
 ) -> Iterator[Conversation]:
-    """Stream the clean conversations of a source, at most `limit` of them.
+    """Stream the clean conversations of a source, at most `limit` of them; `tools` and `questions` as for `Cleaner`.
 
     `report` is filled while the iterator is consumed; skipped rows are added at its end. The sets that the cleaning's
     `contamination` names are read as prompts, each from its own source.
@@ -132,7 +181,8 @@ def read_conversations(
     report = CorpusReport() if report is None else report
     cleaning = Cleaning() if cleaning is None else cleaning
     sets = [prompt for name in cleaning.contamination for prompt in read_prompts(name)]
-    cleaner = Cleaner(cleaning, report, [text for p in sets for text in (*(t.text for t in p.turns), *p.follow_ups)])
+    texts = [text for p in sets for text in (*(t.text for t in p.turns), *p.follow_ups)]
+    cleaner = Cleaner(cleaning, report, texts, tools=tools, questions=questions)
     broken = opening["skipped"] = Counter[str]()
     try:
         cleaned = map(cleaner, open_dialogues(source, **opening))
@@ -187,7 +237,7 @@ def _prompt(dialogue: Dialogue) -> Prompt | None:
     """None where nothing is asked."""
     turns: list[Turn] = []
     for written_role, content in dialogue.messages:
-        role = ROLES.get(written_role) if isinstance(written_role, str) else None
+        role = role_of(written_role)
         if role is None or not isinstance(content, str):
             if any(turn.role == "user" for turn in turns):  # later questions may be about what cannot be shown
                 break

@@ -26,7 +26,7 @@ from ...data.cleaning.options import Cleaning
 from ...data.conversations import Conversation, CorpusReport, write_conversations
 from ...data.rendering.lint import Linter, PieceDecoder, special_flags, vocabulary_size
 from ...data.rendering.render import Rendered, Renderer
-from ...data.rendering.templates import get_template
+from ...data.rendering.templates import OWN, get_template
 from ...data.sources.files import data_files
 from ...data.sources.mixture import Part, hashed_share, mixture
 from ...data.sources.reading import read_conversations
@@ -40,6 +40,7 @@ _WITHOUT_EFFECT = {"cache", "workers", "min_clean_share", "min_trained_share"}
 NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing", "streaming", "window"}
 """What a section says that changes no conversation."""
 _STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
+_BEGIN, _END = "⟦⟧"  # around what is trained, for where there is no colour
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
@@ -73,11 +74,13 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     identity = _identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(section.cache) / key
-    if not (folder / "report.json").is_file():
+    file = folder / "report.json"
+    # an older version, which did not say what columns it left out, left out some that are read now
+    if not file.is_file() or "unused_columns" not in load_json(file):
         _prepare(section, tokenizer, identity, folder)
     elif not quiet:
         log(f"data: reusing {folder} (same source, options and tokenizer)")
-    report = load_json(folder / "report.json", "sources")
+    report = load_json(file, "sources")
     heldout = PreparedData.load(folder / "heldout")
     if not section.streaming:
         train = PreparedData.load(folder / "train")
@@ -86,7 +89,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
             raise ValueError(f"data: trained tokens: {share:.4%}, {floor} (`draftsmith prepare --lint` shows rows)")
         return Prepared(train, heldout, folder, report)
     streamed = StreamedData(
-        partial(_epoch, section, seed),
+        partial(_epoch, _with_heldout(section), seed),
         tokenizer,
         get_template(section.template, tokenizer),
         section.block_tokens,
@@ -115,30 +118,54 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     template = get_template(section.template, tokenizer)
     linter = Linter(tokenizer, template)
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
+    reports = [CorpusReport() for _ in section.parts()]
     with counter("linting", "documents") as advance:
-        for document in render(_epoch(section, 0, 0)):
+        for document in render(_some(section, reports, log_forms=True)):
             linter.check(document)
             advance(linter.report.documents, 0)
     for document in linter.examples():
         console().rule(f"{document.conversation.id}", align="left")
         console().print(colour(document, tokenizer))
     console().rule()
+    console().print(Text(f"{_BEGIN}trained{_END}", _STYLES[1]), Text("special tokens", _STYLES[2]))
+    for part, report in zip(section.parts(), reports, strict=True):
+        console().print(f"{part.source}: {report.summary()}")
     console().print(f"lint: {linter.report.summary()}")
     return linter.report.failures(section.min_clean_share, section.min_trained_share)
 
 
 def colour(document: Rendered, tokenizer: Any) -> Text:
-    """The text of a document with trained tokens in green and special tokens dim, to be printed with rich; control
-    characters as their pictures ("␛"), ids outside the vocabulary left out."""
+    """The text of a document with trained tokens in green between marks and special tokens dim, to be printed with
+    rich; control characters as their pictures ("␛"), ids outside the vocabulary left out."""
     known = (document.ids >= 0) & (document.ids < vocabulary_size(tokenizer))
     ids, trained = document.ids[known].tolist(), document.trainable()[known]
     style = trained + 2 * special_flags(tokenizer)[ids]
     bounds = [0, *(np.flatnonzero(np.diff(style)) + 1).tolist(), len(ids)]
     text = Text()
     pieces = PieceDecoder(tokenizer).decode([ids[start:end] for start, end in pairwise(bounds)])
-    for piece, start in zip(pieces, bounds, strict=False):
-        text.append(piece.translate(_VISIBLE), _STYLES[style[start]])
+    edges = np.diff(trained, prepend=False, append=False)
+    for piece, (start, end) in zip(pieces, pairwise(bounds), strict=False):
+        opening, closing = (mark * bool(trained[start] and edges[at]) for mark, at in ((_BEGIN, start), (_END, end)))
+        text.append(opening + piece.translate(_VISIBLE) + closing, _STYLES[style[start]])
     return text
+
+
+def _with_heldout(section: DataSection) -> DataSection:
+    """The section itself where its share holds a conversation out; else with the least share that does, if there are
+    two. It reads until it finds one."""
+    if section.heldout_source is not None or not section.heldout_share:
+        return section
+    least, most = 1.0, 0.0
+    for part in section.parts():
+        for conversation in _read_part(section, part, CorpusReport()):
+            draw = _draw(conversation)
+            if draw < section.heldout_share:
+                return section
+            least, most = min(least, draw), max(most, draw)
+    if least >= most:
+        return section
+    log(f"data: a share of {section.heldout_share:.6g} (data.heldout_share) is no conversation: one is held out")
+    return section.model_copy(update={"heldout_share": float(np.nextafter(least, 1))})
 
 
 def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], folder: Path) -> None:
@@ -148,9 +175,10 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     options: dict[str, Any] = {"packing": section.packing, "last_turn_only": section.last_turn_only, "source": identity}
     names = ", ".join(part.source for part in section.parts())
     train: PreparedData | None = None
+    section = _with_heldout(section)
     with atomic_dir(folder) as unfinished:
         with counter(f"preparing {names}", "conversations") as advance:
-            rows = training_conversations(section, reports, log_forms=True, hold=heldout.append)
+            rows = _some(section, reports, log_forms=True, hold=heldout.append)
             if not section.streaming:
                 out = unfinished / "train"
                 options |= {"progress": advance}
@@ -173,6 +201,12 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
         f"data: {numbers['tokens']:,} tokens in {numbers['blocks']:,} blocks of {section.block_tokens} "
         f"({numbers['packing_density']:.1%} full), {numbers['trainable_share']:.1%} trained; {len(heldout)} held out"
     )
+    if (cut := numbers["rendering"])["answers_cut"] or cut["questions_cut"]:
+        log(
+            f"data: too long for a block of {section.block_tokens} tokens: {cut['answers_cut']} answers lost "
+            f"{cut['answer_tokens_cut']:,} tokens at their ends, {cut['questions_cut']} questions "
+            f"{cut['question_tokens_cut']:,} at their beginnings; `data.block_tokens` is the limit"
+        )
 
 
 def _checked_heldout(
@@ -180,10 +214,12 @@ def _checked_heldout(
 ) -> list[Conversation]:
     """The conversations to evaluate on: those of a source of their own, or those that were taken out."""
     if section.heldout_source is not None:
-        part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
-        heldout = list(_read_part(section, part, CorpusReport()))
+        part = SourceSection(source=section.heldout_source, limit=section.heldout_limit, columns=section.columns)
+        report = CorpusReport()
+        heldout = list(_read_part(section, part, report))
         if not heldout:
-            raise ValueError(f"no conversation of data.heldout_source, {section.heldout_source}, could be used")
+            named = f"data.heldout_source, {section.heldout_source}"
+            raise ValueError(f"no conversation of {named}, could be used: {report.nothing_kept()}")
     if not heldout:
         names = ", ".join(part.source for part in section.parts())
         raise ValueError(
@@ -229,8 +265,22 @@ def training_conversations(
     return mixture([Part(part.weight, partial(open_pass, part, report)) for part, report in parts], seed)
 
 
+def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
+    """Raises ValueError where no row was kept, with the reasons and what can be done about each."""
+    if not any(report.kept for report in reports):
+        parts = zip(section.parts(), reports, strict=True)
+        found = "; ".join(f"{part.source}: {report.nothing_kept()}" for part, report in parts)
+        raise ValueError(f"nothing to train on: {found}")
+
+
+def _some(section: DataSection, reports: list[CorpusReport], **options: Any) -> Iterator[Conversation]:
+    """`training_conversations`, of which there must be some."""
+    yield from training_conversations(section, reports, **options)
+    refuse_none(section, reports)
+
+
 def _epoch(section: DataSection, seed: int, epoch: int) -> Iterator[Conversation]:
-    return training_conversations(section, [CorpusReport() for _ in section.parts()], log_forms=False, seed=seed)
+    return _some(section, [CorpusReport() for _ in section.parts()], log_forms=False, seed=seed)
 
 
 def _read_part(
@@ -241,18 +291,24 @@ def _read_part(
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Conversation]:
     """The clean conversations of one corpus of a section; see `open_dialogues`."""
-    places = part.model_dump(exclude={"weight"}) | section.model_dump(include={"streaming", "skip_broken"})
-    return read_conversations(**places, cleaning=Cleaning(**section.clean), report=report, shard=shard, on_form=on_form)
+    options = part.model_dump(exclude={"weight"}) | section.model_dump(include={"streaming", "skip_broken"})
+    # what may be called, and calls, only where a chat template shows them, and not where that column is not to be read
+    options["tools"] = section.template == OWN and part.columns.get("tools", "") is not None
+    options |= {"cleaning": Cleaning(**section.clean), "report": report, "shard": shard, "on_form": on_form}
+    return read_conversations(**options)
 
 
 def is_held_out(section: DataSection, conversation: Conversation) -> bool:
     """Whether a conversation of a section's corpora is not to train on, by its id alone."""
     if section.heldout_source is not None:
         return False
+    return _draw(conversation) < section.heldout_share
+
+
+def _draw(conversation: Conversation) -> float:
     # ShareGPT's parts of one long conversation are called abcdefg_0, abcdefg_1 …: they must fall on one side.
     part = re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
-    whole = part[1] if part else conversation.id
-    return hashed_share(f"held out {whole}") < section.heldout_share
+    return hashed_share(f"held out {part[1] if part else conversation.id}")
 
 
 def conversations_identity(section: DataSection, tokenizer: Any) -> dict[str, Any]:

@@ -118,8 +118,9 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
 
 
 def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Iterator[Conversation]:
-    places = recipe.model_dump(include=set(PlaceSection.model_fields))
-    return read_conversations(recipe.source, **places, cleaning=Cleaning(**recipe.clean), report=report)
+    options = recipe.model_dump(include=set(PlaceSection.model_fields))
+    options |= {"cleaning": Cleaning(**recipe.clean), "report": report, "questions": True}
+    return read_conversations(recipe.source, **options)
 
 
 def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:
@@ -129,6 +130,8 @@ def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool])
         left += key not in store
         if stopping():
             return left
+    if not report.kept:
+        raise ValueError(f"nothing to answer in {recipe.source}: {report.nothing_kept()}")
     log(f"data: {report.summary()}")
     log(f"regenerate: {left:,} conversations to answer, {report.kept - left:,} are answered already in {store.path}")
     return left

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 
 from ...checkpoints.storage.redaction import without_secrets
 from ...data.cleaning.options import Cleaning
+from ...data.sources.forms import check_renames
 from .errors import describe
 
 
@@ -44,6 +46,19 @@ class PlaceSection(Section):
     """One data file inside a hub repository."""
     limit: int | None = Field(None, ge=1)
     """Read at most this many conversations."""
+    columns: dict[str, str | None] = {}
+    """Columns that have other names than ours (data/README.md lists ours): {question: instruction, reply: output};
+    null: not read."""
+
+    @model_validator(mode="after")
+    def _known_columns(self) -> Self:
+        check_renames(self.columns)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Without renamed columns a section is what it was before there were any: finished work is known by it."""
+        return {name: value for name, value in dump(self).items() if name != "columns" or value}
 
 
 class SourceSection(PlaceSection):
@@ -60,7 +75,7 @@ class DataSection(PlaceSection):
     """Where conversations come from and how they become token blocks."""
 
     source: str | None = None
-    """A corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` are for it."""
+    """A corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file`, `limit` and `columns` are for it."""
     mixture: list[SourceSection] = []
     """Several corpora instead."""
     skip_broken: bool = False
@@ -106,6 +121,6 @@ class DataSection(PlaceSection):
             given = "both" if self.source else "neither"
             raise ValueError(f"give one of `source` (a corpus) and `mixture` (several), got {given}")
         if self.source is None and any(getattr(self, name) for name in PlaceSection.model_fields):
-            raise ValueError("with `mixture`, path, config, split, revision, file and limit belong to its corpora")
+            raise ValueError(f"with `mixture`, {', '.join(PlaceSection.model_fields)} belong to its corpora")
         check_cleaning(self.clean)
         return self

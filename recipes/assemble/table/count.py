@@ -38,7 +38,7 @@ from ...schema.training import TableRecipe
 from ...session.terminal import counter, log
 from ...session.typed import typed_command
 from ..artifact import check_out, differences, state_folder
-from ..data import all_reports, conversations_identity, training_conversations
+from ..data import all_reports, conversations_identity, refuse_none, training_conversations
 
 IDENTITY = "identity.json"
 CONSIDERABLE = 1 << 20
@@ -336,6 +336,7 @@ def _finish(
 ) -> None:
     """Merge all counts, write the artifact, and delete the state."""
     parts, file = recipe.data.parts(), folder / TABLE_FILE
+    refuse_none(recipe.data, stats.reports)
     for part, report in zip(parts, stats.reports, strict=True):
         log(f"data: {part.source}: {report.summary()}")
     log(f"table: {stats.conversations:,} conversations are counted, {stats.held_out:,} are held out")

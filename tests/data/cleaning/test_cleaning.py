@@ -102,11 +102,11 @@ def test_bare_text_is_one_answer_to_nothing() -> None:
 
 
 def test_written_roles_are_mapped_and_unknown_ones_named() -> None:
-    written = [("HUMAN", "q"), ("bot", "a")]
-    assert clean_one(written, roles={"HUMAN": "user", "bot": "assistant"})[0] == [("user", "q"), ("assistant", "a")]
+    written = [("KING", "q"), ("bot", "a")]
+    assert clean_one(written, roles={"KING": "user", "bot": "assistant"})[0] == [("user", "q"), ("assistant", "a")]
     kept, report = clean_all([written, [("user", "q"), ("bot", "a")], [*HELLO, (None, "x")], [*HELLO, ("\ud800", "")]])
     assert kept == [None] * 4
-    assert report.unmapped_roles == {"HUMAN": 1, "bot": 1, "None": 1, "\ufffd": 1}
+    assert report.unmapped_roles == {"KING": 1, "bot": 1, "None": 1, "\ufffd": 1}
     _, report = clean_all([[*HELLO, ("tool", "1"), ("tool", "2"), ("bot", "3")]], unknown_roles="cut")
     assert report.unmapped_roles == {"tool": 1}
 

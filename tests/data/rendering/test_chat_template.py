@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.conversations import Conversation, CorpusReport, Turn
+from draftsmith.data.rendering.lint import Linter
 from draftsmith.data.rendering.render import render, render_prompt
 from draftsmith.data.rendering.templates import CHATML_JINJA, get_template
+from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,3 +132,75 @@ def test_the_quickstarts_chat_template_is_chatml(chats: list[Conversation]) -> N
         one, other = (render(chat, template, tokenizer) for template in (own, get_template("chatml")))
         assert one.ids.tolist() == other.ids.tolist()
         assert one.spans == other.spans
+
+
+# as Qwen 2.5's: tools in the system text, calls and results in tags
+WITH_TOOLS = (
+    "<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' else 'You help.' }}"
+    "{% if tools %}{{ '\n\n# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% elif m.role != 'system' %}<|im_start|>{{ m.role }}{% if m.content %}{{ '\n' + m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>\n{\"name\": \"' + call.function.name + '\", ' }}"
+    "\"arguments\": {{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("sky", "höhe")]
+
+
+def _call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "id": "1", "function": {"name": name, "arguments": arguments}}
+
+
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Rain on the höhe?"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [_call("sky", at={"x": 1}, how="ö\""), _call("höhe")]},
+    {"role": "tool", "content": "dry"},
+    {"role": "tool", "content": "{\"m\": 3}"},
+    {"role": "assistant", "content": "No."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "", "tool_calls": [_call("sky")]},
+    {"role": "tool", "content": "wet"},
+    {"role": "assistant", "content": "Yes."},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tools", [TOOLS, TOOLS[:1], None])
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
+def test_tools_their_calls_and_results_are_what_serving_gives(
+    tools: list[Any] | None, system: list[Any], tmp_path: Path
+) -> None:
+    tokenizer = _tokenizer(WITH_TOOLS)
+    texts = json.loads(json.dumps(CALLS))  # as OpenAI has it: arguments are JSON within JSON
+    for call in (call["function"] for message in texts for call in message.get("tool_calls", [])):
+        call["arguments"] = json.dumps(call["arguments"])
+    for name, written in (("list", tools), ("text", json.dumps(tools))):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps({"messages": [*system, *texts], "tools": written}))
+        (conversation,) = read_conversations(str(file), tools=True)
+        template, linter = get_template("tokenizer", tokenizer), Linter(tokenizer, get_template("tokenizer", tokenizer))
+        document = render(conversation, template, tokenizer)
+        served = tokenizer.apply_chat_template([*system, *CALLS], tools=tools, return_dict=False)
+        assert document.ids.tolist() == served
+        assert linter.check(document) == ()
+        answers = [tokenizer.decode(document.ids[start:end]) for start, end in document.spans]
+        assert [answer[:11] for answer in answers] == ["I look.\n<to", "No.<|im_end", "<tool_call>", "Yes.<|im_en"]
+    report = CorpusReport()
+    assert not list(read_conversations(str(file), report=report))
+    assert report.dropped == {"unmapped role": 1}
+    assert sum(report.unused_columns.values()) == (tools is not None)
+
+
+def test_where_calls_are_written_otherwise_nothing_is_learned() -> None:
+    turns = (Turn("user", "hello"), Turn("assistant", "the"))
+    for chat_template, needle in (
+        (TEMPLATES["default-system"], "no tools"),
+        (WITH_TOOLS.replace("tool_call>", "call>"), "<call>"),
+    ):  # fmt: skip
+        tokenizer = _tokenizer(chat_template)
+        with pytest.raises(ValueError, match=f"{needle}.*columns: {{tools: null}}"):
+            render(Conversation("c", turns, 0, json.dumps(TOOLS)), get_template("tokenizer", tokenizer), tokenizer)
+    with pytest.raises(ValueError, match=r"chatml.*template: tokenizer"):
+        render(Conversation("c", turns, 0, json.dumps(TOOLS)), get_template("chatml"), tokenizer)

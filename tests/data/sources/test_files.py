@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from draftsmith.data.sources import files, json_stream
-from draftsmith.data.sources.files import Row, Shard, local_rows
+from draftsmith.data.sources.files import UNREAD, Row, Shard, local_rows
 from draftsmith.data.sources.json_stream import CHUNK
 
 ROWS = [{"prompt": f"question {i} – ¿qué? 你好 😀\n", "response": '[{"\\\u2028' * (i % 5)} for i in range(600)]
@@ -224,4 +224,4 @@ def test_only_chosen_columns_are_read(tmp_path: Path) -> None:
     for name in ("a.parquet", "file.arrow", "stream.arrow"):
         path = write(tmp_path / name, ROWS)
         found = values(path, columns=lambda names: [name for name in names if name == "prompt"])
-        assert found == [{"prompt": row["prompt"]} for row in ROWS]
+        assert found == [{"prompt": row["prompt"], "response": UNREAD} for row in ROWS]

@@ -44,7 +44,7 @@ def read(value: Any) -> Dialogue:
         ({"prompt": ["one?", "two?"], "category": "math"}, "prompt", (("user", "one?"), ("user", "two?"))),
         ({"prompt": "one?"}, "prompt", (("user", "one?"),)),
         ({"goal": "one?", "sol1": "a", "sol2": "b"}, "goal", (("user", "one?"),)),
-        ({"qText": "one?", "answers": ["a"]}, "qText + answers", (("user", "one?"),)),
+        ({"qText": "one?", "answers": ["a"]}, "qtext + answers", (("user", "one?"),)),
         ({"instruction": "Translate.", "input": "hi"}, "instruction + input", (("user", "Translate.\n\nhi"),)),
         ("one?", "a prompt a row", (("user", "one?"),)),
         ({"messages": [{"role": "user", "content": PARTS}]}, "messages", (("user", "hel\nlo"),)),

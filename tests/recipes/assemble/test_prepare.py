@@ -26,16 +26,19 @@ def test_rows_are_held_out_one_by_one_and_parts_of_one_conversation_together() -
         assert share_of([f"{whole}_{part}" for part in range(50)]) in (0.0, 1.0)
 
 
-def test_what_is_trained_and_what_is_special_is_coloured() -> None:
+def test_what_is_trained_stands_between_marks_and_is_coloured_and_what_is_special_is_dim() -> None:
     tokenizer = train_bpe(["The user asks and the assistant answers."], 280, ("<|im_start|>", "<|im_end|>"))
     turns = [Turn("user", "\x1b[31mred\r\n"), Turn("assistant", "the 你好 " * 200)]
     document = render(Conversation("long", tuple(turns)), get_template("chatml"), tokenizer)
     whole = tokenizer.decode(document.ids).replace("\x1b", "␛").replace("\r", "␍")
+    trained = "the 你好 " * 200 + "<|im_end|>"
+    marked = whole.replace(trained, f"⟦{trained}⟧")
     text = colour(document, tokenizer)
-    assert text.plain == whole
+    assert text.plain == marked != whole
     green = [text.plain[span.start : span.end] for span in text.spans if "green" in span.style]
-    assert "".join(green) == "the 你好 " * 200 + "<|im_end|>"
+    assert "".join(green) == f"⟦{trained}⟧"
     dim = [text.plain[span.start : span.end] for span in text.spans if "dim" in span.style]
-    assert dim == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
-    odd = replace(document, ids=np.insert(document.ids, 3, [-1, 10**6]))
-    assert colour(odd, tokenizer).plain == whole
+    assert dim == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>⟧"]
+    (start, end), strange = document.spans[0], [-1, 10**6]
+    odd = replace(document, ids=np.insert(document.ids, 3, strange), spans=[(start + 2, end + 2)])
+    assert colour(odd, tokenizer).plain == marked

@@ -120,3 +120,100 @@ def test_prompts_of_a_set_come_from_all_its_groups(tokenizer: Any, tmp_path: Pat
     assert [prompt.category for prompt, _ in only] == ["translation"] * 5
     with pytest.raises(ValueError, match="'translation'"):
         load_prompts("spec-bench", "chatml", tokenizer, 9, 99, path=str(path), groups=["translations"])
+
+
+def lines(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+PAIR = {"instruction": "b c?", "output": "d e."}
+UNUSABLE: dict[str, tuple[list[Any], dict[str, Any], tuple[str, ...]]] = {
+    "empty": ([], {}, ("no rows",)),
+    "questions": (["b?", "c?"], {}, ("2 only questions", "regenerate", "evaluate --prompts")),
+    "roles": ([{"messages": [{"role": "Visitor", "content": "b"}, {"role": "x", "content": "c"}]}], {},
+              ("1 unmapped role", "1 Visitor", "roles: {NAME: user}", "unknown_roles: cut", "template: tokenizer")),
+    "neighbours": ([{"turns": ["b"], "messages": [{"role": "user", "content": "b"}] * 2
+                     + [{"role": "assistant", "content": "c"}]}], {},
+                   ("1 roles do not alternate", "non_alternating: merge", "1 turns")),
+    "short": ([PAIR], {"min_characters": 99}, ("1 too few characters", "min_characters: 0")),
+    "images": ([{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}], {}, ("1 content is not text",)),
+    "blank": ([{"prompt": "b", "response": " "}], {}, ("1 no whole exchange", "columns")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+@pytest.mark.parametrize("command", ["prepare", "lint", "count"])
+def test_nothing_to_train_on_says_why_and_what_can_be_done(
+    name: str, command: str, run: Run, drafter_recipe: Path, corpus: Path, tmp_path: Path
+) -> None:
+    rows, clean, needles = UNUSABLE[name]
+    data = [f"data.source={lines(tmp_path / 'mine.jsonl', *rows)}", f"data.clean={json.dumps(clean)}"]
+    if command == "count":
+        table = tmp_path / "table.yaml"
+        table.write_text(
+            f"kind: table\nout: {tmp_path}/table\ntokenizer: {corpus}/tokenizer\ndata: {{template: chatml}}\n"
+        )
+        failed = run("train", str(table), *data)
+    else:
+        failed = run("prepare", str(drafter_recipe), *data, *["--lint"][: command == "lint"])
+    assert isinstance(failed.exception, ValueError)
+    for needle in ("mine.jsonl", *needles):
+        assert needle in str(failed.exception)
+
+
+def test_of_a_small_file_one_conversation_is_held_out(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
+    for streaming in (False, True):
+        for count in (2, 5):
+            rows = [PAIR | {"id": f"small-{number}", "instruction": f"b {number}?"} for number in range(count)]
+            source = lines(tmp_path / f"{count}.jsonl", *rows)
+            small = section(corpus, tmp_path, source=source, heldout_share=0.01, streaming=streaming, workers=0)
+            prepared = prepare_data(small, tokenizer)
+            held = [json.loads(line)["id"] for line in (prepared.folder / "heldout.jsonl").read_text().splitlines()]
+            assert len(held) == 1, "each of 2 and 5 has a share of 0.01: one in 14 is held out without help"
+            if isinstance(prepared.train, PreparedData):
+                assert prepared.train.manifest["rows"] == count - 1
+            else:
+                assert held[0] not in {one.id for one in prepared.train.open_epoch(0)}
+    with pytest.raises(ValueError, match=r"1 rows.*0\.01.*heldout_share"):
+        prepare_data(section(corpus, tmp_path, source=lines(tmp_path / "1.jsonl", PAIR), heldout_share=0.01), tokenizer)
+
+
+def test_columns_are_named_by_the_user_and_those_not_used_by_us(
+    run: Run, drafter_recipe: Path, corpus: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [
+        {"question": f"b {n}?", "passage": "The text.", "reply": "d e.", "notes": "x" if n < 3 else ""}
+        for n in range(9)
+    ]
+    source = lines(tmp_path / "mine.jsonl", *rows)
+    names = {"question": "instruction", "passage": "context", "reply": "output"}
+    options = [str(drafter_recipe), f"data.source={source}", "data.heldout_share=0.3"]
+    said = run("prepare", *options, f"data.columns={json.dumps(names)}")
+    assert said.exit_code == 0, said.exception
+    assert "columns not used: 3 notes" in said.stderr
+    assert "form instruction + output + context" in said.stderr
+    folder = Path(said.stdout.split()[-1])
+    (first, *_) = map(json.loads, (folder / "heldout.jsonl").read_text().splitlines())
+    assert first["messages"][0]["content"].endswith("?\n\nThe text.")
+    shown = run("prepare", *options, "--lint", f"data.columns={json.dumps(names | {'notes': None})}")
+    assert "⟦d e.<|im_end|>⟧" in shown.stdout
+    assert "The text.<|im_end|>" in shown.stdout
+    assert "not used" not in shown.stdout
+    for wrong, needles in (
+        (names | {"pasage": "input"}, ("'pasage'", "'passage'")),
+        ({}, ("9 passage", "9 reply", "columns: {NAME: output}")),
+    ):
+        failed = run("prepare", *options, f"data.columns={json.dumps(wrong)}")
+        assert all(needle in str(failed.exception) for needle in needles)
+    unknown = run("prepare", *options, "data.columns={passage: contxt}")
+    assert all(needle in str(unknown.exception) for needle in ("columns", "'contxt'", "'context'"))
+
+
+def test_what_was_prepared_before_columns_were_counted_is_prepared_again(
+    corpus: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    report = prepare_data(section(corpus, tmp_path), tokenizer).report
+    (file,) = tmp_path.glob("prepared/*/report.json")
+    file.write_text(json.dumps({key: value for key, value in report.items() if key != "unused_columns"}))
+    assert prepare_data(section(corpus, tmp_path), tokenizer).report == report
