@@ -184,7 +184,7 @@ def test_a_column_that_unpacks_to_very_much_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.parquet.* text .*68,\d+,\d+.* 200 "):
         values(tmp_path / "a.parquet")
     assert skipping(tmp_path) == ([], {"too large": 1})
-    assert values(tmp_path / "a.parquet", columns=lambda _: ["id"]) == [{"id": "a"}]
+    assert values(tmp_path / "a.parquet", columns=lambda _: ["id"]) == [{"id": "a", "text": UNREAD}]
 
 
 def test_a_value_that_stands_once_for_all_rows_is_not_unpacked_at_once(
