@@ -188,7 +188,7 @@ class Context:
         self._stop_ids = frozenset(limits.stop_ids)
         self._last_node = 0  # the first row's, known on the host
         self.watch = Watch()
-        """Is shown a number of each distribution that a step makes of logits."""
+        """Is shown the largest of all logits that a token is chosen by."""
         self._hidden: tuple[Tensor, Verdict | None]
         self._hidden = prefill(target, self.cache, self.ids_BS, self.lengths)[:, None], None
 
@@ -220,10 +220,10 @@ class Context:
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B)
         kept = (proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN)
-        tokens, paths, accepted, next_tokens, parents, finite, valid, examined, rejected = _to_host(
-            *kept, self.watch.all_finite(), *optional
+        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected = _to_host(
+            *kept, self.watch.seen(), *optional
         )
-        self.watch.end_step(finite[0], self.ended, self.lengths)
+        self.watch.end_step(watched, self.ended, self.lengths)
         active, before = np.array([not ended for ended in self.ended]), list(self.lengths)
         paths = [path[:count] for path, count in zip(paths, accepted, strict=True)]
         new_ids = [
@@ -274,12 +274,17 @@ class Context:
 
 
 def _to_host(*tensors: Tensor | None) -> list[Any]:
-    """Integers and truth values as lists; from a device in one copy, the one synchronisation of a step."""
+    """Integers, truth values and float32 as lists; from a device in one copy, the one synchronisation of a step."""
     given = [tensor for tensor in tensors if tensor is not None]
     if given[0].device.type == "cpu":
         return [None if tensor is None else tensor.tolist() for tensor in tensors]
-    parts = iter(torch.cat([tensor.flatten() for tensor in given]).cpu().split([tensor.numel() for tensor in given]))
-    return [None if tensor is None else next(parts).view(tensor.shape).tolist() for tensor in tensors]
+    bits = [tensor.view(torch.int32) if tensor.is_floating_point() else tensor for tensor in given]
+    packed = torch.cat([tensor.flatten() for tensor in bits]).cpu().split([tensor.numel() for tensor in given])
+    parts = (
+        (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape).tolist()
+        for part, tensor in zip(packed, given, strict=True)
+    )
+    return [None if tensor is None else next(parts) for tensor in tensors]
 
 
 def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tuple[int, bool]:
@@ -351,11 +356,8 @@ def generate(
                 hidden_BND = extend(target, context.cache, proposal.tokens_BN, proposal.tree)
                 logits_BNV = target.logits(hidden_BND)
                 mark("score")
-                scores_BNV = warp(logits_BNV, warping) if warping else logits_BNV
-                sampled = warping is not None and not warping.greedy
-                number_BN = scores_BNV[..., 0] if sampled else logits_BNV.amax(-1)
-                context.watch("the target's", number_BN, proposal.tree.depth_BN)
-                verdict = verifier.verify(proposal, scores_BNV, rng)
+                context.watch("the target's", logits_BNV.amax(-1), proposal.tree.depth_BN)
+                verdict = verifier.verify(proposal, warp(logits_BNV, warping) if warping else logits_BNV, rng)
                 mark("verify")
                 step = context.commit(proposal, verdict, hidden_BND)
                 proposer.commit(context, proposal, verdict)

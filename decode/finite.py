@@ -5,6 +5,7 @@ Shape letters: B batch, X distributions of a row, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +14,18 @@ from torch import Tensor
 
 
 class Watch:
-    """Remembers one number of every distribution of a step, finite only if all its logits were fit to be warped: none
-    NaN or plus infinity, and one at least that is finite.
+    """Remembers one number of every distribution of a step: finite only if of its logits none was NaN or plus infinity,
+    and one at least was finite.
 
-    Such a number is at hand wherever a token is chosen: the largest logit, or any of the probabilities that a softmax
-    makes of them.
+    Such a number is at hand where a token is chosen: the largest logit or probability, or what `draw_many` looked for.
+    It should be no part of the distribution, whose memory would be kept with it.
     """
 
     def __init__(self) -> None:
         self._seen: list[tuple[str, Tensor, Any]] = []
         self._step = 0
 
-    def __call__(self, whose: str, number_BX: Tensor, ahead: Any = 0) -> None:
+    def __call__(self, whose: str, number_BX: Tensor, ahead: Any) -> None:
         """Remember these numbers.
 
         Args:
@@ -33,17 +34,15 @@ class Watch:
         """
         self._seen.append((whose, number_BX, ahead))
 
-    def all_finite(self) -> Tensor:
-        """[1] bool, on the device, of this step."""
-        # A sum is finite only if all of it is; in float32, which large numbers of half precision do not overflow.
-        sum_1 = torch.cat([number_BX.flatten() for _, number_BX, _ in self._seen]).sum(0, True, dtype=torch.float32)
-        return sum_1.abs() < torch.inf
+    def seen(self) -> Tensor:
+        """float32 [X]; this step's numbers."""
+        return torch.cat([number_BX.flatten() for _, number_BX, _ in self._seen]).float()
 
-    def end_step(self, finite: bool, ended: Sequence[bool], lengths: Sequence[int]) -> None:
+    def end_step(self, on_host: Sequence[float], ended: Sequence[bool], lengths: Sequence[int]) -> None:
         """Forget this step's numbers.
 
         Args:
-            finite: what `all_finite` said.
+            on_host: what `seen` gave.
             ended: rows that are not looked at.
             lengths: how many tokens each row had before this step.
 
@@ -51,7 +50,7 @@ class Watch:
             ValueError: the first logits of this step that are NaN or infinite, whose they are, and where.
         """
         seen, self._seen, self._step = self._seen, [], self._step + 1
-        if finite:
+        if math.isfinite(sum(on_host)):  # as a sum is only if all of it is
             return
         going_B1 = ~torch.tensor(ended)[:, None]
         for whose, number_BX, ahead in seen:

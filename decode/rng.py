@@ -1,6 +1,6 @@
 """Explicit randomness: one generator a row, so that a row's sample does not depend on its neighbours.
 
-Shape letters: B batch, V vocabulary, X any further shape.
+Shape letters: B batch, C draws, V vocabulary, X any further shape.
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ class Rng:
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
-    """One token a row, [...] int64, by inverting the distribution function; never one of probability 0. Of
-    probabilities that are NaN it is the last one, so that what is drawn can always be looked up.
+    """One token a row, [...] int64, by inverting the distribution function; never one of probability 0.
 
     Args:
         probs_XV: [..., V], not necessarily normalised, with a positive sum.
         uniform_X: [...] in [0, 1).
     """
+    return draw_many(probs_XV, uniform_X[..., None])[0][..., 0]
+
+
+def draw_many(probs_XV: Tensor, uniform_XC: Tensor) -> tuple[Tensor, Tensor]:
+    """Independent draws [..., C] from each distribution, as `categorical` does, and what was searched for, which is NaN
+    where the probabilities were: there the last token is drawn, for an id beyond it could not be looked up."""
     cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
-    drawn_X1 = torch.searchsorted(cdf_XV, (uniform_X * cdf_XV[..., -1])[..., None], right=True)
-    return drawn_X1[..., 0].clamp_(max=cdf_XV.shape[-1] - 1)
+    wanted_XC = uniform_XC * cdf_XV[..., -1:]
+    return torch.searchsorted(cdf_XV, wanted_XC, right=True).clamp_(max=cdf_XV.shape[-1] - 1), wanted_XC

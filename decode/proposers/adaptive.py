@@ -165,8 +165,9 @@ class AdaptiveChain(Proposer):
             logits_BMV = self.model.logits(hidden_BMD)
             draft_BMV = warp(logits_BMV, context.sampling)
             sure_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if greedy else draft_BMV
-            context.watch("the drafter's", sure_BMV[..., 0], level)
-            open_B = open_B & self.policy.go_on(draft_BMV[:, 0], sure_BMV[:, 0].amax(-1), level)
+            confidence_B1 = sure_BMV.amax(-1)
+            context.watch("the drafter's", confidence_B1, level)
+            open_B = open_B & self.policy.go_on(draft_BMV[:, 0], confidence_B1[:, 0], level)
             if not bool(open_B.any()):
                 break
             token_B1 = (

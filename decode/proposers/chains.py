@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..engine import Chains, Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
+from ..rng import draw_many
 from ..tree import Tree
 from ..warpers import warp
 from .draft_state import DraftState
-from .draft_tree import draw_many
 
 
 class DraftChains(Proposer):
@@ -61,15 +61,15 @@ class DraftChains(Proposer):
         for level in range(self.gamma):
             logits_BMV = state.model.logits(hidden_BMD)
             if context.sampling.greedy:
-                number_BM, tokens_BM = logits_BMV.max(-1)
+                wanted_BM, tokens_BM = logits_BMV.max(-1)
                 probs.append(logits_BMV.new_zeros(len(logits_BMV), 1, 0))
             else:
                 probs_BMV = warp(logits_BMV, context.sampling)
                 at_root = probs_BMV.shape[1] == 1
                 uniform_BMC = context.rng.uniform(1, count) if at_root else context.rng.uniform(count, 1)
-                tokens_BM, number_BM = draw_many(probs_BMV, uniform_BMC).flatten(1), probs_BMV[..., 0]
+                tokens_BM, wanted_BM = (part_BMC.flatten(1) for part_BMC in draw_many(probs_BMV, uniform_BMC))
                 probs.append(probs_BMV.expand(-1, count, -1))
-            context.watch(whose, number_BM, level)
+            context.watch(whose, wanted_BM, level)
             tokens.append(tokens_BM)
             if level + 1 < self.gamma:
                 hidden_BMD = state.grow(tokens_BM, self._own_tree, 1 + level * count)

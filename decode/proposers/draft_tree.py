@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..engine import Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
-from ..rng import categorical
+from ..rng import draw_many
 from ..tree import Tree
 from ..warpers import warp
 from .draft_state import DraftState
@@ -93,13 +93,15 @@ class DraftTree(Proposer):
             context.watch("the drafter's", most.values[..., 0], level)
             return most.indices.flatten(1), None, None
         probs_BMV = warp(logits_BMV, context.sampling)
-        context.watch("the drafter's", probs_BMV[..., 0], level)
         if self.replacement or width == 1:
             uniform_BMC = context.rng.uniform(probs_BMV.shape[1], width)
-            return draw_many(probs_BMV, uniform_BMC).flatten(1), probs_BMV, None
+            drawn_BMC, wanted_BMC = draw_many(probs_BMV, uniform_BMC)
+            context.watch("the drafter's", wanted_BMC.flatten(1), level)
+            return drawn_BMC.flatten(1), probs_BMV, None
         # Exponential races: sorting by p / E is drawing without replacement, in order.
         race_BMV = probs_BMV / context.rng.exponential(*probs_BMV.shape[1:])
         top = race_BMV.topk(width, -1)
+        context.watch("the drafter's", top.values[..., 0], level)
         # Warping, or a low temperature's underflow, may leave fewer possible tokens than children.
         return top.indices.flatten(1), probs_BMV, (top.values > 0).flatten(1)
 
@@ -114,12 +116,3 @@ class DraftTree(Proposer):
         for width in self.branching[:-1]:
             widths.append(widths[-1] * width)
         return [(self.model, width) for width in widths]
-
-
-def draw_many(probs_BMV: Tensor, uniform_BMC: Tensor) -> Tensor:
-    """Independent draws [B, M, C] from each of the distributions [B, M, V]."""
-    if uniform_BMC.shape[-1] == 1:
-        return categorical(probs_BMV[:, :, None], uniform_BMC)
-    cdf_BMV = probs_BMV.cumsum(-1, dtype=torch.float64)
-    drawn_BMC = torch.searchsorted(cdf_BMV, uniform_BMC * cdf_BMV[..., -1:], right=True)
-    return drawn_BMC.clamp_(max=cdf_BMV.shape[-1] - 1)  # see `categorical`

@@ -135,8 +135,8 @@ class PrunedHeadTree(Proposer):
 
     def propose(self, context: Context) -> Proposal:
         probs_BKV = self.heads(context.hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
-        context.watch("head {}'s", probs_BKV[..., 0], range(self.depth))
         top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
+        context.watch("head {}'s", top.values[..., 0], range(self.depth))
         tree, tokens_BN = self.prune(context.root_B1, top.indices, top.values.log())
         return Proposal(tree, tokens_BN, levels=self.depth)
 

@@ -41,7 +41,7 @@ class GreedyMatch(Verifier):
     judges: Literal["logits"] = "logits"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
-        best_BN = target_BNV.argmax(-1)
+        best_BN = target_BNV.max(-1).indices  # on CPUs faster than argmax
         tree, tokens_BN = proposal.tree, proposal.tokens_BN
         if tree.max_depth == 0:
             return nothing_accepted(best_BN[:, 0])

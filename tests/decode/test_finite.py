@@ -13,8 +13,7 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import METHODS, Parts, build_method, needs_of
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.proposers.draft_tree import draw_many
-from draftsmith.decode.rng import Rng, categorical
+from draftsmith.decode.rng import Rng, categorical, draw_many
 from draftsmith.decode.warpers import Sampling
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
@@ -130,7 +129,9 @@ def test_a_row_that_has_ended_may_see_anything(chain: Chain) -> None:
 def test_what_is_drawn_is_always_a_token() -> None:
     nan_BV, uniform_B = torch.full((3, VOCAB), math.nan), torch.rand(3, dtype=torch.float64)
     assert categorical(nan_BV, uniform_B).max() < VOCAB
-    assert draw_many(nan_BV[None], uniform_B[None, :, None].expand(-1, -1, 2)).max() < VOCAB
+    drawn_BMC, wanted_BMC = draw_many(nan_BV[None], uniform_B[None, :, None].expand(-1, -1, 2))
+    assert drawn_BMC.max() < VOCAB
+    assert wanted_BMC.isnan().all()
 
 
 @pytest.mark.parametrize("fast", [True, False])
