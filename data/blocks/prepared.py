@@ -137,6 +137,20 @@ class PreparedData:
             arrays[name] = found
         return cls(directory, manifest, arrays)
 
+    def verify(self, vocab_size: int) -> None:
+        """Read everything once. Raises ValueError: an array that does not have the manifest's SHA-256; token ids that a
+        vocabulary of so many does not have."""
+        for name, written in self.manifest["sha256"].items():
+            if (found := file_hash(path := self.directory / f"{name}.npy")) != written:
+                again = f"delete {self.directory} to prepare it again"
+                raise ValueError(f"{path} has the hash {found}, its {MANIFEST} says {written}: {again}")
+        least, most = int(self._tokens.min()), int(self._tokens.max())
+        if least < 0 or most >= vocab_size:
+            raise ValueError(
+                f"{self.directory / 'tokens.npy'} has the token {least if least < 0 else most}, and the vocabulary has "
+                f"{vocab_size}, 0 to {vocab_size - 1}: it was prepared with another tokenizer"
+            )
+
     def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
         """The blocks of a global step by number, and as a batch: a function of its arguments alone."""
         indices = global_batch(self.blocks, batch_blocks, step, seed)

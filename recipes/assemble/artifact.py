@@ -31,7 +31,7 @@ from ..schema.loading import parse_recipe, write_recipe
 from ..schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe
 from ..session.terminal import log
 from ..session.typed import typed_command
-from .data import NOT_OF_CONVERSATIONS, Prepared, prepare_data
+from .data import NOT_OF_CONVERSATIONS, Prepared, prepare_data, verify_data
 
 _NOT_FOR_THE_LOOP = {"epochs", "steps", "trackers", "compile", "liger"}
 _NO_EFFECT_ON_TABLES = {"out", "count.memory_mb", "count.save_minutes", "data.heldout_limit"} | {
@@ -48,9 +48,9 @@ def state_folder(out: Path) -> Path:
 
 
 def prepare_once(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, accelerator: Any) -> Prepared:
-    """The main process prepares, the others then find it done."""
+    """The main process prepares and verifies, the others then find it done."""
     seed = recipe.train.seed
-    on_main(accelerator, partial(prepare_data, recipe.data, tokenizer, seed=seed))
+    on_main(accelerator, lambda: verify_data(prepare_data(recipe.data, tokenizer, seed=seed), tokenizer))
     return together(accelerator, partial(prepare_data, recipe.data, tokenizer, seed=seed, quiet=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -102,6 +103,18 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
         identity=identity,
     )
     return Prepared(streamed, heldout, folder, report)
+
+
+def verify_data(prepared: Prepared, tokenizer: Any) -> None:
+    """Compare what is to be trained on with the hashes of its preparation; says so where that takes long. Raises what
+    `PreparedData.verify` raises."""
+    start, tokens = time.monotonic(), 0
+    for data in (prepared.train, prepared.heldout):
+        if isinstance(data, PreparedData):
+            data.verify(vocabulary_size(tokenizer))
+            tokens += data.manifest["tokens"]
+    if (seconds := time.monotonic() - start) > 1:
+        log(f"data: {tokens:,} tokens have the hashes that were written with them ({seconds:.1f} s)")
 
 
 def check_heldout(section: DataSection) -> None:
