@@ -3,6 +3,7 @@ resume."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -18,28 +19,32 @@ from ...session.terminal import Advance, bar, log
 
 Line = TypeVar("Line")
 
+_OLDER = b'{"schema": 1, '  # of 0.1, whose lines had no hashes
+
 
 class Journal:
     """`<out>.state/<name>.jsonl`: in its first line what its lines belong to; open for one writer.
 
     A line is written and flushed when its work is done; a half last line, which a killed writer leaves, is cut off.
-    Lines that belong to something else are dropped. Which it was is logged.
+    Each stands with 16 digits of a SHA-256 of itself and of the digits before it, so that one that was changed, moved
+    or taken out is noticed. Lines that belong to something else are dropped. Which it was is logged.
 
     Attributes:
         lines: what earlier processes wrote, in order.
 
     Raises:
-        ValueError: another process is writing; a damaged line that is not the last, with its number.
+        ValueError: another process is writing; a damaged or changed line that is not the last, with its number.
     """
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any]) -> None:
         self.path = out.with_name(out.name + ".state") / f"{name}.jsonl"
         self.lines: list[Any] = []
+        self._digits = ""
         with ExitStack() as stack:
             stack.callback(_remove_if_empty, self.path.parent)
             stack.enter_context(sole_writer(self.path))
             self._file: BinaryIO = stack.enter_context(self.path.open("a+b", buffering=0))
-            self._read(json.loads(json.dumps({"schema": 1, "identity": identity})))
+            self._read(json.loads(json.dumps({"schema": 2, "identity": identity})))
             self._stack = stack.pop_all()
         if self.lines:
             log(f"resuming; {len(self.lines)} {name} of an earlier process are kept")
@@ -60,7 +65,8 @@ class Journal:
 
     def add(self, line: Any) -> None:
         """Write down what is finished."""
-        left = json.dumps(line, allow_nan=False).encode() + b"\n"
+        digits = self._following(line)
+        left = json.dumps([line, digits], allow_nan=False).encode() + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         try:
             while left:
@@ -68,6 +74,7 @@ class Journal:
         except OSError:
             self._file.truncate(start)  # half a line, of a disk that is full, must not stand before the next one
             raise
+        self._digits = digits
 
     def remove(self) -> None:
         """Delete the journal: the results stand."""
@@ -79,18 +86,29 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def _following(self, line: Any) -> str:
+        text = self._digits + json.dumps(line)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def _read(self, head: dict[str, Any]) -> None:
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
+        if lines and lines[0].startswith(_OLDER):
+            log(f"{self.path} is of an older version: restarting")
+            lines = []
         if lines and not lines[-1].endswith(b"\n"):
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
-        found = []
-        for number, line in enumerate(lines, 1):
+        found: list[Any] = []
+        for number, text in enumerate(lines, 1):
             try:
-                found.append(json.loads(line))
-            except ValueError as error:
+                line, digits = json.loads(text)
+            except (ValueError, TypeError) as error:
                 raise self.damaged(number, str(error)) from error
+            if digits != (expected := self._following(line)):
+                raise self.damaged(number, f"it was changed, its hash is {expected}, not {digits}")
+            self._digits = digits
+            found.append(line)
         if found and found[0] == head:
             self.lines = found[1:]
             return
@@ -98,15 +116,22 @@ class Journal:
             mine, theirs = head["identity"], found[0].get("identity") if isinstance(found[0], dict) else None
             if not isinstance(theirs, dict):
                 raise self.damaged(1, "it names no identity")
-            changed = ", ".join(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+            names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+            changed = ", ".join(_told(name, theirs.get(name), mine.get(name)) for name in names)
             log(f"{self.path} belongs to other settings ({changed} differ): restarting")
         self._file.truncate(0)
+        self._digits = ""
         self.add(head)
 
 
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
+
+
+def _told(name: str, before: Any, now: Any) -> str:
+    """A setting that has changed, by both values where they are hashes."""
+    return f"{name} ({before}, now {now})" if name.startswith("hash of ") else name
 
 
 @contextmanager
