@@ -25,6 +25,7 @@ from ..checkpoints.storage.safe_read import load_json, parse_json, sealed, unsea
 from .conversations import Conversation, Turn
 
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
+_HASH = "hash of "  # that settings which tell what files hold begin with
 _BATCHES_AHEAD = 16  # conversations held open, from which those of similar length are batched
 
 
@@ -101,7 +102,7 @@ class Store:
         self.errors_path = self.path.with_name(self.path.name + ".errors.jsonl")
         with ExitStack() as stack:
             stack.enter_context(sole_writer(self.path))
-            self._check_settings(json.loads(json.dumps(settings)))
+            self.check_settings(settings)
             self._done = _finished(self.path)
             self._file = stack.enter_context(self.path.open("ab", buffering=0))
             self._stack = stack.pop_all()
@@ -140,8 +141,10 @@ class Store:
     ) -> None:
         self.close()
 
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        file = self.path.with_name(self.path.name + ".json")
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raises ValueError where the answers that stand here were made with others. A `hash of …` that one side does
+        not know is not compared."""
+        file, settings = self.path.with_name(self.path.name + ".json"), json.loads(json.dumps(settings))
         if not self.path.exists() or not self.path.stat().st_size:
             atomic_text(file, json.dumps(sealed(settings), indent=2, ensure_ascii=False) + "\n")
             return
@@ -150,11 +153,14 @@ class Store:
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"{self.path} was not written by regeneration: {error}") from error
         for name in dict.fromkeys([*settings, *former]):
-            if former.get(name) != settings.get(name):
+            before, now = former.get(name), settings.get(name)
+            if before != now and not (name.startswith(_HASH) and None in (before, now)):
                 raise ValueError(
-                    f"{self.path} was started with {name} {former.get(name)!r}, now it is {settings.get(name)!r}: its "
-                    "answers would not be of one kind; choose another `out`, or delete that file"
+                    f"{self.path} was started with {name} {before!r}, now it is {now!r}: its answers would not be of "
+                    "one kind; choose another `out`, or delete that file"
                 )
+        if settings.keys() - former.keys():  # of 0.1, which took no hashes
+            atomic_text(file, json.dumps(sealed({**former, **settings}), indent=2, ensure_ascii=False) + "\n")
 
 
 def _write_line(file: FileIO, row: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ Options = dict[str, Any]
 RUNS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 LLAMA, T5 = RUNS["models"]["llama"], RUNS["models"]["t5"]
 NOT_COMPARED = {"second", "seconds", "mfu", "memory", "bytes", "version", "files"}
-NOT_COMPARED |= {"says", "advice", "headline", "sentences"}
+NOT_COMPARED |= {"artifacts", "says", "advice", "headline", "sentences"}
 """A key with one of these words tells of clocks, machine, libraries or whole files, or has words for people."""
 
 

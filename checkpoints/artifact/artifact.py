@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ..storage.atomic import atomic_dir, check_writable, left_aside, read_consistent
 from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
-from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text, stamp
+from ..storage.safe_read import files_of, is_blob, known_hash, name_fault, read_text, stamp
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
 from .manifest import KINDS, SCHEMA_VERSION, Manifest, library_versions, record_fault, to_json_safe
 
@@ -203,7 +203,7 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
             is_pointer = size < _LARGEST_POINTER and path.read_bytes().startswith(_POINTER)
             hint = ": it is git's pointer to the file, which `git lfs pull` fetches" if is_pointer else ""
             return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}{hint}"
-        digest = file_hash(path)
+        digest = known_hash(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if digest != entry["sha256"]:

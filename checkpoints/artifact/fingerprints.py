@@ -14,8 +14,8 @@ from safetensors import safe_open
 
 from ..storage.atomic import read_consistent
 from ..storage.messages import first_line
-from ..storage.names import MANIFEST_FILE, PREFIX
-from ..storage.safe_read import UNREADABLE, file_hash, open_file, read_json, shards_of
+from ..storage.names import ADAPTER_CONFIG, PREFIX
+from ..storage.safe_read import UNREADABLE, open_file, read_json, shards_of
 
 if TYPE_CHECKING:  # looking at manifests takes neither, and they take seconds
     import torch
@@ -31,7 +31,7 @@ _CONFIG_KEYS = (
     "num_key_value_heads",
     "tie_word_embeddings",
 )
-_WHOLE, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NO_PARAMETER = re.compile(r"(?:^|\.)(?:rotary_emb\.inv_freq|(?:attn|attention)\.masked_bias)$")
 _MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.bias$")
 """What older transformers stored beside the parameters: tables of positions, and causal masks [1, 1, T, T]."""
@@ -85,29 +85,9 @@ def model_fingerprint(model_or_dir: nn.Module | Path | str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def source_hash(source: Path | str, *, weights_alone: bool = False) -> str | None:
-    """The hash of an artifact's manifest, else the fingerprint of a model's weights; None of what is not here."""
-    folder = Path(source)
-    if not weights_alone and (folder / MANIFEST_FILE).is_file():
-        return file_hash(folder / MANIFEST_FILE)
-    try:
-        return model_fingerprint(folder) if (folder / "config.json").is_file() else None
-    except ValueError:
-        return None
-
-
-def source_state(source: Path | str) -> Any:
-    """What changes when any file of a source is written anew: the hash of a manifest, else names, sizes and times."""
-    folder = Path(source)
-    if (folder / MANIFEST_FILE).is_file():
-        return source_hash(folder)
-    files = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
-    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-
-
 def _config(directory: Path) -> Any:
     if not (directory / "config.json").is_file():
-        if (directory / _ADAPTER).is_file():
+        if (directory / ADAPTER_CONFIG).is_file():
             raise ValueError(f"{directory} holds an adapter and no model: merge it, or name the model that it changes")
         raise ValueError(f"there is no model at {directory}: it has no config.json")
     from transformers import AutoConfig

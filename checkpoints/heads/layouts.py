@@ -68,7 +68,7 @@ class StoredHeads:
         return reduce(torch.promote_types, (tensor.dtype for tensor in self.tensors.values()))
 
     def build(self, vocab_size: int | None = None) -> PredictionHeads:
-        """The heads as a module, in the tensors' widest type.
+        """The heads as a module, in the tensors' widest type; files that the tensors are mapped from may change.
 
         Args:
             vocab_size: the target's, for heads that reuse its projection; None: as the config has it.
@@ -76,7 +76,8 @@ class StoredHeads:
         sizes = (self.num_heads, self.num_layers, self.hidden_size, vocab_size or self.vocab_size)
         with torch.device("meta"):
             heads = PredictionHeads(*sizes, self.projection, self.rank, self.states, self.scale)
-        heads.load_state_dict({name: tensor.to(self.dtype) for name, tensor in self.tensors.items()}, assign=True)
+        tensors = {name: tensor.to(self.dtype, copy=True) for name, tensor in self.tensors.items()}
+        heads.load_state_dict(tensors, assign=True)
         return heads
 
 

@@ -18,7 +18,7 @@ from ..artifact.fingerprints import weight_files
 from ..artifact.locate import fetch
 from ..artifact.manifest import Manifest
 from ..storage.messages import first_line
-from ..storage.names import MANIFEST_FILE
+from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.places import here, hub_place
 from ..verify.model_files import (
     UNLOADABLE,
@@ -40,10 +40,6 @@ CONSUMERS = {
 }
 """Who decodes with a pair, and of which versions the rules were read."""
 WORKS, BUT, REFUSED = "works", "works but", "refused"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
-)
 KEPT_FILES = ("LICENSE*", "NOTICE*", "README.md", "recipe.yaml")
 """Files of a drafter that its repaired copy keeps beside its weights."""
 WEIGHTS = "model*.safetensors"

@@ -155,17 +155,17 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def read_consistent(folder: Path, read: Callable[[], Found]) -> Found:
+def read_consistent(folder: Path, read: Callable[[], Found], state: Callable[[], object] = lambda: None) -> Found:
     """What `read` finds in a folder that writers may replace at any time: all of one state of it. Where it was replaced
-    meanwhile, it is read again. Raises ValueError, OSError: what `read` raises of a folder that stayed; a folder that
-    is replaced all the time."""
+    meanwhile, or what `state` says of its files has changed, it is read again. Raises ValueError, OSError: what these
+    two raise of a folder that stayed; a folder that is replaced all the time."""
     for _ in range(_READS):
         held = _opened(folder)
         if held is None:
             return read()  # which says in its own words what is wrong
         try:
-            found = read()
-            if still_stands(held, folder):
+            before, found = state(), read()
+            if still_stands(held, folder) and state() == before:
                 return found
         except (ValueError, OSError):
             if still_stands(held, folder):

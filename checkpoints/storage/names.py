@@ -11,5 +11,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 WHOLE_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_WHOLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
+)
 PREFIX = "medusa_head."
 """What the heads' names begin with in the files of a whole model."""

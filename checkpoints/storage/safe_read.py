@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,26 @@ def file_hash(path: Path) -> str:
     """SHA-256 (hex) of a regular file. Raises what `open_file` raises."""
     with os.fdopen(open_file(path), "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def file_state(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file does, without reading it; None where it is not there. The time of the last change to its
+    entry, the last of these, can be set back by nobody."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+
+def known_hash(path: Path) -> str:
+    """`file_hash`, read once in a process as long as the file stays as it is."""
+    return _hash_in_state(path, file_state(path))
+
+
+@lru_cache(maxsize=1 << 14)
+def _hash_in_state(path: Path, state: tuple[int, ...] | None) -> str:
+    return file_hash(path)
 
 
 def stamp(path: Path) -> dict[str, Any]:

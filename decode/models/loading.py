@@ -164,7 +164,11 @@ def _load(source: str, *, dtype: Any, device: str, device_map: str | None, atten
     except UNLOADABLE as error:
         hint = "" if (Path(source) / "config.json").is_file() else inside(Path(source))
         raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}{hint}") from error
-    return model.eval() if device_map else model.to(device).eval()
+    model = model.eval() if device_map else model.to(device).eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":  # mapped: what is written to the file would change the model
+            tensor.data = tensor.data.clone()
+    return model
 
 
 def _is_adapter(folder: Path) -> bool:

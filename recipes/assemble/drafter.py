@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ...checkpoints.artifact.compat import save_tokenizer
+from ...checkpoints.artifact.identity import load_identified
 from ...checkpoints.artifact.locate import at_revision, target_record
 from ...checkpoints.pairs.speculation import save_speculation
 from ...checkpoints.storage.messages import first_line
@@ -22,8 +24,8 @@ from ...train.losses.objectives import parse_weights
 from ...train.parallel.processes import on_main, together
 from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.on_policy import OnPolicy
-from ...train.teachers.teacher import Teacher, load_teacher
-from ..schema.training import DrafterRecipe, ModelSection, TrainSection
+from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
+from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection
 from .acceptance import drafter_measure
 from .artifact import Run, check_target, fingerprint_of, prepare_once
 from .data import Prepared
@@ -41,6 +43,8 @@ class DrafterParts:
     task: DrafterTask
     target: PreTrainedModel | None
     """Where it is in memory: to teach, or to measure acceptance."""
+    fingerprint: str | None
+    """Of the target as it was loaded."""
     measured: bool
     """Whether evaluations decode."""
 
@@ -69,8 +73,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     def finish() -> None:
         target = None
         if recipe.target is not None:
-            known = None if parts.target is None else fingerprint_of(recipe.target, parts.target)
-            target = target_record(recipe.target, known)
+            target = target_record(recipe.target, parts.fingerprint)
         run.save(result, write, trained.shapes(), target)
 
     on_main(accelerator, finish)
@@ -95,11 +98,15 @@ def drafter_parts(
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
     taught_by_target = recipe.distils and recipe.teacher.cache is None
-    target = eval_teacher = measure = None
+    target = measure = None
+    eval_teacher: ModelTeacher | None = None
+    fingerprint: str | None = None
+    known: dict[str, Any] = {}
     if recipe.target is not None and (taught_by_target or recipe.measure.prompts):
-        section = recipe.teacher
-        eval_teacher = load_teacher(recipe.target, section.dtype, section.load_in_8bit, device)
-        target = eval_teacher.model
+        load = partial(_load_target, recipe.target, recipe.teacher, device)
+        identity, (loaded, fingerprint) = load_identified(recipe.target, load, content=True)
+        known["hash of the target"] = identity.hash
+        eval_teacher, target = loaded, loaded.model
         check_target(target, model, recipe.target)
         if recipe.measure.prompts:
             measure = drafter_measure(recipe, target, model, tokenizer, prepared)
@@ -123,9 +130,16 @@ def drafter_parts(
         compiled=recipe.train.compile,
     )
     # what changes the training, or what its evaluations are compared by
+    task.settings |= known
     task.settings["model"] = recipe.model.model_dump(mode="json", exclude={"attention"})
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
-    return DrafterParts(trained, task, target, measure is not None)
+    return DrafterParts(trained, task, target, fingerprint, measure is not None)
+
+
+def _load_target(source: str, section: TeacherSection, device: Any) -> tuple[ModelTeacher, str]:
+    """A target and its fingerprint."""
+    teacher = load_teacher(source, section.dtype, section.load_in_8bit, device)
+    return teacher, fingerprint_of(source, teacher.model)
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:

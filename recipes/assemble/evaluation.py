@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ...checkpoints.artifact.artifact import (
     open_artifact,
     tokenizer_fingerprint,
 )
-from ...checkpoints.artifact.fingerprints import source_hash, source_state
+from ...checkpoints.artifact.identity import Identity, load_identified
 from ...checkpoints.artifact.locate import at_revision, model_source, resolve
 from ...checkpoints.heads.files import load_heads
 from ...checkpoints.table.table import BigramTable
@@ -48,6 +49,12 @@ class LoadedPair:
     target: LanguageModel
     parts: Parts
     device: str
+    identities: dict[str, Identity]
+    """Of the target ("target") and of each part ("drafter", "drafter 2", "heads", "table"), taken as it was loaded."""
+
+    def artifacts(self) -> dict[str, Any]:
+        """What was loaded, as results and certificates name it: source, hash, and hashes of files."""
+        return {name: asdict(identity) for name, identity in sorted(self.identities.items())}
 
 
 def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
@@ -58,12 +65,17 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
             if getattr(recipe, part) is None:
                 raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
     device = device_of(recipe)
-    tokenizer = load_tokenizer(recipe.target)
-    model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
+    load = partial(load_model, dtype=recipe.dtype, device=device)
+    identities: dict[str, Identity] = {}
+    identities["target"], (tokenizer, model) = load_identified(
+        recipe.target,
+        lambda: (load_tokenizer(recipe.target), load(recipe.target, device_map=recipe.device_map)),
+        content=True,
+    )
     heads = table = None
     if recipe.heads is not None:  # which decide what hidden states the target must give
         folder = Path(place_of(recipe.heads, "heads"))
-        made, heads = open_artifact(folder, lambda folder: load_heads(folder, device=device), "heads")
+        identities["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     target = wrap_model(model, states=states_of(heads))
     fits = partial(check_target, vocab_size=target.vocab_size, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
     if heads is not None:
@@ -75,25 +87,40 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
             sizes = f"{heads.hidden_size}, the target makes {target.hidden_size}"
             raise ValueError(f"the heads take hidden states of {sizes}")
         attach_projection(heads, model, target.device)
-    sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
-    drafters = [_open_drafter(recipe, source, target, fits, device) for source in sources]
+    sources = {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
+    drafters = []
+    for name, source in (({} if recipe.drafter is None else {"drafter": recipe.drafter}) | sources).items():
+        identities[name], drafter = _open_drafter(recipe, source, target, fits, load)
+        drafters.append(drafter)
     if recipe.table is not None:
-        made, table = open_artifact(Path(place_of(recipe.table, "table")), BigramTable.load, "table")
+        identities["table"], (made, table) = _open_part(recipe.table, "table", _table_of)
         fits(made, what=f"the table {recipe.table}")
     parts = Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
-    return LoadedPair(tokenizer, model, target, parts, device)
+    return LoadedPair(tokenizer, model, target, parts, device, identities)
+
+
+def _open_part(source: str, kind: str, load: Callable[[Path], Any]) -> tuple[Identity, tuple[Any, Any]]:
+    """A part and its manifest, which of drafters may be missing; its identity names the `source`."""
+    place = place_of(source, kind)
+    is_artifact = kind != "drafter" or (Path(place) / MANIFEST_FILE).is_file()
+
+    def opened() -> tuple[Any, Any]:
+        return open_artifact(Path(place), load, kind) if is_artifact else (None, load(Path(place)))
+
+    identity, loaded = load_identified(place, opened)
+    return replace(identity, source=source), loaded
+
+
+def _table_of(folder: Path) -> BigramTable:
+    """A table in memory: what is written to a mapped file would change it."""
+    return copy.deepcopy(BigramTable.load(folder))
 
 
 def _open_drafter(
-    recipe: EvaluateRecipe, source: str, target: LanguageModel, fits: Callable[..., None], device: str
-) -> LanguageModel:
+    recipe: EvaluateRecipe, source: str, target: LanguageModel, fits: Callable[..., None], load: Callable[[str], Any]
+) -> tuple[Identity, LanguageModel]:
     """A drafter of this target; `fits` looks at the manifest, where it is an artifact."""
-    place = place_of(source, "drafter")
-    made, load = None, partial(load_model, place, dtype=recipe.dtype, device=device)
-    if (Path(place) / MANIFEST_FILE).is_file():
-        made, model = open_artifact(Path(place), lambda _: load(), "drafter")
-    else:
-        model = load()
+    identity, (made, model) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
     drafter = wrap_model(model)
     try:
         check_same_vocabulary(target, drafter, f"drafter {source}")
@@ -101,7 +128,7 @@ def _open_drafter(
             fits(made, what=f"the drafter {source}")
     except ValueError as error:
         raise ValueError(f"{error}; draftsmith doctor {recipe.target} {source} says what can be done") from error
-    return drafter
+    return identity, drafter
 
 
 @cache
@@ -157,29 +184,12 @@ def other_target(artifact: Path, target: str) -> str | None:
     return None if same else str(named)
 
 
-def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:
+def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], opened: LoadedPair) -> dict[str, Any]:
     """What finished runs belong to: they may only be used again where all of it is the same."""
     settings = recipe.recorded(exclude={"out", "show_categories", "energy", "predict"})
-    drafters = [recipe.drafter, *recipe.more_drafters]
-    parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
-    artifacts = {source: source_state(place_of(source, kind)) for source, kind in parts if source is not None}
-    artifacts[recipe.target] = source_state(at_revision(recipe.target))
-    return settings | {"artifacts": artifacts, "prompts read": prompts_digest(prompts), "machine": machine(device)}
+    settings |= {f"hash of the {name}": identity.hash for name, identity in opened.identities.items()}
+    return settings | {"prompts read": prompts_digest(prompts), "machine": machine(opened.device)}
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
-
-
-def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
-    """Of each artifact that is named: source, hash (see `source_hash`), and the hashes of its files by name."""
-    sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
-    sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
-    found = {}
-    for name, source in sources.items():
-        if source is not None:
-            folder = Path(place_of(source, name.partition(" ")[0]))
-            entries = load_manifest(folder).files if (folder / MANIFEST_FILE).is_file() else {}
-            files = {file: entry["sha256"] for file, entry in entries.items()}
-            found[name] = {"source": source, "hash": source_hash(str(folder)), "files": files}
-    return found

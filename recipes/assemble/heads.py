@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.artifact.compat import save_tokenizer
+from ...checkpoints.artifact.identity import load_identified
 from ...checkpoints.artifact.locate import target_record
 from ...checkpoints.heads.files import PredictionHeads, save_heads
 from ...data.blocks.packing import PADDING
@@ -102,9 +103,13 @@ def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> Non
 def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device: Any) -> HeadsParts:
     """Load the target, and make heads for it. Raises ValueError: what loading the target, opening the cache of its
     hidden states and `HeadsTask` raise; a tokenizer with more tokens than it."""
-    target = load_trainable(recipe.target, decoder=True, device=str(device), dtype=recipe.target_dtype)
+
+    def load() -> tuple[Any, str]:
+        target = load_trainable(recipe.target, decoder=True, device=str(device), dtype=recipe.target_dtype)
+        return target, fingerprint_of(recipe.target, target)
+
+    identity, (target, fingerprint) = load_identified(recipe.target, load, content=True)
     check_vocabulary(len(tokenizer), target, recipe.target)
-    fingerprint = fingerprint_of(recipe.target, target)
     states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
     heads = _new_heads(recipe, target, prepared)
     base = None
@@ -129,7 +134,7 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     if recipe.train.compile:
         task.module.compile()
     # what changes the training, or what its evaluations are compared by
-    task.settings["target"] = fingerprint
+    task.settings |= {"target": fingerprint, "hash of the target": identity.hash}
     task.settings["target_dtype"] = str(target.dtype)
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, recipe.states]
     task.settings["hidden"] = None if states is None else states.settings

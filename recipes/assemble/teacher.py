@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from ...checkpoints.artifact.fingerprints import model_fingerprint
+from ...checkpoints.artifact.identity import identify, load_identified
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.atomic import check_writable
 from ...checkpoints.storage.messages import first_line
@@ -168,10 +169,11 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
 
 def _parts(cache: _TargetCache, prepared: Prepared) -> list[_Part]:
     assert isinstance(prepared.train, PreparedData)
-    fingerprint = _fingerprint(cache.target)
+    fingerprints = _fingerprints(cache.target)
     parts = []
     for name, data in (("training", prepared.train), ("held-out", prepared.heldout)):
-        source = cache.source(fingerprint, data_fingerprint(data))
+        known = [cache.source(each, data_fingerprint(data)) for each in fingerprints]
+        source = next((each for each in known if (cache.folder / each.key / each.manifest).is_file()), known[0])
         parts.append(_Part(name, data, source, cache.folder / source.key))
     return parts
 
@@ -187,20 +189,31 @@ def _opened(cache: _TargetCache, prepared: Prepared) -> list[Any]:
     return [cache.cache_type(part.folder) for part in parts]
 
 
-def _fingerprint(target: str) -> str:
-    """Which model it is, without loading it: a hash of a folder's fingerprint and of all settings that decide what it
-    computes, or a hub id with its commit."""
+def _fingerprints(target: str) -> list[str]:
+    """Which model it is, without loading it: a hash of a folder's weights, and, as caches of 0.1 have it, of their
+    fingerprint, with all settings that decide what it computes; or a hub id with its commit."""
     folder = Path(at_revision(target)).expanduser()
     if folder.is_dir():
         settings = AutoConfig.from_pretrained(folder).to_dict()
         decisive = {name: value for name, value in settings.items() if name not in _OF_NO_EFFECT}
-        text = json.dumps([model_fingerprint(folder), decisive], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
+        files = identify(str(folder), content=True).files
+        weights = [files[name] for name in sorted(files) if name.endswith((".safetensors", ".bin"))]
+        texts = [
+            json.dumps([each, decisive], sort_keys=True, default=str) for each in (weights, model_fingerprint(folder))
+        ]
+        return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
     try:
         config = AutoConfig.from_pretrained(target)
     except (OSError, ValueError) as error:
         raise ValueError(f"there is no target {target!r}: {first_line(error)}") from error
-    return f"{target}@{getattr(config, '_commit_hash', None)}"
+    return [f"{target}@{getattr(config, '_commit_hash', None)}"]
+
+
+def _check_unchanged(cache: _TargetCache, parts: Sequence[_Part]) -> None:
+    """Raises ValueError where what was loaded is not the target that the cache is called after."""
+    before, now = parts[0].source.fingerprint, _fingerprints(cache.target)
+    if before not in now:
+        raise ValueError(f"{cache.target} was changed meanwhile: its hash was {before}, now it is {now[0]}")
 
 
 def _discard_damage(cache: _TargetCache, part: _Part) -> None:
@@ -212,7 +225,9 @@ def _discard_damage(cache: _TargetCache, part: _Part) -> None:
 
 
 def _write(cache: _TargetCache, parts: Sequence[_Part], state: Any) -> None:
-    make_rows, size = together(state, partial(cache.load, state.device))
+    load = partial(load_identified, cache.target, partial(cache.load, state.device), content=True)
+    _, (make_rows, size) = together(state, load)
+    together(state, partial(_check_unchanged, cache, parts))
     plans = [CachePlan.of(part.data, part.source, size) for part in parts]
     writers = [CacheWriter(part.folder, part.source, part.data, plan) for part, plan in zip(parts, plans, strict=True)]
     with ExitStack() as locks:

@@ -6,12 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...checkpoints.artifact.artifact import model_fingerprint
+from ...checkpoints.artifact.identity import identify, load_identified
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.atomic import check_writable
 from ...checkpoints.storage.messages import install_hint
@@ -113,6 +115,9 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
         fingerprint = model_fingerprint(folder) if folder.is_dir() else None
         target = {"target": recipe.target, "target's fingerprint": fingerprint}
         target |= recipe.model_dump(mode="json", include={"method", "options", "drafter", "dtype"})
+        models = {"target": recipe.target, "drafter": recipe.drafter if METHODS[recipe.method].needs else None}
+        named = {name: source for name, source in models.items() if source is not None}
+        target |= {f"hash of the {name}": identify(source, content=True).hash for name, source in named.items()}
     names = {"template", "system", "max_new_tokens", "on_length", "temperature", "top_k", "top_p", "seed"}
     return target | recipe.model_dump(mode="json", include=names)
 
@@ -143,7 +148,9 @@ async def _answer_all(
     options: dict[str, Any] = {"seed": recipe.seed, "system": recipe.system, "keep_cut": recipe.on_length == "keep"}
     options |= {"stopping": stopping, "progress": progress}
     if recipe.server is None:
-        return await regenerate(_read(recipe), store, LocalTarget(recipe, stopping), batch=recipe.batch, **options)
+        target = LocalTarget(recipe, stopping)
+        store.check_settings(_settings(recipe) | target.hashes)
+        return await regenerate(_read(recipe), store, target, batch=recipe.batch, **options)
     spaced = recipe.template != OWN and get_template(recipe.template).middle.endswith(" ")
     asked = _Server(recipe, recipe.server, spaced)
     async with asked.client:
@@ -155,14 +162,21 @@ class LocalTarget:
 
     def __init__(self, recipe: RegenerateRecipe, stopping: Callable[[], bool]) -> None:
         device = ("cuda" if torch.cuda.is_available() else "cpu") if recipe.device == "auto" else recipe.device
-        self._tokenizer = load_tokenizer(str(recipe.target))
+        load = partial(load_model, dtype=recipe.dtype, device=device)
+        target, drafter = str(recipe.target), None
+        identity, (self._tokenizer, model) = load_identified(
+            target, lambda: (load_tokenizer(target), load(target)), content=True
+        )
+        self.hashes = {"hash of the target": identity.hash}
+        """Of what was loaded."""
         self._template = get_template(recipe.template, self._tokenizer)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
-        model = load_model(str(recipe.target), dtype=recipe.dtype, device=device)
         self._target = wrap_model(model)
-        drafter = None
         if METHODS[recipe.method].needs:
-            drafter = wrap_model(load_model(str(recipe.drafter), dtype=recipe.dtype, device=device))
+            source = str(recipe.drafter)
+            identity, small = load_identified(source, lambda: load(source), content=True)
+            self.hashes["hash of the drafter"] = identity.hash
+            drafter = wrap_model(small)
         self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         self._method = build_method(recipe.method, Parts(drafter), self._sampling, **recipe.options)
         if not self._method.verifier.lossless:

@@ -134,8 +134,8 @@ class MethodRow(Metrics):
 
 
 class Results(_Checked):
-    """The whole file. Newer files also have `created` (UTC, ISO 8601) and `artifacts`: drafter, heads, table, as far as
-    there are: source, hash (of its manifest, else of its weights), files (their hashes by name)."""
+    """The whole file. Newer files also have `created` (UTC, ISO 8601) and `artifacts`: of target, drafter, heads and
+    table, as far as there are, source, hash and files of what was loaded (`Identity`; 0.1 left out the target)."""
 
     kind: Literal["evaluation"]
     schema_: int = Field(alias="schema")

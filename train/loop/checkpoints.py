@@ -30,6 +30,7 @@ from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimize
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
 _SUMMARY = "checkpoint.json"
+_HASH = ".hash of "  # in the name of a task's setting that tells what files hold
 _FULL, _NO_SPACE = 1 << 16, "No space left on device"  # a disk with fewer bytes
 _ZIP_WRITER = "inline_container"  # in what torch's zip writer raises
 
@@ -65,7 +66,8 @@ class StateFolder:
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
         """Find the newest whole checkpoint (None: there is none) and make log and `fit.json` agree with it; ValueError:
-        it was trained with other settings."""
+        it was trained with other settings, or other processes have others now."""
+        self._check_processes(settings)
         found: list[Position | None] = [None]
 
         def open_folder() -> None:
@@ -173,6 +175,21 @@ class StateFolder:
                 warnings.warn(f"checkpoint {folder} is skipped: {error}", stacklevel=2)
         return None
 
+    def _check_processes(self, settings: Mapping[str, Any]) -> None:
+        """Raises ValueError in all processes where one of them has loaded something else than the first."""
+        if self._accelerator.num_processes == 1:
+            return
+        from accelerate.utils import gather_object
+
+        first, *others = gather_object([dict(settings)])
+
+        def check() -> None:
+            for process, theirs in enumerate(others, 1):
+                for key in (key for key in first if first[key] != theirs.get(key)):
+                    raise ValueError(f"process 0 has {key} {first[key]}, process {process} {theirs.get(key)}")
+
+        on_main(self._accelerator, check)
+
     def _check(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError where the run in the folder has other settings."""
         path = self.folder / "fit.json"
@@ -182,6 +199,8 @@ class StateFolder:
             raise ValueError(f"{error}: delete the folder {self.folder}") from error
         now = json.loads(json.dumps(settings))
         changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
+        # 0.1 took no hashes, and none is known of what is not in files here
+        changed = [key for key in changed if _HASH not in key or None not in (before.get(key), now.get(key))]
         if changed:
             found = (
                 "other data" if key == "data" else f"{key}: {before.get(key)} before, {now.get(key)} now"

@@ -14,8 +14,8 @@ from ....checkpoints.artifact.compat import read_config
 from ....checkpoints.artifact.locate import target_record
 from ....checkpoints.heads.layouts import holds_heads
 from ....checkpoints.pairs.checks import examine
-from ....checkpoints.pairs.sides import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, open_side
-from ....checkpoints.storage.names import CONFIG_FILE
+from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, Side, find_folder, open_side
+from ....checkpoints.storage.names import CONFIG_FILE, TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import UNPICKLE, copy_files
 from ....checkpoints.verify.model_files import (
     ADAPTER_CONFIG,

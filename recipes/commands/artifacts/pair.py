@@ -19,7 +19,6 @@ from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.repair import repair
 from ....checkpoints.pairs.sides import (
     CONSUMERS,
-    TOKENIZER_FILES,
     WEIGHTS,
     WORKS,
     Diagnosis,
@@ -27,6 +26,7 @@ from ....checkpoints.pairs.sides import (
     find_folder,
     open_side,
 )
+from ....checkpoints.storage.names import TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import pickles_allowed
 from ....checkpoints.verify.model_files import is_adapter
 from ....data.tokenizers import load_tokenizer

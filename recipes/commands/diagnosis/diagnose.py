@@ -160,6 +160,7 @@ def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
     log(f"diagnose: {', '.join(chosen)}, {len(case.prompts)} prompts of {recipe.prompts}, on {case.opened.device}")
     found: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "complete": False, "target": recipe.target}
     found |= {"prompts": len(case.prompts), "recipe": recipe.recorded(), "parts": []}
+    found |= {"artifacts": case.opened.artifacts()}
     for part, entry in zip(chosen, entries_of(recipe), strict=True):
         try:
             stop_if_asked(case.signals, STOPPED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +20,7 @@ from ....decode.models.loading import wrap_model
 from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import StopSignals
-from ...assemble.artifact import fingerprint_of
-from ...assemble.evaluation import LoadedPair, artifact_hashes, entries_of, identity_of, open_recipe, prompts_of
+from ...assemble.evaluation import LoadedPair, entries_of, identity_of, open_recipe, prompts_of
 from ...report.certificate import KIND, SCHEMA, certificate_beside, certificates_table, explanations
 from ...schema.evaluation import EvaluateRecipe
 from ...session.machine import machine
@@ -54,18 +52,17 @@ def run_certify(
     plan = Plan(tokens, LEVEL / len(entries), batch, recipe.seed)
     opened = open_recipe(recipe)
     prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
-    mine = {"source": recipe.target, "hash": fingerprint_of(recipe.target, opened.model)}
     planned = asdict(plan) | {"whole_level": LEVEL}
     head = {
         "schema": SCHEMA,
         "kind": KIND,
         "machine": machine(opened.device),
-        "artifacts": artifact_hashes(recipe) | {"target": mine},
+        "artifacts": opened.artifacts(),
         "recipe": recipe.recorded(),
         "plan": planned,
     }
     out = out or certificate_beside(Path(recipe.out))
-    identity = identity_of(recipe, prompts, opened.device) | {"plan": planned}
+    identity = identity_of(recipe, prompts, opened) | {"plan": planned}
     certificates: list[Certificate] = []
     with StopSignals() as signals, Journal(out, "texts", identity) as journal:
         with stoppable_bar("certifying", "tokens", signals, STOPPED) as advance:
@@ -95,21 +92,11 @@ def _distinct(entries: Sequence[Entry]) -> list[Entry]:
 
 
 class _TextsLine(NamedTuple):
-    """Of the journal: what a method wrote, and how many lines stand before it; None: an older line."""
+    """Of the journal: what a method wrote. Which prompts it belongs to follows from those before it."""
 
     label: str
     outputs: list[list[int]]
     seconds: float
-    number: int | None = None
-
-
-def _texts(journal: Journal) -> list[_TextsLine]:
-    """Which prompts a text belongs to follows from those before it: none may be missing."""
-    lines = journal.parsed(TypeAdapter(_TextsLine))
-    for number, line in enumerate(lines):
-        if line.number not in (None, number):
-            raise journal.damaged(number + 2, f"it was line {line.number + 2}")
-    return lines
 
 
 def _certify_all(
@@ -122,8 +109,8 @@ def _certify_all(
     advance: Advance,
 ) -> Iterator[Certificate]:
     """A certificate of each entry; rounding is measured once for each way of sampling."""
-    target, parts, texts = opened.target, opened.parts, _texts(journal)
-    limits, numbers = Limits(max_new_tokens, stop_ids(opened.tokenizer)), count(len(texts))
+    target, parts, texts = opened.target, opened.parts, journal.parsed(TypeAdapter(_TextsLine))
+    limits = Limits(max_new_tokens, stop_ids(opened.tokenizer))
     # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
     judge = wrap_model(opened.model, fast=False, graphs=False, states=states_of(parts.heads))
     rounding: dict[Sampling, Rounding] = {}
@@ -140,7 +127,7 @@ def _certify_all(
             advance(start + done, sum(amounts), label)
 
         def on_written(written: DecodedBatch, label: str = label) -> None:
-            journal.add([label, *written, next(numbers)])
+            journal.add([label, *written])
 
         yield certify_method(
             target,

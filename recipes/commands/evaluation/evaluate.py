@@ -32,7 +32,6 @@ from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
 from ....train.parallel.interrupts import StopSignals
 from ...assemble.evaluation import (
     LoadedPair,
-    artifact_hashes,
     entries_of,
     identity_of,
     open_recipe,
@@ -93,7 +92,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     log(f"evaluate: {time}")
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
-    out, identity = Path(recipe.out), identity_of(recipe, [prompt.ids for prompt in prompts], opened.device)
+    out, identity = Path(recipe.out), identity_of(recipe, [prompt.ids for prompt in prompts], opened)
     with StopSignals() as signals, Journal(out, "runs", identity) as journal:
         case = _Case(recipe, opened, prompts, entries, limits, journal, signals)
         results, broken = _measured(case, skipped)
@@ -219,7 +218,7 @@ def _results(case: _Case, skipped: SkippedPrompts, resumed: int, summary: Summar
         "kind": KIND,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(case.opened.device),
-        "artifacts": artifact_hashes(case.recipe),
+        "artifacts": case.opened.artifacts(),
         "recipe": case.recipe.recorded(),
         "prompts": len(case.prompts),
         "prompts_sha256": prompts_digest(case.ids),

@@ -51,6 +51,7 @@ def run_trace(
         runs = [_run(entry, opened, prompt["ids"], limits, recipe.seed + index) for entry in entries]
         prompts.append({"prompt": prompt["text"], "category": prompt["category"], "runs": runs})
     traced = {"schema": 1, "kind": "trace", "target": recipe.target, "prompts": prompts}
+    traced |= {"artifacts": opened.artifacts()}
     show_trace(traced, console())
     atomic_text(path, json.dumps(traced, ensure_ascii=False, indent=1) + "\n")
     console().print(f"trace: {path}", soft_wrap=True)

@@ -112,12 +112,13 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
     runs = _runs(fixed, len(prompts), recipe, space)
     log(f"tune: {', '.join(fixed)}; {time_words(opened.target, runs, limits.max_new_tokens, max(map(len, prompts)))}")
-    identity = identity_of(recipe, prompts, opened.device) | {"space": asdict(space)}
+    identity = identity_of(recipe, prompts, opened) | {"space": asdict(space)}
     with StopSignals() as signals, Journal(folder / "tune.json", "work", identity) as journal:
         kept = Kept(journal, signals, STOPPED)
         what = (opened.target, opened.parts, prompts, limits, sampling)
         case = _Case(recipe, *what, space, fixed, kept, signals)
-        results = _tuned(case, left_out, machine(opened.device), folder)
+        about = {"machine": machine(opened.device), "artifacts": opened.artifacts()}
+        results = _tuned(case, left_out, about, folder)
         journal.remove()
     show(results, folder)
     return results
@@ -143,7 +144,7 @@ def _runs(fixed: Fixed, prompts: int, recipe: EvaluateRecipe, space: Space) -> i
     return prompts + settings * min(space.decoded_prompts, prompts) + probed + winners * prompts * recipe.repeats
 
 
-def _tuned(case: _Case, left_out: LeftOut, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _tuned(case: _Case, left_out: LeftOut, about: dict[str, Any], folder: Path) -> dict[str, Any]:
     recipe, recording = case.recipe, _recording(case)
     lengths = [len(prompt) + len(text) / 2 for prompt, text in zip(case.prompts, recording.texts, strict=True)]
     log("tune: timing forwards")
@@ -157,7 +158,7 @@ def _tuned(case: _Case, left_out: LeftOut, machine: dict[str, Any], folder: Path
     results = {
         "schema": 2,
         "kind": "tuning",
-        "machine": machine,
+        **about,
         "recipe": recipe.recorded(),
         "prompts": len(case.prompts),
         "positions": recording.positions,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....checkpoints.artifact.fingerprints import source_state
+from ....checkpoints.artifact.identity import source_state
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.replay.recording import Recording, sample_texts

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .... import __version__
-from ....checkpoints.artifact.fingerprints import source_state
+from ....checkpoints.artifact.identity import source_state
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.safe_read import load_json
 from ....decode.evaluation.measure import BASELINE

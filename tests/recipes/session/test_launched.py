@@ -202,3 +202,14 @@ def test_command_for_one_process_refuses_several(
         with pytest.raises(ValueError, match=f"`draftsmith {name}` .* 3 "):
             app(words, standalone_mode=False)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_damaged_data_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
+    assert Ranks(launcher, 1, "prepare", str(drafter_recipe)).ended()[0] == [0]
+    (tokens,) = (tmp_path / "prepared").glob("*/train/tokens.npy")
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    codes, said = Ranks(launcher, 2, "train", str(drafter_recipe), "train.micro_batch=1").ended()
+    assert codes == [2, 2], said
+    assert [text.count(f"error: {tokens} has the hash") for text in said] == [1, 0]

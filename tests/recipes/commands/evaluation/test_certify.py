@@ -106,8 +106,7 @@ def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
         result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *asked])
         assert isinstance(result.exception, ValueError)
         assert f"texts.jsonl:{3 if len(damaged) > 2 else 2} is damaged" in str(result.exception)
-    older = [json.dumps(json.loads(line)[:3]).encode() + b"\n" for line in lines_written[1:]]  # without numbers
-    journal.write_bytes(b"".join([lines_written[0], *older]))
+    journal.write_bytes(b"".join(lines_written))
     code, said, again = certified(recipe, *asked)
     assert code == 0
     assert f"resuming; {texts} texts" in said

@@ -162,7 +162,7 @@ def test_an_evaluation_has_joules_where_something_counts_them(
     with interrupted_when(lambda: journal.is_file() and '"energy"' in journal.read_text().partition("\n")[2]):
         run_evaluate(EvaluateRecipe(**recipe))
     assert "(rapl): 2 rows, 2 s or more in all; `energy: off` leaves them out" in capsys.readouterr().err
-    (kept,) = [line for line in map(json.loads, journal.read_text().splitlines()[1:]) if isinstance(line, dict)]
+    (kept,) = [line for line, _ in map(json.loads, journal.read_text().splitlines()[1:]) if isinstance(line, dict)]
     run_evaluate(EvaluateRecipe(**recipe))
     assert "(rapl): 1 rows, " in capsys.readouterr().err
     rows = {row["label"]: row for row in load_results(out)["methods"]}

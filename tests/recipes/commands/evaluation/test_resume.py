@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from draftsmith.recipes.assemble.evaluation import identity_of
+from draftsmith.checkpoints.artifact.artifact import load_manifest, model_fingerprint, save_artifact
+from draftsmith.checkpoints.artifact.identity import identify
+from draftsmith.checkpoints.storage.atomic import atomic_dir
+from draftsmith.recipes.assemble.evaluation import identity_of, open_recipe
+from draftsmith.recipes.commands.artifacts.publish import measured_of
 from draftsmith.recipes.commands.evaluation import evaluate as evaluating
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.journal import Journal
@@ -44,7 +54,7 @@ def test_a_killed_evaluation_goes_on(recipe: Path, stop: Any, capsys: pytest.Cap
     assert (code, out.exists()) == (-signal.SIGKILL, False)
     with journal.open("a") as file:
         file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
-    kept = [json.loads(line) for line in lines[1:]]
+    kept = [json.loads(line)[0] for line in lines[1:]]
     kept = [row for row in kept if isinstance(row, list)]
     assert 9 <= len(kept) < 4 * PROMPTS
     evaluate(recipe)
@@ -100,14 +110,98 @@ def test_runs_belong_to_a_recipe_and_its_artifacts(recipe: Path) -> None:
     def identity(*changes: str) -> dict[str, Any]:
         loaded = load_recipe(str(recipe), changes)
         assert isinstance(loaded, EvaluateRecipe)
-        return identity_of(loaded, [[1, 2]], "cpu")
+        return identity_of(loaded, [[1, 2]], open_recipe(loaded))
 
     first = identity()
     assert identity("show_categories=true", "predict=true", "energy=off", "out=other.json") == first
     assert identity("seed=3") == first | {"seed": 3}
     weights = recipe.parent / "drafter" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes())
-    assert {name for name, value in identity().items() if value != first[name]} == {"artifacts"}
+    content = weights.read_bytes()
+    weights.write_bytes(content)
+    assert identity() == first
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert {name for name, value in identity().items() if value != first[name]} == {"hash of the drafter"}
+
+
+def test_runs_of_a_target_with_flipped_bits_are_not_gone_on_with(
+    recipe: Path, interrupted_when: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forty exponent bits, in rows of which its fingerprint takes no sample, and nothing else that would tell."""
+    journal, target = recipe.parent / "results.json.state" / "runs.jsonl", recipe.parent / "target"
+    weights, fingerprint = target / "model.safetensors", model_fingerprint(target)
+    before = identify(str(target), content=True).hash
+    with interrupted_when(lambda: journal.is_file() and journal.read_bytes().count(b"\n") > 3):
+        evaluate(recipe)
+    content, about = bytearray(weights.read_bytes()), weights.stat()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    first = start + header["model.embed_tokens.weight"]["data_offsets"][0] + 5 * 16 * 4  # row 5 of 16 float32
+    for place in range(first, first + 40 * 4, 4):
+        content[place + 3] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert model_fingerprint(target) == fingerprint
+    now = identify(str(target), content=True).hash
+    capsys.readouterr()
+    evaluate(recipe, "limit=2", "max_new_tokens=4", "methods=[{method: autoregressive}]")
+    assert f"hash of the target ({before}, now {now})" in capsys.readouterr().err
+    results = load_results(recipe.parent / "results.json")
+    assert results["resumed"] == 0
+    assert results["artifacts"]["target"]["hash"] == now
+
+
+def test_results_name_the_drafter_that_was_loaded(recipe: Path, tmp_path: Path) -> None:
+    """Another one takes its place while prompts are decoded."""
+    journal, place = recipe.parent / "results.json.state" / "runs.jsonl", recipe.parent / "drafter"
+    about: dict[str, Any] = {"vocab_size": 320, "tokenizer_fingerprint": None, "target": None, "kind": "drafter"}
+    for name, source in (("a", "drafter"), ("b", "target")):
+        save_artifact(
+            tmp_path / name, write=partial(shutil.copytree, recipe.parent / source, dirs_exist_ok=True), **about
+        )
+    shutil.rmtree(place)
+    shutil.copytree(tmp_path / "a", place)
+    swapped = threading.Event()
+
+    def swap() -> None:
+        while not (journal.is_file() and journal.read_bytes().count(b"\n") > 3):
+            time.sleep(0.002)
+        with atomic_dir(place) as folder:
+            shutil.copytree(tmp_path / "b", folder, dirs_exist_ok=True)
+        if journal.is_file():  # the evaluation is still at it
+            swapped.set()
+
+    swapping = threading.Thread(target=swap, daemon=True)
+    swapping.start()
+    evaluate(recipe, "energy=off")
+    swapping.join()
+    assert swapped.is_set()
+    out, mine, other = recipe.parent / "results.json", load_manifest(tmp_path / "a"), load_manifest(tmp_path / "b")
+    rows = {row["label"]: row for row in load_results(out)["methods"]}
+    assert rows["speculative"]["tokens_per_step"] < 3, "the target drafting for itself would have all accepted"
+    assert load_manifest(place) == other
+    assert [row["label"] for row in measured_of(tmp_path / "a", mine, out).rows] == ["autoregressive", "speculative"]
+    with pytest.raises(ValueError, match=r"results\.json"):
+        measured_of(place, other, out)
+
+
+def test_what_was_loaded_does_not_change_with_its_files(tiny_pair: Path, corpus: Path, tmp_path: Path) -> None:
+    pair = shutil.copytree(tiny_pair, tmp_path / "pair")
+    names = ("target", "drafter", "heads", "table")
+    values = {"prompts": str(corpus / "rows.json"), "methods": [{"method": "autoregressive"}], "device": "cpu"}
+    values |= {name: str(pair / name) for name in names}
+    opened = open_recipe(EvaluateRecipe(kind="evaluate", out=str(tmp_path / "results.json"), **values))
+    heads, table = opened.parts.heads, opened.parts.table
+    assert table is not None
+    held = {f"model {name}": tensor for name, tensor in opened.model.state_dict().items()}
+    held |= {f"heads {name}": tensor for name, tensor in heads.state_dict().items()}  # type: ignore[union-attr]
+    held |= {f"table {name}": torch.as_tensor(array) for name, array in vars(table).items() if hasattr(array, "shape")}
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    assert {name.split()[0] for name in held} == {"model", "heads", "table"}
+    for name in names:
+        for path in (pair / name).glob("*.safetensors"):
+            with path.open("r+b") as file:
+                file.write(b"\xff" * path.stat().st_size)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
 
 
 LINES: list[Any] = [["a\nb", place, 0, [place, 7], {"tokens": 2}, 0.1 * place, 0.0] for place in range(3)]
@@ -153,10 +247,10 @@ def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [3, ["a", 0], ["a", 0, 0, 7, {}, 0.1, 0.0], {"label": "a", "energy": None}, {}])
 def test_a_line_of_another_form_is_damaged_too(recipe: Path, line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(recipe.parent)
-    head = json.loads(path.read_text().splitlines()[0])["identity"]
-    monkeypatch.setattr(evaluating, "identity_of", lambda *_: head)
-    path.write_text("\n".join([*path.read_text().splitlines(), json.dumps(line), ""]))
+    with Journal(recipe.parent / "results.json", "runs", {"seed": 1}) as journal:
+        for each in (*LINES[:3], line):
+            journal.add(each)
+    monkeypatch.setattr(evaluating, "identity_of", lambda *_: {"seed": 1})
     with pytest.raises(ValueError, match=r"runs\.jsonl:5 is damaged"):
         evaluate(recipe, "energy=off")
 
@@ -169,6 +263,23 @@ def test_what_belongs_to_something_else_is_dropped_and_the_difference_named(
         assert journal.lines == []
     assert "(seed, new, gone differ)" in capsys.readouterr().err
     assert len(path.read_text().splitlines()) == 1
+    path.write_text(json.dumps({"schema": 1, "identity": {"seed": 2, "limit": 3, "new": [1]}}) + "\n[3]\n")  # of 0.1
+    with Journal(tmp_path / "results.json", "runs", {"seed": 2, "limit": 3, "new": [1]}) as journal:
+        assert journal.lines == []
+
+
+def test_lines_that_were_changed_moved_or_taken_out_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes().splitlines(keepends=True)
+    for line, before, now in ((2, b'"tokens": 2', b'"tokens": 3'), (3, b"[1, 7]", b"[1, 9]"), (4, b"0.2,", b"0.1,")):
+        assert before in whole[line - 1]
+        path.write_bytes(b"".join([*whole[: line - 1], whole[line - 1].replace(before, now), *whole[line:]]))
+        with pytest.raises(ValueError, match=rf"runs\.jsonl:{line} "):
+            opened(tmp_path)
+    for order, number in (((0, 2, 1, 3), 2), ((0, 2, 3), 2), ((0, 1, 1, 2, 3), 3), ((1, 2, 3), 1)):
+        path.write_bytes(b"".join(whole[place] for place in order))
+        with pytest.raises(ValueError, match=rf"runs\.jsonl:{number} "):
+            opened(tmp_path)
 
 
 def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:

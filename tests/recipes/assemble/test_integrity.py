@@ -1,0 +1,146 @@
+"""A target or prepared data whose bytes have changed are noticed before anything is trained or written with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from draftsmith.checkpoints.artifact.artifact import model_fingerprint
+from draftsmith.checkpoints.artifact.identity import identify
+from draftsmith.checkpoints.storage.safe_read import file_hash
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.assemble.artifact import Run, prepare_once
+from draftsmith.recipes.assemble.drafter import drafter_parts
+from draftsmith.recipes.assemble.heads import heads_parts
+from draftsmith.recipes.assemble.teacher import open_hidden, prepare_teacher
+from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.evaluation import RegenerateRecipe
+from draftsmith.recipes.schema.loading import load_training
+from draftsmith.recipes.schema.training import DrafterRecipe, HeadsRecipe
+from draftsmith.train.parallel.accelerate import make_accelerator
+
+
+@pytest.fixture
+def target(tiny_pair: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_pair / "target", tmp_path / "target"))
+
+
+def flip_bits(target: Path) -> tuple[str, str]:
+    """Flip forty exponent bits of rows that the target's fingerprint has no sample of, at an unchanged time: its hashes
+    before and after."""
+    path, before = target / "model.safetensors", identify(str(target), content=True).hash
+    fingerprint, content, about = model_fingerprint(target), bytearray(path.read_bytes()), path.stat()
+    start = 8 + int.from_bytes(content[:8], "little")
+    embeddings = json.loads(content[8:start])["model.embed_tokens.weight"]
+    first = start + embeddings["data_offsets"][0] + 5 * 4 * embeddings["shape"][1]  # row 5
+    for place in range(first, first + 40 * 4, 4):
+        content[place + 3] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert model_fingerprint(target) == fingerprint
+    now = identify(str(target), content=True).hash
+    assert before is not None
+    assert now is not None
+    return before, now
+
+
+@pytest.mark.parametrize("kind", ["drafter", "heads"])
+def test_training_is_not_resumed_with_another_target(kind: str, drafter_recipe: Path, target: Path) -> None:
+    values = yaml.safe_load(drafter_recipe.read_text()) | {"target": str(target)}
+    values["train"] |= {"steps": 2}
+    if kind == "drafter":
+        values |= {"objective": {"forward-kl": 1.0}}
+    else:
+        values = {name: values[name] for name in ("target", "data", "train", "out")} | {"kind": "heads", "num_heads": 1}
+    drafter_recipe.write_text(yaml.safe_dump(values | {"measure": {"prompts": 1, "new_tokens": 4, "blocks": 1}}))
+    recipe = load_training(str(drafter_recipe))
+    assert isinstance(recipe, DrafterRecipe | HeadsRecipe)
+    accelerator, tokenizer = make_accelerator("no"), load_tokenizer(recipe.tokenizer_source)
+    run = Run(recipe, Path(recipe.out), accelerator, tokenizer, prepare_once(recipe, tokenizer, accelerator))
+
+    def fit() -> Any:
+        make = drafter_parts if isinstance(recipe, DrafterRecipe) else heads_parts
+        parts: Any = make(recipe, tokenizer, run.prepared, accelerator.device)  # type: ignore[arg-type]
+        return run.fit(parts.task, True)
+
+    assert fit().resumed_from is None
+    assert fit().resumed_from == 2
+    before, now = flip_bits(target)
+    with pytest.raises(ValueError, match=rf"hash of the target: {before} before, {now} now"):
+        fit()
+
+
+def test_answers_of_two_targets_are_not_mixed(corpus: Path, target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    values: dict[str, Any] = {"kind": "regenerate", "out": str(out), "source": str(corpus / "rows.json")}
+    values |= {"target": str(target), "template": "chatml", "max_new_tokens": 4, "on_length": "keep", "batch": 2}
+    run_regenerate(RegenerateRecipe(**values, limit=2))
+    settings = out.with_name("out.jsonl.json")
+    known = json.loads(settings.read_text())
+    hashes = [name for name in known if name.startswith("hash of ")]
+    settings.write_text(json.dumps({name: value for name, value in known.items() if name not in hashes}))  # as in 0.1
+    assert run_regenerate(RegenerateRecipe(**values, limit=4)).written == 2
+    assert json.loads(settings.read_text()) == known
+    before, now = flip_bits(target)
+    written = out.read_bytes()
+    with pytest.raises(ValueError, match=rf"hash of the target '{before}', now it is '{now}'"):
+        run_regenerate(RegenerateRecipe(**values, limit=6))
+    assert out.read_bytes() == written
+
+
+def test_a_cache_is_of_the_target_as_it_is(drafter_recipe: Path, target: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load(drafter_recipe.read_text())
+    values = {name: values[name] for name in ("data", "train", "out")} | {"kind": "heads", "num_heads": 1}
+    values |= {"target": str(target), "hidden": {"cache": str(tmp_path / "hidden")}}
+    drafter_recipe.write_text(yaml.safe_dump(values))
+    recipe = load_training(str(drafter_recipe))
+    assert isinstance(recipe, HeadsRecipe)
+    first, tokenizer = prepare_teacher(recipe), load_tokenizer(recipe.tokenizer_source)
+    prepared = prepare_once(recipe, tokenizer, make_accelerator("no"))
+    open_hidden(recipe, prepared)
+    flip_bits(target)
+    with pytest.raises(ValueError, match="--teacher"):
+        open_hidden(recipe, prepared)
+    assert prepare_teacher(recipe) != first
+
+
+def damaged(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> Path:
+    """Tokens that were changed in place."""
+    path = folder / "tokens.npy"
+    np.save(path, change(np.load(path)))
+    return path
+
+
+@pytest.mark.parametrize("part", ["train", "heldout"])
+def test_prepared_tokens_that_were_changed_are_not_trained_on(part: str, drafter_recipe: Path, tmp_path: Path) -> None:
+    recipe = load_training(str(drafter_recipe), ["train.steps=2"])
+    assert isinstance(recipe, DrafterRecipe)
+    prepared = prepare_once(recipe, load_tokenizer(recipe.tokenizer_source), make_accelerator("no"))
+    folder = prepared.folder / part
+    whole = file_hash(folder / "tokens.npy")
+    path = damaged(folder, lambda ids: ids ^ 1)
+    with pytest.raises(ValueError, match=rf"{path} has the hash {file_hash(path)}, .* {whole}"):
+        run_train(recipe)
+    assert not (tmp_path / "drafter.state").exists()
+    damaged(folder, lambda ids: ids ^ 1)
+    run_train(recipe)
+
+
+def test_tokens_that_the_vocabulary_lacks_are_refused(drafter_recipe: Path) -> None:
+    recipe = load_training(str(drafter_recipe), ["train.steps=2"])
+    assert isinstance(recipe, DrafterRecipe)
+    folder = prepare_once(recipe, load_tokenizer(recipe.tokenizer_source), make_accelerator("no")).folder / "train"
+    path = damaged(folder, lambda ids: np.where(np.arange(len(ids)) == 7, 320, ids).astype(ids.dtype))
+    manifest = json.loads((folder / "data.json").read_text())
+    manifest["sha256"]["tokens"] = file_hash(path)  # as another tokenizer would have written it
+    (folder / "data.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=rf"{path} has the token 320, .* 320, 0 to 319"):
+        run_train(recipe)
