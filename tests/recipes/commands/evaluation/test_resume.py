@@ -80,7 +80,7 @@ def test_killed_tuning_goes_on(recipe: Path, stop: Any, capsys: pytest.CaptureFi
     journal = folder / "tune.json.state" / "work.jsonl"
     code, _ = stop(journal, 25, signal.SIGKILL, "tune", str(recipe))
     assert (code, (folder / "tune.json").exists()) == (-signal.SIGKILL, False)
-    kept = dict(map(json.loads, journal.read_text().splitlines()[1:]))
+    kept = dict(json.loads(line)[0] for line in journal.read_text().splitlines()[1:])
     assert {"texts 0", "texts 8", "forwards", "settings of speculative", "timed run 0"} < set(kept)
     assert "confirmed run ('autoregressive', 0, 0)" not in kept
     loaded = load_recipe(str(recipe))
