@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.storage.messages import first_line, install_hint
-from ..checkpoints.storage.places import check_place, out_of_reach
+from ..checkpoints.storage.places import check_place, nearest, out_of_reach
 from ..checkpoints.storage.safe_read import MAX_JSON_DEPTH
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def load_tokenizer(source: str) -> Any:
     path = Path(source).expanduser()
     if path.is_file():
         raise ValueError(f"{source} is a file; a tokenizer is loaded from the folder that holds its files")
-    where = f"the folder {source}" if path.is_dir() else f"{source} (no such local folder, so taken as a hub id)"
+    where = f"the folder {source}" if path.is_dir() else f"{source} (no such folder here, so taken as a hub id)"
     name, _, revision = (str(path), "", "") if path.is_dir() else source.partition("@")
     if revision and Path(name).is_dir():
         raise ValueError(f"{source}: {name} is a folder here, which has no revisions")
@@ -88,7 +88,8 @@ def load_tokenizer(source: str) -> Any:
         raise ValueError(f"{where}: the tokenizer's JSON nests deeper than {MAX_JSON_DEPTH} levels") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = first_line(error) if path.is_dir() else out_of_reach() or first_line(error)
-        raise ValueError(f"no tokenizer could be loaded from {where}: {why}") from error
+        near = nearest(name) and f".{nearest(name)}"
+        raise ValueError(f"no tokenizer could be loaded from {where}: {why}{near}") from error
 
 
 def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any:

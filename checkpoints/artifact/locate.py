@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..storage.messages import shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
-from ..storage.places import here, hub_place, is_path, nearest, out_of_reach, split_revision
+from ..storage.places import here, hub_place, is_path, out_of_reach, split_revision
 from ..storage.redaction import REDACTED, redacted
 from .artifact import load_manifest, verify_artifact
 
@@ -100,7 +100,7 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
     from huggingface_hub import snapshot_download
 
     named = repo if revision is None else f"{repo} at {revision}"
-    with hub_errors(f"there is no folder {repo}{nearest(repo)}, and {named} on the hub", repo):
+    with hub_errors(f"there is no folder {repo}, and {named} on the hub", repo):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
 
 

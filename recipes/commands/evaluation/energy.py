@@ -28,9 +28,10 @@ from ....train.parallel.interrupts import is_out_of_memory
 from ...schema.claims import show
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import load_recipe
+from ...schema.papers import PARTS
 from ...session.machine import machine
 from ...session.terminal import bar, console, log
-from .recipe import BASE, evaluate_recipe
+from .recipe import BASE, BASELINE, evaluate_recipe
 
 
 def run_energy(
@@ -106,9 +107,9 @@ def energy_command(
         raise ValueError(f"--batch takes whole numbers with commas between, such as 1,2,4, got {batch!r}") from error
     if target is not None and (recipe is None or "=" in recipe):
         # The same checks for a device and a type as in a recipe; nothing else of it is used.
-        words = ["drafter=null", "heads=null", "table=null", "methods=[{method: autoregressive}]"]
-        words += [f"target={json.dumps(target)}", f"out=runs/energy/{Path(target).name}.json"]
-        loaded = load_recipe(BASE, [*words, *([recipe] if recipe else []), *overrides], kinds=["evaluate"])
+        given = dict.fromkeys(PARTS) | {"target": target, "out": f"runs/energy/{Path(target).name}.json"}
+        words = [*([recipe] if recipe else []), *overrides]
+        loaded = load_recipe(BASE, words, given=given | {"methods": [{"method": BASELINE}]}, kinds=["evaluate"])
     else:
         loaded = evaluate_recipe(recipe, overrides, {"target": target}, "energy")
     assert isinstance(loaded, EvaluateRecipe)

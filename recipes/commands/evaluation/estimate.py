@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....checkpoints.storage.places import here
+from ....checkpoints.verify.model_files import quietly
 from ....decode.evaluation.measure import PROFILED
 from ....decode.evaluation.replay.costs import measure_forwards
 from ....decode.methods import Parts
@@ -32,7 +33,8 @@ def planned_time(recipe: EvaluateRecipe, runs: int) -> str:
     """`time_words` of a recipe that is not opened: of it the target alone is loaded, if it lies here."""
     if here(recipe.target) is None:
         return f"how long it takes is not known before {recipe.target} lies on this machine"
-    model = load_model(recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map)
+    with quietly():
+        model = load_model(recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map)
     return time_words(wrap_model(model, check=False), runs, recipe.max_new_tokens)
 
 

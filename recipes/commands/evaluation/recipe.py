@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....checkpoints.storage.messages import did_you_mean
+from ....checkpoints.storage.places import check_place
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, shipped_recipes
 from ...schema.papers import PARTS, PaperRecipe, pair_values
@@ -90,7 +91,8 @@ def evaluation_or_paper(
         changes = _direct(values, changes, rows) | changes
     elif values.get("kind") == "paper":
         changes = {key if key == "out" else f"evaluate.{key}": value for key, value in changes.items()}
-    recipe = parse_recipe(values, str(path), overrides, given=changes, kinds=kinds)
+    where = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
+    recipe = parse_recipe(values, where, overrides, given=changes, kinds=kinds)
     assert isinstance(recipe, EvaluateRecipe | PaperRecipe)
     if isinstance(recipe, PaperRecipe):
         if rows != AS_IT_IS:
@@ -194,6 +196,9 @@ def _whole_name(name: str) -> str:
 
 def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
     """What makes `base`, the values of `BASE`, a recipe for these artifacts alone."""
+    for part in ("target", *PARTS):
+        if part in changes:
+            check_place(changes[part])  # before what takes seconds to import
     from ....data.tokenizers import load_tokenizer
     from ....decode.methods import METHODS, needs_of
 

@@ -83,6 +83,7 @@ def test_stopped_run_on_a_stream_is_resumed_exactly(
     code, errors = process.ended()
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert "Traceback" not in errors
+    assert ("to go on: draftsmith train" in errors) == (how == signal.SIGINT)
     assert not (tmp_path / "drafter").exists()
     said = run("train", str(drafter_recipe), *longer, "data.workers=0")  # which changes nothing
     assert "resumed after step" in said
@@ -90,6 +91,20 @@ def test_stopped_run_on_a_stream_is_resumed_exactly(
     assert len(logged(tmp_path / "drafter")) == 90
     assert load_manifest(tmp_path / "drafter").data["streamed"] is True
     assert not list((tmp_path / "prepared").glob("*/train")), "nothing but the held-out part is kept"
+
+
+def test_ctrl_c_where_nothing_is_saved_yet_says_what_to_type(launcher: Any, tmp_path: Path) -> None:
+    """While the quickstart reads the installed documentation."""
+    process = launcher.start("quickstart", "--out", "here", "corpus.megabytes=400", cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "here" / "quickstart.yaml").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    code, errors = process.ended()
+    assert (code, "Traceback" in errors) == (130, False), errors
+    assert "to go on: draftsmith quickstart --out here corpus.megabytes=400" in errors
 
 
 @pytest.fixture

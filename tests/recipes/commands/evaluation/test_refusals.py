@@ -17,6 +17,11 @@ REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
     ("energy: too much context", lambda target: run_energy(target, **BATCHES | {"context": 512}), ("512", "512 pos")),
     ("energy: no numbers", lambda target: energy_command(None, [], target, "1;2", 1, 4), ("'1;2'",)),
     ("energy: no target", lambda target: energy_command(None, [], None, "1", 1, 4), ("--target T",)),
+    (
+        "energy: what was typed alone",
+        lambda target: energy_command("dtype=x", [], target, "1", 1, 4),
+        ("with dtype=x:",),
+    ),
     ("energy: no type", lambda target: energy_command("dtype=float8", [], target, "1", 1, 4), ("dtype",)),
     ("an unknown key", lambda _: evaluate_recipe("all-methods", ["max_new_token=2"], {}), ("'max_new_tokens'",)),
     ("another kind", lambda _: evaluate_recipe("quickstart", [], {}), ("'quickstart'",)),
