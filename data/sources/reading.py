@@ -24,8 +24,8 @@ from .registry import CORPORA, Corpus, find_corpus
 from .trees import assembled, is_flat
 
 _GROUPS_SHOWN = 20
-MOST_CHARACTERS = 16 << 20
-"""Of a row: tokenizers take some fifty times its size in memory."""
+MOST_CHARACTERS = 8 << 20
+"""Of a row: tokenising takes some 150 bytes of memory for each."""
 _ROWS_LOOKED_AT = 1000  # for the columns that are renamed
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -226,6 +227,7 @@ def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="A 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
+    warnings.showwarning = lambda message, *_: log(f"warning: {message}")
     try:
         app()
     except Interrupted as stopped:
@@ -252,7 +254,8 @@ def main() -> None:
         if lost_another(error):
             reason, rank = " ".join(str(error).split()), os.environ.get("RANK", "0")
             _fail(f"process {rank} ended, because another one of this launch has, or does not answer: {reason}", 1)
-        raise
+        log(traceback.format_exc())
+        sys.exit(1)
     finally:
         destroy_process_group()
 

@@ -13,6 +13,7 @@ import pytest
 from draftsmith.data.sources import files, json_stream
 from draftsmith.data.sources.files import UNREAD, Row, Shard, local_rows
 from draftsmith.data.sources.json_stream import CHUNK
+from draftsmith.data.sources.reading import open_dialogues
 
 ROWS = [{"prompt": f"question {i} – ¿qué? 你好 😀\n", "response": '[{"\\\u2028' * (i % 5)} for i in range(600)]
 FORMATS = (
@@ -173,6 +174,16 @@ def test_a_row_that_is_too_large_is_named_or_counted(
     assert skipped == {"too large": 1}
     wanted = [(0, "a"), (2, "c")] if "jsonl" in name else [(0, "a")]  # what lies behind it in a list is not found
     assert [(row.number, row.value["prompt"]) for row in kept] == wanted
+
+
+def test_a_conversation_that_is_too_large_is_named_or_counted(tmp_path: Path) -> None:
+    """Whatever it is written in: one answer of 8 MiB would take a tokenizer more than a gigabyte."""
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b" * (8 << 20)}, {"prompt": "c", "response": "d"}])
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 1: 8,388,609 .* 8,388,608 "):
+        list(open_dialogues(str(path)))
+    skipped: Counter[str] = Counter()
+    assert [talk.messages[0][1] for talk in open_dialogues(str(path), skip_broken=True, skipped=skipped)] == ["c"]
+    assert skipped == {"too large": 1}
 
 
 def test_a_column_that_unpacks_to_very_much_is_refused(tmp_path: Path) -> None:
