@@ -103,8 +103,11 @@ class CorpusReport:
         for word, counts in (("dropped", self.dropped), ("exchanges lost", self.exchanges_lost)):
             if counts:
                 parts.append(f"{word} {sum(counts.values())} ({_reasons(counts)})")
-        named = {"changed": self.changed, "unmapped": self.unmapped_roles, "columns not used": self.unused_columns}
+        named = {"changed": self.changed, "unmapped": self.unmapped_roles}
         parts += [f"{word}: {_reasons(counts)}" for word, counts in named.items() if counts]
+        if self.unused_columns:
+            listed = ", ".join(f"{name} ({rows} rows)" for name, rows in self.unused_columns.most_common())
+            parts.append(f"columns not used: {listed}")
         return "; ".join(parts)
 
     def nothing_kept(self) -> str:
@@ -122,12 +125,9 @@ REMEDIES = {
     "no whole exchange": "a question or its answer is missing or blank; `columns: {NAME: output}` names other columns",
     "content is not text": "images and other parts are not read: keep the texts alone",
     "HTML": "`clean: {html: markdown}` converts it",
-    "blocked answer": "`clean: {drop_blocked: false}` keeps these",
     "too few exchanges": "`clean: {min_exchanges: 1}` keeps these",
     "too few characters": "`clean: {min_characters: 0}` keeps these",
-    "duplicate": "`clean: {duplicates: []}` keeps these",
     "language": "`clean: {languages: []}` keeps these",
-    "contamination": "`clean: {contamination: []}` keeps these",
     "broken": "without `skip_broken` the first such row is shown",
 }
 """By how a reason for dropping begins: what can be done about it."""

@@ -99,15 +99,13 @@ def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
     call = {"name": "xNAMEx", "arguments": {"x": 1}}
     messages: list[dict[str, Any]] = [{"role": "user", "content": _QUESTIONS[0]}]
     messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
-    messages.append({"role": "tool", "name": "xNAMEx", "content": _QUESTIONS[1]})
-    answer = template.start + _QUESTIONS[0] + template.middle + tool_text("tool_call", json.dumps(call)) + template.end
-    asked = template.after + template.next + tool_text("tool_response", _QUESTIONS[1]) + template.middle
-    text = render_chat(tokenizer, messages, prompt=True, tools=given)
-    if text != answer + asked:
-        raise ValueError(
-            f"template 'tokenizer': the chat template writes calls of tools as {text[len(start) :]!r}, expected "
-            f"{(answer + asked)[len(start) :]!r}. {_LEAVE_OUT}"
-        )
+    messages.append({"role": "tool", "content": _QUESTIONS[1]})
+    answer = tool_text("tool_call", json.dumps(call)) + template.end + template.after
+    asked = template.next + tool_text("tool_response", _QUESTIONS[1]) + template.middle
+    expected = start + _QUESTIONS[0] + template.middle + answer + asked
+    if (found := render_chat(tokenizer, messages, prompt=True, tools=given)) != expected:
+        said = f"{found.removeprefix(start)!r}, expected {expected.removeprefix(start)!r}"
+        raise ValueError(f"template 'tokenizer': the chat template writes calls of tools as {said}. {_LEAVE_OUT}")
     return template
 
 
@@ -129,13 +127,7 @@ def _rebuilt(template: Template, system: str | None) -> str:
 
 
 def _render(
-    tokenizer: Any,
-    exchanges: int,
-    *,
-    prompt: bool,
-    system: str | None = None,
-    pad: str = "",
-    tools: list[Any] | None = None,
+    tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None = None, pad: str = "", tools: Any = None
 ) -> str:
     messages = [] if system is None else [{"role": "system", "content": system}]
     for number in range(exchanges):

@@ -27,6 +27,7 @@ _AROUND = (*_BESIDE, *_SYSTEM, "history", "tools")
 _IDS = ("conversation_id", "id", "conversation_hash", "question_id", "prompt_id", "qid", *_TREE_IDS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _SPOKEN = re.compile(r"\n\n(Human|Assistant): ?")  # as Anthropic writes conversations
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _SHOWN = 12
 Renames = Mapping[str, str | None]
 """Columns by their names in the source, and what they are called here; None: not read."""
@@ -107,6 +108,8 @@ def read_dialogue(row: Row) -> Dialogue:
     columns = {ours: row.value.get(theirs) for ours, theirs in named.items()}
     taken = _form(row, columns)
     messages = tuple(_messages(row, columns, taken))
+    if not isinstance(columns[taken[0]], str | None):  # which no text can be joined to
+        taken = (taken[0], *(name for name in taken[1:] if name not in _BESIDE))
     system = next((columns[name] for name in _SYSTEM if name in taken and columns[name]), None)
     if any(role_of(role) == "system" for role, _ in messages):  # the conversation's own counts
         taken = tuple(name for name in taken if name not in _SYSTEM)
@@ -124,7 +127,7 @@ def read_dialogue(row: Row) -> Dialogue:
         references,
         row.number,
         _tools(row, columns["tools"]) if "tools" in taken else "",
-        tuple(named[name] for name in columns.keys() - {*taken, *_USED} if columns[name] not in ("", None, [], {})),
+        tuple(named[name] for name in columns if name not in (*taken, *_USED) and columns[name] not in _EMPTY),
     )
 
 

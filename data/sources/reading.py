@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from ...checkpoints.storage.messages import did_you_mean
 from ..cleaning.cleaner import Cleaner, role_of
 from ..cleaning.options import Cleaning
 from ..conversations import Conversation, CorpusReport, Dialogue, Prompt, Turn, encodable
-from .files import SUFFIXES, WHOLE, Row, Shard, local_rows
+from .files import SUFFIXES, WHOLE, Columns, Row, Shard, local_rows
 from .forms import Renames, read_dialogue, usable_columns
 from .hub import downloaded, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
@@ -69,6 +69,7 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
     skipped = opening.get("skipped", Counter[str]())
     forms: set[str] = set()
     corpus, rows = _open_rows(source, opening, skipped)
+    rows = _renamed(source, rows, opening.get("columns") or {})
     read = read_dialogue if corpus is None else corpus.read
     for row in rows:
         try:
@@ -94,16 +95,17 @@ def _renamed(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row
     """Rows with columns by our names. ValueError: a column that none of the first rows has, or two of one name."""
     unseen, names = set(renames), set[str]()
     for count, row in enumerate(rows):
-        value = row.value
-        if isinstance(value, Mapping):
-            names |= value.keys()
-            unseen -= names
-            if unseen and count >= _ROWS_LOOKED_AT:
-                break
-            pairs = [(renames.get(name, name), entry) for name, entry in value.items()]
-            value = {name: entry for name, entry in pairs if name is not None}
-            if len(value) < sum(name is not None for name, _ in pairs):
-                raise ValueError(f"{row.location}: columns: two are called {', '.join(value)}; null leaves one out")
+        if not renames or not isinstance(row.value, Mapping):
+            yield row
+            continue
+        names |= row.value.keys()
+        unseen -= names
+        if unseen and count >= _ROWS_LOOKED_AT:
+            break
+        pairs = [(renames.get(name, name), value) for name, value in row.value.items()]
+        value = {name: value for name, value in pairs if name is not None}
+        if len(value) < sum(name is not None for name, _ in pairs):
+            raise ValueError(f"{row.location}: columns: two are called {', '.join(value)}; null leaves one out")
         yield replace(row, value=value)
     if unseen and names:
         name, listed = min(unseen), ", ".join(sorted(names)[:_GROUPS_SHOWN])
@@ -113,30 +115,22 @@ def _renamed(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row
 def _open_rows(source: str, opening: Opening, skipped: Counter[str]) -> tuple[Corpus | None, Iterator[Row]]:
     """The corpus that a source is registered as, and its rows; messages that are rows are put together to trees, which
     are then shared out by their first one's number."""
-    shard, renames = Shard(*opening.get("shard", (0, 1))), opening.get("columns")
-
-    def named(shard: Shard) -> tuple[Corpus | None, Iterator[Row]]:
-        corpus, rows = _single_rows(source, opening, skipped, shard)
-        return corpus, _renamed(source, rows, renames) if renames else rows
-
-    corpus, rows = named(shard)
+    shard = Shard(*opening.get("shard", (0, 1)))
+    corpus, rows = _single_rows(source, opening, skipped, shard)
     first = list(islice(rows, 1))
     if not first or not is_flat(first[0].value):
         return corpus, chain(first, rows)
-    return corpus, (row for row in assembled(named(WHOLE)[1]) if row.number % shard.count == shard.index)
+    trees = assembled(_single_rows(source, opening, skipped, WHOLE)[1])
+    return corpus, (row for row in trees if row.number % shard.count == shard.index)
 
 
 def _single_rows(
     source: str, opening: Opening, skipped: Counter[str], shard: Shard
 ) -> tuple[Corpus | None, Iterator[Row]]:
     local, corpus, hub = _resolve(source, opening.get("path"))
-    split, renames = opening.get("split") or (corpus.split if corpus else None), opening.get("columns") or {}
-    usable = usable_columns if corpus is None else corpus.usable_columns
-
-    def columns(present: Sequence[str]) -> Sequence[str]:
-        named = {ours: theirs for theirs in present if (ours := renames.get(theirs, theirs)) is not None}
-        return [named[name] for name in usable(list(named))]
-
+    split = opening.get("split") or (corpus.split if corpus else None)
+    columns: Columns = usable_columns if corpus is None else corpus.usable_columns
+    columns = list if opening.get("columns") else columns  # any may be renamed
     file = opening.get("file") or (corpus.file if corpus else None)
     if local is None and file is not None and "://" in file:
         local = downloaded(file)

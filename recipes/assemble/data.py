@@ -214,12 +214,10 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
         f"data: {numbers['tokens']:,} tokens in {numbers['blocks']:,} blocks of {section.block_tokens} "
         f"({numbers['packing_density']:.1%} full), {numbers['trainable_share']:.1%} trained; {len(heldout)} held out"
     )
-    if (cut := numbers["rendering"])["answers_cut"] or cut["questions_cut"]:
-        log(
-            f"data: too long for a block of {section.block_tokens} tokens: {cut['answers_cut']} answers lost "
-            f"{cut['answer_tokens_cut']:,} tokens at their ends, {cut['questions_cut']} questions "
-            f"{cut['question_tokens_cut']:,} at their beginnings; `data.block_tokens` is the limit"
-        )
+    for kind in ("answer", "question"):
+        if lost := numbers["rendering"][f"{kind}_tokens_cut"]:
+            count = numbers["rendering"][f"{kind}s_cut"]
+            log(f"data: {count:,} {kind}s too long for a block (data.block_tokens) lost {lost:,} tokens")
 
 
 def _checked_heldout(
@@ -228,11 +226,9 @@ def _checked_heldout(
     """The conversations to evaluate on: those of a source of their own, or those that were taken out."""
     if section.heldout_source is not None:
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit, columns=section.columns)
-        report = CorpusReport()
-        heldout = list(_read_part(section, part, report))
+        heldout = list(_read_part(section, part, report := CorpusReport()))
         if not heldout:
-            named = f"data.heldout_source, {section.heldout_source}"
-            raise ValueError(f"no conversation of {named}, could be used: {report.nothing_kept()}")
+            raise ValueError(f"data.heldout_source: nothing in {section.heldout_source}: {report.nothing_kept()}")
     if not heldout:
         names = ", ".join(part.source for part in section.parts())
         raise ValueError(

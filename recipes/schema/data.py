@@ -47,8 +47,8 @@ class PlaceSection(Section):
     limit: int | None = Field(None, ge=1)
     """Read at most this many conversations."""
     columns: dict[str, str | None] = {}
-    """Columns that have other names than ours (data/README.md lists ours): {question: instruction, reply: output};
-    null: not read."""
+    """What columns of the source, and of `heldout_source`, are called here, if not by our names (data/README.md):
+    {question: instruction, reply: output}; null: not read."""
 
     @model_validator(mode="after")
     def _known_columns(self) -> Self:

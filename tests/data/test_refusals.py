@@ -22,9 +22,10 @@ from draftsmith.data.rendering.render import render, render_prompt
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.documentation import documentation_conversations
 from draftsmith.data.sources.files import Row, Shard
-from draftsmith.data.sources.forms import read_dialogue
+from draftsmith.data.sources.forms import check_renames, read_dialogue
 from draftsmith.data.sources.reading import open_dialogues, read_prompts
 from draftsmith.data.sources.registry import CORPORA, documentation_rows
+from draftsmith.data.sources.trees import assembled
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 
 TEXTS = ["the cat and the hat and the bat", "a man, a plan, a canal"]
@@ -41,6 +42,11 @@ def adapted(name: str, value: Any) -> Any:
 
 def source(name: str, **opening: Any) -> Any:
     return list(open_dialogues(name, **opening))
+
+
+def tree(*messages: tuple[str, str | None]) -> Any:
+    values = [{"message_id": name, "parent_id": parent, "text": ""} for name, parent in messages]
+    return list(assembled(Row(value, f"row {number}", "", number) for number, value in enumerate(values, start=1)))
 
 
 def talk(*roles: str) -> Conversation:
@@ -92,6 +98,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "message-odd": (lambda: form({"messages": [{"from": "x", "text": "a"}]}), (LOCATION, "message 1", "from, text")),
     "turns-number": (lambda: form({"turns": 5}), (LOCATION, "`turns`", "int")),
     "article-null": (lambda: adapted("cnn-dailymail", {"article": None, "highlights": ""}), (LOCATION, "`article`")),
+    "history-text": (lambda: form({"prompt": "a", "response": "b", "history": "c"}), (LOCATION, "`history`", "str")),
+    "tools-text": (lambda: form({"messages": [], "tools": "[{"}), (LOCATION, "`tools`", "'[{'")),
+    "tree-orphan": (lambda: tree(("a", None), ("b", "a"), ("c", "z")), ("row 3", "parent_id z", "2 messages")),
+    "tree-other": (lambda: list(assembled([Row({"text": ""}, LOCATION, "")])), (LOCATION, "message_id, parent_id")),
+    "columns-none": (lambda: source("questions.jsonl", columns={"turn": "prompt"}), ("'turn'", "'turns'", "questions")),
+    "columns-twice": (
+        lambda: source("questions.jsonl", columns={"category": "turns"}),
+        ("questions.jsonl, row 1", "columns", "turns"),
+    ),
+    "columns-odd": (lambda: check_renames({"x": "contxt"}), ("'x'", "'contxt'", "'context'")),
     "pair-text": (lambda: adapted("wmt14-de-en", {"translation": "a"}), (LOCATION, "{de, en}", "str")),
     # cleaning
     "choice": (lambda: Cleaning(html="dorp"), ("html", "'dorp'", "'keep'", "'drop'")),  # type: ignore[arg-type]

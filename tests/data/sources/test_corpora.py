@@ -80,6 +80,44 @@ def test_a_local_path_stands_in_for_a_corpus(tmp_path: Path) -> None:
     assert asked("someone/else", path=str(tmp_path / "piqa.jsonl")) == ["How?"]
 
 
+def test_messages_that_are_rows_become_trees_in_shards_too(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for tree in range(7):
+        for name, parent, role, rank, deleted in (
+            ("a", None, "prompter", None, False), ("b", "a", "assistant", 1, False), ("c", "a", "assistant", 0, False),
+            ("d", "c", "prompter", 0, True), ("e", "c", "prompter", None, False), ("f", "b", "prompter", 0, False),
+            ("g", "e", "assistant", 0, False),
+        ):  # fmt: skip
+            place = {"message_id": f"{name}{tree}", "parent_id": parent and f"{parent}{tree}", "lang": "en"}
+            rows.append(place | {"role": role, "text": name, "rank": rank, "deleted": deleted})
+    file = jsonl(tmp_path / "a.jsonl", *rows)
+    pyarrow = pytest.importorskip("pyarrow.parquet")
+    pyarrow.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), tmp_path / "b.parquet")
+    for source in (file, str(tmp_path / "b.parquet")):
+        for count in (1, 3):
+            report = CorpusReport()
+            shards = [list(read_conversations(source, report=report, shard=(i, count))) for i in range(count)]
+            found = sorted((one.id, "".join(turn.text for turn in one.turns)) for shard in shards for one in shard)
+            assert found == [(f"a{tree}", "aceg") for tree in range(7)]
+            assert report.unused_columns == {"lang": 7}
+        assert all(len(shard) >= 2 for shard in shards)
+
+
+def test_columns_of_a_table_that_are_not_read_are_counted_as_those_of_lines_are(tmp_path: Path) -> None:
+    rows = [{"prompt": "b", "response": "c", "score": [n], "Notes": "x" if n else ""} for n in range(5)]
+    pyarrow = pytest.importorskip("pyarrow.parquet")
+    pyarrow.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), tmp_path / "b.parquet")
+    found = []
+    for source in (jsonl(tmp_path / "a.jsonl", *rows), str(tmp_path / "b.parquet")):
+        report = CorpusReport()
+        assert len(list(read_conversations(source, report=report, columns={}))) == 5
+        found.append(report.unused_columns)
+        report = CorpusReport()
+        assert len(list(read_conversations(source, report=report, columns={"Notes": "system", "score": None}))) == 5
+        assert not report.unused_columns
+    assert found == [{"score": 5, "Notes": 4}, {"score": 5, "Notes": 5}], "of a column that is not read, all rows"
+
+
 def test_broken_rows_are_part_of_the_report(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     jsonl(path, CHAT, {"query": "no form"}, {"messages": []}, CHAT)

@@ -135,7 +135,7 @@ UNUSABLE: dict[str, tuple[list[Any], dict[str, Any], tuple[str, ...]]] = {
               ("1 unmapped role", "1 Visitor", "roles: {NAME: user}", "unknown_roles: cut", "template: tokenizer")),
     "neighbours": ([{"turns": ["b"], "messages": [{"role": "user", "content": "b"}] * 2
                      + [{"role": "assistant", "content": "c"}]}], {},
-                   ("1 roles do not alternate", "non_alternating: merge", "1 turns")),
+                   ("1 roles do not alternate", "non_alternating: merge", "turns (1 rows)")),
     "short": ([PAIR], {"min_characters": 99}, ("1 too few characters", "min_characters: 0")),
     "images": ([{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}], {}, ("1 content is not text",)),
     "blank": ([{"prompt": "b", "response": " "}], {}, ("1 no whole exchange", "columns")),
@@ -191,7 +191,7 @@ def test_columns_are_named_by_the_user_and_those_not_used_by_us(
     options = [str(drafter_recipe), f"data.source={source}", "data.heldout_share=0.3"]
     said = run("prepare", *options, f"data.columns={json.dumps(names)}")
     assert said.exit_code == 0, said.exception
-    assert "columns not used: 3 notes" in said.stderr
+    assert "columns not used: notes (3 rows)" in said.stderr
     assert "form instruction + output + context" in said.stderr
     folder = Path(said.stdout.split()[-1])
     (first, *_) = map(json.loads, (folder / "heldout.jsonl").read_text().splitlines())
@@ -202,7 +202,7 @@ def test_columns_are_named_by_the_user_and_those_not_used_by_us(
     assert "not used" not in shown.stdout
     for wrong, needles in (
         (names | {"pasage": "input"}, ("'pasage'", "'passage'")),
-        ({}, ("9 passage", "9 reply", "columns: {NAME: output}")),
+        ({}, ("passage (9 rows)", "reply (9 rows)", "columns: {NAME: output}")),
     ):
         failed = run("prepare", *options, f"data.columns={json.dumps(wrong)}")
         assert all(needle in str(failed.exception) for needle in needles)

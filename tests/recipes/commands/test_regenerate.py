@@ -85,6 +85,17 @@ def errors(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(values["out"] + ".errors.jsonl").read_text().splitlines()]
 
 
+def test_questions_alone_are_answered(values: dict[str, Any], tmp_path: Path) -> None:
+    source = tmp_path / "questions.jsonl"
+    source.write_text('{"turns": ["b c?", "d?"]}\n"e f?"\n')
+    assert run(values, source=str(source)).written == 2
+    said = [[message["role"] for message in row["messages"]] for row in rows(values["out"]).values()]
+    assert sorted(said) == [["user", "assistant"], ["user", "assistant", "user", "assistant"]]
+    source.write_text("")
+    with pytest.raises(ValueError, match="there are no rows"):
+        run(values, source=str(source), out=f"{values['out']}.more.jsonl")
+
+
 def test_answers_are_what_transformers_says_turn_by_turn(values: dict[str, Any]) -> None:
     report = run(values)
     model = AutoModelForCausalLM.from_pretrained(values["target"])
