@@ -180,7 +180,9 @@ def test_a_killed_writer_leaves_whole_files_from_which_the_next_resumes(
         write(folder, data, kind, worker.make_model(), progress)
     whole = {path.name: path.stat().st_ino for path in folder.iterdir()}
     assert 0 < len(whole) < len(cache.manifest["shards"])
-    (folder / f".{cache.manifest['shards'][-1]['number']}.{os.getpid()}").write_bytes(b"half a file")
+    unfinished = f".{cache.manifest['shards'][-1]['number']}.{os.getpid()}-01234567.saving"
+    (folder / unfinished).write_bytes(b"half a file")
+    (folder / f"{unfinished}.lock").touch()  # as a killed writer leaves it
     write(folder, data, kind, worker.make_model())
     assert contents(folder) == contents(cache.folder)
     assert all((folder / name).stat().st_ino == number for name, number in whole.items())
