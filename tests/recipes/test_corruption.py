@@ -69,7 +69,7 @@ def recipes(home: Path) -> Any:
 
 def journal(home: Path) -> Any:
     with Journal(home / "evaluated.json", "runs", {"seed": 0}) as opened:
-        return opened.lines
+        return opened.lines == LINES[: len(opened.lines)]  # what is lost is done again
 
 
 READERS: dict[str, tuple[Read, tuple[str, ...]]] = {
@@ -179,7 +179,7 @@ def damaged(home: Path, name: str, rng: random.Random) -> tuple[list[Path], str]
     found = {path for pattern in READERS[name][1] for path in home.glob(pattern)}
     files = sorted(path for path in found if path.is_file() and path.stat().st_size)
     path = rng.choice(files)
-    other, damage = rng.choice([each for each in files if each != path] or files), rng.choice(DAMAGES)
+    other, damage = rng.choice([each for each in files if each != path] or [home / "answers.yaml"]), rng.choice(DAMAGES)
     damage(path, other, rng)
     return [path, other] if damage is swap else [path], damage.__name__
 
