@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.storage.gguf import gguf_folder, is_gguf
 from ..checkpoints.storage.messages import first_line, install_hint
 from ..checkpoints.storage.places import check_place, nearest, out_of_reach
 from ..checkpoints.storage.safe_read import MAX_JSON_DEPTH
@@ -60,8 +61,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a local folder or a hub id (`user/name`, `user/name@revision`); code that a repository brings
-    along is never run.
+    """The tokenizer of a local folder, a GGUF file or a hub id (`user/name`, `user/name@revision`); code that a
+    repository brings along is never run.
 
     Where `tokenizer.model` is all there is, merges get sentencepiece's order: transformers (5.23 at least) orders
     LLaMA's by id instead of by score, which gives indented text other ids.
@@ -69,7 +70,7 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         ValueError: nothing that is a tokenizer, or a package it needs is missing; a revision of a local folder.
     """
-    path = Path(source).expanduser()
+    path = gguf_folder(source) if is_gguf(source) else Path(source).expanduser()
     if path.is_file():
         raise ValueError(f"{source} is a file; a tokenizer is loaded from the folder that holds its files")
     where = f"the folder {source}" if path.is_dir() else f"{source} (no such folder here, so taken as a hub id)"

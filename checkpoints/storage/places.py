@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .atomic import stands
+from .gguf import gguf_folder, is_gguf
 from .messages import nearest_name, words
 
 _PATIENCE = 4.0
@@ -38,12 +39,14 @@ def adapter_base(settings: Mapping[str, Any]) -> str | None:
 
 
 def here(place: str | Path) -> Path | None:
-    """The folder or file of this name on this machine."""
+    """The folder or file of this name on this machine; of a GGUF file, the model folder that it was converted to."""
     try:
         folder = Path(place).expanduser()
     except RuntimeError as error:
         raise ValueError(f"there is no folder {place}: {error}") from error
-    return folder if stands(folder) else None
+    if not stands(folder):
+        return None
+    return gguf_folder(folder) if is_gguf(folder) else folder
 
 
 def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:

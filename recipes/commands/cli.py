@@ -168,8 +168,10 @@ for _command in (evaluate, papers, certify, tune, energy, report, trace, diagnos
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(help="A drafter, a LoRA adapter or heads: a folder, or a hub id.")],
-    out: Annotated[Path, typer.Option(help="Folder of the artifact.")],
+    source: Annotated[
+        str, typer.Argument(help="A drafter, a LoRA adapter or heads (folder or hub id), or a GGUF file.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the artifact, or of the GGUF file's model.")],
     target: Annotated[
         str | None, typer.Option(help="The model it is for; by default one that lies with heads.")
     ] = None,
@@ -180,7 +182,15 @@ def import_(
         str | None, typer.Option(help="Hidden states that they read, where their config is silent: before-norm.")
     ] = None,
 ) -> None:
-    """Make an artifact of a drafter, or of prediction heads (Medusa) in any layout that FasterDecoding has used."""
+    """Make an artifact of a drafter, or of prediction heads (Medusa) in any layout that FasterDecoding has used; of a
+    GGUF file, a plain model folder."""
+    from ...checkpoints.storage.gguf import is_gguf
+
+    if is_gguf(source):
+        from .artifacts.import_gguf import import_gguf
+
+        import_gguf(Path(source).expanduser(), out, target)
+        return
     from .artifacts.import_drafter import import_published
 
     import_published(source, out, target, unpickle=unpickle, states=states)

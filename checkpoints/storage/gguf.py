@@ -1,0 +1,101 @@
+"""A GGUF file as a plain model folder: configuration, dequantised safetensors, tokenizer, chat template.
+
+transformers reads the file. What it leaves behind is mended: a model that still carries its quantizer (and cannot be
+saved), and byte-level BPE whose way of splitting text (`tokenizer.ggml.pre`) it does not know and replaces by GPT-2's,
+which gives numbered lists other ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .atomic import atomic_dir
+from .messages import did_you_mean, first_line
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = ".gguf"
+_TOKENIZER = {"model": "tokenizer.ggml.model", "pre": "tokenizer.ggml.pre"}
+_GPT2 = {"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"}
+"""Names of GPT-2's way of splitting, which transformers falls back to (llama.cpp, `llama-vocab.cpp`)."""
+_SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+"""Names of the same, with every digit by itself."""
+
+
+def is_gguf(place: str | Path) -> bool:
+    """Whether a name is that of a GGUF file."""
+    return str(place).endswith(SUFFIX)
+
+
+def gguf_folder(place: str | Path) -> Path:
+    """The model folder of a GGUF file, converted once and kept in the user's cache under the file's path, size and
+    time of change. Raises ValueError: what `convert_gguf` raises."""
+    file = Path(place).expanduser()
+    if not file.is_file():
+        raise ValueError(f"there is no file {place}")
+    found = file.stat()
+    key = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "draftsmith" / "gguf" / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if not folder.is_dir():
+        with atomic_dir(folder) as unfinished:
+            convert_gguf(file, unfinished)
+    return folder
+
+
+def convert_gguf(file: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model of a GGUF file to a folder.
+
+    Args:
+        dtype: of the weights; by default float32, which holds what the file's blocks stand for to the last bit.
+
+    Raises ValueError: no GGUF file, or one of a family that transformers does not read; a tokenizer that splits text in
+    a way that is not known here; the package `gguf` is missing.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ValueError(f"{file}: GGUF files need the package gguf: pip install 'draftsmith[gguf]'") from error
+    try:
+        fields = GGUFReader(file).fields
+        split = {name: fields[key].contents() for name, key in _TOKENIZER.items() if key in fields}
+        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{file} is no GGUF file that can be read here: {first_line(error)}") from error
+    if split.get("model") == "gpt2":
+        _set_splitting(tokenizer.backend_tokenizer, split.get("pre", "default"), file)
+    settings = loaded.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(key, None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(settings), dtype=loaded.dtype)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _set_splitting(backend: Any, name: str, file: Path) -> None:
+    """Have a byte-level BPE split text as its merges were learned. Raises ValueError: a way that is not known."""
+    from tokenizers import pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if name in _SINGLE_DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        return
+    known = _GPT2 | _SINGLE_DIGITS | set(GGUF_PRE_TOKENIZER_SPLITS)
+    if name not in known:
+        raise ValueError(
+            f"{file}: its tokenizer splits text by rule {name!r} (tokenizer.ggml.pre), which is not known "
+            f"here.{did_you_mean(name, known)} Take the model's own tokenizer.json instead"
+        )

