@@ -170,7 +170,7 @@ class Context:
         reach: tuple[int, int] = (1, 0),
     ) -> None:
         max_nodes, max_depth = reach
-        _check_prompts(target, prompts)
+        check_prompts(target, prompts)
         self.target, self.prompts = target, prompts
         self.sampling, self.limits, self.rng = sampling, limits, rng
         ids, self.cache = target.begin(prompts, limits.max_new_tokens + max_nodes)
@@ -367,7 +367,8 @@ def generate(
         proposer.stop()
 
 
-def _check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
+def check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError: an empty batch or prompt, a token outside the vocabulary."""
     if not prompts:
         raise ValueError("there is no prompt to decode: the batch is empty")
     for row, prompt in enumerate(prompts):

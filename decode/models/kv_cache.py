@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -39,12 +40,15 @@ class KVCache:
             # Zeros, not empty: a masked slot is multiplied by weight 0, and 0 x NaN would be NaN.
             keys_LBHSE = torch.zeros(*shape, key_width, dtype=dtype, device=layer_device)
             self._stacks.append((keys_LBHSE, torch.zeros(*shape, value_width, dtype=dtype, device=layer_device)))
-        # Indexing a list of per-layer views costs less than slicing the stacked tensor in every layer.
-        self.keys = [key_BHSE for keys_LBHSE, _ in self._stacks for key_BHSE in keys_LBHSE]
-        self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
+        self._list_layers()
         self.capacity = capacity
         self.device = device
         self._set([0] * batch)
+
+    def _list_layers(self) -> None:
+        # Indexing a list of per-layer views costs less than slicing the stacked tensor in every layer.
+        self.keys = [key_BHSE for keys_LBHSE, _ in self._stacks for key_BHSE in keys_LBHSE]
+        self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
 
     def emptied(self) -> KVCache:
         """The same memory, zeroed, as an empty cache with lengths of its own: for one user after another."""
@@ -54,6 +58,29 @@ class KVCache:
         again = copy.copy(self)
         again._set([0] * len(self.lengths))
         return again
+
+    def rows(self, start: int, stop: int, lengths: list[int]) -> KVCache:
+        """Some rows of the same memory, as a cache with lengths of its own."""
+        part = copy.copy(self)
+        part._stacks = [(keys[:, start:stop], values[:, start:stop]) for keys, values in self._stacks]
+        part._list_layers()
+        part._set(lengths)
+        return part
+
+    def grown(self, capacity: int) -> KVCache:
+        """The same content in new memory of more slots."""
+        more = copy.copy(self)
+        missing = (0, 0, 0, capacity - self.capacity)
+        more._stacks = [(F.pad(keys, missing), F.pad(values, missing)) for keys, values in self._stacks]
+        more.capacity = capacity
+        more._list_layers()
+        return more
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places."""
+        for stack in self._stacks:
+            for content_LBHSE in stack:
+                content_LBHSE[:, [first, second]] = content_LBHSE[:, [second, first]]
 
     @property
     def uniform(self) -> bool:

@@ -1,0 +1,130 @@
+"""Many prompts through one batch: a row whose text has ended takes the next prompt at once (continuous batching).
+
+Plain decoding of a decoder: one token a row and step. A prompt that begins with what a free row still holds (the next
+question of a conversation) is read from there on.
+
+Shape letters: B rows that run, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .engine import Limits, check_prompts
+from .models.base import LanguageModel
+from .models.kv_cache import KVCache
+from .rng import Rng, categorical
+from .warpers import Sampling, warp
+
+_FIRST_CAPACITY = 512  # slots a row; doubled whenever a prompt needs more
+_PREFILL = 512  # tokens of a prompt that are read at once
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a row of the cache holds: keys and values of all `ids` but the last."""
+
+    ids: list[int]
+    ticket: int | None = None
+    """Whose text this is; None where it has ended."""
+    rng: Rng | None = None
+    left: int = 0
+    """New tokens that it may still have."""
+    prompt: int = 0
+    """How many of the ids are the prompt's."""
+
+
+class Pool:
+    """Decodes what is added to it, `rows` texts at a time; each as `engine.generate` would by itself, with
+    `Rng([seed])`."""
+
+    def __init__(self, target: LanguageModel, rows: int, limits: Limits, sampling: Sampling) -> None:
+        if rows < 1:
+            raise ValueError(f"a pool must have at least 1 row, got {rows}")
+        self._target, self._limits, self._sampling = target, limits, sampling
+        self._stop_ids = frozenset(limits.stop_ids)
+        self._rows = [_Row([]) for _ in range(rows)]
+        self._cache = target.new_cache(rows, _FIRST_CAPACITY)
+        self._waiting: deque[tuple[int, list[int], int]] = deque()
+        self._tickets = 0
+
+    def add(self, prompt: Sequence[int], seed: int) -> int:
+        """Queue a prompt; the ticket that its text will come with. Raises ValueError: no tokens, or one outside the
+        vocabulary."""
+        check_prompts(self._target, [prompt])
+        self._tickets += 1
+        self._waiting.append((self._tickets, list(prompt), seed))
+        return self._tickets
+
+    @property
+    def busy(self) -> bool:
+        """Whether any text is not finished."""
+        return bool(self._waiting) or any(row.ticket is not None for row in self._rows)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, list[int]]]:
+        """A token for each row; ticket and new ids of the texts that ended with it."""
+        self._admit()
+        count = self._close_ranks()
+        rows = self._rows[:count]
+        cache = self._cache.rows(0, count, [len(row.ids) - 1 for row in rows])
+        roots_B1 = torch.tensor([row.ids[-1:] for row in rows]).to(self._target.device)
+        logits_BV = self._target.logits(self._target.extend(cache, roots_B1)[:, 0])
+        finished = []
+        for row, token in zip(rows, self._draw(logits_BV, rows), strict=True):
+            row.ids.append(token)
+            row.left -= 1
+            if not row.left or token in self._stop_ids:
+                assert row.ticket is not None
+                finished.append((row.ticket, row.ids[row.prompt :]))
+                row.ticket = None
+        return finished
+
+    def _draw(self, logits_BV: torch.Tensor, rows: Sequence[_Row]) -> list[int]:
+        if self._sampling.greedy:
+            return logits_BV.argmax(-1).tolist()
+        uniform_B = torch.cat([row.rng.uniform() for row in rows if row.rng])
+        return categorical(warp(logits_BV, self._sampling), uniform_B).tolist()
+
+    def _admit(self) -> None:
+        """Give free rows to those who wait: of these rows, the one that holds most of the prompt."""
+        free = [index for index, row in enumerate(self._rows) if row.ticket is None]
+        while free and self._waiting:
+            ticket, prompt, seed = self._waiting.popleft()
+            shared = {index: _common(self._rows[index].ids, prompt) - 1 for index in free}
+            index = max(free, key=lambda index: (shared[index], -len(self._rows[index].ids)))
+            free.remove(index)
+            self._read(index, prompt, max(shared[index], 0))
+            new = self._limits.max_new_tokens
+            self._rows[index] = _Row(prompt, ticket, Rng([seed], self._target.device), new, len(prompt))
+
+    def _read(self, index: int, prompt: list[int], start: int) -> None:
+        """Run all of a prompt but its last token; the first `start` tokens have been run in this row."""
+        needed = len(prompt) + self._limits.max_new_tokens
+        if needed > self._cache.capacity:
+            self._cache = self._cache.grown(max(needed, 2 * self._cache.capacity))
+        for first in range(start, len(prompt) - 1, _PREFILL):
+            part = prompt[first : min(first + _PREFILL, len(prompt) - 1)]
+            cache: KVCache = self._cache.rows(index, index + 1, [first])
+            self._target.extend(cache, torch.tensor([part]).to(self._target.device))
+
+    def _close_ranks(self) -> int:
+        """How many rows must run: texts change places with free rows before them."""
+        running = [index for index, row in enumerate(self._rows) if row.ticket is not None]
+        for place in range(len(running)):
+            if self._rows[place].ticket is None:
+                last = running.pop()
+                self._cache.swap_rows(place, last)
+                self._rows[place], self._rows[last] = self._rows[last], self._rows[place]
+        return sum(row.ticket is not None for row in self._rows)
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next(
+        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )

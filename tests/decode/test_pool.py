@@ -1,0 +1,88 @@
+"""A pool of rows that take prompt after prompt: each text is what the engine gives for it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.base import TransformersModel
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.pool import Pool
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from transformers import LlamaForCausalLM
+
+VOCAB = 48
+STOPS = (7, 11, 19)
+MANY = Sampling(1.0, top_k=20, top_p=0.9)
+
+
+def alone(target: TransformersModel, prompt: Sequence[int], seed: int, limits: Limits, sampling: Sampling) -> list[int]:
+    method = build_method("autoregressive", Parts(), sampling)
+    steps = generate(target, *method, [prompt], limits, sampling, Rng([seed]))
+    return [token for step in steps for token in step.new_ids[0]]
+
+
+def prompts_of(count: int, seed: int) -> list[list[int]]:
+    draws = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 30, (count,), generator=draws).tolist()
+    return [torch.randint(VOCAB, (length,), generator=draws).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("sampling", [Sampling(), MANY], ids=["greedy", "sampled"])
+def test_every_text_is_its_own(make_llama: Callable[..., LlamaForCausalLM], sampling: Sampling, fast: bool) -> None:
+    """Twenty texts in three rows; of wrong positions, masks or random numbers none of some 150 tokens would be right
+    but by a chance of about 1 in 10."""
+    target, limits = wrap_model(make_llama(VOCAB), fast=fast), Limits(12, STOPS)
+    pool, prompts = Pool(target, 3, limits, sampling), prompts_of(20, 3)
+    tickets = {pool.add(prompt, seed): seed for seed, prompt in enumerate(prompts)}
+    found = {}
+    while pool.busy:
+        found |= {tickets[ticket]: ids for ticket, ids in pool.step()}
+    assert found == {n: alone(target, prompt, n, limits, sampling) for n, prompt in enumerate(prompts)}
+    ends = [ids[-1] in STOPS for ids in found.values()]
+    assert 0 < sum(ends) < 20, "some end by a stop token, some by the limit"
+
+
+def test_a_conversation_goes_on_from_what_its_row_holds(
+    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, limits, sampling = wrap_model(make_llama(VOCAB)), Limits(8), Sampling()
+    pool, read, extend = Pool(target, 2, limits, sampling), [], type(target).extend
+
+    def counted(model: object, cache: object, tokens_BM: torch.Tensor, *rest: object) -> torch.Tensor:
+        read.append(tokens_BM.shape[1])
+        return extend(model, cache, tokens_BM, *rest)
+
+    monkeypatch.setattr(type(target), "extend", counted)
+    turns = dict(enumerate(prompts_of(2, 5)))
+    wanted, found = [], []
+    for turn in range(3):
+        tickets = {pool.add(prompt, 0): n for n, prompt in turns.items()}
+        while pool.busy:
+            for ticket, ids in pool.step():
+                wanted.append(turns[tickets[ticket]])
+                found.append(ids)
+        for prompt, ids in zip(wanted[-2:], found[-2:], strict=True):
+            n = next(n for n, asked in turns.items() if asked == prompt)
+            turns[n] = [*prompt, *ids, 5 + n, 9]
+        if not turn:
+            read.clear()
+    assert max(read) == 2, "of later turns: the end of the answer before and the question, but for its last token"
+    monkeypatch.undo()
+    assert found == [alone(target, prompt, 0, limits, sampling) for prompt in wanted]
+
+
+def test_memory_grows_with_the_longest_prompt(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    target, limits = wrap_model(make_llama(VOCAB, max_position_embeddings=2048)), Limits(4)
+    pool = Pool(target, 2, limits, Sampling())
+    prompts = [[1, 2, 3], list(range(40)) * 30, [4]]
+    tickets = [pool.add(prompt, 0) for prompt in prompts]
+    found = {}
+    while pool.busy:
+        found |= dict(pool.step())
+    assert [found[ticket] for ticket in tickets] == [alone(target, prompt, 0, limits, Sampling()) for prompt in prompts]
