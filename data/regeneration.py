@@ -1,13 +1,12 @@
 """A corpus whose answers are a target's own: what is kept on disk, and the queue of what is still to be asked.
 
-It knows no model and no server. An answerer is an async function from a batch of questions to their answers.
+It knows no model and no server. An answerer is an async function from a question to its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import heapq
 import json
 import os
 from collections import Counter
@@ -26,7 +25,8 @@ from .conversations import Conversation, Turn
 
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
 _HASH = "hash of "  # that settings which tell what files hold begin with
-_BATCHES_AHEAD = 16  # conversations held open, from which those of similar length are batched
+_DECODING = ("method", "options", "drafter", "hash of the drafter")
+"""Settings of former versions, on which the answers of a lossless method do not depend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Failure:
     lasting: bool = False
 
 
-Answerer = Callable[[Sequence[Question]], Awaitable[Sequence[Answer | Failure | None]]]
-"""Answers in the order of the questions; None where it was stopped before the answer was complete."""
+Answerer = Callable[[Question], Awaitable[Answer | Failure | None]]
+"""None where it was stopped before the answer was complete."""
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class Store:
             former = load_json(file)
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"{self.path} was not written by regeneration: {error}") from error
-        for name in dict.fromkeys([*settings, *former]):
+        for name in [name for name in dict.fromkeys([*settings, *former]) if name not in _DECODING]:
             before, now = former.get(name), settings.get(name)
             if before != now and not (name.startswith(_HASH) and None in (before, now)):
                 raise ValueError(
@@ -210,9 +210,6 @@ class _Open:
     later: list[Turn]
     finishes: list[str] = field(default_factory=list)
 
-    def length(self) -> int:
-        return sum(len(turn.text) for turn in self.turns)
-
     def question(self, seed: int) -> Question:
         digest = _digest(f"{seed} {self.key} {len(self.finishes)}".encode())
         return Question(tuple(self.turns), int.from_bytes(digest[:4], "big") >> 1)
@@ -223,7 +220,6 @@ async def regenerate(
     store: Store,
     answer: Answerer,
     *,
-    batch: int = 1,
     concurrency: int = 1,
     seed: int = 0,
     system: str | None = None,
@@ -237,8 +233,7 @@ async def regenerate(
     before it, the conversation counts as failed.
 
     Args:
-        batch: questions of one call; they are of similar length.
-        concurrency: calls at a time.
+        concurrency: questions asked at a time, of as many conversations.
         system: system text for conversations that bring none.
         keep_cut: keep answers that the token limit cut, and go on after them.
         stopping: once it says so, nothing new is asked and what is under way is abandoned.
@@ -246,19 +241,16 @@ async def regenerate(
     """
     queue = _Queue(store, system, keep_cut, progress)
     source = (item for item in keyed(conversations) if item[0] not in store)
-    ahead = batch * (concurrency + (_BATCHES_AHEAD if batch > 1 else 0))
     running: set[asyncio.Task[None]] = set()
 
-    async def call(group: list[_Open]) -> None:
-        outcomes = await answer([work.question(seed) for work in group])
-        for work, outcome in zip(group, outcomes, strict=True):
-            queue.take(work, outcome)
+    async def call(work: _Open) -> None:
+        queue.take(work, await answer(work.question(seed)))
 
     try:
         while not stopping():
-            queue.fill(source, ahead - batch * len(running))
+            queue.fill(source, concurrency - len(running))
             while queue.ready and len(running) < concurrency:
-                running.add(asyncio.create_task(call(queue.group(batch))))
+                running.add(asyncio.create_task(call(queue.ready.pop(0))))
             if not running:
                 break
             done, running = await asyncio.wait(
@@ -298,14 +290,6 @@ class _Queue:
                 self.ready.append(work)
             else:
                 self._fail(work, "nothing is asked in it")
-
-    def group(self, size: int) -> list[_Open]:
-        """Take the conversation that has waited longest, and those nearest to it in length."""
-        first, *others = self.ready
-        near = heapq.nsmallest(size - 1, others, key=lambda work: abs(work.length() - first.length()))
-        taken = {id(work) for work in (first, *near)}
-        self.ready = [work for work in others if id(work) not in taken]
-        return [first, *near]
 
     def take(self, work: _Open, outcome: Answer | Failure | None) -> None:
         """Go on with a conversation, write it, or write down why not."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,10 @@ from ...data.rendering.templates import OWN, Template, get_template
 from ...data.sources.reading import read_conversations
 from ...data.tokenizers import load_tokenizer
 from ...decode.engine import Limits, generate
-from ...decode.methods import METHODS, Parts, build_method, method_options
+from ...decode.methods import Parts, build_method
 from ...decode.models.loading import load_model, wrap_model
+from ...decode.models.seq2seq import Seq2SeqModel
+from ...decode.pool import Pool
 from ...decode.rng import Rng
 from ...decode.warpers import Sampling
 from ...train.parallel.interrupts import Interrupted, StopSignals
@@ -39,6 +40,8 @@ from ..schema.loading import write_recipe
 from ..session.terminal import bar, log
 
 _RETRIES = 4
+_REACTION = 0.0005
+"""Seconds in which the next questions are asked, once answers are there: so that no row runs idle."""
 _MOST_FAILURES_IN_A_ROW = 32
 _MOST_CHARACTERS = 256
 """Of a token: the longest of vocabularies in use are runs of 128 spaces or signs."""
@@ -95,15 +98,6 @@ def _check_names(recipe: RegenerateRecipe) -> None:
     """Find misspelt names before anything slow is loaded."""
     if recipe.template != OWN:
         get_template(recipe.template)
-    if recipe.target is None:
-        return
-    method_options(recipe.method, recipe.options)
-    for part in METHODS[recipe.method].needs:
-        if part != "drafter" or recipe.drafter is None:
-            fit = ", ".join(name for name, spec in METHODS.items() if set(spec.needs) <= {"drafter"})
-            raise ValueError(
-                f"method {recipe.method!r} needs `{part}`; regeneration loads a `drafter` alone, for {fit}"
-            )
 
 
 def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
@@ -114,10 +108,8 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
         folder = Path(at_revision(str(recipe.target)))
         fingerprint = model_fingerprint(folder) if folder.is_dir() else None
         target = {"target": recipe.target, "target's fingerprint": fingerprint}
-        target |= recipe.model_dump(mode="json", include={"method", "options", "drafter", "dtype"})
-        models = {"target": recipe.target, "drafter": recipe.drafter if METHODS[recipe.method].needs else None}
-        named = {name: source for name, source in models.items() if source is not None}
-        target |= {f"hash of the {name}": identify(source, content=True).hash for name, source in named.items()}
+        target |= recipe.model_dump(mode="json", include={"dtype"})
+        target |= {"hash of the target": identify(str(recipe.target), content=True).hash}
     names = {"template", "system", "max_new_tokens", "on_length", "temperature", "top_k", "top_p", "seed"}
     return target | recipe.model_dump(mode="json", include=names)
 
@@ -148,9 +140,9 @@ async def _answer_all(
     options: dict[str, Any] = {"seed": recipe.seed, "system": recipe.system, "keep_cut": recipe.on_length == "keep"}
     options |= {"stopping": stopping, "progress": progress}
     if recipe.server is None:
-        target = LocalTarget(recipe, stopping)
+        target = LocalTarget(recipe)
         store.check_settings(_settings(recipe) | target.hashes)
-        return await regenerate(_read(recipe), store, target, batch=recipe.batch, **options)
+        return await regenerate(_read(recipe), store, target.answer, concurrency=recipe.batch, **options)
     spaced = recipe.template != OWN and get_template(recipe.template).middle.endswith(" ")
     asked = _Server(recipe, recipe.server, spaced)
     async with asked.client:
@@ -158,64 +150,68 @@ async def _answer_all(
 
 
 class LocalTarget:
-    """Answers with the engine: prompts by the template, batches of rows, each with random numbers of its own."""
+    """Answers with the engine: prompts by the template, as many rows as `batch` says, each with random numbers of its
+    own."""
 
-    def __init__(self, recipe: RegenerateRecipe, stopping: Callable[[], bool]) -> None:
+    def __init__(self, recipe: RegenerateRecipe) -> None:
         device = ("cuda" if torch.cuda.is_available() else "cpu") if recipe.device == "auto" else recipe.device
-        load = partial(load_model, dtype=recipe.dtype, device=device)
-        target, drafter = str(recipe.target), None
-        identity, (self._tokenizer, model) = load_identified(
-            target, lambda: (load_tokenizer(target), load(target)), content=True
-        )
+        target = str(recipe.target)
+
+        def load() -> tuple[Any, Any]:
+            return load_tokenizer(target), load_model(target, dtype=recipe.dtype, device=device)
+
+        identity, (self._tokenizer, model) = load_identified(target, load, content=True)
         self.hashes = {"hash of the target": identity.hash}
         """Of what was loaded."""
         self._template = get_template(recipe.template, self._tokenizer)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
-        self._target = wrap_model(model)
-        if METHODS[recipe.method].needs:
-            source = str(recipe.drafter)
-            identity, small = load_identified(source, lambda: load(source), content=True)
-            self.hashes["hash of the drafter"] = identity.hash
-            drafter = wrap_model(small)
+        self._target = wrap_model(model, graphs=False)  # rows join and leave: a graph is of one shape
         self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
-        self._method = build_method(recipe.method, Parts(drafter), self._sampling, **recipe.options)
-        if not self._method.verifier.lossless:
-            log(f"regenerate: method {recipe.method!r} is not lossless: its answers are not the target's own")
         ends = _end_ids(self._tokenizer, self._template, model.generation_config)
         self._limits = Limits(recipe.max_new_tokens, ends)
-        positions = min(model.max_positions for model in (self._target, drafter) if model is not None)
-        self._longest = positions - recipe.max_new_tokens + 1 - self._method.proposer.capacity(self._limits)[1]
+        positions = self._target.max_positions
+        self._longest = positions - recipe.max_new_tokens + 1
         if self._longest < 1:
-            raise ValueError(f"max_new_tokens is {recipe.max_new_tokens}, and the models have {positions} positions")
-        self._stopping = stopping
+            raise ValueError(f"max_new_tokens is {recipe.max_new_tokens}, and the target has {positions} positions")
+        self._pool = None
+        if not isinstance(self._target, Seq2SeqModel):
+            self._pool = Pool(self._target, recipe.batch, self._limits, self._sampling)
+        self._asked: dict[int, asyncio.Future[list[int]]] = {}
+        self._decoding: asyncio.Task[None] | None = None
 
-    async def __call__(self, questions: Sequence[Question]) -> list[Answer | Failure | None]:
-        """Answer a batch. It keeps the loop waiting: there is nothing else to do meanwhile."""
-        prompts = [self._prompt(question.turns) for question in questions]
-        fit = [index for index, prompt in enumerate(prompts) if len(prompt) <= self._longest]
-        new, longest = self._limits.max_new_tokens, self._longest
-        outcomes: list[Answer | Failure | None] = [
-            Failure(f"the prompt has {len(prompt)} tokens; with {new} new ones, {longest} fit", lasting=True)
-            for prompt in prompts
-        ]
-        if fit:
-            rng = Rng([questions[index].seed for index in fit], self._target.device)
-            rows = [prompts[index] for index in fit]
-            answers: list[list[int]] = [[] for _ in fit]
-            for step in generate(self._target, *self._method, rows, self._limits, self._sampling, rng):
-                for ids, more in zip(answers, step.new_ids, strict=True):
-                    ids += more
-                if self._stopping():
-                    break
-            for index, ids in zip(fit, answers, strict=True):
-                outcomes[index] = self._answer(ids)
-        return outcomes
+    async def answer(self, question: Question) -> Answer | Failure | None:
+        """Answer a question together with all others that are asked meanwhile."""
+        prompt = self._prompt(question.turns)
+        if len(prompt) > self._longest:
+            new = self._limits.max_new_tokens
+            reason = f"the prompt has {len(prompt)} tokens; with {new} new ones, {self._longest} fit"
+            return Failure(reason, lasting=True)
+        if self._pool is None:
+            return self._read(self._alone(prompt, question.seed))
+        answered = asyncio.get_running_loop().create_future()
+        self._asked[self._pool.add(prompt, question.seed)] = answered
+        if self._decoding is None or self._decoding.done():
+            self._decoding = asyncio.create_task(self._decode(self._pool))
+        await asyncio.wait({answered, self._decoding}, return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            self._decoding.result()  # raises what decoding ended with
+        return self._read(answered.result())
 
-    def _answer(self, ids: list[int]) -> Answer | None:
-        """None for a row that was not decoded to its end."""
-        stopped = bool(ids) and ids[-1] in self._limits.stop_ids
-        if not stopped and len(ids) < self._limits.max_new_tokens:
-            return None
+    async def _decode(self, pool: Pool) -> None:
+        while pool.busy:
+            ended = pool.step()
+            for ticket, ids in ended:
+                self._asked.pop(ticket).set_result(ids)
+            await asyncio.sleep(_REACTION if ended else 0)
+
+    def _alone(self, prompt: list[int], seed: int) -> list[int]:
+        method = build_method("autoregressive", Parts(), self._sampling)
+        rng = Rng([seed], self._target.device)
+        steps = generate(self._target, *method, [prompt], self._limits, self._sampling, rng)
+        return [token for step in steps for token in step.new_ids[0]]
+
+    def _read(self, ids: list[int]) -> Answer:
+        stopped = ids[-1] in self._limits.stop_ids
         text = self._tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=True)
         if self._template.middle.endswith(" "):
             text = text.removeprefix(" ")  # the template will write it again
@@ -271,9 +267,8 @@ class _Server:
         self._has_answered = False
         self._failures_in_a_row = 0
 
-    async def answer(self, questions: Sequence[Question]) -> list[Answer | Failure | None]:
-        """Ask one question."""
-        (question,) = questions
+    async def answer(self, question: Question) -> Answer | Failure | None:
+        """Ask it."""
         openai, url = self._openai, self._server.url
         messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
         seed = {"seed": question.seed} if self._settings["temperature"] > 0 else {}
@@ -299,7 +294,7 @@ class _Server:
             raise ConnectionError(
                 f"{url} failed at {self._failures_in_a_row} questions in a row, the last time with: {outcome.error}"
             )
-        return [outcome]
+        return outcome
 
     def _read(self, reply: bytes) -> Answer | Failure:
         """What stands in a reply. An answer over the limit cannot be cut to it, without the server's tokens: it fails,

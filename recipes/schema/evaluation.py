@@ -164,14 +164,16 @@ class RegenerateRecipe(PlaceSection, _Decoding):
     on_length: Literal["drop", "keep"] = "drop"
     """What becomes of an answer that this limit cut: `drop` leaves it out with the turns that follow it, for a
     conversation written with it would teach to stop there."""
-    batch: int = Field(8, ge=1)
-    """Conversations decoded together (in this process)."""
-    method: str = "autoregressive"
-    """How to decode in this process, by name; speculative methods need the drafter."""
-    options: dict[str, Any] = {}
-    """Settings of the method, such as gamma."""
-    drafter: str | None = None
-    """Folder or hub id of the drafter."""
+    batch: int = Field(16, ge=1)
+    """Conversations decoded together (in this process); one that has ended makes room for the next."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_method(cls, values: Any) -> Any:
+        """Recipes of 0.1 name a method and its drafter: speculative decoding gave the same answers more slowly."""
+        if not isinstance(values, dict) or values.get("method", "speculative") not in ("autoregressive", "speculative"):
+            return values
+        return {key: value for key, value in values.items() if key not in ("method", "options", "drafter")}
 
     @model_validator(mode="after")
     def _one_of_them(self) -> RegenerateRecipe:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,8 +33,8 @@ def echo(question: Question) -> Answer:
 def run(
     path: Path, conversations: Sequence[Conversation], answer: Callable[[Question], Outcome] = echo, **options: Any
 ) -> RegenerationReport:
-    async def answers(questions: Sequence[Question]) -> list[Outcome]:
-        return [answer(question) for question in questions]
+    async def answers(question: Question) -> Outcome:
+        return answer(question)
 
     with Store(path, SETTINGS) as store:
         return asyncio.run(regenerate(conversations, store, answers, **options))
@@ -165,23 +164,6 @@ def test_a_second_writer_is_refused_while_the_first_is_at_work(tmp_path: Path) -
     with Store(out, SETTINGS), pytest.raises(ValueError, match=str(out)):
         Store(out, SETTINGS)
     Store(out, SETTINGS).close()
-
-
-def test_batches_hold_conversations_of_similar_length(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    talks = [conversation(str(number), "x" * length) for number, length in enumerate([3, 300] * 20)]
-    rng.shuffle(talks)
-    batches: list[list[int]] = []
-
-    async def answer(questions: Sequence[Question]) -> list[Outcome]:
-        batches.append([len(question.turns[-1].text) for question in questions])
-        return [Answer("yes") for _ in questions]
-
-    with Store(tmp_path / "out.jsonl", SETTINGS) as store:
-        report = asyncio.run(regenerate(talks, store, answer, batch=4))
-    assert report.written == 40
-    assert [len(batch) for batch in batches] == [4] * 10
-    assert all(len(set(batch)) == 1 for batch in batches)
 
 
 def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
