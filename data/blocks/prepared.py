@@ -175,6 +175,16 @@ class PreparedData:
             length = max(len(document.ids) for block in blocks for document in block)
         return make_batch(blocks, length, self._padding_id)
 
+    def trained_counts(self) -> np.ndarray:
+        """How often each token is trained on, int64 [1 + the largest id]."""
+        counts = np.zeros(0, dtype=np.int64)
+        for start in range(0, len(self._tokens), _BUFFERED_TOKENS):
+            part = slice(start, start + _BUFFERED_TOKENS)
+            more = np.bincount(self._tokens[part][self._trained[part] > 0], minlength=len(counts))
+            more[: len(counts)] += counts
+            counts = more
+        return counts
+
     def _document(self, number: int) -> Document:
         start, end = int(self._documents[number]), int(self._documents[number + 1])
         return Document(self._tokens[start:end], self._trained[start:end], number)

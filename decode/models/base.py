@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..tree import Tree
+from .draft_vocabulary import kept_tokens, widen
 from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
 
@@ -168,6 +170,9 @@ class TransformersModel(LanguageModel):
         factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
         self._scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
         self._decoder: nn.Module = model.base_model
+        self._kept_R = kept_tokens(model)
+        if self._kept_R is not None:
+            self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]
         self.states, self._norm = states, None
         if states == "before-norm":
             self._norm = final_norm(self._decoder)
@@ -211,12 +216,17 @@ class TransformersModel(LanguageModel):
     def logits(self, hidden_XD: Tensor) -> Tensor:
         if self._norm is not None:
             hidden_XD = self._norm(hidden_XD)
-        logits_XV = self.model.get_output_embeddings()(hidden_XD).to(self.device)
+        head = self.model.get_output_embeddings()
+        if self._kept_R is None:
+            logits_XV = head(hidden_XD).to(self.device)
+        else:
+            bias_R = None if head.bias is None else head.bias[self._kept_R]
+            logits_XV = F.linear(hidden_XD, self._kept_weight_RD, bias_R)
         if self._scale != 1:
             logits_XV = logits_XV * self._scale
         if self._softcap is not None:
             logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)
-        return logits_XV
+        return logits_XV if self._kept_R is None else widen(logits_XV, self._kept_R, self.vocab_size)
 
 
 def bare_model(model: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .base import LanguageModel, position_limit
+from .draft_vocabulary import kept_tokens, widen
 from .kv_cache import KVCache
 
 _FEW_ROWS = 16
@@ -103,7 +104,9 @@ class LeanLlama(LanguageModel):
         self._grouped = self.heads != self.kv_heads
         self._eps = config.rms_norm_eps
         self._embedding_VD = embedding
-        self._head = _Product(model.get_output_embeddings().weight.detach())
+        head: Tensor = model.get_output_embeddings().weight.detach()
+        self._kept_R = kept_tokens(model)
+        self._head = _Product(head if self._kept_R is None else head[self._kept_R])
         # One complex product turns a pair of neighbours; transformers pairs element e with e + E/2. Queries and keys
         # are therefore projected in interleaved order, which leaves their inner products as they were.
         self._complex = self.dtype == torch.float32
@@ -207,4 +210,5 @@ class LeanLlama(LanguageModel):
         rows_XD = hidden_XD.flatten(0, -2)
         if self.states == "before-norm":
             rows_XD = self._final_norm(rows_XD)
-        return self._head(rows_XD).contiguous().view(*hidden_XD.shape[:-1], -1)
+        logits_XV = self._head(rows_XD).contiguous().view(*hidden_XD.shape[:-1], -1)
+        return logits_XV if self._kept_R is None else widen(logits_XV, self._kept_R, self.vocab_size)

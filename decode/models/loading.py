@@ -29,6 +29,7 @@ from ...checkpoints.verify.model_files import (
 from ..finite import check_finite, largest_difference
 from ..tree import Tree
 from .base import LanguageModel, TransformersModel, bare_model
+from .draft_vocabulary import kept_tokens, load_vocabulary
 from .final_norm import check_states
 from .graphs import GraphedModel
 from .lean import LeanLlama
@@ -103,8 +104,10 @@ def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
         raise ValueError(
             f"models of type {kind!r} cannot score token trees here: their forward failed with {error}"
         ) from error
-    left_V = model(torch.cat((prompt, left))[None]).logits[0, -1].float()
-    right_V = model(torch.cat((prompt, right))[None]).logits[0, -1].float()
+    kept = slice(None) if (ids_R := kept_tokens(model)) is None else ids_R
+    tree_NV = tree_NV[:, kept]
+    left_V = model(torch.cat((prompt, left))[None]).logits[0, -1, kept].float()
+    right_V = model(torch.cat((prompt, right))[None]).logits[0, -1, kept].float()
     wanted_2V = torch.stack((left_V, right_V))
     found_2V = tree_NV[[3, 2]]
     check_finite(torch.stack((wanted_2V, found_2V)), model)
@@ -143,9 +146,13 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
     if not folder.is_dir():
         return _load(source, **options)
-    return read_consistent(
-        folder, lambda: _with_adapter(folder, **options) if _is_adapter(folder) else _load(source, **options)
-    )
+
+    def load() -> PreTrainedModel:
+        model = _with_adapter(folder, **options) if _is_adapter(folder) else _load(source, **options)
+        load_vocabulary(model, folder)
+        return model
+
+    return read_consistent(folder, load)
 
 
 def _load(source: str, *, dtype: Any, device: str, device_map: str | None, attention: str | None) -> PreTrainedModel:

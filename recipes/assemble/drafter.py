@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
@@ -16,8 +17,10 @@ from ...checkpoints.artifact.locate import at_revision, target_record
 from ...checkpoints.pairs.speculation import save_speculation
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import is_adapter
+from ...data.blocks.prepared import PreparedData
 from ...data.prompts import stop_ids
 from ...data.tokenizers import load_tokenizer
+from ...decode.models.draft_vocabulary import keep_tokens, save_vocabulary
 from ...train.config import micro_steps
 from ...train.losses.drafter import TopK
 from ...train.losses.objectives import parse_weights
@@ -26,6 +29,7 @@ from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.on_policy import OnPolicy
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
 from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection
+from ..session.terminal import log
 from .acceptance import drafter_measure
 from .artifact import Run, check_target, fingerprint_of, prepare_once
 from .data import Prepared
@@ -66,6 +70,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
 
     def write(folder: Path) -> None:
         trained.save(folder)
+        save_vocabulary(trained.model, folder)
         save_tokenizer(tokenizer, folder)
         if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
             save_speculation(folder)
@@ -97,6 +102,8 @@ def drafter_parts(
     `trainable`, `open_cache` and `DrafterTask` raise; vocabularies or kinds of models that do not go together."""
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
+    if recipe.model.vocabulary is not None:
+        propose_frequent(model, recipe.model.vocabulary.tokens, prepared)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     target = measure = None
     eval_teacher: ModelTeacher | None = None
@@ -131,7 +138,8 @@ def drafter_parts(
     )
     # what changes the training, or what its evaluations are compared by
     task.settings |= known
-    task.settings["model"] = recipe.model.model_dump(mode="json", exclude={"attention"})
+    unset = {"attention"} | ({"vocabulary"} if recipe.model.vocabulary is None else set())
+    task.settings["model"] = recipe.model.model_dump(mode="json", exclude=unset)
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return DrafterParts(trained, task, target, fingerprint, measure is not None)
 
@@ -140,6 +148,21 @@ def _load_target(source: str, section: TeacherSection, device: Any) -> tuple[Mod
     """A target and its fingerprint."""
     teacher = load_teacher(source, section.dtype, section.load_in_8bit, device)
     return teacher, fingerprint_of(source, teacher.model)
+
+
+def propose_frequent(model: PreTrainedModel, tokens: int, prepared: Prepared) -> None:
+    """Have a drafter propose the tokens that are trained on most often; of equally frequent ones the lower ids.
+    Raises ValueError: more tokens than it has; data that is streamed, and cannot be counted."""
+    if not isinstance(prepared.train, PreparedData):
+        raise ValueError("`model.vocabulary` is counted in prepared data: set `data.streaming: false`")
+    vocab = model.get_output_embeddings().weight.shape[0]
+    if tokens > vocab:
+        raise ValueError(f"`model.vocabulary.tokens` is {tokens}, and the model has {vocab}")
+    counts = prepared.train.trained_counts()
+    often = np.argsort(-np.pad(counts, (0, max(0, vocab - len(counts)))), kind="stable")[:tokens]
+    keep_tokens(model, torch.from_numpy(np.sort(often)))
+    share = counts[often[often < len(counts)]].sum() / counts.sum()
+    log(f"drafter: proposes {tokens:,} of {vocab:,} tokens, which are {share:.2%} of what is trained on")
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from ...checkpoints.artifact.compat import patch_model
 from ...checkpoints.artifact.locate import target_record
 from ...checkpoints.storage.messages import did_you_mean, install_hint
+from ...decode.models.draft_vocabulary import kept_tokens
 from ...decode.models.loading import load_model
 from ...decode.models.seq2seq import Seq2SeqModel
 from ..schema.training import LoraSection, ModelSection
@@ -63,6 +64,7 @@ class TrainableModel:
             "parameters": sum(count for name, count in counted.items() if (name in added) == alone),
             "trained_parameters": trained,
             "model_type": self.model.config.model_type,
+            **({} if (proposed_R := kept_tokens(self.model)) is None else {"proposed_tokens": len(proposed_R)}),
             **({"base_model": self.adapter.peft_config[_ADAPTER_NAME].base_model_name_or_path} if alone else {}),
         }
 

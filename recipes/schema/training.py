@@ -24,6 +24,14 @@ class LoraSection(Section):
     """What the artifact holds: a whole model with the changes added, or the adapter alone, to be swapped."""
 
 
+class VocabularySection(Section):
+    """The tokens that a drafter proposes: the most frequent trained ones of its data. The rest of the vocabulary is
+    read, and never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
+
+    tokens: int = Field(ge=1)
+    """How many."""
+
+
 class ModelSection(Section):
     """The model to train: an existing one, a part of one, or a new one."""
 
@@ -35,6 +43,9 @@ class ModelSection(Section):
     """A new model instead: `model_type` and other fields of its transformers configuration."""
     embeddings: Literal["own", "target"] = "own"
     """`target`: start from the target's token embeddings and output projection; the hidden sizes must agree."""
+    vocabulary: VocabularySection | None = None
+    """Propose some tokens only, which makes the output projection of a small drafter so much cheaper; null: all, or
+    those that `source` proposes."""
     freeze_embeddings: bool = False
     """Leave the token embeddings and the output projection as they are."""
     lora: LoraSection | None = None

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...decode.models.draft_vocabulary import widen
+
 IGNORED = -100  # a label that no loss counts
 
 # logits and positions of a chunk at most: 64 MB of float32 on CPU, 256 MB on a GPU
@@ -177,13 +179,21 @@ def _join(parts: Iterable[Targets]) -> Targets:
 
 
 def blocks_of_logits(
-    hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None, teacher: Teacher | None = None
+    hidden_XD: Tensor,
+    weight_VD: Tensor | None,
+    labels_X: Tensor,
+    chunk: int | None,
+    teacher: Teacher | None = None,
+    proposed: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
     """Of the positions that have a label, block by block: labels int64 [R], logits [R, V], and what a teacher says;
-    arguments as in `drafter.mixture`, and ValueError as `TeacherTargets`."""
+    arguments as in `drafter.mixture`, and ValueError as `TeacherTargets`. `proposed`: ids of the only tokens that have
+    a logit, the others having minus infinity."""
     assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
     size = chunk or chunk_positions(vocab, hidden_XD.device)
+    if proposed is not None:
+        hidden_XD, weight_VD = rows_of(proposed, hidden_XD, weight_VD)
     product, targets = _Product(hidden_XD, weight_VD, size), None
     if teacher is not None:
         targets = TeacherTargets(teacher, vocab, size)
@@ -197,7 +207,13 @@ def blocks_of_logits(
         for start in range(0, len(rows_C), block):
             part = slice(start, start + block)
             said = None if targets is None else targets.rows(part)
-            yield labels_X[rows_C[part]], upcast(logits_CV[part]), said
+            logits_RV = upcast(logits_CV[part])
+            yield labels_X[rows_C[part]], logits_RV if proposed is None else widen(logits_RV, proposed, vocab), said
+
+
+def rows_of(ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """States and projection, or logits and None, of these tokens alone."""
+    return (hidden_XD[:, ids], None) if weight_VD is None else (hidden_XD, weight_VD[ids])
 
 
 def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:

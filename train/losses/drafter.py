@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chunks import IGNORED, Teacher, TopK, blocks_of_logits, to_events
+from .chunks import IGNORED, DenseTeacher, SparseTeacher, Teacher, TopK, blocks_of_logits, rows_of, to_events
 from .fused import Plan, fused_loss
 
 TOP = 5  # tokens that "top-5" looks at
@@ -79,6 +79,27 @@ def heads_mixture(
     return fused_loss(plan, features_XKD, projections), plan.counts_K
 
 
+def narrowed(
+    ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, teacher: Teacher | None
+) -> tuple[Tensor, Tensor | None, Tensor, Teacher | None]:
+    """Arguments of `mixture` over these tokens alone, int64, rising: other labels are left out, and the teacher is its
+    distribution among them. That the drafter learn this one is best also by the overlap with the whole one, of which no
+    drafter of these tokens has more.
+
+    Raises ValueError: a teacher of top-k tokens.
+    """
+    vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
+    places_V = torch.full((vocab,), IGNORED, device=ids.device)
+    places_V[ids] = torch.arange(len(ids), device=ids.device)
+    labels_X = torch.where(labels_X == IGNORED, IGNORED, places_V[labels_X.clamp(min=0)])
+    hidden_XD, weight_VD = rows_of(ids, hidden_XD, weight_VD)
+    if isinstance(teacher, SparseTeacher):
+        raise ValueError("a draft vocabulary cannot learn from a teacher's top-k tokens: leave `teacher.top_k` out")
+    if teacher is not None:
+        teacher = DenseTeacher(*rows_of(ids, teacher.hidden_XE, teacher.weight_VE))
+    return hidden_XD, weight_VD, labels_X, teacher
+
+
 def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tensor:
     """What position t predicts: the label of token t + offset, int64 [B, T]; −100 where that token is not trained on or
     of another document."""
@@ -144,11 +165,12 @@ def agreement(
     teacher: Teacher,
     labels_X: Tensor,
     chunk: int | None = None,
+    proposed: Tensor | None = None,
 ) -> Agreement:
     """How well a drafter agrees with its teacher, at temperature 1; ValueError: the vocabularies differ."""
     overlap, top5 = torch.zeros((), device=labels_X.device), torch.zeros((), device=labels_X.device)
     top1 = torch.zeros((), dtype=torch.int64, device=labels_X.device)
-    for _, logits_RV, targets in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher):
+    for _, logits_RV, targets in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, proposed):
         assert targets is not None
         log_drafter_RF = to_events(targets, logits_RV)[0]
         overlap += torch.minimum(log_drafter_RF, targets.log_probs_RF).exp().sum()

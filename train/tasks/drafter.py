@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
+from ...decode.models.draft_vocabulary import kept_tokens
 from ..forward.packed import make_forward
 from ..loop.fit import Task
-from ..losses.drafter import IGNORED, TopK, agreement, label_hits, mixture, shifted_labels
+from ..losses.drafter import IGNORED, TopK, agreement, label_hits, mixture, narrowed, shifted_labels
 from ..losses.objectives import OBJECTIVES, parse_weights, weights_at
 from ..teachers.teacher import Teacher
 from .on_policy import OnPolicy, rewrite
@@ -64,7 +65,14 @@ class DrafterModule(nn.Module):
         teacher = self._teacher(batch) if self._teacher is not None and taught else None
         hidden_XD, weight_VD = self.states(batch)
         labels_X = shifted_labels(labels_BT, documents_BT, 1).flatten()
+        if self.proposed is not None:
+            hidden_XD, weight_VD, labels_X, teacher = narrowed(self.proposed, hidden_XD, weight_VD, labels_X, teacher)
         return mixture(weights, hidden_XD, weight_VD, labels_X, teacher, self.temperature, top_k=self.top_k)
+
+    @property
+    def proposed(self) -> Tensor | None:
+        """The only tokens that the drafter proposes, int64; None: all. Where the model is now."""
+        return kept_tokens(self.model)
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The drafter's hidden states [X, D] and projection [V, D]; or its logits [X, V] and None."""
@@ -160,12 +168,12 @@ class DrafterTask(Task):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """On held-out blocks, in the precision of the training: `heldout_loss` (nats a token), `perplexity`, `top1_`
-        and `top5_accuracy`; against the eval_teacher `overlap`, `top1_` and `top5_agreement` (see `losses.drafter`);
-        and what `evaluate_fn` returns, in the weights' own type."""
+        """On held-out blocks, in the precision of the training: `heldout_loss` (nats a token, of those that the drafter
+        can propose), `perplexity`, `top1_` and `top5_accuracy`; against the eval_teacher `overlap`, `top1_` and
+        `top5_agreement` (see `losses.drafter`); and what `evaluate_fn` returns, in the weights' own type."""
         assert isinstance(module, DrafterModule)
         sums: dict[str, float] = {}
-        items = 0
+        items = known = 0
 
         def add(**values: Any) -> None:
             for name, value in values.items():
@@ -176,14 +184,17 @@ class DrafterTask(Task):
             batch = batch.to(device)
             hidden_XD, weight_VD = module.states(batch)
             labels_X = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
-            hits = label_hits(hidden_XD, weight_VD, labels_X)
+            proposed, own = module.proposed, (hidden_XD, weight_VD, labels_X)
+            hits = label_hits(*(own if proposed is None else narrowed(proposed, *own, None)[:3]))
             add(heldout_loss=hits.loss, top1_accuracy=hits.top1, top5_accuracy=hits.top5)
-            items += int(hits.count)
+            items += int((labels_X != IGNORED).sum())
+            known += int(hits.count)
             if self.eval_teacher is not None:
-                found = agreement(hidden_XD, weight_VD, self.eval_teacher(batch), labels_X)
+                found = agreement(hidden_XD, weight_VD, self.eval_teacher(batch), labels_X, proposed=proposed)
                 add(overlap=found.overlap, top1_agreement=found.top1, top5_agreement=found.top5)
         metrics = {name: value / items for name, value in sums.items()} if items else {}
-        if items:
+        if known:
+            metrics["heldout_loss"] *= items / known
             metrics["perplexity"] = math.exp(min(metrics["heldout_loss"], 700.0))
         if self._evaluate_fn is not None:
             with torch.autocast(device.type, enabled=False):

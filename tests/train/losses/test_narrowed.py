@@ -1,0 +1,39 @@
+"""A draft vocabulary in the losses: over its tokens alone, with what it leaves out counted where agreement is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draftsmith.train.losses.chunks import IGNORED, DenseTeacher
+from draftsmith.train.losses.drafter import agreement, mixture, narrowed
+from draftsmith.train.losses.objectives import OBJECTIVES
+
+
+@pytest.mark.parametrize("objective", list(OBJECTIVES))
+@pytest.mark.parametrize("whole_logits", [False, True])
+def test_a_draft_vocabulary_is_learnt_as_if_there_were_no_other_tokens(objective: str, whole_logits: bool) -> None:
+    """Against a drafter and a teacher that have these rows alone; and the overlap counts what they leave out."""
+    torch.manual_seed(0)
+    ids = torch.tensor([0, 2, 3, 7, 8, 11])
+    hidden_XD, weight_VD = torch.randn(9, 5), torch.randn(12, 5, requires_grad=True)
+    theirs_XE, theirs_VE = torch.randn(9, 4), torch.randn(12, 4)
+    labels_X = torch.tensor([2, 1, 11, IGNORED, 8, 5, 0, 3, 7])
+    teacher = DenseTeacher(theirs_XE @ theirs_VE.T) if whole_logits else DenseTeacher(theirs_XE, theirs_VE)
+    mine = (hidden_XD @ weight_VD.T, None) if whole_logits else (hidden_XD, weight_VD)
+    loss, count = mixture({objective: 1.0}, *(narrowed(ids, *mine, labels_X, teacher)))
+    grad_VD = torch.autograd.grad(loss, weight_VD)[0]
+
+    small_RD = weight_VD.detach()[ids].requires_grad_()
+    own_X = torch.tensor([1, IGNORED, 5, IGNORED, 4, IGNORED, 0, 2, 3])
+    wanted, same = mixture({objective: 1.0}, hidden_XD, small_RD, own_X, DenseTeacher(theirs_XE, theirs_VE[ids]))
+    assert count == same == 6
+    torch.testing.assert_close(loss, wanted)
+    expected_VD = torch.zeros(12, 5).index_copy(0, ids, torch.autograd.grad(wanted, small_RD)[0])
+    torch.testing.assert_close(grad_VD, expected_VD)
+
+    p_XV = (theirs_XE @ theirs_VE.T).softmax(1)
+    q_XV = torch.zeros(9, 12).index_copy(1, ids, (hidden_XD @ weight_VD.detach()[ids].T).softmax(1))
+    said = labels_X != IGNORED
+    found = agreement(mine[0].detach(), None if whole_logits else weight_VD.detach(), teacher, labels_X, proposed=ids)
+    torch.testing.assert_close(found.overlap, torch.minimum(p_XV, q_XV)[said].sum())
+    assert found.top1 == (p_XV.argmax(1) == q_XV.argmax(1))[said].sum()
