@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from .engine import Limits, check_prompts
+from .finite import Watch
 from .models.base import LanguageModel
 from .models.kv_cache import KVCache
 from .rng import Rng, categorical
@@ -51,6 +52,7 @@ class Pool:
         self._cache = target.new_cache(rows, _FIRST_CAPACITY)
         self._waiting: deque[tuple[int, list[int], int]] = deque()
         self._tickets = 0
+        self._watch = Watch()
 
     def add(self, prompt: Sequence[int], seed: int) -> int:
         """Queue a prompt; the ticket that its text will come with. Raises ValueError: no tokens, or one outside the
@@ -67,13 +69,16 @@ class Pool:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, list[int]]]:
-        """A token for each row; ticket and new ids of the texts that ended with it."""
+        """A token for each row; ticket and new ids of the texts that ended with it. Raises ValueError: logits that are
+        NaN or infinite."""
         self._admit()
         count = self._close_ranks()
         rows = self._rows[:count]
         cache = self._cache.rows(0, count, [len(row.ids) - 1 for row in rows])
         roots_B1 = torch.tensor([row.ids[-1:] for row in rows]).to(self._target.device)
         logits_BV = self._target.logits(self._target.extend(cache, roots_B1)[:, 0])
+        self._watch("the target's", logits_BV.amax(-1, True), 0)
+        self._watch.end_step(self._watch.seen().tolist(), [False] * count, [len(row.ids) for row in rows])
         finished = []
         for row, token in zip(rows, self._draw(logits_BV, rows), strict=True):
             row.ids.append(token)

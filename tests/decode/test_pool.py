@@ -86,3 +86,14 @@ def test_memory_grows_with_the_longest_prompt(make_llama: Callable[..., LlamaFor
     while pool.busy:
         found |= dict(pool.step())
     assert [found[ticket] for ticket in tickets] == [alone(target, prompt, 0, limits, Sampling()) for prompt in prompts]
+
+
+def test_logits_that_are_no_numbers_end_it(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model = make_llama(VOCAB)
+    target = wrap_model(model, check=False)
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    pool = Pool(target, 2, Limits(4), Sampling())
+    pool.add([3, 5, 8], 0)
+    with pytest.raises(ValueError, match="position 3.* NaN"):
+        pool.step()
