@@ -95,5 +95,5 @@ def test_logits_that_are_no_numbers_end_it(make_llama: Callable[..., LlamaForCau
         model.lm_head.weight[5] = torch.nan
     pool = Pool(target, 2, Limits(4), Sampling())
     pool.add([3, 5, 8], 0)
-    with pytest.raises(ValueError, match="position 3.* NaN"):
+    with pytest.raises(ValueError, match=r"position 3.* NaN"):
         pool.step()
