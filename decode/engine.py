@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .finite import Watch
 from .models.base import LanguageModel
+from .models.finite import Watch
 from .models.kv_cache import KVCache
 from .models.paths import extend_by_path
 from .rng import Rng

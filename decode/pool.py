@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from .engine import Limits, check_prompts
-from .finite import Watch
 from .models.base import LanguageModel
+from .models.finite import Watch
 from .models.kv_cache import KVCache
 from .rng import Rng, categorical
 from .warpers import Sampling, warp

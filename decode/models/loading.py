@@ -26,11 +26,11 @@ from ...checkpoints.verify.model_files import (
     only_safetensors,
     reason,
 )
-from ..finite import check_finite, largest_difference
 from ..tree import Tree
 from .base import LanguageModel, TransformersModel, bare_model
 from .draft_vocabulary import kept_tokens, load_vocabulary
 from .final_norm import check_states
+from .finite import check_finite, largest_difference
 from .graphs import GraphedModel
 from .lean import LeanLlama
 from .seq2seq import Seq2SeqModel, check_source_forward

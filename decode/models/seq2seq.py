@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..finite import check_finite, largest_difference
 from ..tree import Tree
 from .base import LanguageModel
+from .finite import check_finite, largest_difference
 from .kv_cache import KVCache
 
 # Which families were compared with transformers, and what makes them scale the decoder's output before they project it.
