@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -352,8 +353,8 @@ def generate(
                     profile.start()
                 proposal = proposer.propose(context)
                 mark("draft")
-                extend = extend_by_path if proposal.by_path else type(target).extend
-                hidden_BND = extend(target, context.cache, proposal.tokens_BN, proposal.tree)
+                extend = partial(extend_by_path, target) if proposal.by_path else target.extend
+                hidden_BND = extend(context.cache, proposal.tokens_BN, proposal.tree)
                 logits_BNV = target.logits(hidden_BND)
                 mark("score")
                 context.watch("the target's", logits_BNV.amax(-1), proposal.tree.depth_BN)

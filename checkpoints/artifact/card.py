@@ -69,15 +69,15 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
     sums = {f"sha256 of {part}": digest for part, digest in hashed.items() if isinstance(digest, str)}
     values = {
         "head": _head(manifest, known),
-        "what": _WHAT[manifest.kind],
+        "what": _WHAT[manifest.role],
         "facts": _facts(manifest),
         "export": manifest.export,
         "is_ours": _is_ours(manifest),
         "pulled": pulled,
         "place": place,
-        "method": _METHODS.get(manifest.kind),
+        "method": _METHODS.get(manifest.role),
         "loader": "AutoModelForSeq2SeqLM" if _is_encoder_decoder(manifest) else "AutoModelForCausalLM",
-        "target": python(place) if manifest.kind == "target" else _target(manifest.target or {}),
+        "target": python(place) if manifest.role == "target" else _target(manifest.target or {}),
         "measured": known.measured,
         "evaluation": _scalars(manifest.evaluation or {}),
         "data": _scalars(manifest.data) | sums,
@@ -144,7 +144,7 @@ def _head(manifest: Manifest, known: Evidence) -> str:
         "base_model": base and line(base),
         "base_model_relation": relation if base else None,
         "datasets": [line(each) for each in known.datasets],
-        "tags": ["speculative-decoding", "draftsmith", *_TAGS[manifest.kind]],
+        "tags": ["speculative-decoding", "draftsmith", *_TAGS[manifest.role]],
     }
     kept = {key: value for key, value in values.items() if value}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=1 << 20)

@@ -73,6 +73,12 @@ class Manifest:
     digest: str | None = field(default=None, compare=False)
     """SHA-256 (hex) of the record's own text, with zeros where this stands; see `record_fault`."""
 
+    @property
+    def role(self) -> str:
+        """The kind, for people: a language model that was made for no target is one itself, though its recipe is that
+        of drafters."""
+        return "target" if self.kind == "drafter" and self.target is None else self.kind
+
     def to_json(self) -> str:
         """The text of `artifact.json`."""
         values = asdict(self) | {"digest": _NO_DIGEST}

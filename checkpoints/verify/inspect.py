@@ -54,7 +54,7 @@ def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
             lacking = ["config.json"]
         if _ADAPTER[0] not in files and not files & set(_WEIGHTS):
             lacking.append(" or ".join(_WEIGHTS))
-    return [f"{directory} lacks {name}, which a {manifest.kind} artifact needs" for name in lacking]
+    return [f"{directory} lacks {name}, which a {manifest.role} artifact needs" for name in lacking]
 
 
 def _unreadable(directory: Path, manifest: Manifest) -> list[str]:

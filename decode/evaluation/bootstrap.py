@@ -1,4 +1,4 @@
-"""Intervals by bootstrap over whole prompts.
+"""Intervals: by bootstrap over whole prompts, and of proportions the exact ones.
 
 Shape letters: P prompts, G groups, R resamples.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import binomtest
 
 RESAMPLES = 2000
 FEWEST = 3
@@ -40,3 +41,9 @@ def percentile_interval(values_R: Floats | None, level: float = 0.95) -> tuple[f
         return None
     low, high = np.quantile(finite_R, ((1 - level) / 2, (1 + level) / 2))
     return float(low), float(high)
+
+
+def binomial_interval(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
+    """Of a proportion of independent trials, one at least: the exact one (Clopper and Pearson 1934)."""
+    interval = binomtest(successes, trials).proportion_ci(level, method="exact")
+    return float(interval.low), float(interval.high)

@@ -1,6 +1,6 @@
 """Methods measured side by side: the same prompts, one process, runs interleaved; the clock is read here.
 
-Shape letters: B batch, N nodes, D hidden.
+Shape letters: B batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..engine import Limits, generate
 from ..methods import Method, Parts, build_method
@@ -22,14 +22,18 @@ from ..models.base import LanguageModel
 from ..rng import Rng
 from ..warpers import Sampling
 from .energy import Energy, EnergyMeter
-from .flops import count_flops, part_flops, step_flops
 from .metrics import Tally
-from .profile import FirstStep, StepProfile, synchronise, time_call
+from .profile import FirstStep, StepProfile, synchronise
 
 BASELINE = "autoregressive"
 REFERENCE = "transformers"
 PROFILED = 3
 """Prompts that are decoded once more to see where the time of a step goes, and again and again to count joules."""
+STEADY = 1.25
+"""Rows whose `Run.slowdown` exceeds this are unsteady. Undisturbed rows lie at 1.03 to 1.10 (quickstart's ten rows on
+two cores, in turn with other work: eight of them there, the two that the other work fell upon at 1.6 and 1.9)."""
+_JUDGED = 4
+"""Prompts that a quartile needs."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,42 @@ class Run:
         """Seconds of each prompt."""
         return [statistics.median(run.seconds for run in runs) for runs in self.by_prompt]
 
+    def stepping_seconds(self) -> list[float]:
+        """The same of the steps alone."""
+        return [statistics.median(run.seconds - run.reading for run in runs) for runs in self.by_prompt]
+
     def stepping_rate(self) -> float:
         """Tokens per second of the steps alone."""
-        steps = [statistics.median(run.seconds - run.reading for run in runs) for runs in self.by_prompt]
-        return sum(len(ids) for ids in self.ids) / sum(steps)
+        return sum(len(ids) for ids in self.ids) / sum(self.stepping_seconds())
+
+    def slowdown(self) -> float | None:
+        """How much longer the steps took than undisturbed ones, as far as the runs tell: something else running on the
+        machine only ever makes a run longer, and not all alike.
+
+        Runs of one prompt do the same work: the median of each prompt's over its fastest. Where each prompt was decoded
+        once, steps are taken to be alike: over as many at the lower quartile of a step's time; None for a few prompts.
+        """
+        times = [[run.seconds - run.reading for run in runs] for runs in self.by_prompt]
+        if len(times[0]) > 1:
+            undisturbed = sum(map(min, times))
+        elif len(times) < _JUDGED:
+            return None
+        else:
+            steps = [tally.rounds for tally in self.tallies]
+            each = [seconds / count for (seconds,), count in zip(times, steps, strict=True)]
+            undisturbed = float(np.quantile(each, 0.25)) * sum(steps)
+        return sum(self.stepping_seconds()) / undisturbed
+
+    def unsteady(self) -> bool:
+        """Whether the times are known to be disturbed."""
+        return (self.slowdown() or 1.0) > STEADY
+
+
+def steady(run: Run, base: Run) -> bool | None:
+    """Whether the times of an entry and of its baseline are; None: not known of both."""
+    if run.unsteady() or base.unsteady():
+        return False
+    return None if None in (run.slowdown(), base.slowdown()) else True
 
 
 def decode(
@@ -159,7 +195,8 @@ def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decod
         )
     new = output[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
     seconds = time.perf_counter() - start
-    return Decoded(new, Tally(tokens=len(new), steps=len(new), nodes=len(new)), seconds, 0.0)
+    count = len(new)
+    return Decoded(new, Tally(tokens=count, steps=count, nodes=count, iterations=count), seconds, 0.0)
 
 
 def measure(
@@ -171,18 +208,20 @@ def measure(
     *,
     reference: Any = None,
     repeats: int = 1,
+    again: int = 0,
     seed: int = 0,
     finished: Mapping[RunKey, Decoded] | None = None,
     on_run: Callable[[RunKey, Decoded], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Run]:
     """Decode every prompt with every entry, `repeats` times, in an order that changes from prompt to prompt (see
-    `turn`).
+    `turn`); then entries whose times are unsteady once more, in turn with their baselines.
 
     A prompt's tokens are drawn by `seed` and its index alone: each repeat writes the same.
 
     Args:
         reference: a transformers model; it is run greedily as one more row where an entry is greedy.
+        again: how many more times at most.
         finished: runs of an interrupted evaluation; they are not done again.
         on_run: gets every run that was done.
         progress: gets how many runs are done, of how many, and the label of the next.
@@ -190,30 +229,48 @@ def measure(
     Returns:
         Runs by label.
     """
-    jobs = _jobs(target, parts, entries, reference, seed)
-    labels, done = list(jobs), dict(finished or {})
-    keys = [
-        RunKey(labels[job], prompt, repeat)
-        for repeat in range(repeats)
-        for prompt in range(len(prompts))
-        for job in turn(len(labels), repeat * len(prompts) + prompt)
-    ]
-    left = [key for key in keys if key not in done]
-    warm_up = Limits(min(8, limits.max_new_tokens), limits.stop_ids)
-    for label in dict.fromkeys(key.label for key in left):
-        jobs[label](0, prompts[0], warm_up)
-    for number, key in enumerate(left):
-        if progress:
-            progress(len(keys) - len(left) + number, len(keys), key.label)
-        done[key] = jobs[key.label](key.prompt, prompts[key.prompt], limits)
-        if on_run:
-            on_run(key, done[key])
+    jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
+    labels, warm_up = list(jobs), Limits(min(8, limits.max_new_tokens), limits.stop_ids)
+    keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), repeat)]
+
+    def runs() -> dict[str, Run]:
+        """All that are in `keys`, done if they are not yet."""
+        left = [key for key in keys if key not in done]
+        for label in dict.fromkeys(key.label for key in left):
+            jobs[label](0, prompts[0], warm_up)
+        for number, key in enumerate(left):
+            if progress:
+                progress(len(keys) - len(left) + number, len(keys), key.label)
+            done[key] = jobs[key.label](key.prompt, prompts[key.prompt], limits)
+            if on_run:
+                on_run(key, done[key])
+        by_label: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in labels}
+        for key in keys:
+            by_label[key.label][key.prompt].append(done[key])
+        return {label: Run(by_prompt) for label, by_prompt in by_label.items()}
+
+    found = runs()
+    for repeat in range(repeats, repeats + again):
+        if not (chosen := _unsteady(entries, found)):
+            break
+        keys += _round(chosen, len(prompts), repeat)
+        found = runs()
     if progress:
         progress(len(keys), len(keys), "")
-    return {
-        label: Run([[done[RunKey(label, prompt, each)] for each in range(repeats)] for prompt in range(len(prompts))])
-        for label in labels
-    }
+    return found
+
+
+def _unsteady(entries: Sequence[Entry], runs: Mapping[str, Run]) -> list[str]:
+    """Entries of unsteady times, and what they are compared with."""
+    unsteady = [entry for entry in entries if runs[entry.label].unsteady()]
+    ways = [entry.sampling for entry in unsteady]
+    return [each.label for each in entries if each in unsteady or (each.method == BASELINE and each.sampling in ways)]
+
+
+def _round(labels: Sequence[str], prompts: int, repeat: int) -> list[RunKey]:
+    """Every prompt once with every label."""
+    orders = [turn(len(labels), repeat * prompts + prompt) for prompt in range(prompts)]
+    return [RunKey(labels[job], prompt, repeat) for prompt, order in enumerate(orders) for job in order]
 
 
 def _jobs(
@@ -241,10 +298,10 @@ def turn(count: int, number: int) -> list[int]:
     return order[::-1] if count % 2 and number // count % 2 else order
 
 
-def phases(
+def profile_steps(
     target: LanguageModel, parts: Parts, entry: Entry, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
-) -> dict[str, float]:
-    """Where the time of a step goes: `StepProfile.summary` over the first prompts, decoded once more.
+) -> StepProfile:
+    """Where the time of a step goes, over the first prompts, decoded once more.
 
     Measured runs read no clock within a step; these are for this alone.
     """
@@ -252,11 +309,10 @@ def phases(
     whole = StepProfile(target.device)
     for index, prompt in enumerate(prompts[:PROFILED]):
         profile = StepProfile(target.device)
-        decode(target, method, entry.sampling, seed + index, prompt, limits, profile)
-        whole.steps += profile.steps
-        for phase, seconds in profile.seconds.items():
-            whole.seconds[phase] += seconds
-    return whole.summary()
+        with profile.timing_forwards(target, parts.drafter, *parts.more_drafters, parts.heads):
+            decode(target, method, entry.sampling, seed + index, prompt, limits, profile)
+        whole.add(profile)
+    return whole
 
 
 def energy_of(
@@ -320,90 +376,3 @@ def devices_of(target: LanguageModel, parts: Parts) -> list[torch.device]:
     if isinstance(parts.heads, nn.Module):
         found += [parameter.device for parameter in parts.heads.parameters()]
     return list(dict.fromkeys(found))
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What forwards cost in isolation: raw seconds, and FLOPs."""
-
-    one: float
-    """A target forward of one token."""
-    tree: float
-    """A target forward of as many nodes as the method's trees hold."""
-    propose: float
-    """The forwards of one proposal: the drafter's, or the heads'."""
-    forwards: int
-    """How many forwards a proposal takes."""
-    tree_flops: float
-    """Of the target's forward of a step, by `flops.step_flops`; as torch's counter has them where that knows not."""
-    propose_flops: float
-    """Of the proposal's forwards."""
-    flops_checked: float | None = None
-    """Of the very forwards that were timed, FLOPs by shapes over those that torch's counter saw; None: not compared."""
-
-
-class RawCosts:
-    """Times the forwards of a step of a method and nothing else, in turn with one-token forwards of the target.
-
-    The forwards of a step follow one another as in decoding: what one leaves in the machine's caches the next finds.
-
-    Args:
-        nodes: how many nodes the target scores a step.
-        context: how many tokens are committed.
-    """
-
-    def __init__(self, target: LanguageModel, method: Method, nodes: float, context: int) -> None:
-        self._target = target
-        self._calls: list[Callable[[], Any]] = [
-            raw_forward(target, 1, context),
-            raw_forward(target, max(1, round(nodes)), context),
-        ]
-        self._method, self._nodes, self._context = method, nodes, context
-        drafts = method.proposer.forwards(nodes)
-        self._forwards = [(target, max(1, round(nodes))), *((model or target, count) for model, count in drafts)]
-        for model, count in drafts:
-            if model is None or isinstance(model, LanguageModel):
-                self._calls.append(raw_forward(model or target, count, context))
-            else:
-                hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
-                self._calls.append(partial(model, hidden_BD))
-        self._seconds: list[list[float]] = [[] for _ in self._calls]
-
-    @torch.inference_mode()
-    def sample(self, runs: int) -> RawCosts:
-        """Time every forward `2 runs` times more."""
-        for _ in range(runs):
-            for step in ([0], [*range(2, len(self._calls)), 1]):
-                for repeat in range(3):
-                    for call in step:
-                        seconds = time_call(self._target, self._calls[call])
-                        if repeat:  # the first finds what other forwards have left
-                            self._seconds[call].append(seconds)
-        return self
-
-    @torch.inference_mode()
-    def costs(self) -> Costs:
-        """Medians of all samples, and FLOPs."""
-        medians = [statistics.median(seconds) for seconds in self._seconds]
-        times = medians[0], medians[1], sum(medians[2:]), len(self._forwards) - 1
-        counted = [count_flops(call) for call in self._calls[1:]]
-        step = step_flops(self._target, self._method, self._nodes, self._context)
-        if step is None:
-            return Costs(*times, counted[0], sum(counted[1:]))
-        found = [part_flops(part, count, self._context) for part, count in self._forwards]
-        known = sum(flops["total"] for flops in found if flops is not None)
-        return Costs(*times, *step, known / sum(counted) if sum(counted) else None)
-
-
-def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 12) -> Costs:
-    """`RawCosts` of `runs` samples."""
-    return RawCosts(target, method, nodes, context).sample(runs).costs()
-
-
-def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
-    """A forward of `nodes` tokens behind `context` committed ones, ready to be timed."""
-    with torch.inference_mode():
-        _, cache = model.begin([[0] * context], context + nodes)
-    cache.set_lengths([context])
-    tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
-    return lambda: model.logits(model.extend(cache, tokens_BN))

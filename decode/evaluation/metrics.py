@@ -37,6 +37,8 @@ class Tally:
     accepted: int = 0
     examined: int = 0
     rejections: int = 0
+    iterations: int = 0
+    """Of the engine's loop: each takes one target forward, and those that its proposal takes. 0: not counted."""
     reached: list[int] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
 
@@ -47,6 +49,7 @@ class Tally:
         accepted, rejected = int(step.accepted[row]), bool(step.rejected[row])
         self.tokens += len(step.new_ids[row])
         self.steps += step.forwards
+        self.iterations += 1
         self.nodes += step.nodes
         self.accepted += accepted
         self.examined += int(step.examined[row])
@@ -57,6 +60,11 @@ class Tally:
         for depth in range(depths):
             self.reached[depth] += 1
             self.passed[depth] += depth < accepted
+
+    @property
+    def rounds(self) -> int:
+        """Iterations; of counts without them the target's forwards, as many of every method but beams of the target."""
+        return self.iterations or self.steps
 
     def __add__(self, other: Tally) -> Tally:
         found: dict[str, Any] = {}
@@ -125,11 +133,12 @@ def _with_interval(
     return value, (float(interval.low), float(interval.high))
 
 
-def impossible(entry: Mapping[str, Any], slack: float = 1.0) -> str | None:
+def impossible(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1.0) -> str | None:
     """Why a measured entry cannot be true, or None: such an entry is an error of the report, not a row of it.
 
     A number that is negative or not finite; a share above 1; a perplexity below 1; a speedup whose whole interval lies
-    above `tokens_per_step`, by a tenth for a category: there are many.
+    above the tokens of an iteration, which holds all that a step of plain decoding does: `tokens_per_step` times its
+    target `forwards`; by a tenth for a category: there are many.
     """
     for key, number in _numbers(entry):
         if not math.isfinite(number):
@@ -142,10 +151,10 @@ def impossible(entry: Mapping[str, Any], slack: float = 1.0) -> str | None:
         if key == "perplexity" and number < 1 - 1e-6:
             return f"perplexity is {number:.3f}, below 1"
     per_step, low = entry.get("tokens_per_step"), (entry.get("speedup_interval") or [0.0])[0]
-    if per_step is not None and low > slack * per_step and entry.get("method") != "autoregressive":
+    if per_step is not None and low > slack * forwards * per_step and entry.get("method") != "autoregressive":
         return f"speedup is at least {low:.2f}, above tokens_per_step of {per_step:.2f}"
     for name, part in entry.get("by_category", {}).items():
-        if reason := impossible({"method": entry.get("method")} | part, 1.1):
+        if reason := impossible({"method": entry.get("method")} | part, forwards, 1.1):
             return f"category {name!r}: {reason}"
     return None
 

@@ -1,17 +1,30 @@
-"""Where the time of a step goes: drafting, scoring, verifying, committing, and what happens between the steps."""
+"""Where the time of a step goes: drafting, scoring, verifying, committing, and what happens between the steps; how much
+of it the forwards take within, and what they take in isolation.
+
+Shape letters: B batch, N nodes, D hidden.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..methods import Method
 from ..models.base import LanguageModel
+from .flops import count_flops, part_flops, step_flops
 
 PHASES = ("draft", "score", "verify", "commit", "host")
+_ALIKE = 8
 
 
 class FirstStep:
@@ -41,13 +54,17 @@ class StepProfile:
         self._cuda = torch.device(device).type == "cuda"
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self.steps: list[float] = []
+        self.shares: list[float] = []
+        """Of each step's time the part that forwards took, of what `timing_forwards` was given."""
         self._ended: float | None = None
         self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self._forwards: list[tuple[Any, Any]] | None = None  # while a step runs: when each began and ended
 
     def start(self) -> None:
         """A step begins."""
         self._started = self._last = time.perf_counter()
         self._between = self._started - self._ended if self._ended is not None else 0.0
+        self._forwards = []
         if self._cuda:
             self._marks = [("start", self._event())]
 
@@ -61,6 +78,31 @@ class StepProfile:
         self._last = now
         if phase == "commit":
             self._finish(now)
+
+    @contextmanager
+    def timing_forwards(self, *parts: Any) -> Iterator[None]:
+        """Within, every forward of these models and heads in a step is timed too, as a part of the step's own time, so
+        that it cannot exceed it: see `shares`."""
+        with ExitStack() as changes:
+            for part in {id(part): part for part in parts}.values():
+                names = ("extend", "logits") if isinstance(part, LanguageModel) else ("forward",)
+                for name in names:
+                    if (call := getattr(part, name, None)) is not None:
+                        changes.enter_context(_replaced(part, name, self._timed(call)))
+            yield
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self._now()
+            result = call(*args, **kwargs)
+            if self._forwards is not None:
+                self._forwards.append((start, self._now()))
+            return result
+
+        return timed
+
+    def _now(self) -> Any:
+        return self._event() if self._cuda else time.perf_counter()
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -80,11 +122,32 @@ class StepProfile:
                 busy += seconds
             idle += max(0.0, now - self._started - busy)
         self.seconds["host"].append(idle)
+        spans, self._forwards = self._forwards or [], None
+        forwards = sum(start.elapsed_time(end) / 1e3 if self._cuda else end - start for start, end in spans)
+        self.shares.append(forwards / self.steps[-1] if self.steps[-1] else 1.0)
+
+    def add(self, other: StepProfile) -> None:
+        """Take another's steps over."""
+        self.steps += other.steps
+        self.shares += other.shares
+        for phase, seconds in other.seconds.items():
+            self.seconds[phase] += seconds
 
     def summary(self) -> dict[str, float]:
         """Median microseconds of a step by phase, and of the whole step (`step`)."""
         medians = {phase: 1e6 * statistics.median(series) for phase, series in self.seconds.items() if series}
         return medians | ({"step": 1e6 * statistics.median(self.steps)} if self.steps else {})
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of the object alone, for a while."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
 def time_call(model: LanguageModel, call: Callable[[], object]) -> float:
@@ -100,3 +163,76 @@ def synchronise(model: LanguageModel) -> None:
     """Wait for a model's device, before a clock is read."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What forwards cost in isolation: raw seconds, and FLOPs."""
+
+    one: float
+    """A target forward of one token."""
+    tree: float
+    """A target forward of as many nodes as the method's trees hold."""
+    propose: float
+    """The forwards of one proposal: the drafter's, the heads', or for a beam of it the target's."""
+    forwards: int
+    """How many forwards a proposal takes."""
+    tree_flops: float
+    """Of the target's forward of a step, by `flops.step_flops`; as torch's counter has them where that knows not."""
+    propose_flops: float
+    """Of the proposal's forwards."""
+    flops_checked: float | None = None
+    """Of the very forwards that were timed, FLOPs by shapes over those that torch's counter saw; None: not compared."""
+
+
+@torch.inference_mode()
+def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 12) -> Costs:
+    """Times the forwards of an iteration of a method and nothing else, in turn with one-token forwards of the target.
+
+    They follow one another as in decoding: what one leaves in the machine's caches the next finds. Of many alike in a
+    row, `_ALIKE` stand for all.
+
+    Args:
+        nodes: how many nodes the target scores an iteration.
+        context: how many tokens are committed.
+        runs: every forward is timed twice as often; medians are given.
+    """
+    wide, drafts = max(1, round(nodes)), method.proposer.forwards(nodes)
+    parts = [(target, 1, 1), *((model or target, count, len([*alike])) for (model, count), alike in groupby(drafts))]
+    parts.append((target, wide, 1))
+    calls = [_repeated(target, *part, context) for part in parts]
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(runs):
+        for step in ([0], range(1, len(calls))):
+            for repeat in range(3):
+                for call in step:
+                    taken = time_call(target, calls[call])
+                    if repeat:  # the first finds what other forwards have left
+                        seconds[call].append(taken)
+    scale = [count / min(count, _ALIKE) for _, _, count in parts]
+    one, *propose, tree = (times * statistics.median(series) for times, series in zip(scale, seconds, strict=True))
+    counted = [times * count_flops(call) for times, call in zip(scale, calls, strict=True)][1:]
+    flops = step_flops(target, method, nodes, context)
+    if flops is None:
+        return Costs(one, tree, sum(propose), len(drafts), counted[-1], sum(counted[:-1]))
+    found = [(part_flops(part, width, context), count) for part, width, count in parts[1:]]
+    known = sum(count * part["total"] for part, count in found if part is not None)
+    return Costs(one, tree, sum(propose), len(drafts), *flops, known / sum(counted) if sum(counted) else None)
+
+
+def _repeated(target: LanguageModel, part: Any, width: int, count: int, context: int) -> Callable[[], Any]:
+    """As many forwards of a model or of heads, one after the other, `_ALIKE` at most."""
+    if isinstance(part, LanguageModel):
+        forward: Callable[[], Any] = raw_forward(part, width, context)
+    else:
+        forward = partial(part, torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device))
+    return lambda: [forward() for _ in range(min(count, _ALIKE))]
+
+
+def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
+    """A forward of `nodes` tokens behind `context` committed ones, ready to be timed."""
+    with torch.inference_mode():
+        _, cache = model.begin([[0] * context], context + nodes)
+    cache.set_lengths([context])
+    tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
+    return lambda: model.logits(model.extend(cache, tokens_BN))

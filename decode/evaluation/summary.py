@@ -11,8 +11,9 @@ from ..engine import Limits
 from ..methods import Parts, build_method
 from ..models.base import LanguageModel
 from .energy import Energy
-from .measure import BASELINE, REFERENCE, Costs, Entry, Run, phases, raw_costs
-from .metrics import impossible, speedup_interval, tokens_per_step_interval, total
+from .measure import BASELINE, REFERENCE, Entry, Run, profile_steps, steady
+from .metrics import Tally, impossible, speedup_interval, tokens_per_step_interval, total
+from .profile import Costs, raw_costs
 from .quality import nearly_tied, perplexity_of, rouge_l, self_consistency, surprisal
 
 
@@ -49,11 +50,20 @@ class _Quality:
 
 
 @dataclass(frozen=True)
+class _Step:
+    """Of one entry's steps."""
+
+    costs: Costs
+    forwards: float
+    """The share of their time that forwards of target, drafter and heads take, the median step's."""
+
+
+@dataclass(frozen=True)
 class Summariser:
     """Makes rows of runs.
 
     Args:
-        limits, seed: those of the runs, for what is decoded once more (see `measure.phases`).
+        limits, seed: those of the runs, for what is decoded once more (see `measure.profile_steps`).
         text_of: decodes token ids, for ROUGE-L; None leaves it out.
         energies: joules a token by label, where they were counted.
     """
@@ -84,7 +94,8 @@ class Summariser:
                 progress(number, len(entries), entry.label)
             base = bases[entry.sampling]
             row = self._row(entry, base, greedy)
-            fault = self._check_text(entry, row, base, summary) or impossible(row)
+            counts = total(self.runs[entry.label].tallies)
+            fault = self._check_text(entry, row, base, summary) or impossible(row, counts.steps / counts.rounds)
             if fault:
                 summary.errors.append(f"the measurement of {entry.label!r} cannot be true: {fault}")
             else:
@@ -96,8 +107,10 @@ class Summariser:
         method = build_method(entry.method, self.parts, entry.sampling, **entry.options)
         counts = total(run.tallies)
         lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
-        nodes, context = counts.nodes / max(1, counts.steps), round(statistics.mean(lengths))
+        nodes, context = counts.nodes / max(1, counts.rounds), round(statistics.mean(lengths))
         costs = raw_costs(self.target, method, nodes, context)
+        profile = profile_steps(self.target, self.parts, entry, prompts, self.limits, self.seed)
+        step = _Step(costs, statistics.median(profile.shares))
         quality = _Quality(
             [surprisal(self.target, prompt, ids) for prompt, ids in zip(prompts, run.ids, strict=True)],
             [
@@ -109,12 +122,15 @@ class Summariser:
         row: dict[str, Any] = {"label": entry.label, "method": entry.method, "options": entry.options}
         row |= {"temperature": entry.sampling.temperature, "lossless": method.verifier.lossless}
         chosen, joules = range(len(self.asked)), self.energies.get(entry.label)
-        row |= self._measured(entry, chosen, base, quality, costs)
+        row |= self._measured(entry, chosen, base, quality, step)
         row |= {
+            "runs": len(run.by_prompt[0]),
+            "slowdown": run.slowdown(),
+            "steady": steady(run, base),
             "near_ties": 0 if entry.sampling.greedy and method.verifier.lossless else None,
             "cost_ratio": _cost_ratio(costs),
             "milliseconds": {"one": 1e3 * costs.one, "tree": 1e3 * costs.tree, "propose": 1e3 * costs.propose},
-            "phases_us": phases(self.target, self.parts, entry, prompts, self.limits, self.seed),
+            "phases_us": profile.summary(),
             "prediction": None,
             # None, never 0, where nothing counted
             "joules_per_token": joules.joules if joules else None,
@@ -125,14 +141,14 @@ class Summariser:
         for index, prompt in enumerate(self.asked):
             groups.setdefault(prompt.category, []).append(index)
         row["by_category"] = {
-            name: {"prompts": len(group)} | self._measured(entry, group, base, quality, costs)
+            name: {"prompts": len(group)} | self._measured(entry, group, base, quality, step)
             for name, group in groups.items()
         }
         row["by_prompt"] = [self._of_prompt(entry, index, base, quality) for index in chosen]
         return row
 
     def _measured(
-        self, entry: Entry, chosen: Sequence[int], base: Run, quality: _Quality, costs: Costs
+        self, entry: Entry, chosen: Sequence[int], base: Run, quality: _Quality, step: _Step
     ) -> dict[str, Any]:
         """The metrics of some prompts: of all, or of a category."""
         run, base = self.runs[entry.label].only(chosen), base.only(chosen)
@@ -143,8 +159,8 @@ class Summariser:
         reference = self.runs.get(REFERENCE) if entry.sampling.greedy else None
         part["speedup_over_transformers"] = _speeds(run, reference.only(chosen))["speedup"] if reference else None
         part["identical_to_greedy"] = identical(run, base) if entry.sampling.greedy else None
-        part |= _bounds(counts.tokens / counts.steps, costs, run.stepping_rate() / base.stepping_rate())
-        part["flops_per_token"] = flops_per_token(costs, counts.tokens / counts.steps)
+        part |= _bounds(part["speedup"], run, step, counts)
+        part["flops_per_token"] = flops_per_token(step.costs, counts.tokens / counts.rounds)
         part["perplexity"] = perplexity_of([quality.nats[index] for index in chosen], map(len, run.ids))
         part["rouge_l"] = _mean([quality.rouge[index] for index in chosen])
         part["self_consistency"] = _mean([quality.consistency[index] for index in chosen])
@@ -207,13 +223,13 @@ def identical(run: Run, base: Run) -> list[int]:
     return [sum(mine == theirs for mine, theirs in zip(run.ids, base.ids, strict=True)), len(base.ids)]
 
 
-def flops_per_token(costs: Costs, tokens_per_step: float) -> dict[str, float]:
-    """FLOPs of a step's forwards by the tokens that a step keeps; `checked` is shapes over torch's counter, left out
+def flops_per_token(costs: Costs, kept: float) -> dict[str, float]:
+    """FLOPs of an iteration's forwards by the tokens that it keeps; `checked` is shapes over torch's counter, left out
     where the FLOPs are the counter's."""
     flops = {
-        "verification": costs.tree_flops / tokens_per_step,
-        "drafting": costs.propose_flops / tokens_per_step,
-        "total": (costs.tree_flops + costs.propose_flops) / tokens_per_step,
+        "verification": costs.tree_flops / kept,
+        "drafting": costs.propose_flops / kept,
+        "total": (costs.tree_flops + costs.propose_flops) / kept,
     }
     return flops if costs.flops_checked is None else flops | {"checked": costs.flops_checked}
 
@@ -234,14 +250,15 @@ def _cost_ratio(costs: Costs) -> float | None:
     return costs.propose / costs.forwards / costs.one if costs.forwards else None
 
 
-def _bounds(per_step: float, costs: Costs, stepping: float) -> dict[str, Any]:
-    """`stepping` is the speedup of the steps alone: the bound knows of no prompts that are read."""
-    ratio = _cost_ratio(costs)
-    bound = per_step * costs.one / (costs.tree + costs.propose)
+def _bounds(speedup: float, run: Run, step: _Step, counts: Tally) -> dict[str, Any]:
+    """What the speedup would be if steps took no longer than their forwards did within them: as a part of the very time
+    that the speedup is of, they leave it no way to lie above."""
+    ratio, per_round = _cost_ratio(step.costs), counts.tokens / counts.rounds
+    efficiency = 1 - (1 - step.forwards) * sum(run.stepping_seconds()) / sum(run.median_seconds())
     return {
-        "ideal": per_step / (1 + ratio * costs.forwards) if ratio is not None else per_step,
-        "bound": bound,
-        "efficiency": stepping / bound,
+        "ideal": per_round / (1 + ratio * step.costs.forwards) if ratio is not None else per_round,
+        "bound": speedup / efficiency,
+        "efficiency": efficiency,
     }
 
 

@@ -34,6 +34,8 @@ class TracedStep:
     """The token that the target added; None where a stop token or the limit came first."""
     proposed: int
     """Draft tokens in the tree, those that the drafter left empty not counted."""
+    cut: tuple[int, ...] = ()
+    """Draft tokens that were accepted behind the end of the text, which a stop token or the limit set before them."""
 
 
 class _Watched(Verifier):
@@ -87,4 +89,5 @@ def _traced(proposal: Proposal, verdict: Verdict, kept: int, rejected: bool, exa
         rejected=tuple(tokens[node] for node in refused) if whole else (),
         next_id=int(verdict.next_B[0]) if whole else None,
         proposed=sum(map(len, children.values())),
+        cut=tuple(tokens[node] for node in path[kept:]),
     )

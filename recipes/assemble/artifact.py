@@ -28,7 +28,7 @@ from ...train.loop.fit import FitConfig, FitResult, Task, fit
 from ...train.parallel.interrupts import TrainingError
 from ...train.parallel.processes import StoppedError, on_main, together
 from ..schema.loading import parse_recipe, write_recipe
-from ..schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe
+from ..schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
 from ..session.terminal import log
 from ..session.typed import typed_command
 from .data import NOT_OF_CONVERSATIONS, Prepared, prepare_data, verify_data
@@ -115,7 +115,7 @@ class Run:
             command=typed_command(),
         )
         shutil.rmtree(state_folder(self.out) / "checkpoints", ignore_errors=True)
-        log(f"{self.recipe.kind}: wrote {self.out}")
+        log(f"{role_of(self.recipe)}: wrote {self.out}")
 
 
 def check_out(out: Path, recipe: TrainingRecipe) -> None:

@@ -28,7 +28,7 @@ from ...train.parallel.processes import on_main, together
 from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.on_policy import OnPolicy
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
-from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection
+from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, role_of
 from ..session.terminal import log
 from .acceptance import drafter_measure
 from .artifact import Run, check_target, fingerprint_of, prepare_once
@@ -136,6 +136,7 @@ def drafter_parts(
         evaluate_blocks=recipe.measure.blocks,
         compiled=recipe.train.compile,
     )
+    task.title = role_of(recipe)
     # what changes the training, or what its evaluations are compared by
     task.settings |= known
     unset = {"attention"} | ({"vocabulary"} if recipe.model.vocabulary is None else set())

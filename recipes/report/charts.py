@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
@@ -26,6 +26,8 @@ PHASES = {
     "host": ("#ffffff", r"\\"),
 }
 """Phases of a step in their order, each with its fill and hatch."""
+_LINE = 0.16
+"""Inches between the names of points."""
 _INK, _SOFT, _BLUE, _RED = "#1b1b1b", "#666666", "#1d3557", "#b3261e"
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "draftsmith", "text.parse_math": False, "font.size": 9,
@@ -59,7 +61,9 @@ def missing_matplotlib() -> str | None:
 
 
 @contextmanager
-def _figure(width: float, height: float, left: float = 0.6, bottom: float = 0.5, top: float = 0.1) -> Iterator[Figure]:
+def _figure(
+    width: float, height: float, left: float = 0.6, bottom: float = 0.5, top: float = 0.1, right: float = 0.1
+) -> Iterator[Figure]:
     """A figure of so many inches with such margins, in our style."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -67,7 +71,7 @@ def _figure(width: float, height: float, left: float = 0.6, bottom: float = 0.5,
     with rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the browser has its own fonts
         figure = Figure(figsize=(width, height))
-        figure.subplots_adjust(left / width, bottom / height, 1 - 0.1 / width, 1 - top / height, 0.15, 0.45)
+        figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height, 0.15, 0.45)
         yield figure
 
 
@@ -84,7 +88,7 @@ def _svg(figure: Figure, description: str) -> str:
 
 def scatter_with_diagonal(points: Sequence[Point], x_title: str, y_title: str, description: str, diagonal: str) -> str:
     """Numbered points with intervals and bounds, from 0 on, and the line y = x, which stands for `diagonal`."""
-    with _figure(5.8, 3.9) as figure:
+    with _figure_of_points(points) as figure:
         axes = _axes_of_points(figure, points, x_title, y_title)
         axes.set(xlim=(0, None), ylim=(0, None))
         end = max(axes.get_xlim()[1], axes.get_ylim()[1])
@@ -96,7 +100,7 @@ def scatter_with_diagonal(points: Sequence[Point], x_title: str, y_title: str, d
 
 def scatter_with_frontier(points: Sequence[Point], x_title: str, y_title: str, description: str) -> str:
     """Numbered points, one at least, with intervals and bounds; those of `best_points` are joined."""
-    with _figure(5.8, 3.9) as figure:
+    with _figure_of_points(points) as figure:
         axes = _axes_of_points(figure, points, x_title, y_title)
         best = best_points(points)
         right = axes.get_xlim()[1]
@@ -106,11 +110,20 @@ def scatter_with_frontier(points: Sequence[Point], x_title: str, y_title: str, d
         return _svg(figure, description)
 
 
+def _figure_of_points(points: Sequence[Point]) -> AbstractContextManager[Figure]:
+    """With space at the right for the names of all points, one below the other."""
+    return _figure(8.2, max(3.9, 0.8 + _LINE * len(points)), right=2.6)
+
+
 def _axes_of_points(figure: Figure, points: Sequence[Point], x_title: str, y_title: str) -> Axes:
     axes = figure.subplots()
     axes.set(xlabel=x_title, ylabel=y_title)
     for point in points:
         _draw_point(axes, point)
+    for line, point in enumerate(points):
+        name, place = f"{point.number}  {_shortened(point.label, 34)}", (10, -6 - 72 * _LINE * line)
+        look: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+        axes.annotate(name, (1, 1), place, va="top", fontsize=8, color=_BLUE if point.filled else _RED, **look)
     axes.margins(0.12)
     return axes
 

@@ -67,6 +67,8 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
     for name, rows in zip(names, held, strict=True):
         if left := [_called(key) for key in rows if key not in common]:
             notes.append(f"not in all results, so not compared: {', '.join(left)} ({name})")
+        if unsteady := [_called(key) for key in common if rows[key].get("steady") is False]:
+            notes.append(f"unsteady times, not to be relied on: {', '.join(unsteady)} ({name})")
     columns = [Column("method", numeric=False), Column("T"), *map(Column, names)]
     columns += [Column(f"change to {name}", "95 % interval") for name in names[1:]]
     tables = []

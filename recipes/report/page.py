@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from ..schema.results import load_results
 from ..session.terminal import console, log
 from .certificate import certificate_beside, certificate_section, load_certificate
 from .charts import Point, missing_matplotlib, scatter_with_diagonal, scatter_with_frontier, stacked_bars
-from .compare import BASELINE, Comparison, compare
+from .compare import Comparison, compare
 from .papers import paper_section
 from .tables import (
+    BASELINE,
     PREDICTED,
     QUALITY,
     SPEED,
+    UNSTEADY,
     Row,
+    best_lossless,
     category_table,
     cost_metrics,
     depth_table,
@@ -95,7 +99,17 @@ def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
 
 
 def write_page(out: Path, title: str, body: str) -> Path:
-    """Write a page in the report's form, whole or not at all; `body` is HTML."""
+    """Write a page in the report's form, whole or not at all; `body` is HTML, whose headings and captions become the
+    contents behind its title."""
+    links: list[tuple[str, str]] = []
+
+    def anchored(found: re.Match[str]) -> str:
+        links.append((found[1], found[2]))
+        return f'<{found[1]} id="part-{len(links)}">{found[2]}</{found[1]}>'
+
+    body = re.sub(r"<(h2|h3|caption)>(.*?)</\1>", anchored, str(body), flags=re.DOTALL)
+    if len(links) > 1:
+        body = body.replace("</h1>", "</h1>" + str(render("contents.html", links=links)), 1)
     atomic_text(out, render("page.html", title=title, body=body))
     return out
 
@@ -114,13 +128,15 @@ def _context(results: Mapping[str, Any]) -> dict[str, Any]:
     speed = (*SPEED, PREDICTED) if any(row.get("prediction") for row in rows) else SPEED
     metrics = (("All methods", speed), ("Cost", cost_metrics(rows)), ("Quality", QUALITY))
     tables = [method_table(caption, rows, columns) for caption, columns in metrics]
-    if any(row.get("by_category") for row in rows):
+    if any(len(row.get("by_category") or ()) > 1 for row in rows):
         tables.append(category_table(rows))
     if any(row.get("acceptance_by_depth") for row in rows):
         tables.append(depth_table(rows))
     versions = {f"{name} version": one for name, one in (results["machine"].get("versions") or {}).items()}
     return {
         "cards": [_card(temperature, [row for _, row in group]) for temperature, group in groups.items()],
+        "unsteady": [row["label"] for row in rows if row.get("steady") is False],
+        "mark": UNSTEADY,
         "paper": paper_section(results["paper"], rows) if "paper" in results else "",
         "tables": tables,
         "charts": _charts(groups) if missing_matplotlib() is None else [],
@@ -128,12 +144,6 @@ def _context(results: Mapping[str, Any]) -> dict[str, Any]:
         "facts": results["machine"] | versions | {"versions": None, "results schema": results["schema"]},
         "recipe": yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True),
     }
-
-
-def best_lossless(rows: Iterable[Row]) -> Row | None:
-    """The fastest method that keeps the target's distribution, plain decoding aside."""
-    fit = (row for row in rows if row.get("lossless") and row["method"] != BASELINE and row.get("speedup") is not None)
-    return max(fit, key=lambda row: float(row["speedup"]), default=None)
 
 
 def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
@@ -156,9 +166,10 @@ def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
 
 # --- charts -----------------------------------------------------------------------------------------------------------
 
-_BOUND = (
-    "The heavy bar above a point is the measured bound: what this hardware could give at that many tokens per step. "
-    "The thin line through it is the 95 % interval. On the dotted line a step would cost no more than plain decoding's."
+_BOUND = "The heavy bar above a point is its bound: the speedup if steps took no longer than the forwards in them. "
+_INTERVAL = (
+    "The thin line through a point is its 95 % interval. On the dotted line a step would cost no more than plain "
+    "decoding's."
 )
 _PERPLEXITY = (
     "What lossy methods give up, or gain: a lossless method has the target's own perplexity. Dashed: methods that "
@@ -170,11 +181,7 @@ def _charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
     drawn: list[str] = []
     for temperature, group in groups.items():
         at = f", temperature {temperature:g}" if len(groups) > 1 else ""
-        title, points = f"Speedup against tokens per step{at}", _points(group, "tokens_per_step")
-        if points:
-            axes = ("tokens per step (τ)", "speedup (×)", title)
-            drawn.append(_figure(scatter_with_diagonal(points, *axes, "a draft that costs nothing"), title, _BOUND))
-        drawn.append(perplexity_chart(group, at))
+        drawn += [speed_chart(group, at), perplexity_chart(group, at)]
     return [*drawn, _phase_chart([each for group in groups.values() for each in group])]
 
 
@@ -192,6 +199,17 @@ def _points(group: Sequence[Numbered], x: str) -> list[Point]:
             lossless = bool(row.get("lossless"))
             points.append(Point(index, row["label"], row[x], row["speedup"], lossless, low, high, most))
     return points
+
+
+def speed_chart(group: Sequence[Numbered], at: str = "") -> str:
+    """Numbered rows at one temperature by tokens per step; nothing without one that has them, or without matplotlib."""
+    title, points = f"Speedup against tokens per step{at}", _points(group, "tokens_per_step")
+    if not points or missing_matplotlib() is not None:
+        return ""
+    axes = ("tokens per step (τ)", "speedup (×)", title)
+    bounded = any(point.bound is not None for point in points)
+    drawn = scatter_with_diagonal(points, *axes, "a draft that costs nothing")
+    return _figure(drawn, title, (_BOUND if bounded else "") + _INTERVAL)
 
 
 def perplexity_chart(group: Sequence[Numbered], at: str = "") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,6 +68,8 @@ class Table:
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
+    kinds: Sequence[str] = ()
+    """Of each row, where they are told apart: `best`, `slower` or nothing."""
 
     def __html__(self) -> str:
         return render("table.html", table=self)
@@ -83,8 +85,9 @@ class Table:
                 table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
             else:
                 table.add_column(heading, overflow="fold")
-        for row in self.rows:
-            table.add_row(*(Text(c.text, c.style) if c.style else c.text for c in row))
+        for row, kind in zip(self.rows, self.kinds or [""] * len(self.rows), strict=True):
+            cells = (Text(c.text, c.style) if c.style else c.text for c in row)
+            table.add_row(*cells, style={"best": "bold", "slower": "dim"}.get(kind))
         return table
 
 
@@ -130,12 +133,22 @@ def _lossless(row: Row) -> Cell:
     return Cell(("yes" if row.get("lossless") else "no") + seen, int(bool(row.get("lossless"))), note)
 
 
+def speedup_cell(row: Row) -> Cell:
+    """Marked where the row's times are unsteady."""
+    cell = number_cell(row.get("speedup"))
+    if row.get("steady") is not False:
+        return cell
+    return cell._replace(text=f"{cell.text}{UNSTEADY}", note="unsteady")
+
+
+UNSTEADY = "?"
+"""What marks a speedup of unsteady times."""
 _LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
 _STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
     _metric("accepted", "acceptance_rate", unit="α"),
     _metric("speed", "tokens_per_second", 0, "tokens/s"),
-    _metric("speedup", "speedup", unit="×"),
+    Metric(Column("speedup", "×"), speedup_cell),
     Metric(Column("interval", "95 %, ×"), lambda row: interval_cell(row.get("speedup_interval"))),
 )
 _BOUND = (_metric("bound", "bound", unit="×"), _metric("share", "efficiency", unit="of bound"))
@@ -186,13 +199,32 @@ def flops_unit(rows: Sequence[Row]) -> tuple[str, float]:
 
 
 METHOD = Column("method", numeric=False)
+BASELINE = "autoregressive"
+_KINDS = {"best": "fastest lossless method", "slower": "slower than plain decoding"}
 
 
-def method_cell(index: int, row: Row) -> Cell:
-    """A method's number, which stands for it in the charts, its name and its settings."""
+def best_lossless(rows: Iterable[Row]) -> Row | None:
+    """The fastest method that keeps the target's distribution, plain decoding aside; of steady times, where any are."""
+    fit = [row for row in rows if row.get("lossless") and row["method"] != BASELINE and row.get("speedup") is not None]
+    return max(fit, key=lambda row: (row.get("steady") is not False, float(row["speedup"])), default=None)
+
+
+def kinds_of(rows: Sequence[Row]) -> list[str]:
+    """Of each row: `best` of those at its temperature, `slower` than plain decoding, or neither."""
+    best = [best_lossless(row for row in rows if row["temperature"] == each["temperature"]) for each in rows]
+    slower = [row["method"] != BASELINE and (row.get("speedup") or 1) < 1 for row in rows]
+    return [
+        "slower" if slow else "best" if row is first else ""
+        for row, first, slow in zip(rows, best, slower, strict=True)
+    ]
+
+
+def method_cell(index: int, row: Row, kind: str = "") -> Cell:
+    """A method's number, which stands for it in the charts, its name and settings, and what kind of row it is."""
     options = options_text(row)
     named = "" if row["label"].startswith(row["method"]) else f"{row['method']}, " if options else row["method"]
-    return Cell(row["label"], row["label"].lower(), named + options, mark=f"{index} ")
+    notes = [named + options, _KINDS.get(kind, "")]
+    return Cell(row["label"], row["label"].lower(), "; ".join(filter(None, notes)), mark=f"{index} ")
 
 
 def options_text(row: Row) -> str:
@@ -202,9 +234,12 @@ def options_text(row: Row) -> str:
 
 def method_table(caption: str, rows: Sequence[Row], metrics: Sequence[Metric] = TERMINAL) -> Table:
     """A row a method."""
-    columns = [METHOD, *(metric.column for metric in metrics)]
-    cells = [[method_cell(index, row), *(metric.cell(row) for metric in metrics)] for index, row in enumerate(rows, 1)]
-    return Table(caption, columns, cells)
+    columns, kinds = [METHOD, *(metric.column for metric in metrics)], kinds_of(rows)
+    cells = [
+        [method_cell(index, row, kind), *(metric.cell(row) for metric in metrics)]
+        for index, (row, kind) in enumerate(zip(rows, kinds, strict=True), 1)
+    ]
+    return Table(caption, columns, cells, kinds)
 
 
 def category_table(rows: Sequence[Row]) -> Table:

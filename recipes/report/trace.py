@@ -1,4 +1,4 @@
-"""A trace for people: each token shown as what it was, accepted, rejected, corrected or added.
+"""A trace for people: each token shown as what it was, accepted, rejected, corrected, added or cut off.
 
 As in the slides' illustration (speculative-decoding slides, "Speculative Decoding Illustrated"): a line a step. Where a
 terminal has no colour, `»[-rejected-]{+corrected+}` is written out.
@@ -15,14 +15,18 @@ from rich.text import Text
 if TYPE_CHECKING:  # a report is made without the libraries that decode
     from ...decode.evaluation.trace import TracedStep
 
-KINDS = ("accepted", "rejected", "corrected", "added")
+KINDS = ("accepted", "rejected", "corrected", "added", "cut")
 _STYLES = {"accepted": "green", "rejected": "red strike", "corrected": "bold blue", "added": "cyan underline"}
+_STYLES["cut"] = "dim"
 _MARKS = {"accepted": ("", ""), "rejected": ("[-", "-]"), "corrected": ("{+", "+}"), "added": ("{", "}")}
+_MARKS["cut"] = ("(", ")")
+_NOT_KEPT = ("rejected", "cut")
 _MEANINGS = {
     "accepted": "drafted and kept; ◌: a part of a character",
     "rejected": "drafted and refused; +2: so many more siblings refused",
     "corrected": "the target's own token in place of it",
     "added": "the target's token after a draft that was kept whole, or where none was made",
+    "cut": "accepted, but behind the end of the text: a stop token or the limit",
 }
 _SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 _PENDING = "\ufffd"
@@ -74,8 +78,8 @@ class TokenTexts:
 
 
 def describe_steps(steps: Iterable[TracedStep], tokenizer: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
-    """Steps as texts: `{"proposed": n, "accepted": n, "tokens": [{"kind", "text", "more"}]}`, `more` only where
-    siblings of a token were refused too."""
+    """Steps as texts: `{"proposed": n, "accepted": n, "cut": n, "tokens": [{"kind", "text", "more"}]}`, `more` only
+    where siblings of a token were refused too, or tokens behind it cut off; `cut` only where any were."""
     texts = TokenTexts(tokenizer, prompt)
     traced: list[dict[str, Any]] = []
     for step in steps:
@@ -87,9 +91,13 @@ def describe_steps(steps: Iterable[TracedStep], tokenizer: Any, prompt: Sequence
             tokens.append(_token("rejected", texts.would_add(step.rejected[0]), len(step.rejected) - 1))
         if step.next_id is not None:
             tokens.append(_token("corrected" if step.rejected else "added", texts.add(step.next_id), 0))
-        traced.append({"proposed": step.proposed, "accepted": len(step.accepted), "tokens": tokens})
-    if traced and texts.rest() and traced[-1]["tokens"]:
-        traced[-1]["tokens"][-1]["text"] += texts.rest()
+        if step.cut:
+            tokens.append(_token("cut", texts.would_add(step.cut[0]), len(step.cut) - 1))
+        cut = {"cut": len(step.cut)} if step.cut else {}
+        traced.append({"proposed": step.proposed, "accepted": len(step.accepted), **cut, "tokens": tokens})
+    kept = [token for token in traced[-1]["tokens"] if token["kind"] not in _NOT_KEPT] if traced else []
+    if kept and texts.rest():
+        kept[-1]["text"] += texts.rest()
     return traced
 
 
@@ -99,7 +107,7 @@ def _token(kind: str, text: str, more: int) -> dict[str, Any]:
 
 def kept_text(steps: Iterable[Mapping[str, Any]]) -> str:
     """The text that was decoded."""
-    return "".join(token["text"] for step in steps for token in step["tokens"] if token["kind"] != "rejected")
+    return "".join(token["text"] for step in steps for token in step["tokens"] if token["kind"] not in _NOT_KEPT)
 
 
 def visible(text: str) -> str:
@@ -149,7 +157,8 @@ def show_trace(traced: Mapping[str, Any], console: Console) -> None:
 
 
 def _summary(steps: Sequence[Mapping[str, Any]]) -> str:
-    tokens = sum(token["kind"] != "rejected" for step in steps for token in step["tokens"])
-    accepted, proposed = (sum(step[key] for step in steps) for key in ("accepted", "proposed"))
+    tokens = sum(token["kind"] not in _NOT_KEPT for step in steps for token in step["tokens"])
+    accepted, proposed, cut = (sum(step.get(key, 0) for step in steps) for key in ("accepted", "proposed", "cut"))
     share = f", {accepted} of {proposed} draft tokens kept" if proposed else ""
+    share += f", {cut} accepted but behind the end" if cut else ""
     return f"{tokens} tokens in {len(steps)} steps{share}"

@@ -9,8 +9,8 @@ from typing import Any
 from ...decode.methods import METHODS
 from ..session.terminal import console
 from .charts import Point, best_points
-from .page import perplexity_chart, write_page
-from .tables import DASH, Cell, Column, Table, interval_cell, number_cell, render
+from .page import perplexity_chart, speed_chart, write_page
+from .tables import DASH, Cell, Column, Table, interval_cell, number_cell, render, speedup_cell
 
 _ALWAYS_SHOWN = ("gamma", "k_config", "sequences", "drafts", "threshold", "fallback", "rollback", "epsilon")
 _COLUMNS = (
@@ -22,11 +22,11 @@ _COLUMNS = (
     Column("on the frontier"),
     Column("tokens per step"),
     Column("predicted", "tokens per step"),
-    Column("speedup", "without the prompt, ×"),
-    Column("predicted", "speedup, ×"),
+    Column("speedup of steps", "×"),
+    Column("predicted", "of steps, ×"),
 )
-"""Of what was confirmed: steps are compared as they were predicted, without reading the prompt; the frontier is one of
-whole answers."""
+"""Of what was confirmed. `speedup` is that of whole answers, as in an evaluation; what is predicted, the speedup of
+steps, leaves out the reading of the prompt."""
 Row = Mapping[str, Any]
 
 
@@ -56,24 +56,37 @@ def on_frontier(rows: Sequence[Row]) -> set[str]:
 
 
 def show(results: Mapping[str, Any], folder: Path) -> None:
-    """Print what was found, and write the page: what was confirmed, and speed against perplexity of lossy methods."""
-    confirmed, left_out = _confirmed(results), results["left_out"]
-    labelled = enumerate({**row, "label": row.get("method", row["label"])} for row in with_perplexity(results))
-    about = {"positions": results["positions"], "left_out": left_out, "chart": perplexity_chart(list(labelled))}
+    """Print what was found, and write the page: the best setting in words, what was confirmed, and charts of it."""
+    confirmed, left_out, best = _confirmed(results), results["left_out"], best_in_words(results)
+    rows = [*enumerate({**row, "label": _named(row)} for row in with_perplexity(results))]
+    about = {"positions": results["positions"], "left_out": left_out, "best": best}
+    about["charts"] = [chart for chart in (speed_chart(rows), perplexity_chart(rows)) if chart]
     write_page(folder / "tune.html", "Settings, tuned", render("tune.html", table=confirmed, **about))
     console().print(_predicted(results).rich())
     console().print(confirmed.rich())
     for each in left_out:
         console().print(f"not tuned: {each['method']}: {each['why']}", soft_wrap=True)
-    chosen = next((row for row in results["confirmed"] if row["label"] == results["best"]), None)
-    if chosen is None:
-        console().print("no lossless method was tuned")
-    else:
-        console().print(f"best: {chosen['method']}, {_settings(chosen)}")
-        if chosen["stepping_speedup"] <= 1:
-            console().print("no setting is faster here than plain decoding")
+    console().print(best, soft_wrap=True)
     files = f"results: {folder / 'tune.json'}, and {folder / 'tune.html'} to look at"
     console().print(f"{files}; the chosen settings as a recipe: {folder / 'recipe.yaml'}", soft_wrap=True)
+
+
+def best_in_words(results: Mapping[str, Any]) -> str:
+    """The best lossless setting, and what it is worth."""
+    best = next((row for row in results["confirmed"] if row["label"] == results["best"]), None)
+    if best is None:
+        return "No lossless method was tuned."
+    low, high = best["speedup_interval"] or (None, None)
+    span = f" (95 % interval {low:.2f} to {high:.2f})" if low is not None else ""
+    words = (
+        f"best: {_named(best)}: {best['speedup']:.2f} times as fast as plain decoding{span}, with "
+        f"{best['tokens_per_step']:.2f} tokens per step."
+    ) + (" These times are unsteady." if best["steady"] is False else "")
+    return words if best["speedup"] > 1 else f"{words} No setting is faster here than plain decoding."
+
+
+def _named(row: Row) -> str:
+    return f"{row['method']}, {_settings(row)}" if "method" in row else str(row["label"])
 
 
 def _settings(row: Row) -> str:
@@ -91,7 +104,7 @@ def _confirmed(results: Mapping[str, Any]) -> Table:
         cells.append([
             Cell(str(row["label"]) if index else f"0. {row['label']}"),
             Cell(_settings(row)),
-            number_cell(row["speedup"]),
+            speedup_cell(row),
             interval_cell(row.get("speedup_interval")),
             number_cell(row["perplexity"]),
             Cell("yes" if row["label"] in best else "no", float(row["label"] in best)),
@@ -102,7 +115,7 @@ def _confirmed(results: Mapping[str, Any]) -> Table:
 
 def _predicted(results: Mapping[str, Any]) -> Table:
     columns = [Column(name, numeric=False) for name in ("method", "settings", "found by")]
-    columns += [Column(name) for name in ("tokens per step", "speedup", "perplexity")]
+    columns += [Column("tokens per step"), Column("speedup of steps", "×"), Column("perplexity")]
     cells = []
     for name, tried in results["methods"].items():
         for choice in tried:

@@ -76,6 +76,9 @@ class EvaluateRecipe(_Decoding):
     """Tokens to generate for each prompt."""
     repeats: int = Field(1, ge=1)
     """Timed runs of each prompt with each method; medians are reported."""
+    again: int = Field(2, ge=0)
+    """Rows whose times are unsteady, by the spread of the runs, are timed so many times more at most, with their
+    baselines; those that stay so are marked."""
     compare_with_transformers: bool = True
     """At temperature 0, run `transformers.generate` too, for its tokens and its speed."""
     energy: Literal["auto", "off"] = "auto"

@@ -62,9 +62,9 @@ class Metrics(_Checked):
     ideal: float
     """The most speedup there can be, by cost_ratio."""
     bound: float
-    """The same by measured forwards."""
+    """The speedup if steps took no longer than their forwards of target, drafter and heads did."""
     efficiency: float
-    """Speedup of the steps alone over bound."""
+    """speedup / bound: the share of the time that reading the prompts and these forwards took; 1 at most."""
     flops_per_token: dict[str, float]
     """verification, drafting, total: by shapes; checked: the same of the forwards that were timed over what torch's
     counter saw, left out where there is nothing to compare."""
@@ -117,6 +117,13 @@ class MethodRow(Metrics):
     """A drafter's forward over the target's."""
     milliseconds: dict[str, float]
     """Of forwards in isolation: one (a token), tree (nodes_per_step tokens), propose."""
+    runs: Count | None
+    """Timed runs of each prompt: the recipe's `repeats`, and those that unsteady times took."""
+    slowdown: float | None
+    """How much longer the steps took than undisturbed ones, by the spread of the runs; null for too few of them."""
+    steady: bool | None
+    """false: the slowdown of the row or of its baseline is above 1.25, so that its times and speedups are not to be
+    relied on; null: not known."""
     phases_us: dict[str, float] | None
     """Median microseconds of a step by phase: draft, score, verify, commit, host, step."""
     joules_per_token: float | None
@@ -206,5 +213,5 @@ def _upgrade(found: Any) -> bool:
             row.update(_NEW_IN_ROWS | row | {"by_category": {}})
         found.update(_NEW_IN_2 | found | {"schema": SCHEMA})
     for row in found["methods"]:
-        row.setdefault("energy", None)
+        row.update(dict.fromkeys(("energy", "runs", "slowdown", "steady")) | row)
     return bool(found["schema"] == SCHEMA)

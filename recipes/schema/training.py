@@ -413,3 +413,8 @@ class TableRecipe(Section):
 
 
 TrainingRecipe = DrafterRecipe | HeadsRecipe | TableRecipe
+
+
+def role_of(recipe: TrainingRecipe) -> str:
+    """What is trained, for people: a language model for no target is one itself."""
+    return "target" if isinstance(recipe, DrafterRecipe) and recipe.target is None else recipe.kind

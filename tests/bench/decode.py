@@ -4,7 +4,7 @@
     python tests/bench/decode.py --shapes 7b-68m 13b-160m [--device cuda] [--dtype bfloat16]
 
 The first form needs a trained pair (`make quickstart`): batch 1, all runs in turns prompt by prompt, medians of each
-prompt's runs, raw forwards timed in between. Speeds hold the reading of the prompt; efficiency and its bound do not.
+prompt's runs. Speeds hold the reading of the prompt; efficiency is the share of the steps that their forwards take.
 The assistant of transformers is the same drafter with the same constant number of draft tokens and no confidence
 threshold; `published` is the loop of the slides with transformers and its caches. The second form builds models of
 real shapes with random weights, where a fixed pattern stands in for agreement. The last line is one JSON object.
@@ -26,7 +26,7 @@ from common import Pair, finish, in_turns, medians, parser_of, random_llama
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
-from draftsmith.decode.evaluation.measure import Decoded, RawCosts, decode, decode_reference
+from draftsmith.decode.evaluation.measure import Decoded, Entry, decode, decode_reference, profile_steps
 from draftsmith.decode.evaluation.metrics import Tally, total
 from draftsmith.decode.evaluation.profile import StepProfile
 from draftsmith.decode.methods import Method, Parts, build_method
@@ -185,13 +185,15 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     jobs["transformers"] = partial(decode_reference, pair.target_model)
     jobs["transformers assisted"] = assisted(pair.target_model, pair.drafter_model, gamma)
     jobs["published"] = published(pair.target_model, pair.drafter_model, gamma)
-    runs, samplers = interleaved(jobs, methods, target, prompts, limits, quick)
-    found = {label: row_of(runs[label], samplers.get(label)) for label in jobs}
+    runs = interleaved(jobs, prompts, limits, quick)
+    found = {label: row_of(runs[label]) for label in jobs}
+    for label, (kind, options, sampling) in measured.items():
+        profile = profile_steps(target, parts, Entry(label, kind, options, sampling), prompts, limits)
+        found[label]["efficiency"] = statistics.median(profile.shares)
+        found[label]["tokens_per_step"] = total(run[0].tally for run in runs[label]).metrics()["tokens_per_step"]
     for label, row in found.items():
         base = found["autoregressive T=1" if label.endswith("T=1") else "autoregressive"]
         row["speedup"] = row["tokens_per_second"] / base["tokens_per_second"]
-        if "bound" in row:
-            row["efficiency"] = row["stepping_rate"] / base["stepping_rate"] / row["bound"]
     exact = [label for label in jobs if not label.endswith("T=1") and label != "mjsd"]
     same = sum(len({tuple(runs[label][place][0].ids) for label in exact}) == 1 for place in range(len(prompts)))
     print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {gamma}; same greedy tokens on {same}")
@@ -220,51 +222,30 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def interleaved(
-    jobs: dict[str, Job],
-    methods: dict[str, Method],
-    target: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    limits: Limits,
-    quick: bool,
-) -> tuple[dict[str, list[list[Decoded]]], dict[str, RawCosts]]:
-    """Runs of every prompt by label, and the raw forwards that were timed in between."""
+    jobs: dict[str, Job], prompts: Sequence[Sequence[int]], limits: Limits, quick: bool
+) -> dict[str, list[list[Decoded]]]:
+    """Runs of every prompt by label."""
     for job in jobs.values():
         job(prompts[0], Limits(8, limits.stop_ids))
     runs: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in jobs}
-    samplers: dict[str, RawCosts] = {}
-    for repeat in range(2 if quick else 3):
+    for _ in range(2 if quick else 3):
         for place, prompt in enumerate(prompts):
             for label, job in jobs.items():
                 runs[label][place].append(job(prompt, limits))
-                if label in samplers:
-                    samplers[label].sample(2 if quick else 1)
-        if repeat == 0:  # from here on it is known how many nodes a step has
-            for label, method in methods.items():
-                counts = total(run[0].tally for run in runs[label])
-                samplers[label] = RawCosts(target, method, counts.nodes / counts.steps, 96)
-    return runs, samplers
+    return runs
 
 
-def row_of(runs: list[list[Decoded]], sampler: RawCosts | None) -> dict[str, Any]:
-    tokens = sum(len(run[0].ids) for run in runs)
+def row_of(runs: list[list[Decoded]]) -> dict[str, Any]:
     seconds = sum(statistics.median(result.seconds for result in run) for run in runs)
-    steps = sum(statistics.median(result.seconds - result.reading for result in run) for run in runs)
-    row: dict[str, Any] = {"tokens_per_second": tokens / seconds, "stepping_rate": tokens / steps}
-    if sampler is not None:
-        costs, counts = sampler.costs(), total(run[0].tally for run in runs)
-        row["tokens_per_step"] = counts.tokens / counts.steps
-        row["bound"] = row["tokens_per_step"] * costs.one / (costs.tree + costs.propose)
-        row["raw_ms"] = ", ".join(f"{1e3 * cost:.2f}" for cost in (costs.one, costs.tree, costs.propose))
-    return row
+    return {"tokens_per_second": sum(len(run[0].ids) for run in runs) / seconds}
 
 
 def print_rows(found: dict[str, dict[str, Any]]) -> None:
-    columns = {"tokens_per_second": "9.1f", "tokens_per_step": "13.2f", "speedup": "9.2f", "bound": "7.2f"}
-    columns |= {"efficiency": "12.2f"}
-    print(f"{'':24s} tokens/s  tokens/step  speedup  bound  efficiency   raw ms: one, tree, draft")
+    columns = {"tokens_per_second": "9.1f", "tokens_per_step": "13.2f", "speedup": "9.2f", "efficiency": "12.2f"}
+    print(f"{'':24s} tokens/s  tokens/step  speedup  efficiency")
     for label, row in found.items():
         cells = [f"{row[key]:{form}}" if key in row else " " * int(float(form[:-1])) for key, form in columns.items()]
-        print(f"{label:24s}{''.join(cells)}   {row.get('raw_ms', '')}")
+        print(f"{label:24s}{''.join(cells)}")
 
 
 # hidden, width of the MLP, layers, heads, vocabulary

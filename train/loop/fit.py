@@ -45,6 +45,8 @@ class Task:
     """What `fit` trains."""
 
     name: str
+    title: str | None = None
+    """What lines on the terminal begin with; None: the name."""
     module: nn.Module
     """Its forward(tokens_BT, labels_BT, positions_BT, documents_BT) returns (loss sums, counts): tensors of one shape.
     The loss of a step is Σ sums ÷ counts, both taken over the whole global batch."""
@@ -130,7 +132,7 @@ def fit(
     try:
         position = run.prepare()
         with StopSignals() as stop:
-            report = Report(task.name, config.steps, position.step, run.is_main)
+            report = Report(run.title, config.steps, position.step, run.is_main)
             report.line(run.opening_line(position))
             result = run.train(position, stop, report)
         unshard(accelerator, run.module)
@@ -146,6 +148,7 @@ class _Run:
         self, task: Task, data: PreparedData | StreamedData, config: FitConfig, folder: Path, accelerator: Any
     ) -> None:
         self.task, self.data, self.config, self.accelerator = task, data, config, accelerator
+        self.title = task.title or task.name
         self.is_main: bool = accelerator.is_main_process
         self.world: int = accelerator.num_processes
         self.micro_steps = micro_steps(config.global_batch, config.micro_batch, self.world)
@@ -207,7 +210,7 @@ class _Run:
         resumed = "" if self.resumed_from is None else f"; resumed after step {position.step}"
         tokens = config.global_batch * self.data.block_tokens
         return (
-            f"{self.task.name}: {self.world} process{'es' if self.world > 1 else ''} "
+            f"{self.title}: {self.world} process{'es' if self.world > 1 else ''} "
             f"({accelerator.distributed_type.value}) on {accelerator.device.type}, precision {config.precision}, "
             f"{self.trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most; peak "
             f"{self.peak / 1e12:.3g} TFLOP/s{resumed}"
@@ -291,7 +294,7 @@ class _Run:
         line |= {"step_tokens": tokens, "flops": self.task.flops(tokens, int(counts.max()))}
         fault = self._fault(step, loss, norm, losses)
         if fault is not None:
-            report.line(f"{self.task.name}: {fault}; skipped, the weights stay as they are")
+            report.line(f"{self.title}: {fault}; skipped, the weights stay as they are")
             line |= {"loss": math.nan, "skipped": fault}
             self.stepper.discard()
         else:
@@ -397,7 +400,7 @@ class _Run:
         self._save(position)
         done = f"stopped by {number.name} after step {position.step} of {self.config.steps}"
         message = f"{done}; saved in {self.state.folder}, run the same again to resume"
-        report.line(f"{self.task.name}: {message}")
+        report.line(f"{self.title}: {message}")
         raise Interrupted(number, message)
 
     def _keep_best(self, position: Position, report: Report) -> int:
@@ -405,15 +408,15 @@ class _Run:
         if self.best is None or self.best[1] == position.step:
             return position.step
         if self.best[1] == 0:
-            report.line(f"{self.task.name}: by {self.config.keep_best} training has gained nothing")
+            report.line(f"{self.title}: by {self.config.keep_best} training has gained nothing")
         value, step = self.best
         last = self.state.evaluations[position.step][str(self.config.keep_best)]
         found = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"
         if not self.state.has(step):
-            report.line(f"{self.task.name}: {found}, but there is no checkpoint of step {step}: the last weights stay")
+            report.line(f"{self.title}: {found}, but there is no checkpoint of step {step}: the last weights stay")
             return position.step
         self.state.load_weights(step)
-        report.line(f"{self.task.name}: {found}: the weights of step {step} are kept")
+        report.line(f"{self.title}: {found}: the weights of step {step} are kept")
         return step
 
     def _extrapolation(self, report: Report) -> dict[str, float] | None:
@@ -427,7 +430,7 @@ class _Run:
         if curve is None:
             return None
         report.line(
-            f"{self.task.name}: {name} {curve.at(curve.tokens):.4g} after {curve.tokens:,} tokens; by a curve through "
+            f"{self.title}: {name} {curve.at(curve.tokens):.4g} after {curve.tokens:,} tokens; by a curve through "
             f"{curve.points} evaluations (error {curve.error:.2g}) as many again add {curve.doubled():.2g}"
         )
         return {"now": curve.at(curve.tokens), "gain": curve.doubled(), "error": curve.error}

@@ -1,6 +1,6 @@
 """Every draft token that decoding looked at: whether it was accepted, and what the refused ones have in common.
 
-Shape letters: P passages, X attempts.
+Shape letters: X attempts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bootstrap import percentile_interval, resampled_ratios
+from ..bootstrap import binomial_interval
 from ..trace import TracedStep
 
 
@@ -39,26 +39,18 @@ def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
     return found
 
 
-def cells(
-    names: Sequence[str], accepted_X: NDArray[np.bool_], passage_X: NDArray[np.int64], passages: int
-) -> list[dict[str, Any]]:
+def cells(names: Sequence[str], accepted_X: NDArray[np.bool_]) -> list[dict[str, Any]]:
     """Attempts by name, those first that cost most: how many were `examined` and `accepted`, its `share` and the
-    `interval` of that (95 %), its `rejections_share` of all rejections, and its `excess`, how many of all rejections
-    there would not be if it were like the average."""
+    `interval` of that (95 %, exact), its `rejections_share` of all rejections, and its `excess`, how many of all
+    rejections there would not be if it were like the average."""
     name_X = np.asarray(names, dtype=object)
     rate, rejections = (1 - accepted_X.mean(), int((~accepted_X).sum())) if len(accepted_X) else (0.0, 0)
     found = []
     for name in dict.fromkeys(names):
         member_X = name_X == name
         good, count = int(accepted_X[member_X].sum()), int(member_X.sum())
-        over_P1, under_P1 = (
-            np.bincount(passage_X, each_X, passages)[:, None].astype(np.float64)
-            for each_X in (accepted_X & member_X, member_X)
-        )
-        ratios_RG = resampled_ratios(over_P1, under_P1)
-        span = percentile_interval(None if ratios_RG is None else ratios_RG[:, 0])
         lost, of = count - good, max(rejections, 1)
         cell: dict[str, Any] = {"name": name, "examined": count, "accepted": good, "share": good / count}
-        cell |= {"rejections_share": lost / of, "excess": float(lost - rate * count) / of, "interval": span}
-        found.append(cell)
+        cell |= {"rejections_share": lost / of, "excess": float(lost - rate * count) / of}
+        found.append(cell | {"interval": binomial_interval(good, count)})
     return sorted(found, key=lambda cell: -cell["excess"])

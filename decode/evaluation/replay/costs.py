@@ -21,9 +21,9 @@ from ...engine import Limits
 from ...methods import Method, Parts, build_method
 from ...models.base import LanguageModel
 from ...warpers import Sampling
-from ..measure import BASELINE, Decoded, decode, raw_forward
+from ..measure import BASELINE, Decoded, decode
 from ..metrics import total
-from ..profile import time_call
+from ..profile import raw_forward, time_call
 
 TARGET_NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 DRAFTER_NODES = (1, 2, 4, 8, 16, 32)

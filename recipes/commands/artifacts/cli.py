@@ -58,7 +58,7 @@ def verify(places: Annotated[list[str], typer.Argument(help="Artifacts' folders,
             _print(f"fault: {shown(fault)}")
         if manifest is not None and not faults:
             size = gigabytes(sum(entry["bytes"] for entry in manifest.files.values()))
-            _print(f"{shown(place)}: {manifest.kind}, {len(manifest.files)} files of {size}, nothing wrong")
+            _print(f"{shown(place)}: {manifest.role}, {len(manifest.files)} files of {size}, nothing wrong")
         wrong = wrong or bool(faults)
     if wrong:
         raise typer.Exit(1)
@@ -77,7 +77,7 @@ def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
 
     total = sum(entry["bytes"] for entry in manifest.files.values())
     made = f", an export in the format {manifest.export['format']}" if manifest.export is not None else ""
-    yield "what", f"{manifest.kind}{shown(made)}, {len(manifest.files)} files of {gigabytes(total)} in {place}"
+    yield "what", f"{manifest.role}{shown(made)}, {len(manifest.files)} files of {gigabytes(total)} in {place}"
     yield "created", shown(manifest.created or "not known")
     yield "command", shown(manifest.command or "not known")
     yield "vocabulary", f"{manifest.vocab_size:,} tokens"

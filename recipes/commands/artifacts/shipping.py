@@ -128,5 +128,5 @@ def pull(
     manifest, commit, is_new = download(name, out, revision or None, replace_other=replace)
     total = sum(entry["bytes"] for entry in manifest.files.values())
     done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
-    log(f"pull: {done} the {manifest.kind} of {name} at {commit}")
+    log(f"pull: {done} the {manifest.role} of {name} at {commit}")
     log(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its artifact.json says")

@@ -22,7 +22,7 @@ The file, `diagnosis.json` beside the results, written anew after each part:
         "skipped": ["…"]}]}
 
 `cells` are classes of tokens, those first that cost most: `excess` is the share of all rejections that a class has
-beyond its due, `interval` of its share of accepted tokens is of 95 %.
+beyond its due; `interval` of its share of accepted tokens is of 95 %, exact for independent trials.
 """
 
 from __future__ import annotations
@@ -285,12 +285,11 @@ class _Probe:
         tokenizer = self.case.opened.tokenizer
         special = set(tokenizer.all_special_ids)
         special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        names, accepted, passages = [], [], []
-        for number, (passage, attempts) in enumerate(zip(self.texts, self.attempts, strict=True)):
+        names, accepted = [], []
+        for passage, attempts in zip(self.texts, self.attempts, strict=True):
             texts = TokenTexts(tokenizer, passage.prompt)
             pieces = [texts.add(token) for token in passage.text]
             classes = classify(pieces, [token in special for token in passage.text])
             names += [classes[each.position] for each in attempts]
             accepted += [each.accepted for each in attempts]
-            passages += [number] * len(attempts)
-        return cells(names, np.array(accepted), np.array(passages), len(self.texts))
+        return cells(names, np.array(accepted))

@@ -39,7 +39,7 @@ from ...assemble.evaluation import (
     prompts_of,
 )
 from ...report.page import report_beside, write_report
-from ...report.tables import category_table, method_table
+from ...report.tables import UNSTEADY, category_table, method_table
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
@@ -151,6 +151,7 @@ def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
             case.limits,
             reference=opened.model if recipe.compare_with_transformers else None,
             repeats=recipe.repeats,
+            again=recipe.again,
             seed=recipe.seed,
             finished=finished,
             on_run=on_run,
@@ -236,6 +237,9 @@ def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
     console().print(method_table(title, results["methods"]).rich())
     if recipe.show_categories:
         console().print(category_table(results["methods"]).rich())
+    if unsteady := ", ".join(row["label"] for row in results["methods"] if row["steady"] is False):
+        why = "something else ran here; measure again, or with more `repeats`"
+        console().print(f"{UNSTEADY}: unsteady times, of {unsteady}: {why}", soft_wrap=True)
     for error in results["errors"]:
         console().print(f"error: {error}")
     same = results["greedy_equals_transformers"]

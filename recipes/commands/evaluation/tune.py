@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
-from ....decode.evaluation.measure import BASELINE, Decoded, Entry, Run, RunKey, measure
+from ....decode.evaluation.measure import BASELINE, Decoded, Entry, Run, RunKey, measure, steady
 from ....decode.evaluation.metrics import speedup_interval, total
 from ....decode.evaluation.quality import perplexity
 from ....decode.evaluation.replay.costs import PROBE_REPEATS, CostModel, measure_forwards, measure_overheads
@@ -246,9 +246,9 @@ def _confirm(case: _Case, choices: dict[str, list[Choice]]) -> tuple[dict[str, A
     labelled = {f"{number}. {choice.method}": choice for number, choice in enumerate(chosen, 1)}
     entries = [Entry(BASELINE, BASELINE, {}, case.sampling)]
     entries += [Entry(label, choice.method, choice.options, case.sampling) for label, choice in labelled.items()]
-    settings: dict[str, Any] = {"repeats": case.recipe.repeats, "seed": case.recipe.seed}
-
-    places = itertools.product(labelled.keys() | {BASELINE}, range(len(case.prompts)), range(case.recipe.repeats))
+    settings: dict[str, Any] = case.recipe.model_dump(include={"repeats", "again", "seed"})
+    times = range(case.recipe.repeats + case.recipe.again)
+    places = itertools.product(labelled.keys() | {BASELINE}, range(len(case.prompts)), times)
     names = {RunKey(*place): f"confirmed run {place}" for place in places}
     settings["finished"] = {key: case.kept.known(name, _RUN) for key, name in names.items() if name in case.kept}
     settings["on_run"] = lambda key, run: case.kept.add(names[key], _RUN, run)
@@ -274,6 +274,7 @@ def _confirmed(case: _Case, label: str, choice: Choice, runs: Mapping[str, Run])
         "tokens_per_step": total(run.tallies).metrics()["tokens_per_step"],
         "speedup": speedup,
         "speedup_interval": interval,
+        "steady": steady(run, base),
         "stepping_speedup": run.stepping_rate() / base.stepping_rate(),
         "perplexity": None if choice.lossless else perplexity(case.target, case.prompts, run.ids),
     }

@@ -29,7 +29,7 @@ from ...assemble.data import Prepared
 from ...assemble.drafter import drafter_parts
 from ...assemble.heads import heads_parts
 from ...assemble.sizes import size_of
-from ...schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe
+from ...schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
 from ...session.launch import run_on_all
 from ...session.terminal import console, duration, gigabytes, log
 
@@ -102,7 +102,7 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
     found, evaluation_seconds = _probe(recipe, config, prepared, tokenizer, accelerator, needed, free)
     stage, blocks = size.demand.launch.zero_stage, prepared.train.blocks
     return Plan(
-        kind=recipe.kind,
+        kind=role_of(recipe),
         demand=size.demand,
         parallelism=f"ZeRO {stage}" if stage else accelerator.distributed_type.value,
         memory=memory,
@@ -225,7 +225,7 @@ def _probe(
 ) -> tuple[Probe, float]:
     """Run the recipe's task for a step or two and a part of its evaluation; also the seconds of a whole evaluation."""
     if accelerator.is_main_process:
-        log(f"{recipe.kind}: trying one or two micro batches")
+        log(f"{role_of(recipe)}: trying one or two micro batches")
     section = recipe.measure
     blocks = min(section.blocks, prepared.heldout.blocks)
     shares = max(1, section.prompts or blocks)

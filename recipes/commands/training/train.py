@@ -11,7 +11,7 @@ from ....checkpoints.storage.names import MANIFEST_FILE
 from ....train.parallel.accelerate import make_accelerator
 from ....train.parallel.processes import on_main
 from ...assemble.artifact import check_out, state_folder
-from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
+from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe, role_of
 from ...session.launch import run_on_all
 from ...session.terminal import log
 
@@ -33,7 +33,7 @@ def run_train(recipe: TrainingRecipe) -> Path:
         on_main(accelerator, claim)
         if (out / MANIFEST_FILE).is_file():
             if accelerator.is_main_process:
-                log(f"{recipe.kind}: {out} is finished, reusing it")
+                log(f"{role_of(recipe)}: {out} is finished, reusing it")
             return out
         _run(recipe, out, accelerator)
         accelerator.wait_for_everyone()

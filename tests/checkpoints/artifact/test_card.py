@@ -129,8 +129,9 @@ def test_what_is_not_known_is_said_or_left_out() -> None:
     card = model_card(bare, "t")
     assert "## Data" not in card
     assert "## Evaluation" not in card
-    assert "the-target" in card
     assert set(head_of(card)) == {"library_name", "pipeline_tag", "tags"}
+    assert "from_pretrained('t')" in card.replace('"', "'")  # made for no target, it is one
+    assert "the-target" in model_card(make_manifest(kind="table", target=None), "t")
     unchecked = make_manifest(data={"rows": 1, "source": {"options": {}, "cleaning": {}}})
     assert "Contamination with evaluation texts was not checked." in model_card(unchecked, "t")
 

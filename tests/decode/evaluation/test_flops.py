@@ -18,7 +18,7 @@ from draftsmith.decode.evaluation.flops import (
     part_flops,
     step_flops,
 )
-from draftsmith.decode.evaluation.measure import raw_costs, raw_forward
+from draftsmith.decode.evaluation.profile import raw_costs, raw_forward
 from draftsmith.decode.evaluation.summary import flops_per_token
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import TransformersModel

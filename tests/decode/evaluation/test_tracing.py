@@ -83,3 +83,23 @@ def test_of_a_greedy_chain_the_refused_token_is_the_drafters_own(models: Any, ma
                 ids.append(step.next_id)
     assert refused > 0
     assert len(ids) == len(PROMPT) + 40
+
+
+@pytest.mark.parametrize("limit", range(6, 11))
+def test_what_the_limit_cut_off_was_accepted(models: Any, make_heads: Any, limit: int) -> None:
+    """A drafter that is the target: five tokens a step, and of the last step those behind the limit."""
+    target = wrap_model(models[0])
+    method = build_method("speculative", Parts(target), Sampling(), gamma=4)
+    whole = [
+        token
+        for step in trace(target, method, PROMPT, Limits(20), Sampling())
+        for token in (*step.accepted, step.next_id)
+    ]
+    first, last = trace(target, method, PROMPT, Limits(limit), Sampling())
+    assert (first.cut, first.rejected, last.rejected) == ((), (), ())
+    text = [*first.accepted, first.next_id, *last.accepted, *([] if last.next_id is None else [last.next_id])]
+    assert text == whole[:limit]
+    assert last.cut == tuple(whole[limit:9])
+    stopped = trace(target, method, PROMPT, Limits(20, (whole[limit - 1],)), Sampling())
+    kept = whole.index(whole[limit - 1]) + 1
+    assert stopped[-1].cut == tuple(whole[kept : kept + (-kept % 5 or 1) - 1])

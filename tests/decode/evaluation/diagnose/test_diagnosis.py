@@ -178,7 +178,7 @@ def test_cells_add_up_and_the_worst_comes_first() -> None:
     names = rng.choice(["good", "bad", "rare"], 400, p=[0.6, 0.35, 0.05]).tolist()
     chance = {"good": 0.9, "bad": 0.3, "rare": 0.9}
     accepted_X = np.array([rng.random() < chance[name] for name in names])
-    found = cells(names, accepted_X, rng.integers(0, 20, 400), 20)
+    found = cells(names, accepted_X)
     assert found[0]["name"] == "bad"
     assert sum(cell["examined"] for cell in found) == 400
     assert sum(cell["accepted"] for cell in found) == accepted_X.sum()
@@ -186,8 +186,13 @@ def test_cells_add_up_and_the_worst_comes_first() -> None:
     assert sum(cell["excess"] for cell in found) == pytest.approx(0)
     for cell in found:
         assert cell["share"] == pytest.approx(accepted_X[[name == cell["name"] for name in names]].mean())
-        assert cell["interval"] is None or cell["interval"][0] <= cell["share"] <= cell["interval"][1]
-    all_good = cells(["a", "b"], np.array([True, True]), np.array([0, 1]), 2)
+        assert cell["interval"][0] < cell["share"] < cell["interval"][1]
+    few = cells(["a"] * 4 + ["b"] * 4, np.array([False] * 4 + [True] * 4))
+    assert [cell["interval"] for cell in few] == [
+        pytest.approx((0, 0.6024), abs=1e-4),
+        pytest.approx((0.3976, 1), abs=1e-4),
+    ]
+    all_good = cells(["a", "b"], np.array([True, True]))
     assert [(cell["rejections_share"], cell["excess"]) for cell in all_good] == [(0, 0), (0, 0)]
 
 

@@ -88,6 +88,7 @@ def test_steps_are_described_as_they_were() -> None:
     steps = [
         TracedStep((ids["a"], ids["b"]), (0, 1), (ids["x"], ids["y"]), ids["c"], 6),
         TracedStep((), (), (), ids["d"], 0),
+        TracedStep((ids["a"],), (0,), (), None, 4, (ids["x"], ids["y"], ids["a"])),
     ]
     traced = describe_steps(steps, tokenizer, [])
     assert traced[0]["tokens"] == [
@@ -97,7 +98,11 @@ def test_steps_are_described_as_they_were() -> None:
         {"kind": "corrected", "text": "c"},
     ]
     assert traced[1]["tokens"] == [{"kind": "added", "text": "d"}]
-    assert kept_text(traced) == "abcd"
+    assert kept_text(traced) == "abcda"
+    assert traced[2] == {"proposed": 4, "accepted": 1, "cut": 3, "tokens": [
+        {"kind": "accepted", "text": "a"}, {"kind": "cut", "text": "x", "more": 2}
+    ]}  # fmt: skip
+    assert step_line(3, "d", traced[2], marks=True).plain == "   3  1/4  d»a(x)+2"
     assert step_line(1, "", traced[0], marks=True).plain == "   1  2/6  »ab+1[-x-]+1{+c+}"
     assert step_line(12, "abc", traced[1], marks=True).plain == "  12  0/0  abc»{d}"
     assert step_line(12, "abc", traced[1], marks=False).plain == "  12  0/0  abcd"

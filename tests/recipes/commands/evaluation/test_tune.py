@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,20 @@ def test_tune_writes_what_it_found_and_can_be_evaluated(recipe: Path, capsys: py
     assert "Confirmed by decoding" in said
     assert results["left_out"] == [{"method": "beam", "why": "none of its settings is searched"}]
     assert "not tuned: beam: none of its settings is searched" in said
-    assert "<li>beam: none of its settings" in (folder / "tune.html").read_text()
+    page = (folder / "tune.html").read_text()
+    assert "<li>beam: none of its settings" in page
+    speedup = f"{best['speedup']:.2f}"
+    assert f"{best['method']}, gamma" in page or f"{best['method']}, k_config" in page
+    assert f": {speedup} times" in page  # in words
+    assert f": {speedup} times" in " ".join(said.split())
+    named = re.findall(r"<text[^>]*>(\d+  [^<]*)</text>", page)  # beside the charts
+    assert {name.split()[1].rstrip(",") for name in named} >= {
+        "autoregressive",
+        *(row["method"] for row in results["confirmed"]),
+    }
+    headings = re.findall(r'<span>([^<]*)</span>(?:<span class="unit">[^<]*</span>)?</th>', page)
+    assert headings.count("speedup") == 1  # one number has that name, on the terminal as well
+    assert "speedup of steps" in headings
     chosen = load_recipe(str(folder / "recipe.yaml"))
     assert isinstance(chosen, EvaluateRecipe)
     assert [row.method for row in chosen.methods][:4] == ["autoregressive", "speculative", "multi-candidate", "mjsd"]

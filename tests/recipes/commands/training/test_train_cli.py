@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.artifact import Run
 from draftsmith.recipes.assemble.data import prepare_data
@@ -56,6 +59,30 @@ def test_a_bad_step_names_the_documents(drafter_recipe: Path, tmp_path: Path) ->
     text = str(caught.value)
     assert "Its documents begin: '<|im_start|>user" in text
     assert text.count(" …") == min(3, len(numbers[numbers >= 0].unique()))
+
+
+def test_a_target_is_called_one(drafter_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its recipe is of the kind `drafter`, and names no target."""
+    run_train(load_training(str(drafter_recipe)))
+    run_train(load_training(str(drafter_recipe), [f"target={tmp_path / 'drafter'}", f"out={tmp_path / 'own'}"]))
+    run_train(load_training(str(drafter_recipe)))  # which is finished
+    said = re.findall("^(target|drafter): (.*)", capsys.readouterr().err, re.MULTILINE)
+    turns = [title for title, _ in itertools.groupby(said, lambda line: line[0])]
+    assert turns == ["target", "drafter", "target"]
+    assert {words.split()[0] for title, words in said if title == "target"} >= {
+        "1",
+        "step",
+        "wrote",
+        str(tmp_path / "drafter"),
+    }
+    names = ("drafter", "own")
+    verified = CliRunner().invoke(app, ["artifact", "verify", *(str(tmp_path / name) for name in names)]).stdout
+    assert [line.partition(": ")[2].split(",")[0] for line in verified.splitlines()] == ["target", "drafter"]
+    shown = CliRunner().invoke(app, ["artifact", "show", str(tmp_path / "drafter")]).stdout
+    assert shown.split()[:2] == ["what", "target,"]
+    cards = [(tmp_path / name / "README.md").read_text() for name in names]
+    assert [("draft-model" in card, "assistant_model" in card) for card in cards] == [(False, False), (True, True)]
+    assert [load_manifest(tmp_path / name).kind for name in names] == ["drafter", "drafter"]  # as files have it
 
 
 def test_every_shipped_recipe_can_be_copied_and_listed(tmp_path: Path) -> None:
