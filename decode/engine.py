@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .models.base import LanguageModel
 from .models.finite import Watch
-from .models.kv_cache import KVCache
+from .models.kv_cache import KVCache, sent
 from .models.paths import extend_by_path
 from .rng import Rng
 from .tree import Tree
@@ -268,9 +268,8 @@ class Context:
     def _send(self, lengths: list[int], count: int) -> None:
         """Copy the `count` tokens behind each row's former end to the device: what is kept, and what is never read."""
         slots = np.minimum(np.array(lengths)[:, None] + np.arange(count), self.capacity - 1)
-        # From pinned memory a copy is queued; from other memory the host would wait for the device.
-        packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1)))).pin_memory()
-        slots_BK1, new_BK1 = packed.to(self.ids_BS.device, non_blocking=True)
+        packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
+        slots_BK1, new_BK1 = sent(packed, self.ids_BS.device)
         self.ids_BS.scatter_(1, slots_BK1, new_BK1)
 
 

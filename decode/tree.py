@@ -68,10 +68,26 @@ class Tree:
         return _k_ary(tuple(branching))
 
     def to(self, device: torch.device) -> Tree:
+        """This tree on a device: itself, or one that is sent there with the first call."""
         if self.parents_BN.device == device:
             return self
-        moved = (self.parents_BN.to(device), self.depth_BN.to(device), self.line_BNP.to(device))
-        return Tree(*moved, self.max_depth, self.is_chain)
+        if device not in self._elsewhere:
+            moved = (self.parents_BN.to(device), self.depth_BN.to(device), self.line_BNP.to(device))
+            self._elsewhere[device] = Tree(*moved, self.max_depth, self.is_chain)
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, Tree]:
+        return {}
+
+    @cached_property
+    def leaf_paths(self) -> tuple[Tensor, Tensor]:
+        """Of the first row, whose leaves must lie equally deep: the nodes of each leaf's path, [leaves, K + 1], and a
+        leaf below each node, [N]."""
+        leaves_L = torch.nonzero(self.depth_BN[0] == self.max_depth)[:, 0]
+        above_LN = self.ancestors_BNN[0, leaves_L]
+        path_LP = torch.nonzero(above_LN)[:, 1].view(len(leaves_L), self.max_depth + 1)
+        return path_LP, above_LN.int().argmax(0)
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:

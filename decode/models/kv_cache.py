@@ -14,6 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device. From pinned memory the copy is queued; from other memory the host would wait
+    for the device."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
 class KVCache:
     """Slots 0..length-1 of a row hold its committed tokens; a proposal's nodes are written behind them.
 
@@ -101,10 +107,7 @@ class KVCache:
     def lengths_B(self) -> Tensor:
         """int64; the lengths on the device, sent when they are first asked for."""
         if self._lengths_B is None:
-            # From pinned memory the copy is queued; from other memory the host would wait for the device.
-            pinned = self.device.type == "cuda"
-            lengths_B = torch.tensor(self.lengths, dtype=torch.int64, pin_memory=pinned)
-            self._lengths_B = lengths_B.to(self.device, non_blocking=True)
+            self._lengths_B = sent(torch.tensor(self.lengths, dtype=torch.int64), self.device)
         return self._lengths_B
 
     def _slots(self, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
     if tree.is_chain:
         return model.extend(cache, tokens_BN, tree)
     assert len(tree.parents_BN) == 1, "one topology for all rows"
-    path_LP, leaf_N = _paths(tree)
+    path_LP, leaf_N = tree.leaf_paths
     leaves, rows = len(path_LP), len(tokens_BN)
     by_leaf = model.new_cache(rows * leaves, cache.capacity)
     end = max(cache.lengths)
@@ -44,11 +44,3 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
         cache.keys[layer][rows_B1, :, target_BN] = by_leaf.keys[layer][row_BN, :, source_BN]
         cache.values[layer][rows_B1, :, target_BN] = by_leaf.values[layer][row_BN, :, source_BN]
     return hidden_BLPD[:, leaf_N, depth_N]
-
-
-def _paths(tree: Tree) -> tuple[Tensor, Tensor]:
-    """The nodes of each leaf's path, [L, P], and a leaf below each node, [N]."""
-    leaves_L = torch.nonzero(tree.depth_BN[0] == tree.max_depth)[:, 0]
-    above_LN = tree.ancestors_BNN[0, leaves_L]
-    path_LP = torch.nonzero(above_LN)[:, 1].view(len(leaves_L), tree.max_depth + 1)
-    return path_LP, above_LN.int().argmax(0)

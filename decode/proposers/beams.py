@@ -77,9 +77,10 @@ class TargetBeam(_Beam):
         self._depth = gamma
         self._state = DraftState(context.target, context, 1 + self.beams * gamma, self.gamma or 1)
         self._chain = Tree.chain(gamma).to(context.target.device)
+        self._stop_ids = torch.tensor(context.limits.stop_ids, dtype=torch.int64, device=context.target.device)
 
     def propose(self, context: Context) -> Proposal:
-        tokens_BN, _, self._nodes_BN = best_beam(self._state, context, self._depth, self.beams, stops=True)
+        tokens_BN, _, self._nodes_BN = best_beam(self._state, context, self._depth, self.beams, self._stop_ids)
         return Proposal(self._chain, tokens_BN, target_forwards=self._depth)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
@@ -87,15 +88,14 @@ class TargetBeam(_Beam):
 
 
 def best_beam(
-    state: DraftState, context: Context, gamma: int, beams: int, stops: bool = False
+    state: DraftState, context: Context, gamma: int, beams: int, stop_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, joint log-probabilities and nodes, [B, gamma + 1] each, of the likeliest of `beams` sequences.
 
-    `stops`: a beam whose last token is a stop token ends there: it repeats that token, and its score stays.
+    A beam whose last token is one of `stop_ids` ends there: it repeats that token, and its score stays.
     """
     model, rows = state.model, len(context.lengths)
     whose = "the target's" if model is context.target else "the drafter's"
-    stop_ids = torch.tensor(context.limits.stop_ids if stops else (), dtype=torch.int64, device=model.device)
     tokens_BN, scores_BN = context.root_B1, torch.zeros(rows, 1, device=model.device)
     hidden_BMD = state.read_root(context)[:, None]
     tree = Tree.chain(0).to(model.device)
@@ -113,7 +113,7 @@ def best_beam(
         first = tree.nodes - picked_BM.shape[1]
         tokens_BN = torch.cat((tokens_BN, picked_BM % vocab), 1)
         scores_BN = torch.cat((scores_BN, scores_BM), 1)
-        if len(stop_ids):
+        if stop_ids is not None and len(stop_ids):
             ended_BM = torch.isin(tokens_BN[:, first:], stop_ids)
         if level + 1 < gamma:
             hidden_BMD = state.grow(tokens_BN[:, first:], tree, first)

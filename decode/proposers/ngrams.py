@@ -14,6 +14,7 @@ from ...checkpoints.table.smoothing import check_smoothing
 from ...checkpoints.table.table import BigramTable
 from ..engine import Context, Limits, Proposal, Proposer
 from ..models.base import check_same_vocabulary
+from ..models.kv_cache import sent
 from ..rng import categorical
 from ..tree import Tree
 from ..warpers import warp
@@ -100,10 +101,10 @@ class PromptLookup(Proposer):
         lengths_B1, places_B1 = np.array(context.lengths)[:, None], places_B[:, None]
         source_BK = places_B1 + np.arange(depth) % np.maximum(lengths_B1 - places_B1, 1)
         tokens_BK = np.take_along_axis(context.host_ids_BS, np.where(found_B[:, None], source_BK, 0), 1)
-        tokens_BN = torch.cat((context.root_B1, torch.from_numpy(tokens_BK).to(device)), 1)
+        tokens_BN = torch.cat((context.root_B1, sent(torch.from_numpy(tokens_BK), device)), 1)
         proposal = Proposal(Tree.chain(depth).to(device), tokens_BN, levels=self.gamma)
         if depth and not found_B.all():
-            proposal.valid_BN = torch.from_numpy(found_B).to(device)[:, None].expand(-1, depth + 1)
+            proposal.valid_BN = sent(torch.from_numpy(found_B), device)[:, None].expand(-1, depth + 1)
         return proposal
 
 

@@ -38,6 +38,19 @@ def test_trees_are_what_their_branching_says(branching: tuple[int, ...]) -> None
         assert int(tree.child_count_BN[0, node]) == wanted
         children = [child for child in tree.children_BNC[0, node].tolist() if child >= 0]
         assert [int(tree.rank_BN[0, child]) for child in children] == list(range(wanted))
+    lines = [torch.nonzero(tree.ancestors_BNN[0, node])[:, 0].tolist() for node in range(tree.nodes)]
+    path_LP, leaf_N = tree.leaf_paths
+    assert path_LP.tolist() == [line for line in lines if len(line) == len(branching) + 1]
+    assert all(node in path_LP[leaf] for node, leaf in enumerate(leaf_N.tolist()))
+
+
+def test_a_tree_is_sent_to_a_device_once() -> None:
+    """What is made anew every step, such as chains of many lengths, would stop the host each time."""
+    meta = torch.device("meta")
+    for make in (lambda: Tree.chain(5), lambda: Tree.k_ary((2, 2))):
+        assert make().to(torch.device("cpu")) is make()
+        assert make().to(meta) is make().to(meta)
+        assert make().to(meta).line_BNP.device == meta
 
 
 def test_branching_parses_and_refuses() -> None:
