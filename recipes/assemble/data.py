@@ -140,7 +140,7 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
         console().rule(f"{document.conversation.id}", align="left")
         console().print(colour(document, tokenizer))
     console().rule()
-    console().print(Text(f"{_BEGIN}trained{_END}", _STYLES[1]), Text("special tokens", _STYLES[2]))
+    console().print(f"{_BEGIN}trained{_END}: green; special tokens: dim")
     for part, report in zip(section.parts(), reports, strict=True):
         console().print(f"{part.source}: {report.summary()}")
     console().print(f"lint: {linter.report.summary()}")

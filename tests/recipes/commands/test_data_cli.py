@@ -198,6 +198,7 @@ def test_columns_are_named_by_the_user_and_those_not_used_by_us(
     assert first["messages"][0]["content"].endswith("?\n\nThe text.")
     shown = run("prepare", *options, "--lint", f"data.columns={json.dumps(names | {'notes': None})}")
     assert "⟦d e.<|im_end|>⟧" in shown.stdout
+    assert "⟦trained⟧" in shown.stdout
     assert "The text.<|im_end|>" in shown.stdout
     assert "not used" not in shown.stdout
     for wrong, needles in (
