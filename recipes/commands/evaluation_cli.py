@@ -122,15 +122,21 @@ def papers(
 @_takes_evaluation
 def certify(
     asked: Evaluation,
-    tokens: Annotated[int, typer.Option(help="To test for each method above temperature 0.")] = 10_000,
-    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    tokens: Annotated[int, typer.Option(help="To test for each method above temperature 0.")] = 4_000,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
     out: Annotated[Path | None, typer.Option(help="The certificate; by default beside the results.")] = None,
+    method: Methods = None,
+    every: Every = False,
+    plan: Plan = False,
 ) -> None:
-    """Test that methods write what the target alone would write; exit code 1 where one does not and should."""
-    loaded = asked.load("certify")
+    """Test that methods write what the target alone would write, on a small pair of six tokens and on yours; exit code
+    1 where one should and does not, or where that stays undecided."""
+    from .evaluation.recipe import Rows
+
+    loaded = asked.load("certify", Rows(tuple(method or ()), every))
     from .evaluation.certify import run_certify
 
-    if any(certificate.failed for certificate in run_certify(loaded, tokens, batch, out)):
+    if any(certificate.failed for certificate in run_certify(loaded, tokens, batch, out, plan)):
         raise typer.Exit(1)
 
 

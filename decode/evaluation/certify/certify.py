@@ -31,12 +31,21 @@ from ...models.base import LanguageModel
 from ...rng import Rng
 from ...warpers import Sampling, warp
 from ..measure import Entry
-from .rescoring import Rounding, chunks, measure_rounding, proposers_view, read_back
-from .uniformity import TESTS, Evidence, detectable_bias, favour, transform, uniformity_tests
+from .joint import LENGTH, MOST, joint_law, joint_test, outcome
+from .rescoring import Rounding, chunks, judged, measure_rounding, proposers_view, read_back
+from .uniformity import Evidence, Result, detectable_bias, favour, transform, uniformity_tests
 
-Verdict = Literal["lossless", "not lossless", "not claimed"]
+Verdict = Literal["lossless", "too little text", "undecided", "not lossless", "not claimed"]
+"""lossless: no test doubts it, and a bias of `VISIBLE` would have been found. too little text: it would not have been.
+undecided: even `MORE` text left a p-value that a correct method has with probability `DOUBT` at most."""
 LOOKS = (0.125, 0.25, 0.5, 1.0)
-"""Shares of the planned tokens after which the tests are made; the level is divided among the looks."""
+"""Shares of the planned tokens after which the tests are made; the level is divided among these and `MORE`."""
+MORE = (2.0, 4.0, 8.0)
+"""Shares to which a text grows, from fresh seeds, while it is neither clear nor a fault for certain."""
+DOUBT = 0.01
+"""Probability that all tests of a correct method at one look together leave a doubt."""
+VISIBLE = 0.1
+"""The largest smallest bias (see `power`, found_99) with which a method may be called lossless."""
 EXCUSED = ("near-tie", "edge")
 """Kinds of findings that rounding explains."""
 _LISTED = 20  # of those, and of faults
@@ -50,7 +59,7 @@ class Plan:
         ValueError: less than one token or row.
     """
 
-    tokens: int = 10_000
+    tokens: int = 4_000
     """Tokens to judge for each method. At temperature 0 every prompt is decoded once, and no more."""
     level: float = 1e-6
     """Probability of a false alarm, of all tests of one method together."""
@@ -63,9 +72,9 @@ class Plan:
         if min(self.tokens, self.batch) < 1:
             raise ValueError(f"tokens and batch must be at least 1, got {self.tokens} and {self.batch}")
 
-    def test_level(self, orders: int) -> float:
-        """What is left of the level for one test at one look."""
-        return self.level / (orders * len(TESTS) * len(LOOKS))
+    def test_level(self, tests: int) -> float:
+        """What is left of the level for one of so many tests at one look."""
+        return self.level / (tests * len(LOOKS + MORE))
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,8 @@ class Certificate:
 
     @property
     def failed(self) -> bool:
-        return self.verdict == "not lossless"
+        """Whether there is reason to doubt a method that calls itself lossless."""
+        return self.verdict in ("not lossless", "undecided")
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -193,6 +203,8 @@ class _Run:
     rows: int = 0
     tokens: int = 0
     tests: list[dict[str, Any]] = field(default_factory=list)
+    outcomes: list[tuple[int, int]] = field(default_factory=list)
+    laws: list[np.ndarray] = field(default_factory=list)
     start: float = field(init=False)
     uniform: np.random.Generator = field(init=False)
     spare: np.random.Generator = field(init=False)
@@ -275,9 +287,12 @@ class _Run:
 
     def sampled(self) -> Certificate:
         """Two neighbouring rows share a prompt, so that shared random numbers show."""
-        planned, orders = self.plan.tokens, dict[str, Evidence]()
-        for look in LOOKS:
-            wanted = max(1, math.ceil(planned * look))
+        orders, planned = dict[str, Evidence](), self.plan.tokens
+        for look in LOOKS + MORE:
+            if look > 1 and not (self.claimed and self.doubtful):
+                break
+            wanted = max(1, math.ceil(self.plan.tokens * look))
+            planned = max(planned, wanted)
             while self.tokens < wanted and not (self.claimed and self.faults):
                 numbers = [(row // 2) % len(self.prompts) for row in range(self.rows, self.rows + self.plan.batch)]
                 self.judge_sampled(orders, numbers, self.write([self.prompts[number] for number in numbers]))
@@ -290,7 +305,7 @@ class _Run:
         count, variance = max(1, evidence.tokens), evidence.total_variance
         reach = 1.96 * math.sqrt(variance) / count
         bias = {"estimate": evidence.bias, "interval": [evidence.bias - reach, evidence.bias + reach]}
-        level = self.plan.test_level(len(orders))
+        level = self.tests[0]["level"]
         powers = {f"found_{power}": (count, level, power / 100, variance / count) for power in (80, 99)}
         found = {name: detectable_bias(*settings) for name, settings in powers.items()}
         sure = {"tokens": evidence.tokens, "level": level} | found
@@ -299,23 +314,44 @@ class _Run:
 
     def look(self, orders: dict[str, Evidence], tokens: int) -> None:
         """All tests on the first so many tokens."""
-        level = self.plan.test_level(len(orders))
-        self.tests = [
-            {"order": order} | result._asdict() | {"level": level}
+        found = [
+            (order, result)
             for order, evidence in orders.items()
             for result in uniformity_tests(evidence.first(tokens), self.spare)
         ]
+        if self.reference.vocab_size**LENGTH <= MOST:
+            # As many rows as there must be: what they say does not decide how many are looked at.
+            found.append(("all continuations", self.joint(tokens // self.limits.max_new_tokens)))
+        level = self.plan.test_level(len(found))
+        self.tests = [{"order": order} | result._asdict() | {"level": level} for order, result in found]
+
+    def joint(self, rows: int) -> Result:
+        """The joint law of the first tokens of the first so many rows, by prompt."""
+        sampling, stops = self.entry.sampling, self.limits.stop_ids
+        while len(self.laws) < len(self.prompts):
+            self.laws.append(joint_law(self.reference, self.prompts[len(self.laws)], sampling, stops))
+        outcomes: list[list[int]] = [[] for _ in self.laws]
+        for number, found in self.outcomes[:rows]:
+            outcomes[number].append(found)
+        return joint_test(self.laws, outcomes)
 
     @property
     def convicted(self) -> bool:
         """Whether a fault is certain, at the plan's level."""
         return self.faults > 0 or any(test["p_value"] < test["level"] for test in self.tests)
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether a test says what it rarely says of a correct method."""
+        return any(test["p_value"] < DOUBT / len(self.tests) for test in self.tests)
+
     def judge_sampled(
         self, orders: dict[str, Evidence], numbers: Sequence[int], outputs: Sequence[Sequence[int]]
     ) -> None:
         """Add what the rows say to each order's evidence."""
         self.judge_lengths(numbers, outputs)
+        vocab = self.reference.vocab_size
+        self.outcomes += [(number, outcome(row, vocab)) for number, row in zip(numbers, outputs, strict=True)]
         if not any(outputs):
             return
         prompts, sampling, entry = [self.prompts[number] for number in numbers], self.entry.sampling, self.entry
@@ -330,11 +366,15 @@ class _Run:
         found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
         for chunk in chunks(len(token_X), self.reference.vocab_size):
             logits_CV, token_C = self.reference.logits(reading.hidden_XD[chunk]), token_X[chunk]
-            probs_CV = warp(logits_CV, sampling).double()
-            probs_CV /= probs_CV.sum(-1, keepdim=True)
+            probs_CV = judged(logits_CV, sampling)
             self.judge_support(logits_CV, probs_CV, token_C, where[chunk])
             best_CV = torch.zeros_like(probs_CV, dtype=torch.bool).scatter_(1, probs_CV.argmax(-1, keepdim=True), True)
-            scores = {"the target's most likely token": (probs_CV, best_CV)}
+            # By number, as tokens are drawn: draws by one random number then lie close to each other.
+            number_V = torch.arange(probs_CV.shape[1], device=probs_CV.device)
+            scores = {
+                "token numbers": (-number_V.expand_as(probs_CV), (2 * number_V < len(number_V)).expand_as(probs_CV)),
+                "the target's most likely token": (probs_CV, best_CV),
+            }
             if view is not None:
                 theirs_CV = view(chunk).double()
                 scores["what its proposer prefers"] = (theirs_CV / probs_CV, theirs_CV > probs_CV)
@@ -363,7 +403,9 @@ class _Run:
     def certificate(
         self, planned: int, bias: dict[str, Any], power: dict[str, Any], early: bool, undecided: int | None
     ) -> Certificate:
-        verdict: Verdict = "not lossless" if self.convicted else "lossless"
+        verdict: Verdict = "lossless" if power["found_99"] <= VISIBLE else "too little text"
+        if self.doubtful or self.convicted:
+            verdict = "not lossless" if self.convicted else "undecided"
         return Certificate(
             label=self.entry.label,
             method=self.entry.method,

@@ -1,4 +1,5 @@
 """Finished texts read again by a model in one wide forward each, from nothing: no step, tree or cache has a part in it.
+Who judges has no part of ours at all: forward and warping are transformers' own.
 
 Shape letters: B rows, T positions of a row, X new tokens of all rows one after another, C tokens of a chunk,
 V vocabulary, D hidden.
@@ -14,10 +15,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ...engine import Limits, generate
 from ...methods import Method, Parts
-from ...models.base import LanguageModel
+from ...models.base import LanguageModel, TransformersModel, bare_model
+from ...models.final_norm import norm_input
+from ...models.kv_cache import KVCache
+from ...models.loading import wrap_model
 from ...proposers.chains import DraftChains
 from ...proposers.draft_tree import NoDraft
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
@@ -79,6 +84,37 @@ def chunks(tokens: int, vocab: int) -> Iterator[slice]:
     """Slices of so many tokens that their distributions take little memory."""
     size = max(1, _NUMBERS_A_CHUNK // vocab)
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+class Judge(TransformersModel):
+    """Runs whole texts as transformers does by itself: causal, without a cache, mask or position of ours."""
+
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        assert not any(cache.lengths)
+        if self._norm is None:
+            return self._decoder(input_ids=tokens_BM, use_cache=False).last_hidden_state.to(self.device)
+        with norm_input(self._norm) as seen:
+            self._decoder(input_ids=tokens_BM, use_cache=False)
+        return seen[0].reshape(*tokens_BM.shape, -1).to(self.device)
+
+
+def judge_of(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:
+    """The judge of a transformers model's texts; of an encoder-decoder its scorer."""
+    model = bare_model(model)
+    return wrap_model(model, check=False) if model.config.is_encoder_decoder else Judge(model, states)
+
+
+def judged(logits_XV: Tensor, sampling: Sampling) -> Tensor:
+    """[X, V] float64: what `warpers.warp` should give above temperature 0, by transformers' own processors."""
+    processors: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    logits_XV = logits_XV.float()
+    for process in processors:
+        logits_XV = process(None, logits_XV)
+    return logits_XV.double().softmax(-1)
 
 
 View = Callable[[slice], Tensor]

@@ -21,7 +21,7 @@ import torch
 from scipy.stats import chi2, norm
 from torch import Tensor
 
-TESTS = ("bins", "kolmogorov-smirnov", "neighbours", "rows", "favoured")
+TESTS = ("bins", "kolmogorov-smirnov", "neighbours", "next neighbours", "two apart", "rows", "favoured")
 _PER_CELL = 50  # expected counts below which the chi-square approximation is not trusted far out in its tail
 _MOST_BINS = 50
 _MOST_SIDES = 8
@@ -99,8 +99,9 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
 
     - bins: chi-square of u over equal bins. kolmogorov-smirnov: the largest distance D of their distribution function
       from the diagonal, p ≤ 2 exp(-2 n D²) (Massart 1990, exact for every n).
-    - neighbours: chi-square of pairs of successive u of a row over a grid. rows: the same for tokens at one position of
-      two neighbouring rows, which must not share their random numbers.
+    - neighbours: chi-square of pairs of successive u of a row over a grid, the first and second, third and fourth …
+      next neighbours: the second and third … two apart: the first and third, second and fourth … rows: tokens at one
+      position of two neighbouring rows. Neither draws nor rows may share their random numbers.
     - favoured: the sum of `excess`, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and v the summed variance
       (Freedman 1975): the most sensitive to a bias towards the favoured tokens.
 
@@ -115,7 +116,7 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
     sorted_X, place_X = np.sort(uniform_X), np.arange(count)
     distance = float(max((sorted_X - place_X / count).max(), ((place_X + 1) / count - sorted_X).max()))
     bins = min(_MOST_BINS, count // _PER_CELL)
-    pairs = [_neighbours(row, rng) for row in evidence.uniforms]
+    apart = (("neighbours", 0, 1), ("next neighbours", 1, 1), ("two apart", 0, 2))
     beside = [
         np.stack((first[: len(second)], second[: len(first)]))
         for first, second in zip(evidence.uniforms[::2], evidence.uniforms[1::2], strict=False)
@@ -124,17 +125,16 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
     return [
         _chi_square("bins", np.histogram(uniform_X, bins=bins, range=(0, 1))[0] if bins > 1 else None),
         Result("kolmogorov-smirnov", distance, min(1.0, 2 * math.exp(-2 * count * distance**2))),
-        _grid("neighbours", pairs),
+        *(_grid(test, [_pairs(row[first:], lag, rng) for row in evidence.uniforms]) for test, first, lag in apart),
         _grid("rows", beside),
         Result("favoured", total / count, martingale_p(total, evidence.total_variance)),
     ]
 
 
-def _neighbours(row: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[2, pairs] a row's successive u, none of them twice."""
-    if len(row) % 2:
-        row = np.append(row, rng.random())
-    return row.reshape(-1, 2).T
+def _pairs(row: np.ndarray, lag: int, rng: np.random.Generator) -> np.ndarray:
+    """[2, pairs] a row's u that lie so far apart, none of them twice."""
+    row = np.append(row, rng.random(-len(row) % (2 * lag)))
+    return row.reshape(-1, 2, lag).transpose(1, 0, 2).reshape(2, -1)
 
 
 def _grid(name: str, pairs: Sequence[np.ndarray]) -> Result:

@@ -1,86 +1,131 @@
-"""`draftsmith certify`: an evaluation's methods judged for losslessness; a table, `certificate.json`, a verdict."""
+"""`draftsmith certify`: an evaluation's methods judged for losslessness; a table, `certificate.json`, verdicts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from ....checkpoints.storage.atomic import atomic_text
+from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.certify.certify import Certificate, DecodedBatch, Plan, certify_method
-from ....decode.evaluation.certify.rescoring import Rounding, measure_rounding
+from ....decode.evaluation.certify.rescoring import Rounding, judge_of, measure_rounding
+from ....decode.evaluation.certify.stress import SHARE, stress_method
 from ....decode.evaluation.measure import Entry
-from ....decode.models.loading import wrap_model
+from ....decode.methods import Parts, build_method
 from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import StopSignals
 from ...assemble.evaluation import LoadedPair, entries_of, identity_of, open_recipe, prompts_of
-from ...report.certificate import KIND, SCHEMA, certificate_beside, certificates_table, explanations
+from ...report.certificate import KIND, SCHEMA, VERDICTS, certificate_beside, certificates_table, explanations
+from ...report.tables import Cell, Column, Table, number_cell
 from ...schema.evaluation import EvaluateRecipe
 from ...session.machine import machine
-from ...session.terminal import Advance, console
+from ...session.terminal import Advance, console, log
 from .journal import Journal, stoppable_bar
 
 LEVEL = 1e-6
 """Probability of a false alarm anywhere in the certificate."""
+TOKENS, BATCH = 4_000, 8
 STOPPED = "certify: stopped by signal {}; the same command resumes from here"
+_SHORT = 16  # tokens of a text that only says how long others will take
 
 
 def run_certify(
-    recipe: EvaluateRecipe, tokens: int = 10_000, batch: int = 1, out: Path | None = None
+    recipe: EvaluateRecipe, tokens: int = TOKENS, batch: int = BATCH, out: Path | None = None, plan_only: bool = False
 ) -> list[Certificate]:
-    """Certify every method of a recipe, print a table and write the certificate after each; resume where a killed run
-    stopped.
+    """Certify every method of a recipe, first on a small pair of its own (`stress.py`), then on the recipe's; rows are
+    decoded at temperature 1 too where all are at 0. Print a table and write the certificate after each; resume where a
+    killed run stopped.
 
     Args:
-        tokens: to judge for each method above temperature 0.
+        tokens: to judge for each method above temperature 0; on the small pair `SHARE` times as many a check.
         batch: prompts decoded together.
         out: the file; by default beside the recipe's results.
+        plan_only: print how long each would take, and no more.
 
     Raises:
         ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, an impossible plan,
             a damaged journal.
         Interrupted: a signal came; the texts that were written are kept.
     """
-    entries = _distinct(entries_of(recipe))
-    plan = Plan(tokens, LEVEL / len(entries), batch, recipe.seed)
-    opened = open_recipe(recipe)
-    prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
-    planned = asdict(plan) | {"whole_level": LEVEL}
-    head = {
-        "schema": SCHEMA,
-        "kind": KIND,
-        "machine": machine(opened.device),
-        "artifacts": opened.artifacts(),
-        "recipe": recipe.recorded(),
-        "plan": planned,
-    }
     out = out or certificate_beside(Path(recipe.out))
-    identity = identity_of(recipe, prompts, opened) | {"plan": planned}
+    check_writable(out)
+    opened = open_recipe(recipe)
+    entries = _distinct(_both_ways(entries_of(recipe), opened.parts))
+    small = _distinct([replace(entry, label=f"{entry.label}, small pair", sampling=Sampling()) for entry in entries])
+    plan = Plan(tokens, LEVEL / (len(entries) + len(small)), batch, recipe.seed)
+    prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
+    work = _Work(opened, prompts, Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), plan)
+    work.say_how_long(small, entries, plan_only)
+    if plan_only:
+        return []
+    head = _head(recipe, opened, plan)
+    identity = identity_of(recipe, prompts, opened) | {"plan": head["plan"]}
     certificates: list[Certificate] = []
     with StopSignals() as signals, Journal(out, "texts", identity) as journal:
+        with stoppable_bar("certifying on a small pair", "methods", signals, STOPPED) as advance:
+            tried = work.small(small, advance)
         with stoppable_bar("certifying", "tokens", signals, STOPPED) as advance:
-            for certificate in _certify_all(entries, recipe.max_new_tokens, opened, prompts, plan, journal, advance):
-                certificates.append(certificate)
+            for certificate in _certify_all(entries, work, journal, advance):
+                certificates.append(_with(certificate, tried))
                 body = {
                     "complete": len(certificates) == len(entries),
-                    "not_lossless": [one.label for one in certificates if one.failed],
+                    "not_lossless": [one.label for one in tried + certificates if one.failed],
+                    "stress": [one.as_dict() for one in tried],
                     "certificates": [one.as_dict() for one in certificates],
                 }
                 atomic_text(out, json.dumps(head | body, indent=2, allow_nan=False) + "\n")
         journal.remove()
     title = f"{recipe.target}, {len(prompts)} prompts of {recipe.prompts}"
-    console().print(certificates_table(title, [one.as_dict() for one in certificates]).rich())
-    for line in explanations(certificates):
+    dicts = [[one.as_dict() for one in some] for some in (certificates, tried)]
+    console().print(certificates_table(title, *dicts).rich())
+    for line in explanations([*tried, *certificates]):
         console().print(line)
     console().print(f"certificate: {out}")
     return certificates
+
+
+def _head(recipe: EvaluateRecipe, opened: LoadedPair, plan: Plan) -> dict[str, Any]:
+    """What a certificate is of."""
+    return {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "machine": machine(opened.device),
+        "artifacts": opened.artifacts(),
+        "recipe": recipe.recorded(),
+        "plan": asdict(plan) | {"whole_level": LEVEL},
+    }
+
+
+def _with(certificate: Certificate, tried: Sequence[Certificate]) -> Certificate:
+    """A certificate whose verdict is no better than that of the same method on the small pair."""
+    greedy = certificate.sampling["temperature"] == 0
+    same = [
+        one.verdict
+        for one in tried
+        if (one.method, one.options) == (certificate.method, certificate.options)
+        and (one.sampling["temperature"] == 0) == greedy
+    ]
+    return replace(certificate, verdict=max([certificate.verdict, *same], key=VERDICTS.index))
+
+
+def _both_ways(entries: list[Entry], parts: Parts) -> list[Entry]:
+    """Rows; where all are at temperature 0, those of lossless methods once more at 1."""
+    drawn = [
+        replace(entry, label=f"{entry.label} T=1", sampling=replace(entry.sampling, temperature=1.0))
+        for entry in entries
+        if all(each.sampling.greedy for each in entries)
+    ]
+    return entries + [
+        entry for entry in drawn if build_method(entry.method, parts, entry.sampling, **entry.options).verifier.lossless
+    ]
 
 
 def _distinct(entries: Sequence[Entry]) -> list[Entry]:
@@ -99,29 +144,68 @@ class _TextsLine(NamedTuple):
     seconds: float
 
 
-def _certify_all(
-    entries: Sequence[Entry],
-    max_new_tokens: int,
-    opened: LoadedPair,
-    prompts: Sequence[Sequence[int]],
-    plan: Plan,
-    journal: Journal,
-    advance: Advance,
-) -> Iterator[Certificate]:
-    """A certificate of each entry; rounding is measured once for each way of sampling."""
-    target, parts, texts = opened.target, opened.parts, journal.parsed(TypeAdapter(_TextsLine))
-    limits = Limits(max_new_tokens, stop_ids(opened.tokenizer))
-    # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
-    judge = wrap_model(opened.model, fast=False, graphs=False, states=states_of(parts.heads))
-    rounding: dict[Sampling, Rounding] = {}
-    greedy = min(plan.tokens, len(prompts) * limits.max_new_tokens)
-    amounts = [greedy if entry.sampling.greedy else plan.tokens for entry in entries]
+@dataclass
+class _Work:
+    """A pair and its prompts, and how they are judged."""
+
+    opened: LoadedPair
+    prompts: Sequence[Sequence[int]]
+    limits: Limits
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
+        self.judge = judge_of(self.opened.model, states_of(self.opened.parts.heads))
+        self.rounding: dict[Sampling, Rounding] = {}
+
+    def amount(self, entry: Entry) -> int:
+        """Tokens that are judged of an entry, unless something is found."""
+        most = len(self.prompts) * self.limits.max_new_tokens if entry.sampling.greedy else self.plan.tokens
+        return min(self.plan.tokens, most)
+
+    def certify(self, entry: Entry, plan: Plan, limits: Limits, **hooks: Any) -> Certificate:
+        """Judge an entry; rounding is measured once for each way of sampling."""
+        target, sampling = self.opened.target, entry.sampling
+        if sampling not in self.rounding:
+            self.rounding[sampling] = measure_rounding(target, self.prompts, sampling, reference=self.judge)
+        hooks |= {"reference": self.judge, "rounding": self.rounding[sampling]}
+        return certify_method(target, self.opened.parts, entry, self.prompts, limits, plan, **hooks)
+
+    def say_how_long(self, small: Sequence[Entry], entries: Sequence[Entry], each: bool) -> None:
+        """Say how many minutes all of it may take, and `each` of it, by trying a little."""
+        limits = replace(self.limits, max_new_tokens=min(_SHORT, self.limits.max_new_tokens))
+        minutes = dict.fromkeys([entry.label for entry in [*small, *entries]], 0.0)
+        for entry in small:  # by the first of the checks above temperature 0
+            for one in itertools.islice(stress_method(entry, replace(self.plan, tokens=1), self.opened.device), 1):
+                minutes[entry.label] = one.seconds / 60 * max(3.0, 3 * SHARE * self.plan.tokens / one.tokens)
+        for entry in entries:
+            tried = self.certify(entry, replace(self.plan, tokens=1), limits)
+            minutes[entry.label] = tried.seconds / 60 * self.amount(entry) / max(1, tried.tokens)
+        if each:
+            rows = [[Cell(label), number_cell(value)] for label, value in minutes.items()]
+            console().print(Table("", [Column("method", numeric=False), Column("minutes", "about")], rows).rich())
+        log(f"certify: about {sum(minutes.values()):.1f} minutes on {self.opened.device}")
+
+    def small(self, entries: Sequence[Entry], advance: Advance) -> list[Certificate]:
+        """Methods on the small pair."""
+        found: list[Certificate] = []
+        for number, entry in enumerate(entries):
+
+            def progress(*_: int, number: int = number, label: str = entry.method) -> None:
+                advance(number, len(entries), label)
+
+            found += stress_method(entry, self.plan, self.opened.device, progress)
+        return found
+
+
+def _certify_all(entries: Sequence[Entry], work: _Work, journal: Journal, advance: Advance) -> Iterator[Certificate]:
+    """A certificate of each entry."""
+    texts = journal.parsed(TypeAdapter(_TextsLine))
+    amounts = [work.amount(entry) for entry in entries]
     before = 0
     for entry, amount in zip(entries, amounts, strict=True):
         label = entry.label
         advance(before, sum(amounts), label)
-        if entry.sampling not in rounding:
-            rounding[entry.sampling] = measure_rounding(target, prompts, entry.sampling, reference=judge)
 
         def progress(done: int, _: int, *, start: int = before, label: str = label) -> None:
             advance(start + done, sum(amounts), label)
@@ -129,17 +213,6 @@ def _certify_all(
         def on_written(written: DecodedBatch, label: str = label) -> None:
             journal.add([label, *written])
 
-        yield certify_method(
-            target,
-            parts,
-            entry,
-            prompts,
-            limits,
-            plan,
-            reference=judge,
-            rounding=rounding[entry.sampling],
-            written=[DecodedBatch(line.outputs, line.seconds) for line in texts if line.label == label],
-            on_written=on_written,
-            progress=progress,
-        )
+        written = [DecodedBatch(line.outputs, line.seconds) for line in texts if line.label == label]
+        yield work.certify(entry, work.plan, work.limits, written=written, on_written=on_written, progress=progress)
         before += amount

@@ -37,7 +37,7 @@ def certify(
     parts: Parts | None = None,
     **rest: Any,
 ) -> Certificate:
-    plan = rest.pop("plan", Plan(tokens=1500, batch=3))
+    plan = rest.pop("plan", Plan(tokens=2400, batch=3))
     options, limits = rest.pop("options", {}), rest.pop("limits", LIMITS)
     entry = Entry(name, name, options, sampling)
     return certify_method(target, parts or Parts(), entry, PROMPTS, limits, plan, **rest)
@@ -125,7 +125,7 @@ def test_texts_end_where_they_should(
     target = wrap_model(make_llama(VOCAB, sharpness=1.5), check=False)
     stops = tuple(range(12))
     limits = Limits(20, stops)
-    assert certify(target, limits=limits, sampling=sampling).verdict == "lossless"
+    assert not certify(target, limits=limits, sampling=sampling).failed
     append = Context._append
 
     def deaf(self: Context, row: int, ids: list[int]) -> list[int]:
@@ -146,7 +146,7 @@ def test_lossy_methods_are_measured_and_not_judged(make_llama: MakeLlama) -> Non
         assert not certificate.failed
         assert not certificate.early
         assert certificate.bias["estimate"] > 0.05
-        assert certificate.tokens >= (60 if sampling.greedy else 1500)
+        assert certificate.tokens >= (60 if sampling.greedy else 2400)
     low, high = certificate.bias["interval"]
     assert low < certificate.bias["estimate"] < high
     mild = certify(target, "relaxed-opt", PLAIN, Parts(drafter), options={"epsilon": 0.002})
@@ -167,7 +167,7 @@ def test_rounding_is_measured_and_bounded(make_llama: MakeLlama, dtype: torch.dt
     cases = ((GREEDY, "multi-candidate", {"k_config": "3x2"}), (PLAIN, "speculative", {"gamma": 3}))
     for sampling, name, options in cases:
         certificate = certify(target, name, sampling, Parts(drafter), options=options)
-        assert certificate.verdict == "lossless", certificate
+        assert not certificate.failed, certificate
 
 
 def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> None:
@@ -211,7 +211,7 @@ def test_the_batch_changes_nothing(make_llama: MakeLlama) -> None:
     for batch in (1, 7):
         plan = Plan(tokens=500, batch=batch, seed=3)
         certificate = certify(target, "speculative", PLAIN, Parts(drafter), plan=plan, limits=Limits(20, (0, 1)))
-        assert certificate.verdict == "lossless"
+        assert certificate.verdict == "too little text"
         assert certificate.power["tokens"] == 500
         found.append([test["statistic"] for test in certificate.tests] + [certificate.bias["estimate"]])
     assert found[0] == pytest.approx(found[1], abs=1e-4)

@@ -35,7 +35,11 @@ def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def test_a_certificate_of_a_recipe(recipe: Path, cli: Command) -> None:
-    done = cli("certify", str(recipe), "--tokens", "1200", "--batch", "4")
+    planned = cli("certify", str(recipe), "--tokens", "2500", "--plan")
+    assert "speculative, small pair" in planned.stdout
+    assert "minutes" in planned.stderr
+    assert not (recipe.parent / "certificate.json").exists()
+    done = cli("certify", str(recipe), "--tokens", "2500", "--batch", "4")
     assert done.returncode == 0, done.stderr
     for word in ("speculative T=1", "lossless", "not claimed", "a near-tie is a difference of up", "certificate.json"):
         assert word in done.stdout
@@ -49,9 +53,14 @@ def test_a_certificate_of_a_recipe(recipe: Path, cli: Command) -> None:
     rows = {row["label"]: row for row in written["certificates"]}
     assert list(rows) == ["autoregressive", "speculative", "bild", "autoregressive T=1", "speculative T=1"]
     assert [row["verdict"] for row in rows.values()] == ["lossless", "lossless", "not claimed", "lossless", "lossless"]
-    assert rows["speculative T=1"]["tokens"] >= 1200
+    assert rows["speculative T=1"]["tokens"] >= 2500
+    small = [(row["label"], row["sampling"]["temperature"], row["verdict"]) for row in written["stress"]]
+    names = [f"{name}, small pair" for name in ("autoregressive", "speculative") for _ in range(5)]
+    assert [label for label, *_ in small] == names, "what calls itself lossless, once, whatever its temperature"
+    assert {verdict for *_, verdict in small} == {"lossless"}
+    assert {temperature for _, temperature, _ in small} == {0, 0.8, 1, 1.2}
     assert rows["speculative T=1"]["batch"] == 4
-    assert rows["speculative T=1"]["level"] == pytest.approx(1e-6 / 5)
+    assert rows["speculative T=1"]["level"] == pytest.approx(1e-6 / 8)
     assert rows["speculative"]["tokens"] == rows["autoregressive"]["tokens"] <= 4 * 24
 
 
@@ -59,7 +68,7 @@ def certified(recipe: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     """Run it in this process: exit code, errors and progress, and the certificate without its times."""
     result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *arguments])
     written = json.loads((recipe.parent / "certificate.json").read_text())
-    for row in written["certificates"]:
+    for row in written["stress"] + written["certificates"]:
         assert row.pop("seconds") > 0
     return result.exit_code, result.stderr, written
 
@@ -69,7 +78,8 @@ def test_a_method_that_is_not_what_it_claims_exits_with_1(recipe: Path, monkeypa
     rows = "methods=[{method: autoregressive}, {method: speculative}]"
     code, _, written = certified(recipe, "--tokens", "4000", "--batch", "16", rows, "temperature=1")
     assert code == 1
-    assert written["not_lossless"] == ["speculative"]
+    assert written["not_lossless"][-1] == "speculative"
+    assert "speculative, small pair" in written["not_lossless"]
     assert [row["sampling"]["temperature"] for row in written["certificates"]] == [1, 1]
 
 
@@ -77,13 +87,16 @@ def test_rows_that_decode_alike_are_certified_once(recipe: Path) -> None:
     rows = "methods=[{method: autoregressive}, {method: speculative}, {method: speculative, label: again}]"
     code, _, written = certified(recipe, "--tokens", "20", rows)
     assert (code, written["complete"]) == (0, True)
-    assert [row["label"] for row in written["certificates"]] == ["autoregressive", "speculative"]
+    labels = ["autoregressive", "speculative", "autoregressive T=1", "speculative T=1"]
+    assert [row["label"] for row in written["certificates"]] == labels, "at both temperatures where the recipe has one"
+    few = {(row["verdict"], row["power"]["found_99"] > 0.1) for row in written["stress"] + written["certificates"]}
+    assert few == {("lossless", False), ("too little text", True)}
 
 
 def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
     """Killed, stopped with Ctrl-C, and gone on with: the certificate of a run that nothing stopped."""
     path = recipe.parent / "certificate.json"
-    asked = ("--tokens", "2000")
+    asked = ("--tokens", "600")
     code, _, whole = certified(recipe, *asked)
     assert code == 0
     path.unlink()

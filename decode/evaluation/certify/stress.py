@@ -1,0 +1,179 @@
+"""Methods on a pair so small that nearly every fault is plain: six tokens, whose joint law can be enumerated, and parts
+that are right often enough to be accepted and wrong often enough to be refused.
+
+Target, drafters, heads and table are real ones, made in memory from a fixed seed. Prompts differ in length, so that all
+batches are ragged; rows end at several limits and stop tokens.
+
+Shape letters: X tokens, K heads, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ....checkpoints.table.table import BigramTable
+from ...engine import Limits, generate
+from ...methods import Options, Parts, build_method, method_options
+from ...models.base import LanguageModel
+from ...models.loading import wrap_model
+from ...rng import Rng
+from ...tree import parse_branching, parse_tree
+from ...warpers import Sampling
+from ..measure import Entry
+from .certify import Certificate, Plan, certify_method
+from .rescoring import Rounding, judge_of, measure_rounding, read_back
+
+SHARE = 6
+"""For each token of a plan so many are judged in a check above temperature 0, if nothing is found or doubtful."""
+_VOCAB, _HEADS, _SHARPNESS, _STOP = 6, 4, 2.0, 0
+
+
+class Check(NamedTuple):
+    """One way of decoding on the small pair."""
+
+    sampling: Sampling
+    limits: Limits
+    prompts: int
+    batch: int
+    short: bool = False
+    """Drafts of one token, or level: so the token after an accepted draft stands everywhere."""
+
+
+CHECKS = (
+    Check(Sampling(1.0), Limits(8), 4, 256),
+    Check(Sampling(0.8, top_k=3), Limits(12, (_STOP,)), 6, 256, short=True),
+    Check(Sampling(1.2, top_p=0.7), Limits(9), 4, 256),
+    Check(Sampling(), Limits(24, (_STOP,)), 64, 16),
+    Check(Sampling(), Limits(24), 16, 1),
+)
+
+
+class World(NamedTuple):
+    """A target, what judges it, and parts for every method."""
+
+    target: LanguageModel
+    judge: LanguageModel
+    parts: Parts
+    prompts: list[list[int]]
+    rounding: Rounding
+
+
+def stress_method(
+    entry: Entry, plan: Plan, device: str = "cpu", progress: Callable[[int, int], None] | None = None
+) -> Iterator[Certificate]:
+    """Judge a method with its options under every one of `CHECKS` in which it calls itself lossless.
+
+    Args:
+        entry: label, method and options; its sampling plays no part.
+        plan: tokens and level, which is that of all checks together; the checks have batches of their own.
+    """
+    world = make_world(*_sizes(method_options(entry.method, entry.options)), device)
+    for check in CHECKS:
+        options = _short(method_options(entry.method, entry.options)) if check.short else entry.options
+        method = build_method(entry.method, world.parts, check.sampling, **options)
+        if not method.verifier.lossless:
+            continue
+        most = check.prompts * check.limits.max_new_tokens if check.sampling.greedy else SHARE * plan.tokens
+        yield certify_method(
+            world.target,
+            world.parts,
+            replace(entry, sampling=check.sampling),
+            world.prompts[: check.prompts],
+            check.limits,
+            replace(plan, tokens=most, level=plan.level / len(CHECKS), batch=check.batch),
+            method=method,
+            reference=world.judge,
+            rounding=world.rounding,
+            progress=progress,
+        )
+
+
+def _short(options: Options) -> Options:
+    if "k_config" in options:
+        return options | {"k_config": options["k_config"].split("x")[0]}
+    return options | {"gamma": 1} if "gamma" in options else options
+
+
+def _sizes(options: Options) -> tuple[int, int]:
+    """How many tokens and heads there must be for a method's options: it may ask for more candidates than usual."""
+    widths, depths = [_VOCAB], [_HEADS, options.get("depth", 0)]
+    if "k_config" in options:
+        widths += parse_branching(options["k_config"])
+    if "tree" in options:
+        tree, ranks_N = parse_tree(options["tree"])
+        widths, depths = [*widths, 1 + int(ranks_N.max())], [*depths, tree.max_depth]
+    return max(widths), max(depths)
+
+
+@cache
+def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", noise: float = 0.1) -> World:
+    """Drafters are the target with noise added to its weights; table and heads come from texts that it wrote."""
+    model = _llama(vocab, 0, 0.0).to(device)
+    target = wrap_model(model, check=False)
+    judge = judge_of(model)
+    first, second = (wrap_model(_llama(vocab, seed, noise).to(device), check=False) for seed in (1, 2))
+    draws = np.random.default_rng(0)
+    prompts = [draws.integers(0, vocab, length).tolist() for length in (1, 5, 2, 8, 3, 7, 4, 6) * 8]
+    texts = _sample_texts(target, prompts * 4)
+    table = BigramTable.from_documents([np.array(text) for text in texts], vocab)
+    parts = Parts(first, FittedHeads(target, texts, heads), table, (second,))
+    return World(target, judge, parts, prompts, measure_rounding(target, prompts, Sampling(1.0), reference=judge))
+
+
+def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
+    """A random model of two layers; models of different seeds differ by the noise alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        config = LlamaConfig(vocab_size=vocab, **sizes, num_key_value_heads=1, max_position_embeddings=128)
+        model = LlamaForCausalLM(config).eval()
+    common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                size = _SHARPNESS * parameter.shape[1] ** -0.5
+                parameter.normal_(0.0, size, generator=common)
+                parameter += torch.randn(parameter.shape, generator=own) * size * noise
+    return model
+
+
+def _sample_texts(target: LanguageModel, prompts: list[list[int]]) -> list[list[int]]:
+    """Prompts with what the target writes after them."""
+    texts, rng, cold = (
+        [list(prompt) for prompt in prompts],
+        Rng.for_rows(99, len(prompts), target.device),
+        Sampling(0.5),
+    )
+    for step in generate(target, *build_method("autoregressive", Parts(), cold), prompts, Limits(40), cold, rng):
+        for text, new in zip(texts, step.new_ids, strict=True):
+            text += new
+    return texts
+
+
+class FittedHeads(torch.nn.Module):
+    """Heads by least squares: head k says what stands k + 2 places after the token that a state was read from."""
+
+    def __init__(self, target: LanguageModel, texts: list[list[int]], num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        with torch.inference_mode():
+            states_XD = read_back(target, [text[:1] for text in texts], [text[1:] for text in texts]).hidden_XD
+        weights = []
+        states = states_XD.split([len(text) - 1 for text in texts])
+        for head in range(num_heads):
+            # state i of a text predicts its token i + 1; the head speaks of token i + 2 + head
+            known_XD = torch.cat([state_TD[: len(state_TD) - 1 - head] for state_TD in states])
+            wanted_X = torch.tensor([token for text in texts for token in text[2 + head :]], device=known_XD.device)
+            wanted_XV = torch.nn.functional.one_hot(wanted_X, target.vocab_size).float()
+            weights.append(10 * torch.linalg.lstsq(known_XD, wanted_XV).solution.T)
+        self.weight_KVD = torch.stack(weights)
+
+    def forward(self, hidden_XD: Tensor) -> Tensor:
+        return torch.einsum("kvd,...d->...kv", self.weight_KVD, hidden_XD)

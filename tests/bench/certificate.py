@@ -1,0 +1,78 @@
+"""What the certificate finds: faults planted in the real code, and runs of the code as it is.
+
+    python tests/bench/certificate.py [--quick] [--clean 200] [--start 0]
+
+Each fault of `tests/decode/evaluation/certify/planted.yaml` is planted by itself, and its method certified on the small
+pair at the defaults, in the seconds of one core (processor time) that are given. A run of the code as it is takes the
+methods in turn, each with seeds of its own; one that is not called lossless is a false alarm. `--quick`: every eighth
+fault, two clean runs. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from common import finish, parser_of
+from draftsmith.decode.evaluation.certify.certify import Plan
+from draftsmith.decode.evaluation.certify.stress import make_world, stress_method
+from draftsmith.decode.evaluation.measure import Entry
+from draftsmith.decode.methods import METHODS, build_method
+from draftsmith.decode.warpers import Sampling
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "decode" / "evaluation" / "certify"))
+from planted import FAULTS, Fault
+
+LEVEL = 1e-6 / 8  # of `draftsmith certify` with four rows
+
+
+def find(fault: Fault) -> tuple[str | None, float]:
+    """The first verdict that doubts a faulty method, and how long it took."""
+    start, entry = time.process_time(), Entry(fault.method, fault.method, fault.options, Sampling(1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        fault.plant(patch)
+        verdict = next((one.verdict for one in stress_method(entry, Plan(level=LEVEL)) if one.failed), None)
+    return verdict, time.process_time() - start
+
+
+def clean(name: str, seed: int) -> tuple[set[str], float, float]:
+    """Verdicts on a method as it is, the smallest p-value times the number of tests, and how long it took."""
+    start = time.process_time()
+    found = list(stress_method(Entry(name, name, {}, Sampling(1.0)), Plan(level=LEVEL, seed=seed)))
+    tests = [test["p_value"] for one in found for test in one.tests]
+    return {one.verdict for one in found}, min(tests) * len(tests), time.process_time() - start
+
+
+def main() -> None:
+    asked = parser_of(__doc__, "a few of each", clean=0, start=0).parse_args()
+    world = make_world()
+    by_kind: dict[str, list[tuple[str | None, float]]] = defaultdict(list)
+    for fault in FAULTS[asked.start :: 8 if asked.quick else 1]:
+        verdict, seconds = find(fault)
+        by_kind[fault.kind].append((verdict, seconds))
+        print(f"{fault.kind:18}{fault.name:44}{fault.method:24}{verdict or 'MISSED':14}{seconds:6.1f} s", flush=True)
+    print("\n| class | planted | found | seconds: median | most |\n|---|---|---|---|---|")
+    rows = {}
+    for kind, found in by_kind.items():
+        seconds = [each for _, each in found]
+        rows[kind] = {"planted": len(found), "found": sum(verdict is not None for verdict, _ in found)}
+        rows[kind] |= {"median_seconds": statistics.median(seconds), "most_seconds": max(seconds)}
+        print("| {} | {planted} | {found} | {median_seconds:.1f} | {most_seconds:.1f} |".format(kind, **rows[kind]))
+    names = [name for name in METHODS if build_method(name, world.parts, Sampling(1.0)).verifier.lossless]
+    alarms, times = 0, []
+    for number in range(2 if asked.quick else asked.clean):
+        verdicts, smallest, seconds = clean(names[number % len(names)], 1_000_003 * (1 + number))
+        alarms += verdicts != {"lossless"}
+        times.append(seconds)
+        print(
+            f"as it is: {names[number % len(names)]:24}{', '.join(sorted(verdicts)):12}{smallest:8.2g}{seconds:7.1f} s"
+        )
+    finish({"faults": rows, "clean_runs": len(times), "false_alarms": alarms, "clean_seconds": sum(times)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Faults planted in the real code, for the certificate to find: `planted.yaml`, and those that no edit says.
+
+A row of it: what is wrong, the method (with its options at their defaults), the function, then pieces of its source and
+what stands in their place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from draftsmith.decode import tree
+from draftsmith.decode.engine import Context
+from draftsmith.decode.proposers.draft_tree import DraftTree
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import Tree
+
+
+class Fault(NamedTuple):
+    kind: str
+    name: str
+    method: str
+    options: dict[str, Any]
+    plant: Callable[[pytest.MonkeyPatch], None]
+
+
+def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Replaces pieces of a function's source, for whoever has imported it."""
+    module, _, name = function.partition(":")
+    found = reduce(getattr, name.split("."), importlib.import_module(f"draftsmith.decode.{module}"))
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(tree, "_k_ary", cache(tree._k_ary.__wrapped__))  # trees keep the masks that they made
+        source = textwrap.dedent(inspect.getsource(found))
+        for old, new in zip(pieces[::2], pieces[1::2], strict=True):
+            assert old in source, f"{function} has no {old!r}"
+            source = source.replace(old, new)
+        made: dict[str, Any] = {}
+        exec(compile(source, function, "exec"), found.__globals__, made)
+        patch.setattr(found, "__code__", made[found.__name__].__code__)
+
+    return plant
+
+
+def stale_probs(patch: pytest.MonkeyPatch) -> None:
+    """The verifier gets the distributions of the drafter's step before."""
+    propose = DraftTree.propose
+
+    def changed(self: DraftTree, context: Context) -> Any:
+        proposal = propose(self, context)
+        before = self.__dict__.get("before", proposal.draft_probs_BMV)
+        self.__dict__["before"] = proposal.draft_probs_BMV
+        proposal.draft_probs_BMV = before
+        return proposal
+
+    patch.setattr(DraftTree, "propose", changed)
+
+
+def stale_masks(patch: pytest.MonkeyPatch) -> None:
+    """Trees of one size share the mask of the first of them."""
+    bias, kept = Tree.bias, dict[Any, Any]()
+
+    def changed(self: Tree, start: int, stop: int) -> Any:
+        return kept.setdefault((len(self.parents_BN), start, stop), bias(self, start, stop))
+
+    patch.setattr(Tree, "bias", changed)
+
+
+def pairs_of_draws(patch: pytest.MonkeyPatch) -> None:
+    """Every second call gives the numbers of the call before."""
+    uniform = Rng.uniform
+
+    def changed(self: Rng, *shape: int) -> Any:
+        before = self.__dict__.pop("before", None)
+        if before is not None and before.shape[1:] == shape:
+            return before
+        self.__dict__["before"] = uniform(self, *shape)
+        return self.__dict__["before"].clone()
+
+    patch.setattr(Rng, "uniform", changed)
+
+
+def _faults() -> list[Fault]:
+    kinds = yaml.safe_load(Path(__file__).with_name("planted.yaml").read_text(encoding="utf-8"))
+    own = {plant.__name__: plant for plant in (stale_probs, stale_masks, pairs_of_draws)}
+    found = []
+    for kind, rows in kinds.items():
+        for name, method, function, *pieces in rows:
+            method, _, replaced = method.partition(" with ")
+            options = {"k_config": "3x2x1", "replacement": True} if replaced else {}
+            found.append(Fault(kind, name, method, options, own.get(function) or edit(function, pieces)))
+    return found
+
+
+FAULTS = _faults()
