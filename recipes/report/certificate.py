@@ -102,10 +102,10 @@ def _merged(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"label": worst["label"], "verdict": worst["verdict"]} | sums | together
 
 
-def explanations(certificates: Sequence[Certificate]) -> list[str]:
+def explanations(certificates: Sequence[Certificate], stress: Sequence[Certificate] = ()) -> list[str]:
     """What the table cannot show: what failed and where, what a near-tie is, at which level the tests were made."""
     lines = []
-    for certificate in certificates:
+    for certificate in [*stress, *certificates]:
         found, doubts = certificate.power["found_99"], certificate.verdict == "undecided"
         if doubts or certificate.verdict == "too little text":
             why = "more --tokens, or prompts, would tell" if not doubts else "another seed= would tell"

@@ -86,7 +86,7 @@ def run_certify(
     title = f"{recipe.target}, {len(prompts)} prompts of {recipe.prompts}"
     dicts = [[one.as_dict() for one in some] for some in (certificates, tried)]
     console().print(certificates_table(title, *dicts).rich())
-    for line in explanations([*tried, *certificates]):
+    for line in explanations(certificates, tried):
         console().print(line)
     console().print(f"certificate: {out}")
     return certificates
