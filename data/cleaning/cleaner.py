@@ -79,10 +79,8 @@ class Cleaner:
         self.cleaning = cleaning
         self.report = report
         self._tools, self._questions = tools, questions
-        self._roles = dict(ROLES)
-        if tools:
-            self._roles |= {role: "assistant" if role == CALL_ROLE else "user" for role in TOOL_TAGS}
-        self._roles |= cleaning.roles
+        calls = {role: "assistant" if role == CALL_ROLE else "user" for role in TOOL_TAGS}
+        self._roles = ROLES | (calls if tools else {}) | cleaning.roles
         self._seen: set[int] = set()
         self._rewrites = cleaning.html != "keep" or cleaning.escaped_markdown != "keep"
         self._language = _language_identifier(cleaning.languages) if cleaning.languages else None
@@ -109,10 +107,8 @@ class Cleaner:
         report.kept += 1
         report.changed.update(changes)
         self._count_exchanges(dialogue, _exchanges([turn.role for turn in turns]), "empty messages cut")
-        tools = ""
-        if self._tools:
-            calls = any(str(role).lower() in TOOL_TAGS for role, _ in dialogue.messages)
-            tools = encodable(dialogue.tools) or "[]" * calls
+        calls = any(str(role).lower() in TOOL_TAGS for role, _ in dialogue.messages)
+        tools = (encodable(dialogue.tools) or "[]" * calls) if self._tools else ""
         return Conversation(encodable(dialogue.id), tuple(turns), dialogue.number, tools)
 
     def _turns(self, dialogue: Dialogue, changes: set[str]) -> list[Turn]:

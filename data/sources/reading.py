@@ -93,7 +93,7 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
 
 def _renamed(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row]:
     """Rows with columns by our names. ValueError: a column that none of the first rows has, or two of one name."""
-    unseen, names = set(renames), set[str]()
+    unseen, names = {name for name, ours in renames.items() if ours is not None}, set[str]()
     for count, row in enumerate(rows):
         if not renames or not isinstance(row.value, Mapping):
             yield row

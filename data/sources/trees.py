@@ -14,7 +14,7 @@ FLAT = ("message_id", "parent_id", "role", "text", "rank", "deleted")
 
 def is_flat(value: Any) -> bool:
     """Whether a row is one message of a tree."""
-    return isinstance(value, Mapping) and {"message_id", "parent_id", "text"} <= value.keys()
+    return isinstance(value, Mapping) and set(FLAT[:4]) <= value.keys()
 
 
 def best_path(root: Mapping[str, Any]) -> list[Mapping[str, Any]]:

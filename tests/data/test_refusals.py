@@ -45,7 +45,7 @@ def source(name: str, **opening: Any) -> Any:
 
 
 def tree(*messages: tuple[str, str | None]) -> Any:
-    values = [{"message_id": name, "parent_id": parent, "text": ""} for name, parent in messages]
+    values = [{"message_id": name, "parent_id": parent, "role": "", "text": ""} for name, parent in messages]
     return list(assembled(Row(value, f"row {number}", "", number) for number, value in enumerate(values, start=1)))
 
 

@@ -113,7 +113,8 @@ def test_columns_of_a_table_that_are_not_read_are_counted_as_those_of_lines_are(
         assert len(list(read_conversations(source, report=report, columns={}))) == 5
         found.append(report.unused_columns)
         report = CorpusReport()
-        assert len(list(read_conversations(source, report=report, columns={"Notes": "system", "score": None}))) == 5
+        named: dict[str, str | None] = {"Notes": "system", "score": None, "tools": None}
+        assert len(list(read_conversations(source, report=report, columns=named))) == 5
         assert not report.unused_columns
     assert found == [{"score": 5, "Notes": 4}, {"score": 5, "Notes": 5}], "of a column that is not read, all rows"
 
