@@ -260,7 +260,7 @@ def test_one_that_fails_does_not_keep_others_out_of_the_tables(
     assert ([result["name"] for result in whole["papers"]], list(whole["failed"])) == (["own"], ["bad"])
     assert "bad: method 'medusa' needs `heads`" in capfd.readouterr().err
     text = unescape((tmp_path / "out" / "papers.html").read_text())
-    for part in ("<h2>own</h2>", "bad failed: method 'medusa'", "More drafting makes more tokens a step.", ">1.75<"):
+    for part in (">own</h2>", "bad failed: method 'medusa'", "More drafting makes more tokens a step.", ">1.75<"):
         assert part in text
 
 
