@@ -186,6 +186,10 @@ class Context:
         self.ids_BS = torch.from_numpy(self.host_ids_BS).to(target.device)
         self.ended = [False] * len(ids)
         self.accepted = [0] * len(ids)
+        self.paths: list[list[int]] = []
+        """The nodes that each row accepted in the last step."""
+        self.chains: list[list[list[int]]] | None = None
+        """Where its proposal had chains, their nodes, [B, M, K]."""
         self._stop_ids = frozenset(limits.stop_ids)
         self._last_node = 0  # the first row's, known on the host
         self.watch = Watch()
@@ -219,9 +223,10 @@ class Context:
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor) -> Step:
         """Keep the accepted path and the token after it; the one host synchronisation of a step."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
-        optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B)
+        chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
+        optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
         kept = (proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN)
-        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected = _to_host(
+        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected, chains = _to_host(
             *kept, self.watch.seen(), *optional
         )
         self.watch.end_step(watched, self.ended, self.lengths)
@@ -244,6 +249,7 @@ class Context:
             self._send(before, depth + 1)
         self.cache.set_lengths([length - 1 for length in self.lengths])
         self.accepted, self._hidden = accepted, (hidden_BND, verdict)
+        self.paths, self.chains = paths, chains
         self._last_node = paths[0][-1] if paths[0] else 0
         forwards, nodes = 1 + proposal.target_forwards, len(tokens[0])
         counts = (np.array(values) for values in (accepted, examined, rejected))

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..engine import Chains, Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
+from ..models.kv_cache import sent
 from ..rng import draw_many
 from ..tree import Tree
 from ..warpers import warp
@@ -76,17 +78,16 @@ class DraftChains(Proposer):
         return torch.stack(tokens, 2), torch.stack(probs, 2)
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        assert proposal.chains is not None
-        depth_K = torch.arange(self.gamma, device=verdict.path_BK.device)
-        agrees_BMK = (proposal.chains.nodes_BMK == verdict.path_BK[:, None]) & (
-            depth_K < verdict.accepted_B[:, None, None]
-        )
-        matched_BM = agrees_BMK.long().cumprod(2).sum(2)
-        for state, own_BM in zip(self._states, matched_BM.split(self.per_model, 1), strict=True):
-            kept_B, chain_B = own_BM.max(1)
+        # On the host, where paths and chains are known: nothing is waited for.
+        path_BK = np.array([[*path, *[-1] * (self.gamma - len(path))] for path in context.paths])
+        matched_BM = (np.array(context.chains) == path_BK[:, None]).cumprod(2).sum(2)
+        depth_K = np.arange(self.gamma)
+        for state, own_BM in zip(self._states, np.split(matched_BM, len(self._states), 1), strict=True):
+            kept_B, chain_B = own_BM.max(1), own_BM.argmax(1)
             own_BK = 1 + chain_B[:, None] + self.per_model * depth_K
-            own_path_BK = torch.where(depth_K < kept_B[:, None], own_BK, depth_K + 1)
-            state.keep(context, kept_B.tolist(), own_path_BK if self.per_model > 1 else None)
+            own_path_BK = torch.from_numpy(np.where(depth_K < kept_B[:, None], own_BK, depth_K + 1))
+            moves = self.per_model > 1
+            state.keep(context, kept_B.tolist(), sent(own_path_BK, context.ids_BS.device) if moves else None)
 
     def stop(self) -> None:
         del self._states
@@ -99,7 +100,7 @@ class DraftChains(Proposer):
 def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:
     """The tree of M chains in which common prefixes are one node, and the node of each chain's k-th token, [B, M, K].
 
-    Smaller trees of the batch are padded with parent -1.
+    Smaller trees of the batch are padded with parent -1, off the CPU all to M K + 1 nodes.
     """
     rows, chains, depth = tokens_BMK.shape
     device = tokens_BMK.device
@@ -110,7 +111,8 @@ def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:
     number_BKM = used_BMK.transpose(1, 2).flatten(1).cumsum(1).view(rows, depth, chains)
     nodes_BMK = number_BKM.transpose(1, 2).gather(1, first_BMK)
     above_BMK = torch.nn.functional.pad(nodes_BMK[:, :, :-1], (1, 0))
-    nodes = 1 + int(number_BKM[:, -1, -1].max())
+    # Elsewhere than on a CPU the host would wait for the number of different nodes: a few more cost less.
+    nodes = 1 + (int(number_BKM[:, -1, -1].max()) if device.type == "cpu" else chains * depth)
     parents_BN = torch.full((rows, nodes), -1, dtype=torch.int64, device=device)
     parents_BN.scatter_(1, nodes_BMK.flatten(1), above_BMK.flatten(1))
     return Tree.from_parents(parents_BN, depth), nodes_BMK
