@@ -129,7 +129,7 @@ class PreparedData:
         for name, length in zip(_ARRAYS, lengths, strict=True):
             path = directory / f"{name}.npy"
             try:
-                found = np.load(path, mmap_mode="r", allow_pickle=False)
+                found = np.lib.format.open_memmap(path, mode="r")
             except (OSError, ValueError, EOFError) as error:
                 raise ValueError(f"{path}: missing or damaged: {error}") from error
             if found.shape != (length,) or found.dtype.kind not in "iu":

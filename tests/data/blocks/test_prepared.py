@@ -116,6 +116,10 @@ def test_loading_checks_presence_and_shape(prepared: PreparedData) -> None:
     np.save(folder / "tokens.npy", tokens.astype(np.float16))
     with pytest.raises(ValueError, match=r"tokens\.npy: .*float16.*integers"):
         PreparedData.load(folder)
+    with (folder / "tokens.npy").open("wb") as out:
+        np.savez(out, tokens=tokens)
+    with pytest.raises(ValueError, match=r"tokens\.npy: missing or damaged"):
+        PreparedData.load(folder)
     manifest = json.loads((folder / "data.json").read_text())
     unsealed = {name: value for name, value in manifest.items() if name != "seal"} | {"schema": 99}
     for content, found in ((unsealed, "schema 99"), (manifest | {"rows": 0}, manifest["seal"]), (None, r"data\.json")):
