@@ -125,7 +125,7 @@ class PreparedData:
             lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{manifest_file}: not a manifest of prepared data: {error!r}") from error
-        arrays = {}
+        arrays: dict[str, np.ndarray] = {}
         for name, length in zip(_ARRAYS, lengths, strict=True):
             path = directory / f"{name}.npy"
             try:
