@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ...checkpoints.artifact.artifact import tokenizer_fingerprint
 from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writable
+from ...checkpoints.storage.messages import pictured
 from ...checkpoints.storage.redaction import without_secrets
 from ...checkpoints.storage.safe_read import file_hash, load_json, sealed
 from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
@@ -42,7 +43,6 @@ NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing", "streaming"
 """What a section says that changes no conversation."""
 _STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
 _BEGIN, _END = "⟦⟧"  # around what is trained, for where there is no colour
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def colour(document: Rendered, tokenizer: Any) -> Text:
     edges = np.diff(trained, prepend=False, append=False)
     for piece, (start, end) in zip(pieces, pairwise(bounds), strict=False):
         opening, closing = (mark * bool(trained[start] and edges[at]) for mark, at in ((_BEGIN, start), (_END, end)))
-        text.append(opening + piece.translate(_VISIBLE) + closing, _STYLES[style[start]])
+        text.append(opening + pictured(piece) + closing, _STYLES[style[start]])
     return text
 
 

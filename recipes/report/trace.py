@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ...checkpoints.storage.messages import pictured
+
 if TYPE_CHECKING:  # a report is made without the libraries that decode
     from ...decode.evaluation.trace import TracedStep
 
@@ -28,7 +30,7 @@ _MEANINGS = {
     "added": "the target's token after a draft that was kept whole, or where none was made",
     "cut": "accepted, but behind the end of the text: a stop token or the limit",
 }
-_SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+_SHOWN = str.maketrans({"\n": "↵", "\t": "⇥"})
 _PENDING = "\ufffd"
 _PART = "◌"
 _BEFORE = 60
@@ -112,7 +114,7 @@ def kept_text(steps: Iterable[Mapping[str, Any]]) -> str:
 
 def visible(text: str) -> str:
     """Line ends and control characters as pictures, so that a text stays on its line and moves no cursor."""
-    return "".join(_SHOWN.get(letter) or (chr(0x2400 + ord(letter)) if ord(letter) < 32 else letter) for letter in text)
+    return pictured(text.translate(_SHOWN))
 
 
 def _shown(token: Mapping[str, Any]) -> str:
