@@ -14,7 +14,7 @@ from pathlib import Path
 from ..storage.gguf import gguf_folder, is_gguf
 from ..storage.messages import shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
-from ..storage.places import here, hub_place, is_path, out_of_reach, split_revision
+from ..storage.places import check_place, here, hub_place, is_path, out_of_reach, split_revision
 from ..storage.redaction import REDACTED, redacted
 from .artifact import load_manifest, verify_artifact
 
@@ -65,14 +65,18 @@ def model_source(place: str) -> str:
 @cache
 def at_revision(place: str, *, weights: bool = True) -> str:
     """What transformers is to load a model from: of `user/name@revision` the folder of that commit, fetched once in a
-    process; of a GGUF file the folder that it was converted to; anything else as it is. Raises what `resolve` raises.
+    process; of a GGUF file the folder that it was converted to; anything else as it is. Raises what `resolve` raises;
+    ValueError: a path at which nothing stands.
 
     Args:
         weights: without them, configuration and tokenizer alone are fetched.
     """
     repo, revision = split_revision(place)
     if revision is None:
-        return str(gguf_folder(place)) if is_gguf(place) else place
+        if is_gguf(place):
+            return str(gguf_folder(place))
+        check_place(place)
+        return place
     return str(resolve(place) if weights else fetch(repo, _SETTINGS, revision))
 
 

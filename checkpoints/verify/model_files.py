@@ -26,7 +26,7 @@ from ..artifact.fingerprints import is_parameter
 from ..artifact.locate import at_revision
 from ..storage.messages import first_line
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
-from ..storage.places import adapter_base, check_place, here, out_of_reach
+from ..storage.places import adapter_base, here, out_of_reach
 from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
 
 UNLOADABLE = (
@@ -156,7 +156,6 @@ def is_adapter(folder: Path) -> bool:
 def load_config(source: str | Path) -> Any:
     """A model's configuration. Raises ValueError where there is none, or none of a model."""
     place = at_revision(str(source), weights=False)
-    check_place(place)
     try:
         check_config(Path(place) / "config.json")
         return AutoConfig.from_pretrained(place, trust_remote_code=False)

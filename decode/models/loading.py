@@ -16,11 +16,12 @@ from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.atomic import read_consistent
 from ...checkpoints.storage.messages import install_hint
 from ...checkpoints.storage.names import ADAPTER_CONFIG
-from ...checkpoints.storage.places import adapter_base, check_place
+from ...checkpoints.storage.places import adapter_base
 from ...checkpoints.storage.safe_read import read_json
 from ...checkpoints.verify.model_files import (
     UNLOADABLE,
     check_config,
+    is_adapter,
     load_whole,
     model_class,
     only_safetensors,
@@ -142,13 +143,12 @@ def load_model(
     """
     source = at_revision(source)
     folder = Path(source)
-    check_place(source)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
     if not folder.is_dir():
         return _load(source, **options)
 
     def load() -> PreTrainedModel:
-        model = _with_adapter(folder, **options) if _is_adapter(folder) else _load(source, **options)
+        model = _with_adapter(folder, **options) if is_adapter(folder) else _load(source, **options)
         load_vocabulary(model, folder)
         return model
 
@@ -178,10 +178,6 @@ def _load(source: str, *, dtype: Any, device: str, device_map: str | None, atten
     return model
 
 
-def _is_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
 def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     """The model that an adapter was made for, changed by it for good."""
     try:
@@ -196,7 +192,7 @@ def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     if base is None or Path(base).resolve() == folder.resolve():
         said = settings.get("base_model_name_or_path")
         raise ValueError(f"{folder / ADAPTER_CONFIG} names no model for the adapter, got {said!r}")
-    if _is_adapter(Path(base)):
+    if is_adapter(Path(base)):
         raise ValueError(f"{folder / ADAPTER_CONFIG} names {base!r}, an adapter itself: merge that one into its model")
     try:
         only_safetensors(str(folder))

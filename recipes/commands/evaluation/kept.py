@@ -37,6 +37,10 @@ class Kept:
         self.add(name, form, found)
         return found
 
+    def each(self, name: str, form: TypeAdapter[Found]) -> Callable[[int, Callable[[], Found]], Found]:
+        """The same of works with numbers."""
+        return lambda number, work: self(f"{name} {number}", form, work)
+
     def __contains__(self, name: str) -> bool:
         return name in self._found
 

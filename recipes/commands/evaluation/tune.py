@@ -61,8 +61,6 @@ _CONFIRMED = 4  # methods whose best settings are decoded
 _CONFIRMED_OF_BEST = 3  # settings of the first of them
 _CONFIRMED_LOSSY = 3  # settings of each lossy method
 _PROBES = 4  # prompts that each method is decoded with to learn its overhead
-
-
 STOPPED = "tune: stopped by signal {}; the same command resumes from here"
 _BATCH = 8  # texts that the target writes together
 _TEXTS, _CHOICES = TypeAdapter(list[list[int]]), TypeAdapter(list[Choice])
@@ -84,11 +82,8 @@ class _Case:
     fixed: Fixed
     """Of every method to tune."""
     kept: Kept
-    signals: StopSignals
-
-    def bar(self, title: str, unit: str) -> AbstractContextManager[Advance]:
-        """Progress that ends once a signal has come."""
-        return stoppable_bar(title, unit, self.signals, STOPPED)
+    bar: Callable[[str, str], AbstractContextManager[Advance]]
+    """Progress that ends once a signal has come."""
 
 
 def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, Any]:
@@ -114,9 +109,8 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     log(f"tune: {', '.join(fixed)}; {time_words(opened.target, runs, limits.max_new_tokens, max(map(len, prompts)))}")
     identity = identity_of(recipe, prompts, opened) | {"space": asdict(space)}
     with StopSignals() as signals, Journal(folder / "tune.json", "work", identity) as journal:
-        kept = Kept(journal, signals, STOPPED)
-        what = (opened.target, opened.parts, prompts, limits, sampling)
-        case = _Case(recipe, *what, space, fixed, kept, signals)
+        stopping = (Kept(journal, signals, STOPPED), partial(stoppable_bar, signals=signals, message=STOPPED))
+        case = _Case(recipe, opened.target, opened.parts, prompts, limits, sampling, space, fixed, *stopping)
         about = {"machine": machine(opened.device), "artifacts": opened.artifacts()}
         results = _tuned(case, left_out, about, folder)
         journal.remove()
@@ -204,12 +198,11 @@ def _search(case: _Case, recording: Recording, costs: CostModel) -> tuple[dict[s
             choices[name] = case.kept(f"settings of {name}", _CHOICES, partial(tune_method, *given))
             continue
 
-        def keep(number: int, work: Callable[[], Choice | None], name: str = name) -> Choice | None:
-            return case.kept(f"setting {number} of {name}", _CHOICE, work)
-
         with case.bar(f"decoding settings of {name}", "settings") as advance:
             what = (case.target, case.parts, recording, costs, name, case.limits, fixed, case.space)
-            choices[name] = tune_decoded(*what, seed=case.recipe.seed, progress=advance, keep=keep)
+            choices[name] = tune_decoded(
+                *what, seed=case.recipe.seed, progress=advance, keep=case.kept.each(f"setting of {name}", _CHOICE)
+            )
     why = f"no setting within the bounds of the search, {case.space.nodes} nodes a step among them, could be judged"
     nothing = {name: why for name in case.fixed if not choices[name]}
     return {name: choices[name] for name in case.fixed if choices[name]}, nothing
@@ -223,12 +216,10 @@ def _timed(
     known = [tried for name, tried in searched.items() if name != TYPICAL or "medusa" not in searched]
     timed = [(choice.method, choice.options) for tried in known for choice in probes(tried)]
     given = (forwards, case.target, case.parts, timed, case.prompts[:_PROBES], case.limits, case.sampling)
-
-    def keep(number: int, work: Callable[[], Decoded]) -> Decoded:
-        return case.kept(f"timed run {number}", _RUN, work)
-
     with case.bar("timing steps", "runs") as advance:
-        costs = measure_overheads(*given, seed=case.recipe.seed, progress=advance, keep=keep)
+        costs = measure_overheads(
+            *given, seed=case.recipe.seed, progress=advance, keep=case.kept.each("timed run", _RUN)
+        )
     choices = {}
     for name, tried in searched.items():
         fastest = with_costs(tried, case.parts, case.sampling, costs)

@@ -283,7 +283,7 @@ def test_kernels_are_taken_or_named_where_they_are_not_there(saved: Any) -> None
 
 def test_without_peft_lora_says_what_to_install(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"draftsmith\[train\]"):
+    with pytest.raises(ValueError, match=r"pip install .*\[train\]"):
         build_model(section(source=saved("llama"), lora={}), None, 0)
 
 
