@@ -26,7 +26,7 @@ from ..artifact.fingerprints import is_parameter
 from ..artifact.locate import at_revision
 from ..storage.messages import first_line
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
-from ..storage.places import adapter_base, here, out_of_reach
+from ..storage.places import adapter_base, here, out_of_reach, split_revision
 from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
 
 UNLOADABLE = (
@@ -208,16 +208,20 @@ def weights_fault(folder: Path, source: str, config: Any) -> str:
     Args:
         folder: where its files lie, of `source` on the hub the small ones alone.
     """
-    is_here = here(source) is not None
-    try:
-        only_safetensors(str(folder) if is_here else source, config)
-    except ValueError as error:
-        return str(error)
-    names = _names(str(folder) if is_here else source)
-    if any(name.endswith(".safetensors") for name in names) or (pickles_allowed() and _pickled(source)):
-        return ""
+    names = _names(str(folder))
+    if here(source) is None:
+        names += _names(split_revision(source)[0])
+    else:
+        try:
+            only_safetensors(str(folder), config)
+        except ValueError as error:
+            return str(error)
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
-    return _refusal(pickled) if pickled else "there are no weights beside its configuration" if names else ""
+    if any(name.endswith(".safetensors") for name in names) or (pickled and pickles_allowed()):
+        return ""
+    if pickled:
+        return _refusal(pickled)
+    return "there are no weights beside its configuration" if here(source) is not None else ""
 
 
 def reason(source: str, error: Exception) -> str:

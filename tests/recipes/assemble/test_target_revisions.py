@@ -11,7 +11,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, model_fingerprint
 from draftsmith.checkpoints.artifact.locate import at_revision
-from draftsmith.checkpoints.storage.places import split_revision
+from draftsmith.checkpoints.storage.places import is_path, split_revision
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.evaluation import place_of
@@ -49,7 +49,11 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
     assert split_revision(TARGET) == ("me/target", "v2")
     for plain in ("me/target", "me/a/b@c", "/me/target@v2", "./target@v2", "target@v2", "me\\target@v2"):
         assert split_revision(plain) == (plain, None)
-        assert at_revision(plain) == plain
+        if is_path(plain):  # at which nothing stands
+            with pytest.raises(ValueError, match="there is no folder"):
+                at_revision(plain)
+        else:
+            assert at_revision(plain) == plain
     assert load_tokenizer(TARGET).get_vocab() == load_tokenizer(str(target)).get_vocab()
     with pytest.raises(ValueError, match="me/target@v9"):
         load_tokenizer("me/target@v9")
