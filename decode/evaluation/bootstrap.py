@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
 RESAMPLES = 2000
 FEWEST = 3
@@ -45,5 +44,7 @@ def percentile_interval(values_R: Floats | None, level: float = 0.95) -> tuple[f
 
 def binomial_interval(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
     """Of a proportion of independent trials, one at least: the exact one (Clopper and Pearson 1934)."""
+    from scipy.stats import binomtest  # a second to import, for one who reads a recipe
+
     interval = binomtest(successes, trials).proportion_ci(level, method="exact")
     return float(interval.low), float(interval.high)
