@@ -94,6 +94,13 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: Fault)
     assert any(certificate.failed for certificate in stress_method(entry, Plan(level=1e-7)))
 
 
+def test_every_fault_can_be_planted() -> None:
+    """Whoever changes the code that a fault is in finds it here, not in a slow test."""
+    for fault in FAULTS:
+        with pytest.MonkeyPatch.context() as patch:
+            fault.plant(patch)
+
+
 def test_faults_are_of_all_classes() -> None:
     assert len(FAULTS) >= 60
     assert {fault.kind for fault in FAULTS} - {FAULTS[number].kind for number in QUICK} == {"replacement"}
