@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,10 +30,10 @@ def shown(text: str) -> str:
 
 
 def words(error: BaseException) -> str:
-    """An error's message; of the system's the file and what is wrong with it, without a number."""
+    """An error's message, without a number of the system's; of its own errors the file and what is wrong with it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+    return re.sub(r"\[Errno -?\d+\] ", "", str(error))  # as a library wraps them
 
 
 def first_line(error: BaseException) -> str:

@@ -49,10 +49,10 @@ def hub_rows(
     file: str | None = None,
     streaming: bool = False,
     columns: Columns = lambda names: names,
-    missing: str = "",
+    near: str = "",
 ) -> Iterator[Row]:
     """The rows of a shard of a dataset of the hub, as they arrive with `streaming`, else from the cache of `datasets`.
-    `missing` says in errors what else was looked for.
+    `near` is for errors: what else may have been meant.
 
     Raises:
         ValueError: `datasets` is not installed; the hub cannot be reached, or has no such set, config, split or file.
@@ -61,7 +61,8 @@ def hub_rows(
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise ValueError(f"{missing or hub}; to load it from the hub: {install_hint('train')}") from error
+        hint = install_hint("train")
+        raise ValueError(f"{hub} is no file or folder here.{near} To load it from the hub: {hint}") from error
     away = out_of_reach()
     location, number = f"{hub} ({split})", -1
     try:
@@ -74,12 +75,11 @@ def hub_rows(
         reason = away or first_line(error)
         if number >= 0:
             raise ValueError(f"{location}, after row {number + 1}: {reason}") from error
-        lead = f"{missing}, and the hub could not be reached for it" if missing else f"{hub} could not be loaded"
-        advice = (
-            f"; without a network give a local copy as path; for a gated set accept its terms at "
-            f"https://huggingface.co/datasets/{hub} and run `hf auth login`"
-        )
-        raise ValueError(f"{lead}: {reason}{advice}") from error
+        raise ValueError(
+            f"{hub} is no file or folder here, and could not be loaded from the hub: {reason}.{near} Without a network "
+            f"give a local copy as path; for a gated set accept its terms at https://huggingface.co/datasets/{hub} and "
+            "run `hf auth login`"
+        ) from error
 
 
 def _numbered(loaded: Any, shard: Shard, columns: Columns, streaming: bool) -> Iterator[tuple[int, Any]]:

@@ -150,7 +150,7 @@ def _single_rows(
         file=file,
         streaming=opening.get("streaming", False),
         columns=columns,
-        missing=f"no such local file or folder: {source}.{_nearest(source)}" if corpus is None else "",
+        near=_nearest(source) if corpus is None else "",
     )
 
 
