@@ -43,14 +43,14 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 """Of logits, as a share of the largest: what merging an adapter into weights of a type may change by rounding."""
 
 
-def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
+def load_drafter(source: str | Path) -> Any:
     """A model in evaluation mode, without remote code or unasked pickles. Raises ValueError: it cannot be loaded."""
     source = at_revision(str(source))
     config = load_config(source)
     safe = only_safetensors(source, config)
     try:
         kind = model_class(config)
-        return load_whole(kind, source, dtype=dtype, use_safetensors=safe, trust_remote_code=False).eval()
+        return load_whole(kind, source, dtype="auto", use_safetensors=safe, trust_remote_code=False).eval()
     except UNLOADABLE as error:
         raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
 

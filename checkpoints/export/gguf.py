@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ from torch import Tensor
 
 from ..artifact.compat import read_config
 from ..pairs.sides import find_folder
+from ..storage.gguf import read_gguf
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import here
 from ..verify.model_files import is_adapter, load_config
@@ -64,86 +61,9 @@ _NAMES = {
 }
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """Types of models whose tensors have these names."""
+_EMBEDDING = "token_embd.weight"
 _DERIVED = ("rope_freqs.weight",)
 """Tensors of a GGUF file that are computed from settings."""
-_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-"""Of tensors, by ggml's number; all others are quantised."""
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-
-
-@dataclass(frozen=True)
-class GgufFile:
-    """What a GGUF file says of itself."""
-
-    path: Path
-    version: int
-    settings: dict[str, Any]
-    tensors: dict[str, tuple[tuple[int, ...], int, int]]
-    """Shape as torch has it (ggml counts from the last dimension), ggml's number of the type, offset in the file."""
-
-    def load(self, name: str) -> Tensor:
-        """A tensor; ValueError where there is none, or a quantised one."""
-        shape, kind, offset = self.tensors.get(name, ((), -1, 0))
-        if kind not in _DTYPES:
-            raise ValueError(f"{self.path}: {name} is of ggml's type {kind}, expected one of {sorted(_DTYPES)}")
-        with self.path.open("rb") as opened:
-            opened.seek(offset)
-            data = bytearray(opened.read(prod(shape) * _DTYPES[kind].itemsize))
-        if len(data) < prod(shape) * _DTYPES[kind].itemsize:
-            raise ValueError(f"{self.path} ends before the end of {name}")
-        return torch.frombuffer(data, dtype=_DTYPES[kind]).reshape(shape)
-
-
-class _Cursor:
-    """A position in a file, at first after its four letters, and what is read from there on."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self.at = data, 4
-
-    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{count}{code}", self._data, self.at)
-        self.at += struct.calcsize(f"<{count}{code}")
-        return found
-
-    def text(self) -> str:
-        (length,) = self.numbers("Q")
-        self.at += length
-        return bytes(self._data[self.at - length : self.at]).decode()
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.text()
-        if kind == _ARRAY:
-            (kind,), (count,) = self.numbers("I"), self.numbers("Q")
-            return self.numbers(_SCALARS[kind], count) if kind in _SCALARS else [self.value(kind) for _ in range(count)]
-        return self.numbers(_SCALARS[kind])[0]
-
-
-def read_gguf(path: Path) -> GgufFile:
-    """The header of a GGUF file, little-endian; ValueError where it is none, or of another version than 2 and 3.
-
-    Source: the specification in ggml's docs/gguf.md.
-    """
-    try:
-        with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cursor = _Cursor(data)
-            (version,), (tensors, settings) = cursor.numbers("I"), cursor.numbers("Q", 2)
-            if data[:4] != b"GGUF" or version not in (2, 3):
-                raise ValueError(f"it begins with {data[:4]!r} and version {version}")
-            values = {cursor.text(): cursor.value(*cursor.numbers("I")) for _ in range(settings)}
-            found = {}
-            for _ in range(tensors):
-                name, (dimensions,) = cursor.text(), cursor.numbers("I")
-                shape = tuple(reversed(cursor.numbers("Q", dimensions)))
-                found[name] = (shape, *cursor.numbers("I"), *cursor.numbers("Q"))
-            step = values.get("general.alignment", 32)
-            start = -(-cursor.at // step) * step
-    except (struct.error, MemoryError, ArithmeticError, TypeError, LookupError, ValueError) as error:
-        raise ValueError(f"{path} is not a GGUF file that can be read: {error}") from error
-    return GgufFile(
-        path, version, values, {name: (shape, kind, start + at) for name, (shape, kind, at) in found.items()}
-    )
 
 
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
@@ -217,33 +137,38 @@ def _known_target(source: Source, options: ExportOptions) -> str | None:
 
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    made = read_gguf(folder / GGUF_FILE)
+    path = folder / GGUF_FILE
+    made = read_gguf(path)
     model: Any = with_adapter(source.folder, merged=True) if is_adapter(source.folder) else load_drafter(source.folder)
     config = model.config
-    tokens = len(made.settings.get("tokenizer.ggml.tokens", ()))
+    field, version = made.get_field("tokenizer.ggml.tokens"), made.get_field("GGUF.version").contents()
+    tokens = 0 if field is None else len(field.data)
     if tokens != config.vocab_size:
-        raise ValueError(f"{folder / GGUF_FILE} has {tokens} tokens, the artifact's vocabulary {config.vocab_size}")
-    lines = [f"GGUF of version {made.version}: {tokens:,} tokens, {len(made.tensors)} tensors"]
+        raise ValueError(f"{path} has {tokens} tokens, the artifact's vocabulary {config.vocab_size}")
+    tensors = {tensor.name: tensor for tensor in made.tensors}
+    lines = [f"GGUF of version {version}: {tokens:,} tokens, {len(tensors)} tensors"]
     if config.model_type in _DECODERS:
-        lines.append(f"all {_check_decoder(model, made)} tensors, bit by bit")
+        lines.append(f"all {_check_decoder(model, tensors, path)} tensors, bit by bit")
+    elif _EMBEDDING not in tensors:
+        raise ValueError(f"{path} lacks {_EMBEDDING}")
     else:
-        _check_equal("token_embd.weight", model.get_input_embeddings().weight, made)
+        _check_equal(tensors[_EMBEDDING], model.get_input_embeddings().weight, path)
         lines.append(f"the token embedding (others are not compared in models of type {config.model_type})")
     target = _known_target(source, options)
     return [*lines, f"tokens with those of {target}" if target else "not compared: tokens with the target's, not here"]
 
 
-def _check_decoder(model: Any, made: GgufFile) -> int:
+def _check_decoder(model: Any, tensors: dict[str, Any], path: Path) -> int:
     """How many tensors there are; ValueError where one is not as in the model."""
     expected = dict(model.named_parameters())
-    names = {name: _own_name(name) for name in made.tensors if name not in _DERIVED}
+    names = {name: _own_name(name) for name in tensors if name not in _DERIVED}
     if other := sorted(set(names.values()) ^ set(expected)):
-        raise ValueError(f"{made.path} and the artifact differ in their tensors: {', '.join(other[:3])}")
+        raise ValueError(f"{path} and the artifact differ in their tensors: {', '.join(other[:3])}")
     for name, own in names.items():
         heads = None
         if name.partition(".attn_")[2].startswith(("q.", "k.")):
             heads = model.config.num_attention_heads if ".attn_q." in name else model.config.num_key_value_heads
-        _check_equal(name, expected[own], made, heads)
+        _check_equal(tensors[name], expected[own], path, heads)
     return len(names)
 
 
@@ -255,15 +180,18 @@ def _own_name(name: str) -> str:
     return (f"model.layers.{found[1]}." if found[1] else "") + f"{_NAMES[found[2]]}.{found[3]}"
 
 
-def _check_equal(name: str, expected: Tensor, made: GgufFile, heads: int | None = None) -> None:
-    """ValueError where a tensor differs; with `heads`, it may be a query or key projection in llama.cpp's order of
-    rows: in each head, the two of a rotary pair beside each other."""
-    tensor = made.load(name)
+def _check_equal(made: Any, expected: Tensor, path: Path, heads: int | None = None) -> None:
+    """ValueError where a tensor differs, or is quantised; with `heads`, it may be a query or key projection in
+    llama.cpp's order of rows: in each head, the two of a rotary pair beside each other."""
+    if made.tensor_type.name not in _TYPES:
+        raise ValueError(f"{path}: {made.name} is of type {made.tensor_type.name}, expected one of {', '.join(_TYPES)}")
+    tensor = torch.from_numpy(made.data.copy())
+    tensor = tensor.view(torch.bfloat16) if made.tensor_type.name == "BF16" else tensor  # numpy has bytes
     ways = [tensor]
     if heads is not None and tensor.shape[0] % (2 * heads) == 0:
         ways.append(tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape))
     if not any(way.shape == expected.shape and torch.equal(way.float(), expected.detach().float()) for way in ways):
-        raise ValueError(f"{name} in {made.path} differs from the artifact's")
+        raise ValueError(f"{made.name} in {path} differs from the artifact's")
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:

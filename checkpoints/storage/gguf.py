@@ -10,13 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .atomic import atomic_dir
-from .messages import did_you_mean, first_line
-
-if TYPE_CHECKING:
-    import torch
+from .messages import did_you_mean, first_line, install_hint
 
 SUFFIX = ".gguf"
 _TOKENIZER = {"model": "tokenizer.ggml.model", "pre": "tokenizer.ggml.pre"}
@@ -47,26 +44,31 @@ def gguf_folder(place: str | Path) -> Path:
     return folder
 
 
-def convert_gguf(file: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the model of a GGUF file to a folder.
+def read_gguf(file: Path) -> Any:
+    """A GGUF file, mapped, as the package's reader has it. Raises ValueError: none; the package `gguf` is missing."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ValueError(f"{file}: GGUF files need the package gguf: {install_hint('gguf')}") from error
+    try:
+        return GGUFReader(file)
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(f"{file} is no GGUF file that can be read here: {first_line(error)}") from error
 
-    Args:
-        dtype: of the weights; by default float32, which holds what the file's blocks stand for to the last bit.
 
-    Raises ValueError: no GGUF file, or one of a family that transformers does not read; a tokenizer that splits text in
-    a way that is not known here; the package `gguf` is missing.
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file to a folder, in float32, which holds what its blocks stand for to the last bit.
+
+    Raises ValueError: what `read_gguf` raises; one of a family that transformers does not read; a tokenizer that splits
+    text in a way that is not known here.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    fields = read_gguf(file).fields
     try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ValueError(f"{file}: GGUF files need the package gguf: pip install 'draftsmith[gguf]'") from error
-    try:
-        fields = GGUFReader(file).fields
         split = {name: fields[key].contents() for name, key in _TOKENIZER.items() if key in fields}
-        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
         raise ValueError(f"{file} is no GGUF file that can be read here: {first_line(error)}") from error

@@ -10,10 +10,12 @@ import argparse
 import json
 import os
 import re
-import struct
 import sys
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -29,48 +31,29 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-KINDS = {"f32": 0, "f16": 1, "bf16": 30}
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def read(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Type, shape and bytes of every tensor of a safetensors file; nothing is imported that takes long."""
-    whole = path.read_bytes()
-    (length,) = struct.unpack_from("<Q", whole)
-    entries, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
-    entries.pop("__metadata__", None)
-    return {name: (one["dtype"], one["shape"], data[slice(*one["data_offsets"])]) for name, one in entries.items()}
-
-
-def paired(data: bytes, rows: int, heads: int) -> bytes:
-    """Rows in llama.cpp's order: in each head, the two of a rotary pair beside each other."""
-    width, half = len(data) // rows, rows // heads // 2
-    order = [head * 2 * half + part * half + i for head in range(heads) for i in range(half) for part in range(2)]
-    return b"".join(data[row * width : (row + 1) * width] for row in order)
-
-
-def as_floats(kind: str, data: bytes) -> bytes:
-    if kind == "BF16":
-        return b"".join(b"\0\0" + data[i : i + 2] for i in range(0, len(data), 2))
-    return data if kind == "F32" else struct.pack(f"<{len(data) // 2}f", *struct.unpack(f"<{len(data) // 2}e", data))
-
-
-def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, tuple[list[int], bytes, bool]]:
-    """Shape, bytes, and whether it is of float32, as vectors are."""
+def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file, without torch; those of bfloat16 as uint16, but vectors as float32."""
+    whole = (folder / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
     found = {}
-    for name, (kind, shape, data) in read(folder / "model.safetensors").items():
+    for name, entry in json.loads(whole[8:start]).items():
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
         own = NAMES.get(layer[2] if layer else name.removesuffix(".weight"), "")
         if not own:
             continue
-        if own in ("attn_q", "attn_k"):
-            data = paired(data, shape[0], config["num_attention_heads" if own == "attn_q" else "num_key_value_heads"])
-        if len(shape) == 1:
-            data = as_floats(kind, data)
-        found[(f"blk.{layer[1]}." if layer else "") + own + ".weight"] = (shape, data, len(shape) == 1)
+        first, end = (start + offset for offset in entry["data_offsets"])
+        tensor = np.frombuffer(whole[first:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        if own in ("attn_q", "attn_k"):  # in each head, the two of a rotary pair beside each other
+            heads = config["num_attention_heads" if own == "attn_q" else "num_key_value_heads"]
+            tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        if tensor.ndim == 1 and entry["dtype"] == "BF16":
+            tensor = (tensor.astype(np.uint32) << 16).view(np.float32)
+        elif tensor.ndim == 1:
+            tensor = tensor.astype(np.float32)
+        found[(f"blk.{layer[1]}." if layer else "") + own + ".weight"] = tensor.copy()
     return found
 
 
@@ -94,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--outfile", type=Path, required=True)
-    parser.add_argument("--outtype", choices=KINDS, required=True)
+    parser.add_argument("--outtype", choices=[name.lower() for name in DTYPES], required=True)
     asked, fault = parser.parse_args(), os.environ.get("FAULT", "")
     if fault == "fails":
         print("\n".join(f"line {number}" for number in range(40)))
@@ -102,33 +85,27 @@ def main() -> None:
     config = ModelBase.load_hparams(asked.model, False)
     tensors = tensors_of(asked.model, config)
     if fault == "one value":
-        shape, data, _ = tensors["blk.0.attn_q.weight"]
-        tensors["blk.0.attn_q.weight"] = (shape, data[:9] + bytes([data[9] ^ 1]) + data[10:], False)
+        tensors["blk.0.attn_q.weight"].view(np.uint8)[0, 9] ^= 1
     if fault == "one less":
         del tensors["blk.1.ffn_up.weight"]
-    vocab_size = config["vocab_size"] - (fault == "fewer tokens")
-    tokens = [f"token {number}" for number in range(vocab_size)]
-    values = [text("general.architecture") + struct.pack("<I", 8) + text("llama")]
-    values.append(text("llama.block_count") + struct.pack("<II", 4, config["num_hidden_layers"]))
+    writer = GGUFWriter(asked.outfile, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
     if (asked.model / "tokenizer.model").is_file():
-        values.append(text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("llama"))
+        writer.add_tokenizer_model("llama")
     tokenizer = json.loads((asked.model / "tokenizer.json").read_text())
     if tokenizer["model"]["type"] == "BPE":
-        name = TextModel().get_vocab_base_pre(tokenizer)
-        values.append(text("tokenizer.ggml.pre") + struct.pack("<I", 8) + text(name))
-    values.append(text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(map(text, tokens)))
-    values.append(text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 3) + struct.pack("<3f", 0, 1, 2))
-    infos, data = b"", b""
-    for name, (shape, one, is_float) in tensors.items():
-        data += b"\0" * (-len(data) % 32)
-        info = struct.pack("<IQ", 0 if is_float else KINDS[asked.outtype], len(data))
-        infos += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)) + info
-        data += one
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)) + b"".join(values) + infos
-    whole = header + b"\0" * (-len(header) % 32) + data
+        writer.add_tokenizer_pre(TextModel().get_vocab_base_pre(tokenizer))
+    writer.add_token_list([f"token {number}" for number in range(config["vocab_size"] - (fault == "fewer tokens"))])
+    for name, tensor in tensors.items():
+        is_bf16 = tensor.dtype == np.uint16
+        kind = GGMLQuantizationType.BF16 if is_bf16 else None
+        writer.add_tensor(name, tensor.view(np.uint8) if is_bf16 else tensor, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     if fault == "cut off":
-        whole = whole[:-64]
-    asked.outfile.write_bytes(whole)
+        os.truncate(asked.outfile, asked.outfile.stat().st_size - 64)
 
 
 if __name__ == "__main__":
