@@ -52,11 +52,8 @@ def load_prompts(
     skipped: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
     """Questions of an evaluation set or of conversations with their token ids, in the order of the set, from fixed
-    groups in turn. `skipped` gets those that were read and left out.
-
-    Raises:
-        ValueError: there is no prompt, or none is short enough.
-    """
+    groups in turn. `skipped` gets those that were read and left out. Raises ValueError: there is no prompt, or none is
+    short enough."""
     encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
     lengths: list[int] = []
     skipped = SkippedPrompts() if skipped is None else skipped

@@ -92,9 +92,8 @@ class Store:
     attempt that failed). An unfinished last line is cut off when the file is opened again. Rows have a seal, see
     `sealed`.
 
-    Raises:
-        ValueError: another process writes here; the file was started with other settings, of which the first is named;
-            the file holds something else, naming the line.
+    Raises ValueError: another process writes here; the file was started with other settings, of which the first is
+    named; the file holds something else, naming the line.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:

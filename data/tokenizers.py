@@ -25,9 +25,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     The first special token is padding and beginning of sequence (never added by itself), the last is the end of
     sequence.
 
-    Raises:
-        ValueError: no or repeated special tokens; a `vocab_size` too small for bytes and special tokens, or too large
-            for the texts.
+    Raises ValueError: no or repeated special tokens; a `vocab_size` too small for bytes and special tokens, or too
+    large for the texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -67,8 +66,7 @@ def load_tokenizer(source: str) -> Any:
     Where `tokenizer.model` is all there is, merges get sentencepiece's order: transformers (5.23 at least) orders
     LLaMA's by id instead of by score, which gives indented text other ids.
 
-    Raises:
-        ValueError: nothing that is a tokenizer, or a package it needs is missing; a revision of a local folder.
+    Raises ValueError: nothing that is a tokenizer, or a package it needs is missing; a revision of a local folder.
     """
     path = gguf_folder(source) if is_gguf(source) else Path(source).expanduser()
     if path.is_file():

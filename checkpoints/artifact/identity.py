@@ -44,8 +44,7 @@ def load_identified(source: str, load: Callable[[], Loaded], *, content: bool = 
     Args:
         content: go by the files of a model though a manifest lies beside them, with which they are compared.
 
-    Raises:
-        ValueError: what `load` raises; files that are not as a manifest says, or change all the time.
+    Raises ValueError: what `load` raises; files that are not as a manifest says, or change all the time.
     """
     folder = here(at_revision(source))
     if folder is None or not folder.is_dir():

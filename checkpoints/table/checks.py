@@ -25,11 +25,8 @@ _CHUNK = 1 << 20
 
 
 def read_header(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, int]]:
-    """Metadata and lengths of the tensors of `table.safetensors`; all their names begin with `prefix`.
-
-    Raises:
-        ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types.
-    """
+    """Metadata and lengths of the tensors of `table.safetensors`; all their names begin with `prefix`. Raises
+    ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types."""
     if not path.is_file():
         raise ValueError(f"there is no table at {path}")
     try:

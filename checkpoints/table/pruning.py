@@ -29,8 +29,7 @@ def pruned(table: BigramCounts, min_count: int, top: int, megabytes: float | Non
         top: of each row keep so many entries, those of the highest counts, of equal counts the lower tokens; 0: all.
         megabytes: largest size of `table.safetensors` in 10⁶ bytes, kept by the least count with which the file fits.
 
-    Raises:
-        ValueError: a table that is pruned already; a negative condition; conditions that no pair meets.
+    Raises ValueError: a table that is pruned already; a negative condition; conditions that no pair meets.
     """
     if table.pruning is not None:
         kept = f"{table.entries} of {table.pruning['entries']} entries"

@@ -45,11 +45,8 @@ class BigramTable(BigramCounts):
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> BigramTable:
         """Count the pairs of neighbours within each document (integers [T]), in memory; `train.table.counting` gives
-        the same table for corpora that outgrow it.
-
-        Raises:
-            ValueError: a token outside the vocabulary; a pair seen more often than an int32 can hold.
-        """
+        the same table for corpora that outgrow it. Raises ValueError: a token outside the vocabulary; a pair seen more
+        often than an int32 can hold."""
         key_dtype(vocab_size)
         arrays = [np.asarray(document) for document in documents]
         for number, ids_T in enumerate(arrays):
@@ -97,9 +94,8 @@ class BigramTable(BigramCounts):
             smoothing: "none", "add-k" or "kneser-ney".
             strength: k, or the discount; 0 is the smoothing's default.
 
-        Raises:
-            ValueError: a negative `unseen`; a smoothing or strength that there is not; a token outside the vocabulary
-                (on CPU only: looking would stop the host).
+        Raises ValueError: a negative `unseen`; a smoothing or strength that there is not; a token outside the
+        vocabulary (on CPU only: looking would stop the host).
         """
         if not unseen >= 0:
             raise ValueError(f"unseen is a correlation: expected at least 0, got {unseen}")
@@ -164,11 +160,8 @@ class BigramTable(BigramCounts):
 
     @classmethod
     def load(cls, directory: Path) -> BigramTable:
-        """Read what `save` wrote. Entries stay in the file, mapped, and are read as they are asked for.
-
-        Raises:
-            ValueError: no such file, not a table, or one that contradicts itself: the file is named, and both sides.
-        """
+        """Read what `save` wrote. Entries stay in the file, mapped, and are read as they are asked for. Raises
+        ValueError: no such file, not a table, or one that contradicts itself: the file is named, and both sides."""
         return read_consistent(Path(directory), lambda: cls.read(Path(directory) / TABLE_FILE))
 
     @classmethod

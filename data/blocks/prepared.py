@@ -52,8 +52,7 @@ def prepare(
     padded to the longest of a batch. `source` goes into the manifest as it is; `progress(rows, tokens)` is called as
     rows are rendered.
 
-    Raises:
-        ValueError: no conversations; nothing trainable; `out_dir` holds other files.
+    Raises ValueError: no conversations; nothing trainable; `out_dir` holds other files.
     """
     out, rows = Path(out_dir), 0
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):

@@ -62,9 +62,8 @@ class Cleaner:
     `evaluation_texts` are the texts of the sets that `cleaning.contamination` names. With `tools` calls and results are
     turns, as Hermes and Qwen write them. With `questions` a row of questions alone is kept, to be answered.
 
-    Raises:
-        ValueError: a language that py3langid does not know; a package that is not installed; evaluation sets named
-            without texts, or texts without a name.
+    Raises ValueError: a language that py3langid does not know; a package that is not installed; evaluation sets named
+    without texts, or texts without a name.
     """
 
     def __init__(

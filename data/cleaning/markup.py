@@ -59,8 +59,7 @@ def html_to_markdown(text: str) -> str | None:
 
     A text without tags comes back unchanged. None: nested too deep to be converted.
 
-    Raises:
-        ValueError: markdownify is not installed.
+    Raises ValueError: markdownify is not installed.
     """
     if not holds_html(text):
         return text

@@ -10,11 +10,8 @@ from .contamination import FIRST_WORDS
 
 
 class Cleaning(BaseModel):
-    """Options of cleaning; without any, whole exchanges are kept as they were written.
-
-    Raises:
-        ValueError: an option that there is not, or a choice or a number that is not allowed, with what is.
-    """
+    """Options of cleaning; without any, whole exchanges are kept as they were written. Raises ValueError: an option
+    that there is not, or a choice or a number that is not allowed, with what is."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -41,12 +41,9 @@ class Template:
 
 
 def own_template(tokenizer: Any) -> Template:
-    """The chat template that `tokenizer` brings, for any number of exchanges.
-
-    Raises:
-        ValueError: it has none, or one that cannot be rendered, rewrites earlier turns, writes something before an
-            answer that the prompt lacks, or ends an answer without a special token.
-    """
+    """The chat template that `tokenizer` brings, for any number of exchanges. Raises ValueError: it has none, or one
+    that cannot be rendered, rewrites earlier turns, writes something before an answer that the prompt lacks, or ends an
+    answer without a special token."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this one has none")
     if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(tokenizer.chat_template):
@@ -82,12 +79,8 @@ def own_template(tokenizer: Any) -> Template:
 
 def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
     """A tokenizer's own template for conversations with these tools (JSON of a list), which it shows before the first
-    question.
-
-    Raises:
-        ValueError: another template; one that shows no tools, or in another way in each exchange, or calls in another
-            form than `<tool_call>`, `<tool_response>`.
-    """
+    question. Raises ValueError: another template; one that shows no tools, or in another way in each exchange, or calls
+    in another form than `<tool_call>`, `<tool_response>`."""
     given = json.loads(tools)
     if template.name != OWN:
         raise ValueError(f"template {template.name} shows no tools; `template: tokenizer` may")

@@ -92,8 +92,7 @@ class Linter:
 
     A conversation's last turn may be trained alone, as `last_turn_only` has it.
 
-    Raises:
-        ValueError: the template needs {eos} or {bos}, or an end of turn, that the tokenizer lacks.
+    Raises ValueError: the template needs {eos} or {bos}, or an end of turn, that the tokenizer lacks.
     """
 
     def __init__(self, tokenizer: Any, template: Template) -> None:

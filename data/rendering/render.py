@@ -113,8 +113,7 @@ class Renderer:
     answer needs the rest, then the answer its end. With `max_tokens` None nothing is split. With `last_turn_only` a
     conversation's last answer alone is trained on.
 
-    Raises:
-        ValueError: turns that are not [system], user, assistant, …; a special token that the tokenizer lacks.
+    Raises ValueError: turns that are not [system], user, assistant, …; a special token that the tokenizer lacks.
     """
 
     def __init__(

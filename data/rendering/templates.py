@@ -78,12 +78,9 @@ CHATML_JINJA = (
 
 
 def get_template(name: str, tokenizer: Any = None) -> Template:
-    """The template of that name; `tokenizer` is asked for its own where the name is "tokenizer".
-
-    Raises:
-        ValueError: no such template (the message gives the nearest name and all of them); a tokenizer without a chat
-            template, or with one whose turns cannot be told apart.
-    """
+    """The template of that name; `tokenizer` is asked for its own where the name is "tokenizer". Raises ValueError: no
+    such template (the message gives the nearest name and all of them); a tokenizer without a chat template, or with one
+    whose turns cannot be told apart."""
     if name == OWN:
         return own_template(tokenizer)
     if name not in TEMPLATES:

@@ -65,8 +65,7 @@ def documentation_conversations(
     UTF-8 text, both sides together) stops at a subset chosen by `seed`, spread evenly over the packages.
     `progress(done, total)` counts source files.
 
-    Raises:
-        ValueError: a dotted package name.
+    Raises ValueError: a dotted package name.
     """
     found, skipped = _find_packages(packages, seed)
     train: list[Conversation] = []

@@ -106,8 +106,8 @@ def local_rows(
     `columns` chooses among the column names of a parquet or arrow file. With `skip_broken` what cannot be read is
     counted in `skipped` by reason, else it is an error.
 
-    Raises:
-        ValueError: nothing to read at `path`; when it is reached, what cannot be read, unless broken rows are skipped.
+    Raises ValueError: nothing to read at `path`; when it is reached, what cannot be read, unless broken rows are
+    skipped.
     """
     cursor = _Cursor(shard)
     for file in data_files(path, split):

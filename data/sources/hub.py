@@ -52,11 +52,8 @@ def hub_rows(
     near: str = "",
 ) -> Iterator[Row]:
     """The rows of a shard of a dataset of the hub, as they arrive with `streaming`, else from the cache of `datasets`.
-    `near` is for errors: what else may have been meant.
-
-    Raises:
-        ValueError: `datasets` is not installed; the hub cannot be reached, or has no such set, config, split or file.
-    """
+    `near` is for errors: what else may have been meant. Raises ValueError: `datasets` is not installed; the hub cannot
+    be reached, or has no such set, config, split or file."""
     try:
         import datasets
         from datasets.exceptions import DatasetsError

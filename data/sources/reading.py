@@ -61,9 +61,8 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
     `source` is the first of these that there is: a local file or folder (see `files.SUFFIXES`; packed with gzip or
     Zstandard too), the name or hub id of a registered corpus (see `registry.CORPORA`), any other hub id.
 
-    Raises:
-        ValueError: no such source (with the nearest name), or an unreachable hub; when it is reached, a row or file
-            that cannot be read, with file, row and what was expected.
+    Raises ValueError: no such source (with the nearest name), or an unreachable hub; when it is reached, a row or file
+    that cannot be read, with file, row and what was expected.
     """
     skip_broken, on_form = opening.get("skip_broken", False), opening.get("on_form")
     skipped = opening.get("skipped", Counter[str]())
@@ -169,8 +168,7 @@ def read_conversations(
     `report` is filled while the iterator is consumed; skipped rows are added at its end. The sets that the cleaning's
     `contamination` names are read as prompts, each from its own source.
 
-    Raises:
-        ValueError: as `open_dialogues`; a negative limit.
+    Raises ValueError: as `open_dialogues`; a negative limit.
     """
     report = CorpusReport() if report is None else report
     cleaning = Cleaning() if cleaning is None else cleaning
@@ -198,8 +196,7 @@ def read_prompts(
     Of a conversation the first question is the prompt, the answer to it is a reference, and later questions are
     follow-ups. Rows without a question are counted in `skipped` under "no question".
 
-    Raises:
-        ValueError: as `open_dialogues`; a negative limit; groups that the source does not have, with those it has.
+    Raises ValueError: as `open_dialogues`; a negative limit; groups that the source does not have, with those it has.
     """
     corpus = find_corpus(source)
     for group in groups or ():

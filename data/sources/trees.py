@@ -28,10 +28,7 @@ def best_path(root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def assembled(rows: Iterable[Row]) -> Iterator[Row]:
     """One row a tree: its first message's, with `replies` in the messages; deleted ones are left out with theirs.
-
-    Raises:
-        ValueError: a message whose parent does not stand before it in the same tree.
-    """
+    Raises ValueError: a message whose parent does not stand before it in the same tree."""
     tree: list[Row] = []
     replies: dict[Any, list[Any]] = {}
     for row in rows:
