@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .counts import BigramCounts, default_discount
 
@@ -28,6 +27,7 @@ def report(table: BigramCounts, tokenizer: Any = None) -> dict[str, Any]:
     unigram_V = np.asarray(table.unigram)
     tensors = (table.row_ptr, table.col, table.count, table.unigram)
     size = sum(tensor.nbytes for tensor in tensors) + (16 * table.vocab_size if table.pruning is not None else 0)
+    by_count, _ = np.histogram(np.asarray(table.count), [*_BINS.values(), 2**31])
     highest, lowest = _extremes(table)
     return {
         "vocab_size": table.vocab_size,
@@ -41,15 +41,11 @@ def report(table: BigramCounts, tokenizer: Any = None) -> dict[str, Any]:
         "tokens_never_seen": int(np.count_nonzero(unigram_V == 0)),
         "rows_seen": int(np.count_nonzero(np.asarray(table.left_counts()))),
         "widest_row": table.widest_row(),
-        "entries_by_count": _histogram(np.asarray(table.count)),
+        "entries_by_count": dict(zip(_BINS, by_count.tolist(), strict=True)),
         "discount": default_discount(table),
         "highest_r": [_described(table, pair, tokenizer) for pair in highest],
         "lowest_r": [_described(table, pair, tokenizer) for pair in lowest],
     }
-
-
-def _histogram(count_E: NDArray[np.int32]) -> dict[str, int]:
-    return dict(zip(_BINS, np.histogram(count_E, [*_BINS.values(), 2**31])[0].tolist(), strict=True))
 
 
 def _extremes(table: BigramCounts) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:

@@ -62,7 +62,8 @@ class Smoothed:
         assert smoothing == "kneser-ney", smoothing
         d = strength or default_discount(table)
         entries_V = table.row_ptr.diff().double()
-        taken_V = table.right_counts().double() - table.kept_right().double() + d * _ending(table).double()
+        ending_V = torch.from_numpy(np.bincount(table.col.numpy(), minlength=vocab))  # entries by right token
+        taken_V = table.right_counts().double() - table.kept_right().double() + d * ending_V.double()
         taken = float(taken_V.sum())
         spread_V = taken_V / taken if taken else uniform_V
         unseen_V = left_V == 0
@@ -83,8 +84,3 @@ def check_smoothing(smoothing: str, strength: float) -> None:
     limit = {"none": 0.0, "add-k": float("inf"), "kneser-ney": 1.0}[smoothing]
     if not 0 <= strength <= limit or strength == float("inf"):
         raise ValueError(f"the strength of {smoothing!r} is from 0 (its default) to {limit:g}, got {strength}")
-
-
-def _ending(table: BigramCounts) -> Tensor:
-    """int64 [V]: how many entries end in each token."""
-    return torch.from_numpy(np.bincount(table.col.numpy(), minlength=table.vocab_size))

@@ -167,7 +167,7 @@ class PreparedData:
         """The blocks of these indices as a batch [B, T]; unpacked, T is the longest block's length."""
         blocks = [
             [self._document(document) for document in self._order[self._blocks[b] : self._blocks[b + 1]].tolist()]
-            for b in self._checked(indices)
+            for b in indices
         ]
         length = self.block_tokens
         if self._pads and blocks:
@@ -187,12 +187,6 @@ class PreparedData:
     def _document(self, number: int) -> Document:
         start, end = int(self._documents[number]), int(self._documents[number + 1])
         return Document(self._tokens[start:end], self._trained[start:end], number)
-
-    def _checked(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        index_B = np.asarray(indices, dtype=np.int64).reshape(-1)
-        if len(index_B) and (index_B.min() < 0 or index_B.max() >= self.blocks):
-            raise ValueError(f"block {index_B.min()} … {index_B.max()} asked for, there are {self.blocks}")
-        return index_B
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

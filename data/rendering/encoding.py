@@ -91,14 +91,6 @@ class PieceEncoder:
         assert ids[0] == self.tokenizer.convert_tokens_to_ids(before), (before, ids)
         return ids[1:]
 
-    def special_id(self, text: str, template: str) -> int:
-        """The id of a special token by its text."""
-        number = self.tokenizer.get_vocab().get(text)
-        added = self.tokenizer.added_tokens_decoder
-        if number is None or number not in added or not added[number].special:
-            raise ValueError(f"template {template} needs {text} as one special token, which this tokenizer lacks")
-        return int(number)
-
     def _raw(self, texts: list[str]) -> list[np.ndarray]:
         """Ids int32 of each text by itself, as at the start of a document, without special tokens."""
         if not texts:

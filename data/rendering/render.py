@@ -78,31 +78,13 @@ class RenderReport:
 
 def render(conversation: Conversation, template: Template, tokenizer: Any) -> Rendered:
     """Ids and spans of a whole conversation, however long; see `Renderer`."""
-    return next(render_all([conversation], tokenizer, template, None))
-
-
-def render_prompt(turns: Sequence[Turn], template: Template, tokenizer: Any) -> list[int]:
-    """Ids [T] to generate the next answer from: exactly those `render` gives before that answer's first token."""
-    return prompt_renderer(template, tokenizer)(turns)
+    return next(Renderer(template, tokenizer, None)([conversation]))
 
 
 def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Turn]], list[int]]:
-    """`render_prompt` for many prompts: what depends on template and tokenizer alone is done once."""
+    """Gives the ids [T] to generate the next answer from: exactly those `render` gives before that answer's first."""
     layout = Layout(template, PieceEncoder(tokenizer))
     return lambda turns: layout.prompt(tuple(turns))
-
-
-def render_all(
-    conversations: Iterable[Conversation],
-    tokenizer: Any,
-    template: Template,
-    max_tokens: int | None,
-    *,
-    last_turn_only: bool = False,
-    report: RenderReport | None = None,
-) -> Iterator[Rendered]:
-    """Render many conversations; see `Renderer`."""
-    return Renderer(template, tokenizer, max_tokens, last_turn_only=last_turn_only)(conversations, report)
 
 
 class Renderer:
@@ -199,14 +181,17 @@ class Layout:
     def __init__(self, template: Template, encoder: PieceEncoder) -> None:
         self.template, self.encoder = template, encoder
         tokenizer = encoder.tokenizer
+        specials = sorted(special_strings(tokenizer), key=len, reverse=True)
         for text in template.special_tokens:
-            encoder.special_id(text, template.name)
+            if text not in specials:
+                raise ValueError(
+                    f"template {template.name} needs {text} as one special token, which this tokenizer lacks"
+                )
         names = {"{eos}": tokenizer.eos_token, "{bos}": tokenizer.bos_token}
         for name, token in names.items():
             if token is None and name in (template.start + template.end):
                 raise ValueError(f"template {template.name} needs {name}, and this tokenizer has no such token")
         self._names = {name: token for name, token in names.items() if token is not None}
-        specials = sorted(special_strings(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.bos = _array([] if template.writes_bos else encoder.bos)
         self.start = self._split_long(self.lead(template.start))

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def local_rows(
     """
     cursor = _Cursor(shard)
     for file in data_files(path, split):
-        stem = _stem(file)
+        stem = (file.with_suffix("") if file.suffix.lower() in PACKED else file).stem
         for row, number, value in _file_rows(file, cursor, columns):
             if not isinstance(value, _BrokenError):
                 yield Row(value, f"{file}, row {row}", f"{stem}-{number + 1}", number)
@@ -152,11 +151,6 @@ def _suffix(path: Path) -> str | None:
     packed = path.suffix.lower() in PACKED
     suffix = (path.with_suffix("") if packed else path).suffix.lower()
     return suffix if suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow")) else None
-
-
-@lru_cache(maxsize=8)
-def _stem(path: Path) -> str:
-    return Path(path.name.removesuffix(path.suffix) if path.suffix.lower() in PACKED else path.name).stem
 
 
 def _file_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:

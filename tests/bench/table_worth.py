@@ -28,7 +28,7 @@ from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.conversations import Conversation, write_conversations
 from draftsmith.data.prompts import stop_ids
-from draftsmith.data.rendering.render import render, render_all, render_prompt
+from draftsmith.data.rendering.render import Renderer, prompt_renderer, render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
@@ -91,7 +91,7 @@ class Bench:
         for conversation in islice(read_conversations(str(work / "heldout.jsonl")), questions):
             turns = conversation.turns[:2]
             whole = render(Conversation(conversation.id, turns), template, tokenizer).ids.tolist()
-            prompt = render_prompt(turns[:1], template, tokenizer)
+            prompt = prompt_renderer(template, tokenizer)(turns[:1])
             assert whole[: len(prompt)] == prompt
             self.questions.append((prompt, whole[len(prompt) :][:NEW_TOKENS]))
 
@@ -153,8 +153,8 @@ def compare(bench: Bench, rows: dict[str, Variant]) -> dict[str, Any]:
 def counted(source: Path, vocab: int) -> BigramTable:
     """The table of the conversations of a file."""
     tokenizer = load_tokenizer(str(LLAMA))
-    documents: Iterator[Any] = render_all(
-        read_conversations(str(source)), tokenizer, get_template(TEMPLATE, tokenizer), None
+    documents: Iterator[Any] = Renderer(get_template(TEMPLATE, tokenizer), tokenizer, None)(
+        read_conversations(str(source))
     )
     return BigramTable.from_documents((document.ids for document in documents), vocab)
 

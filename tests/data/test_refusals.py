@@ -18,7 +18,7 @@ from draftsmith.data.cleaning.contamination import EvaluationTexts
 from draftsmith.data.cleaning.options import Cleaning
 from draftsmith.data.conversations import Conversation, CorpusReport, Dialogue, Turn
 from draftsmith.data.rendering.lint import Linter
-from draftsmith.data.rendering.render import render, render_prompt
+from draftsmith.data.rendering.render import prompt_renderer, render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.documentation import documentation_conversations
 from draftsmith.data.sources.files import Row, Shard
@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no-turns": (lambda: render(talk(), get_template("plain"), bare_bpe()), ("strange",)),
     "two-questions": (lambda: render(talk("user", "user", "assistant"), get_template("plain"), bare_bpe()),
                       ("strange", "user, user, assistant")),
-    "no-question": (lambda: render_prompt(talk("user", "assistant").turns, get_template("plain"), bare_bpe()),
+    "no-question": (lambda: prompt_renderer(get_template("plain"), bare_bpe())(talk("user", "assistant").turns),
                     ("user, assistant",)),
     "linter-special": (lambda: Linter(bare_bpe(), get_template("chatml")), ("chatml", "<|im_end|>")),
     "own-missing": (lambda: own_template(None), ("'tokenizer'",)),

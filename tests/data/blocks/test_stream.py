@@ -14,7 +14,7 @@ import torch
 from draftsmith.data.blocks.prepared import prepare
 from draftsmith.data.blocks.stream import StreamedData
 from draftsmith.data.conversations import Conversation, Turn, write_conversations
-from draftsmith.data.rendering.render import render_all
+from draftsmith.data.rendering.render import Renderer
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.mixture import Part, mixture
 from draftsmith.data.sources.reading import read_conversations
@@ -55,7 +55,7 @@ def documents_of(batch: Any) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def all_documents(rows_file: Path, bpe: Any) -> list[tuple[int, ...]]:
-    documents = [tuple(d.ids.tolist()) for d in render_all(open_epoch(rows_file, 0), bpe, CHATML, BLOCK)]
+    documents = [tuple(d.ids.tolist()) for d in Renderer(CHATML, bpe, BLOCK)(open_epoch(rows_file, 0))]
     assert len(set(documents)) == len(documents) == ROWS
     return documents
 
@@ -150,6 +150,6 @@ def test_workers_do_not_wait_for_threads_of_their_parent(
     rows_file: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    assert len(list(render_all(open_epoch(rows_file, 0), bpe, CHATML, BLOCK))) == ROWS  # threads have been started
+    assert len(list(Renderer(CHATML, bpe, BLOCK)(open_epoch(rows_file, 0)))) == ROWS  # threads have been started
     data = stream(rows_file, bpe, workers=1)
     assert data.step_batch(0, 2, 0)[1].tokens_BT.shape == (2, BLOCK)

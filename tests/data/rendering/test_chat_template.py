@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from draftsmith.data.conversations import Conversation, CorpusReport, Turn
 from draftsmith.data.rendering.lint import Linter
-from draftsmith.data.rendering.render import render, render_prompt
+from draftsmith.data.rendering.render import prompt_renderer, render
 from draftsmith.data.rendering.templates import CHATML_JINJA, get_template
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import train_bpe
@@ -79,7 +79,7 @@ def test_ids_are_what_serving_gives(tokenizer: Any, texts: list[str]) -> None:
         assert rendered.ids.tolist() == _served(tokenizer, turns, prompt=False)
     assert tokenizer.decode(rendered.ids) == tokenizer.decode(_served(tokenizer, turns, prompt=False))
     for number in range(0, len(turns), 2):
-        prompt = render_prompt(turns[: number + 1], template, tokenizer)
+        prompt = prompt_renderer(template, tokenizer)(turns[: number + 1])
         if generated or number == 0:
             assert prompt == _served(tokenizer, turns[: number + 1], prompt=True)
         start, end = rendered.spans[number // 2]
@@ -91,7 +91,7 @@ def test_ids_are_what_serving_gives(tokenizer: Any, texts: list[str]) -> None:
 def test_a_system_text_stands_where_the_template_puts_it(tokenizer: Any) -> None:
     turns: tuple[Turn, ...] = (Turn("system", "the system"), Turn("user", "hello"))
     template = get_template("tokenizer", tokenizer)
-    ids = render_prompt(turns, template, tokenizer)
+    ids = prompt_renderer(template, tokenizer)(turns)
     if template.system is None:
         turns = (Turn("user", "the system\n\nhello"),)
     assert ids == _served(tokenizer, turns, prompt=True)

@@ -13,7 +13,7 @@ import pytest
 from draftsmith.data.conversations import Conversation, CorpusReport, Turn
 from draftsmith.data.rendering import lint as f
 from draftsmith.data.rendering.lint import Linter, LintReport
-from draftsmith.data.rendering.render import Rendered, render, render_all, render_prompt
+from draftsmith.data.rendering.render import Rendered, Renderer, prompt_renderer, render
 from draftsmith.data.rendering.templates import TEMPLATES, Template, get_template
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from hypothesis import example, given, settings
@@ -118,7 +118,7 @@ def test_a_part_of_a_conversation_is_noticed_for_what_it_holds(tokenizer: Any) -
     template = get_template("vicuna-v1.1")
     chat = _talk([f"say {tokenizer.eos_token}", "a b c " * 9, "and", "", "so", "d e f " * 9])
     whole = render(chat, template, tokenizer)
-    parts = list(render_all([chat], tokenizer, template, 2 * len(whole.ids) // 3))
+    parts = list(Renderer(template, tokenizer, 2 * len(whole.ids) // 3)([chat]))
     assert len(parts) > 1
     found = [Linter(tokenizer, template).check(part) for part in parts]
     for notice in (f.SPECIAL_TOKEN_TEXT, f.EMPTY_ANSWER):
@@ -140,9 +140,9 @@ def test_words_of_another_conversation(template: Template, tokenizer: Any, place
 )
 def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: Any, answer: str) -> None:
     linter, chat = Linter(tokenizer, template), _talk(["the question", answer])
-    length = len(render_prompt(chat.turns[:1], template, tokenizer))
+    length = len(prompt_renderer(template, tokenizer)(chat.turns[:1]))
     for limit in range(length + 40, length + 44):
-        (document,) = render_all([chat], tokenizer, template, limit)
+        (document,) = Renderer(template, tokenizer, limit)([chat])
         assert linter.check(document) == (f.ANSWER_CUT,)
         assert f.ANSWER_DIFFERS in linter.check(replace(document, answer_cut=False))
         if answer.isascii():  # a decoder gives up all of a row of bytes for one broken character
@@ -159,7 +159,7 @@ def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any, 
     linter, chat = Linter(tokenizer, template), _talk([question, "the answer"])
     length = len(render(_talk(["", "the answer"]), template, tokenizer).ids)
     for limit in range(length + 40, length + 44):
-        (document,) = render_all([chat], tokenizer, template, limit)
+        (document,) = Renderer(template, tokenizer, limit)([chat])
         assert linter.check(document) == (f.QUESTION_CUT,)
         assert f.CONTEXT_DIFFERS in linter.check(replace(document, question_cut=False))
         if question.isascii():
@@ -180,7 +180,7 @@ def test_strings_of_special_tokens_and_empty_answers_are_noticed(template: Templ
 def test_bare_text_is_trained_whole(tokenizer: Any) -> None:
     text = Conversation("text", (Turn("assistant", "the hello 你好 " * 30),))
     linter = Linter(tokenizer, get_template("plain"))
-    parts = list(render_all([text], tokenizer, get_template("plain"), 40))
+    parts = list(Renderer(get_template("plain"), tokenizer, 40)([text]))
     for part in parts:
         assert linter.check(part) == ()
     part = parts[1]
@@ -227,9 +227,9 @@ def test_no_text_whatever_puts_user_text_under_the_mask(
     linter = Linter(tokenizer, template)
     for system, exchanges, room in made:
         chat = _talk([text for exchange in exchanges for text in exchange], system)
-        opening = len(render_prompt((*chat.turns[: system is not None], Turn("user", "")), template, tokenizer))
+        opening = len(prompt_renderer(template, tokenizer)((*chat.turns[: system is not None], Turn("user", ""))))
         for max_tokens in (None, opening + room):
-            documents = render_all([chat], tokenizer, template, max_tokens, last_turn_only=last_turn_only)
+            documents = Renderer(template, tokenizer, max_tokens, last_turn_only=last_turn_only)([chat])
             for document in documents:
                 assert not _faults(linter.check(document)), (document, tokenizer.decode(document.ids))
 
@@ -271,7 +271,7 @@ def test_every_real_row_is_accounted_for_and_masks_right(shared_data: Path, name
     template = get_template("vicuna-v1.1")
     linter = Linter(tokenizer, template)
     chats = read_conversations(source, report=report)
-    for document in render_all(chats, tokenizer, template, 2048):
+    for document in Renderer(template, tokenizer, 2048)(chats):
         linter.check(document)
     assert report.rows == report.kept + sum(report.dropped.values())
     assert report.kept >= 0.98 * usable > 0, report.summary()

@@ -10,7 +10,7 @@ import pytest
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.rendering.encoding import After, PieceEncoder
 from draftsmith.data.rendering.lint import Linter
-from draftsmith.data.rendering.render import render_all, render_prompt
+from draftsmith.data.rendering.render import Renderer, prompt_renderer
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
 from tokenizers import normalizers
@@ -86,11 +86,11 @@ def test_masks_are_right_and_prompts_are_prefixes(folder: Path, chats: list[Conv
     for name in ("vicuna-v1.1", "llama-2-chat", "alpaca", "plain"):
         template = get_template(name)
         linter = Linter(tokenizer, template)
-        for chat, document in zip([*chats, code], render_all([*chats, code], tokenizer, template, None), strict=True):
+        for chat, document in zip([*chats, code], Renderer(template, tokenizer, None)([*chats, code]), strict=True):
             linter.check(document)
             users = [place for place, turn in enumerate(chat.turns) if turn.role == "user"]
             for (start, _), place in zip(document.spans, users, strict=True):
-                prompt = render_prompt(chat.turns[: place + 1], template, tokenizer)
+                prompt = prompt_renderer(template, tokenizer)(chat.turns[: place + 1])
                 assert prompt == document.ids[:start].tolist()
         assert linter.report.clean == linter.report.documents == len(chats) + 1, linter.report.summary()
 

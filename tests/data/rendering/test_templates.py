@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.rendering.render import Rendered, RenderReport, render, render_all, render_prompt
+from draftsmith.data.rendering.render import Rendered, Renderer, RenderReport, prompt_renderer, render
 from draftsmith.data.rendering.templates import TEMPLATES, VICUNA_SYSTEM, Template, get_template
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -65,7 +65,7 @@ def test_prompt_is_what_render_puts_before_each_answer(
         for number, turn in enumerate(chat.turns):
             if turn.role != "user":
                 continue
-            prompt = render_prompt(chat.turns[: number + 1], template, tokenizer)
+            prompt = prompt_renderer(template, tokenizer)(chat.turns[: number + 1])
             assert rendered.ids[: len(prompt)].tolist() == prompt
             starts = [start for start, _ in rendered.spans]
             assert len(prompt) == starts[number // 2 if chat.turns[0].role == "user" else (number - 1) // 2]
@@ -73,7 +73,7 @@ def test_prompt_is_what_render_puts_before_each_answer(
 
 def test_batched_rendering_equals_one_by_one(chats: list[Conversation], template: Template, tokenizer: Any) -> None:
     many = chats * 60  # more than one internal batch
-    together = [_plain(document) for document in render_all(many, tokenizer, template, None)]
+    together = [_plain(document) for document in Renderer(template, tokenizer, None)(many)]
     alone = [_plain(render(chat, template, tokenizer)) for chat in chats]
     assert together == alone * 60
 
@@ -97,7 +97,7 @@ def test_vicuna_says_exactly_its_text(tokenizer: Any) -> None:
     as_text = f"{VICUNA_SYSTEM} USER: the ASSISTANT: hello{end}USER: and ASSISTANT: bye{end}"
     # encoded as one string; the Llama tokenizers put their "▁" behind a special token too
     assert ids.tolist() == tokenizer(as_text).input_ids
-    prompt = tokenizer.decode(render_prompt(turns[:1], template, tokenizer))
+    prompt = tokenizer.decode(prompt_renderer(template, tokenizer)(turns[:1]))
     assert prompt.endswith("USER: the ASSISTANT:")
     assert VICUNA_SYSTEM.startswith("A chat between a curious user and an artificial intelligence assistant. The")
 
@@ -111,7 +111,7 @@ def test_long_conversations_split_between_exchanges(
     chat = Conversation("long", (*system, *(turn for pair in exchanges for turn in pair)))
     max_tokens = int(share * len(render(chat, template, tokenizer).ids))
     report = RenderReport()
-    parts = list(render_all([chat], tokenizer, template, max_tokens, report=report))
+    parts = list(Renderer(template, tokenizer, max_tokens)([chat], report))
     assert len(parts) > 1
     assert all(len(part.ids) <= max_tokens for part in parts)
     assert all("Be kind." in tokenizer.decode(part.ids) for part in parts)
@@ -137,10 +137,10 @@ def test_a_question_and_an_answer_too_long_share_what_there_is(
     system = (Turn("system", "s"),) if with_system else ()
     limit = len(render(Conversation("short", (*system, *HELLO.turns)), template, tokenizer).ids) + 60
     long = "".join(f"{i} " for i in range(200))
-    opening = render_prompt((*system, Turn("user", "")), template, tokenizer)
+    opening = prompt_renderer(template, tokenizer)((*system, Turn("user", "")))
     report = RenderReport()
     chat = Conversation("a", (*system, Turn("user", long), Turn("assistant", long)))
-    (document,) = render_all([chat], tokenizer, template, limit, report=report)
+    (document,) = Renderer(template, tokenizer, limit)([chat], report)
     assert limit - 1 <= len(document.ids) <= limit
     assert min(document.question_cut, document.answer_cut) > 0
     whole = render(chat, template, tokenizer)
@@ -160,7 +160,7 @@ def test_a_question_and_an_answer_too_long_share_what_there_is(
 def test_a_system_text_as_long_as_a_block_leaves_no_room(template: Template, tokenizer: Any) -> None:
     chat = Conversation("a", (Turn("system", "xyz" * 400), *HELLO.turns))
     report = RenderReport()
-    kept = list(render_all([chat, HELLO], tokenizer, template, 500, report=report))
+    kept = list(Renderer(template, tokenizer, 500)([chat, HELLO], report))
     assert [_plain(document) for document in kept] == [_plain(render(HELLO, template, tokenizer))]
     assert report.as_dict() == RenderReport(2, 1, 1, 1, 0, 2, no_room=1).as_dict()
 
@@ -168,12 +168,12 @@ def test_a_system_text_as_long_as_a_block_leaves_no_room(template: Template, tok
 def test_a_document_of_exactly_the_limit_is_whole(template: Template, tokenizer: Any) -> None:
     chat = Conversation("a", (Turn("user", "the hello"), Turn("assistant", "the answer is hello, and then some more")))
     whole = render(chat, template, tokenizer)
-    (same,) = render_all([chat], tokenizer, template, len(whole.ids))
+    (same,) = Renderer(template, tokenizer, len(whole.ids))([chat])
     assert _plain(same) == _plain(whole)
     (end,) = [end for _, end in whole.spans]
-    (whole_answer,) = render_all([chat], tokenizer, template, end)
+    (whole_answer,) = Renderer(template, tokenizer, end)([chat])
     assert _plain(whole_answer) == (whole.ids[:end].tolist(), whole.spans, False), "what follows the end is not missed"
-    (shorter,) = render_all([chat], tokenizer, template, end - 1)
+    (shorter,) = Renderer(template, tokenizer, end - 1)([chat])
     assert shorter.question_cut or shorter.answer_cut
     assert len(shorter.ids) == end - 1
 
@@ -193,20 +193,18 @@ def test_t5_reads_and_writes_what_its_tokenizer_makes_of_each_text() -> None:
     source = tokenizer("translate English to German: the house is small").input_ids
     assert source[-1] == tokenizer.eos_token_id
     assert 2 not in source
-    assert render_prompt(turns[:2], template, tokenizer) == source
+    assert prompt_renderer(template, tokenizer)(turns[:2]) == source
     ids = render(Conversation("a", turns), template, tokenizer).ids
     assert ids.tolist() == source + tokenizer("das Haus ist klein").input_ids
     more = (*turns, Turn("user", "to the house"))
-    assert render_prompt(more, template, tokenizer) == ids.tolist() + tokenizer("to the house").input_ids
+    assert prompt_renderer(template, tokenizer)(more) == ids.tolist() + tokenizer("to the house").input_ids
 
 
 def test_last_turn_only_trains_on_the_last_answer(
     chats: list[Conversation], template: Template, tokenizer: Any
 ) -> None:
     report = RenderReport()
-    for chat, last in zip(
-        chats, render_all(chats, tokenizer, template, None, last_turn_only=True, report=report), strict=True
-    ):
+    for chat, last in zip(chats, Renderer(template, tokenizer, None, last_turn_only=True)(chats, report), strict=True):
         whole = render(chat, template, tokenizer)
         assert last.ids.tolist() == whole.ids.tolist()
         assert last.spans == whole.spans[-1:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from draftsmith.data.blocks.packing import Batch, Document, make_batch
 from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.rendering.render import render, render_prompt
+from draftsmith.data.rendering.render import prompt_renderer, render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.decode.models.loading import wrap_model
@@ -159,7 +159,7 @@ def test_what_is_trained_is_what_is_decoded() -> None:
     hidden_BTD = SourceForward(model).hidden(batch)
     scorer = wrap_model(model)
     for (start, end), asked in zip(rendered.spans, (1, 3), strict=True):
-        prompt = render_prompt(turns[:asked], template, tokenizer)
+        prompt = prompt_renderer(template, tokenizer)(turns[:asked])
         (begin,), cache = scorer.begin([prompt], end - start)
         inputs = torch.tensor([[*begin, *rendered.ids[start : end - 1].tolist()]])
         wanted_MV = scorer.logits(scorer.extend(cache, inputs))[0]
