@@ -20,15 +20,6 @@ takes that of transformers."""
 DTYPES = ("F32", "F16", "BF16")
 
 
-def _check_pair(source: Source, folder: Path, options: ExportOptions) -> str:
-    """The target; ValueError where vLLM or SGLang refuses the two, or one of them would not refuse what it should."""
-    target = needed_target(
-        source, options, "vLLM and SGLang take a draft model only with a target of the same vocabulary"
-    )
-    check_pair(source, folder, target, ("vllm", "sglang"), also=("context length", "tokenizer"))
-    return target
-
-
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     write_whole(source, folder)
     if problems := _problems(folder):
@@ -55,7 +46,9 @@ def _problems(folder: Path) -> list[str]:
 
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    target = _check_pair(source, folder, options)
+    why = "vLLM and SGLang take a draft model only with a target of the same vocabulary"
+    target = needed_target(source, options, why)
+    check_pair(source, folder, target, ("vllm", "sglang"), also=("context length", "tokenizer"))
     return [*compare_whole(source, folder), f"vocabulary size, every token and the positions with those of {target}"]
 
 

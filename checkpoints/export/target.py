@@ -8,17 +8,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig
 
 from ..artifact.fingerprints import model_fingerprint
 from ..artifact.locate import at_revision
 from ..pairs.checks import examine
 from ..pairs.sides import REFUSED, open_side
 from ..storage.messages import first_line
-from ..verify.model_files import UNLOADABLE, meta_model, names_of_embeddings, read_tensors
+from ..verify.model_files import UNLOADABLE, load_config, meta_model, names_of_embeddings, read_tensors
 from .base import ExportOptions, Source, target_name
 from .tokenizer import load_tokenizer
 
@@ -31,18 +29,9 @@ def needed_target(source: Source, options: ExportOptions, why: str) -> str:
     return name
 
 
-def target_config(target: str) -> Any:
-    """The configuration of a target's text model; ValueError where there is none to be read."""
-    try:
-        folder = at_revision(target, weights=False)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(decoder=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(_unreadable("configuration", target, error)) from error
-
-
 def check_vocabulary(source: Source, target: str) -> None:
     """ValueError where the artifact's vocabulary has another size than the target's."""
-    theirs = target_config(target).vocab_size
+    theirs = load_config(target).get_text_config(decoder=True).vocab_size
     if theirs != source.manifest.vocab_size:
         raise ValueError(
             f"{source.folder} has a vocabulary of {source.manifest.vocab_size} tokens, the target {target} of "
@@ -92,17 +81,13 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
         found = model_fingerprint(Path(folder))
         if found != wanted:
             raise ValueError(f"{source.folder} was made for {wanted[:16]}…, {target} is {found[:16]}…: see --target")
-    config = target_config(target)
+    config = load_config(target).get_text_config(decoder=True)
     try:
         model = meta_model(config)
         name = names_of_embeddings(model)[1]
         tensors = read_tensors(folder, [name], f"{model.base_model_prefix}.")
     except UNLOADABLE as error:
-        raise ValueError(_unreadable("output projection", target, error)) from error
+        raise ValueError(f"the output projection of {target} cannot be read: {first_line(error)}") from error
     if tensors is None:
         raise ValueError(f"the output projection of the target {target}, {name}, is in no safetensors file of it")
     return tensors[name]
-
-
-def _unreadable(what: str, target: str, error: Exception) -> str:
-    return f"the {what} of {target} cannot be read: {first_line(error)}; name the target's folder with --target"

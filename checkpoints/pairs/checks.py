@@ -28,7 +28,7 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
     """Compare all that is known of the two."""
     findings = [*_same(target, drafter), *_kind(target, drafter), *_sizes(target, drafter)]
     for side, name in ((target, "target"), (drafter, "drafter")):
-        findings += [*_weights_of(side, name), *_rows_of(side, name), *_tensors_of(side, name), *_changed(side, name)]
+        findings += _by_itself(side, name)
     if target.tokenizer is None or drafter.tokenizer is None:
         findings += _no_tokenizer(target, drafter)
     else:
@@ -87,17 +87,6 @@ def _same(target: Side, drafter: Side) -> Iterator[Finding]:
         yield Finding("one model", "they are one and the same folder", target.source, drafter.source, effects)
 
 
-def _changed(side: Side, name: str) -> Iterator[Finding]:
-    """Whether an artifact that is here is what its manifest says."""
-    if side.manifest is None or here(side.source) is None:
-        return
-    if faults := file_faults(side.folder, side.manifest):
-        values = _of_one(name, _list(faults))
-        reason = "it loads no artifact whose files are not what its artifact.json says"
-        effects = {"draftsmith": Effect(REFUSED, reason)} if name == "drafter" else {}
-        yield Finding("changed files", f"the {name} is not what its artifact.json says", *values, effects)
-
-
 def _kind(target: Side, drafter: Side) -> Iterator[Finding]:
     names = ("a decoder", "an encoder-decoder")
     kinds = both(lambda side: names[bool(side.config.is_encoder_decoder)], target, drafter)
@@ -132,37 +121,32 @@ def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
     yield Finding("vocab_size", "the configurations give different sizes", *values, effects)
 
 
-def _weights_of(side: Side, name: str) -> Iterator[Finding]:
-    """Whether this engine loads a side's weights at all."""
-    if side.weights_fault:
-        effects = {"draftsmith": Effect(REFUSED, f"the {name}: {side.weights_fault}")}
-        yield Finding("weights", f"the {name}'s are not loaded here", *_of_one(name, side.weights_fault), effects)
+def _by_itself(side: Side, name: str) -> Iterator[Finding]:
+    """Whether a side's weights are loaded here at all, and are all that its configuration declares; and whether an
+    artifact that is here is what its manifest says."""
 
+    def finding(check: str, what: str, value: str, effects: dict[str, Effect]) -> Finding:
+        return Finding(check, what, *((value, "–") if name == "target" else ("–", value)), effects)
 
-def _rows_of(side: Side, name: str) -> Iterator[Finding]:
-    """Whether a side's weights have the rows that its configuration says."""
+    if fault := side.weights_fault:
+        effects = {"draftsmith": Effect(REFUSED, f"the {name}: {fault}")}
+        yield finding("weights", f"the {name}'s are not loaded here", fault, effects)
     wrong = [
         f"{part} {rows:,}"
         for part, rows in (("embedding", side.rows), ("output layer", side.head_rows))
         if rows is not None and rows != side.vocab_size
     ]
     if wrong:
-        values = _of_one(name, f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}")
-        what = f"the {name}'s weights and configuration disagree"
-        yield Finding("rows", what, *values, _all(REFUSED, f"the {name} does not load as it stands"))
-
-
-def _tensors_of(side: Side, name: str) -> Iterator[Finding]:
-    """Whether a side's weights are all that its configuration declares."""
+        what, value = f"the {name}'s weights and configuration disagree", f"{', '.join(wrong)} rows"
+        effects = _all(REFUSED, f"the {name} does not load as it stands")
+        yield finding("rows", what, f"{value}, vocab_size {side.vocab_size:,}", effects)
     if shown := "; ".join(describe(side.fit, "it")):
         effects = _all(REFUSED, f"the {name} does not load as it stands, or with random numbers for what it lacks")
-        what = f"the {name}'s weights are not those of its configuration"
-        yield Finding("tensors", what, *_of_one(name, shown), effects)
-
-
-def _of_one(name: str, value: str) -> tuple[str, str]:
-    """A finding's values where one side alone has one."""
-    return (value, "–") if name == "target" else ("–", value)
+        yield finding("tensors", f"the {name}'s weights are not those of its configuration", shown, effects)
+    if side.manifest is not None and here(side.source) and (faults := file_faults(side.folder, side.manifest)):
+        reason = "it loads no artifact whose files are not what its artifact.json says"
+        effects = {"draftsmith": Effect(REFUSED, reason)} if name == "drafter" else {}
+        yield finding("changed files", f"the {name} is not what its artifact.json says", _list(faults), effects)
 
 
 def _list(texts: list[str]) -> str:

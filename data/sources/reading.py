@@ -18,7 +18,7 @@ from ..cleaning.cleaner import Cleaner, role_of
 from ..cleaning.options import Cleaning
 from ..conversations import Conversation, CorpusReport, Dialogue, Prompt, Turn, encodable
 from .files import SUFFIXES, WHOLE, Columns, Row, Shard, local_rows
-from .forms import Renames, read_dialogue, usable_columns
+from .forms import Renames
 from .hub import downloaded, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
 from .trees import assembled, is_flat
@@ -69,10 +69,9 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
     forms: set[str] = set()
     corpus, rows = _open_rows(source, opening, skipped)
     rows = _renamed(source, rows, opening.get("columns") or {})
-    read = read_dialogue if corpus is None else corpus.read
     for row in rows:
         try:
-            dialogue = read(row)
+            dialogue = corpus.read(row)
         except ValueError:
             if not skip_broken:
                 raise
@@ -111,7 +110,7 @@ def _renamed(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row
         raise ValueError(f"columns: no row of {source} has {name!r}.{did_you_mean(name, names)} Its columns: {listed}")
 
 
-def _open_rows(source: str, opening: Opening, skipped: Counter[str]) -> tuple[Corpus | None, Iterator[Row]]:
+def _open_rows(source: str, opening: Opening, skipped: Counter[str]) -> tuple[Corpus, Iterator[Row]]:
     """The corpus that a source is registered as, and its rows; messages that are rows are put together to trees, which
     are then shared out by their first one's number."""
     shard = Shard(*opening.get("shard", (0, 1)))
@@ -123,33 +122,29 @@ def _open_rows(source: str, opening: Opening, skipped: Counter[str]) -> tuple[Co
     return corpus, (row for row in trees if row.number % shard.count == shard.index)
 
 
-def _single_rows(
-    source: str, opening: Opening, skipped: Counter[str], shard: Shard
-) -> tuple[Corpus | None, Iterator[Row]]:
-    local, corpus, hub = _resolve(source, opening.get("path"))
-    split = opening.get("split") or (corpus.split if corpus else None)
-    columns: Columns = usable_columns if corpus is None else corpus.usable_columns
-    columns = list if opening.get("columns") else columns  # any may be renamed
-    file = opening.get("file") or (corpus.file if corpus else None)
+def _single_rows(source: str, opening: Opening, skipped: Counter[str], shard: Shard) -> tuple[Corpus, Iterator[Row]]:
+    local, corpus = _resolve(source, opening.get("path"))
+    split, file = opening.get("split") or corpus.split, opening.get("file") or corpus.file
+    columns: Columns = list if opening.get("columns") else corpus.usable_columns  # any may be renamed
     if local is None and file is not None and "://" in file:
         local = downloaded(file)
     if local is not None:
         skip = opening.get("skip_broken", False)
         return corpus, local_rows(local, shard, split=split, columns=columns, skip_broken=skip, skipped=skipped)
-    if corpus is not None and corpus.rows is not None:
-        made = corpus.rows(split or corpus.split)
+    if corpus.rows is not None:
+        made = corpus.rows(split or "train")
         return corpus, (row for row in made if row.number % shard.count == shard.index)
-    assert hub is not None
+    assert corpus.hub is not None
     return corpus, hub_rows(
-        hub,
+        corpus.hub,
         shard,
-        config=opening.get("config") or (corpus.config if corpus else None),
+        config=opening.get("config") or corpus.config,
         split=split or "train",
-        revision=opening.get("revision") or (corpus.revision if corpus else None),
+        revision=opening.get("revision") or corpus.revision,
         file=file,
         streaming=opening.get("streaming", False),
         columns=columns,
-        near=_nearest(source) if corpus is None else "",
+        near="" if corpus.name in CORPORA else _nearest(source),
     )
 
 
@@ -250,21 +245,21 @@ def _prompt(dialogue: Dialogue) -> Prompt | None:
     )
 
 
-def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus | None, str | None]:
-    """Where rows lie: a local path, the registered corpus they are of, a hub id; None what does not apply."""
+def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
+    """Where rows lie: a local path, if they do, and the corpus they are of, which need not be a registered one."""
     local = Path(source if path is None else path).expanduser()
     exists = bool(source) and local.exists()
     corpus = find_corpus(source) if path is not None or not exists else None
     if exists:
-        return local, corpus, None
+        return local, corpus or Corpus(source, None, (), "", split=None)
     if path is not None:
         raise ValueError(f"no such file or folder: {path}.{_nearest(path)}")
     if corpus is not None:
-        return None, corpus, corpus.hub
+        return None, corpus
     looks_local = local.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~"))
     if looks_local or not _HUB_ID.fullmatch(source):
         raise ValueError(f"no such file or folder, known corpus or hub id: {source or '(empty)'}.{_nearest(source)}")
-    return None, None, source
+    return None, Corpus(source, source, (), "", split=None)
 
 
 def _nearest(name: str) -> str:

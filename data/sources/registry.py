@@ -37,7 +37,7 @@ class Corpus:
     use: str = "train"
     gated: bool = False
     config: str | None = None
-    split: str = "train"
+    split: str | None = "train"
     revision: str | None = None
     file: str | None = None
     prompt: str = ""
