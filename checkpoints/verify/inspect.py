@@ -67,7 +67,9 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
             if name.endswith(".safetensors"):
                 faults += _not_finite(path)
             if name.endswith(".safetensors.index.json"):
-                faults += _index_faults(path, name, manifest)
+                shards, within = sorted(set(shards_of(path).values())), PurePosixPath(name).parent
+                gone = [shard for shard in shards if str(within / shard) not in manifest.files]
+                faults += [f"{path} names {shard!r}, which is not there" for shard in gone]
         except (ValueError, *UNREADABLE) as error:
             faults.append(f"{path}: {first_line(error)}")
     return faults
@@ -85,10 +87,3 @@ def _not_finite(path: Path) -> list[str]:
 
 def _is_finite(tensor: Tensor) -> bool:
     return all(bool(part.float().isfinite().all()) for part in tensor.flatten().split(_NUMBERS_AT_ONCE))
-
-
-def _index_faults(path: Path, name: str, manifest: Manifest) -> list[str]:
-    shards, within = sorted(set(shards_of(path).values())), PurePosixPath(name).parent
-    return [
-        f"{path} names {shard!r}, which is not there" for shard in shards if str(within / shard) not in manifest.files
-    ]

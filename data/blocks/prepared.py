@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,7 +84,7 @@ def prepare(
         counts = writer.finish(block_tokens, packing)
         options = {"block_tokens": block_tokens, "packing": packing, "last_turn_only": last_turn_only}
         manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}
-        manifest |= {"rows": rows, "rendering": report.as_dict(), "padding_id": padding_id(tokenizer)} | counts
+        manifest |= {"rows": rows, "rendering": asdict(report), "padding_id": padding_id(tokenizer)} | counts
         manifest |= {"sha256": {name: file_hash(folder / f"{name}.npy") for name in _ARRAYS}}
         record = json.dumps(sealed(manifest), indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(record, encoding="utf-8")

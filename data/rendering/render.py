@@ -71,10 +71,6 @@ class RenderReport:
     question_tokens_cut: int = 0
     answer_tokens_cut: int = 0  # with the ends of turn
 
-    def as_dict(self) -> dict[str, int]:
-        """Plain numbers, ready for JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 def render(conversation: Conversation, template: Template, tokenizer: Any) -> Rendered:
     """Ids and spans of a whole conversation, however long; see `Renderer`."""
