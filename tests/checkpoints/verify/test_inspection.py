@@ -122,7 +122,7 @@ def test_files_that_a_kind_needs_are_missed(tmp_path: Path, kind: str, files: li
         for name in files:
             (folder / name).write_text("")
 
-    out = save_table(tmp_path / "t", kind=kind, write=write)
+    out = save_table(tmp_path / "t", kind=kind, write=write, target={"id": "a target"})
     missed = [fault for fault in find_faults(out)[1] if "artifact needs" in fault]
     assert missed == [f"{out} lacks {name}, which a {kind} artifact needs" for name in lacking]
     export = {"format": "other", "native": False}
