@@ -40,6 +40,25 @@ class Template:
     special_tokens: tuple[str, ...] = ()
 
 
+def filled(template: Template, tokenizer: Any) -> Template:
+    """The template with the tokenizer's own tokens for {eos} and {bos}. Raises ValueError: it lacks a special token."""
+    known = special_strings(tokenizer)
+    if lacking := [text for text in template.special_tokens if text not in known]:
+        raise ValueError(f"template {template.name} needs special tokens that this tokenizer lacks: {lacking}")
+
+    def fill(text: str) -> str:
+        for name, token in (("{eos}", tokenizer.eos_token), ("{bos}", tokenizer.bos_token)):
+            if name in text and token is None:
+                raise ValueError(f"template {template.name} needs {name}, and this tokenizer has no such token")
+            text = text.replace(name, token or "")
+        return text
+
+    names = ("start", "next", "middle", "end", "after")
+    texts: dict[str, Any] = {name: fill(getattr(template, name)) for name in names}
+    system = None if template.system is None else (fill(template.system[0]), fill(template.system[1]))
+    return replace(template, system=system, **texts)
+
+
 def own_template(tokenizer: Any) -> Template:
     """The chat template that `tokenizer` brings, for any number of exchanges. Raises ValueError: it has none, or one
     that cannot be rendered, rewrites earlier turns, writes something before an answer that the prompt lacks, or ends an

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..conversations import Conversation
-from .chat_template import with_tools
+from .chat_template import filled, with_tools
 from .render import Rendered
 from .templates import Template
 
@@ -97,6 +97,7 @@ class Linter:
 
     def __init__(self, tokenizer: Any, template: Template) -> None:
         self.report = LintReport()
+        template = filled(template, tokenizer)
         self._tokenizer, self._template = tokenizer, template
         self._decoder = PieceDecoder(tokenizer)
         self._special = special_flags(tokenizer).tolist()
@@ -262,10 +263,6 @@ class Linter:
 
     def _constant(self, text: str) -> list[str | int]:
         """A template's text with its special tokens as ids."""
-        for name, token in (("{eos}", self._tokenizer.eos_token), ("{bos}", self._tokenizer.bos_token)):
-            if name in text and token is None:
-                raise ValueError(f"template {self._template.name} needs {name}, and this tokenizer has no such token")
-            text = text.replace(name, token or "")
         parts = self._strings.split(text)
         ids = [self._tokenizer.convert_tokens_to_ids(part) if i % 2 else part for i, part in enumerate(parts)]
         return [part for part in ids if part != ""]

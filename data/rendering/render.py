@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..conversations import Conversation, Turn
-from .chat_template import with_tools
+from .chat_template import filled, with_tools
 from .encoding import After, PieceEncoder, special_strings
 from .templates import Template
 
@@ -175,19 +175,9 @@ class Layout:
     """A template with its constants as ids of one tokenizer."""
 
     def __init__(self, template: Template, encoder: PieceEncoder) -> None:
+        template = filled(template, encoder.tokenizer)
         self.template, self.encoder = template, encoder
-        tokenizer = encoder.tokenizer
-        specials = sorted(special_strings(tokenizer), key=len, reverse=True)
-        for text in template.special_tokens:
-            if text not in specials:
-                raise ValueError(
-                    f"template {template.name} needs {text} as one special token, which this tokenizer lacks"
-                )
-        names = {"{eos}": tokenizer.eos_token, "{bos}": tokenizer.bos_token}
-        for name, token in names.items():
-            if token is None and name in (template.start + template.end):
-                raise ValueError(f"template {template.name} needs {name}, and this tokenizer has no such token")
-        self._names = {name: token for name, token in names.items() if token is not None}
+        specials = sorted(special_strings(encoder.tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.bos = _array([] if template.writes_bos else encoder.bos)
         self.start = self._split_long(self.lead(template.start))
@@ -195,10 +185,10 @@ class Layout:
         self.behind_question, rest = self._head(template.middle)
         self.answer = self._constant(rest)
         self.behind_answer, rest = self._head(template.end)
-        closing = self._special.fullmatch(self._filled(rest))
+        closing = self._special.fullmatch(rest)
         assert closing is not None, f"template {template.name} must end an answer with one special token"
         self.end = _array(encoder.template(closing[0]))
-        self.after = _array(encoder.template(self._filled(template.after), closing[0]))
+        self.after = _array(encoder.template(template.after, closing[0]))
         self.closing = np.concatenate([self.end, self.after])
         self.next = self._next(closing[0])
 
@@ -272,7 +262,7 @@ class Layout:
         if system is None:
             return self._split_long(self.lead(template.start))
         assert template.system is not None
-        before, behind = (self._filled(text) for text in template.system)
+        before, behind = template.system
         lead = self.lead(before)
         found = self._special.search(behind)
         if found is None:  # one text with the question
@@ -293,15 +283,9 @@ class Layout:
             return question_ids
         return self.encoder.encode([lead.tail + parts.questions[number] + self.behind_question], [lead.after])[0]
 
-    def _filled(self, text: str) -> str:
-        for name, token in self._names.items():
-            text = text.replace(name, token)
-        return text
-
     def _head(self, text: str) -> tuple[str, str]:
         """A constant behind a message: the text that is tokenised with the message, and the rest from its first
         special token on (or the space that it leaves to the next message)."""
-        text = self._filled(text)
         found = self._special.search(text)
         if found is not None:
             return text[: found.start()], text[found.start() :]
@@ -319,7 +303,6 @@ class Layout:
 
     def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
         """A constant before a message, behind `after` (the special token `before`, where there is one)."""
-        text = self._filled(text)
         ends = [found.end() for found in self._special.finditer(text)]
         if not ends:
             return _Lead(_NO_IDS, text, after)
@@ -337,7 +320,7 @@ class Layout:
 
     def _next(self, closing: str) -> _Lead:
         """The lead of later questions, which follows `after`."""
-        after = self._filled(self.template.after)
+        after = self.template.after
         lead = self.lead(after + self.template.next, After.SPECIAL, closing)
         if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):
             lead = _Lead(lead.ids[len(self.after) :], lead.tail, lead.after)
