@@ -99,17 +99,26 @@ def _put_in_place(new: Path, out: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
+    by_writing: dict[str, list[tuple[Path, re.Match[str]]]] = {}
     for path, found in _unfinished_in(folder):
-        writing = folder / f"{found[1]}.saving"
-        if not folder.joinpath(f"{writing.name}.lock").exists() and _is_running(int(found["writer"])):
-            continue  # of version 0.1, whose writers took no lock
-        with suppress(ValueError, OSError), locked(writing) as is_certain:  # or it is being written, or others'
+        by_writing.setdefault(f"{found[1]}.saving", []).append((path, found))
+    for name, left in by_writing.items():
+        is_old = all(path.suffix != ".lock" for path, _ in left)  # of version 0.1, whose writers took no lock
+        if is_old and _is_running(int(left[0][1]["writer"])):
+            continue
+        with suppress(ValueError, OSError), locked(folder / name) as is_certain:  # or it is being written, or others'
             if is_certain:
-                with _locked(folder), suppress(FileNotFoundError):
-                    if path.suffix == ".old" and not folder.joinpath(found["name"]).exists():
-                        path.rename(folder / found["name"])  # its writer was killed between two renames
-                if path.suffix != ".lock":
-                    remove(path)
+                for path, found in left:
+                    _clear(path, folder / found["name"])
+
+
+def _clear(path: Path, out: Path) -> None:
+    if path.suffix == ".old":
+        with _locked(path.parent), suppress(FileNotFoundError):
+            if not out.exists():
+                path.rename(out)  # its writer was killed between two renames
+    if path.suffix != ".lock":  # which goes by itself
+        remove(path)
 
 
 def remove(path: Path) -> None:

@@ -12,6 +12,16 @@ from pathlib import Path
 from typing import IO
 
 _LONGEST_NAME = 300  # of a holder
+_HELD: set[IO[bytes]] = set()
+
+
+def _let_go() -> None:
+    for held in _HELD:
+        held.close()  # which leaves the lock to the process that has it
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
@@ -34,18 +44,21 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Hold `<path>.lock`, which says by whom, and is deleted at the end; one that a killed process left is nobody's.
     Gives False where the file system has no locks. Raises what `sole_writer` raises, unless it is to `wait`.
 
-    The lock is `flock`'s, which processes that are forked meanwhile hold too. Over NFS it holds between machines; that
-    of a lost one is the server's to take back (version 4: after its lease, mostly 90 s).
+    The lock is `flock`'s, and forked processes, such as those that load data, let go of it at once: they may outlive a
+    killed holder by seconds. Over NFS it holds between machines; that of a lost one is the server's to take back
+    (version 4: after its lease, mostly 90 s).
     """
     file = path.with_name(f"{path.name}.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
     held, is_locked = _opened(file, path, wait)
     with held:
+        _HELD.add(held)
         held.truncate(0)
         held.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         try:
             yield is_locked
         finally:
+            _HELD.discard(held)
             file.unlink(missing_ok=True)  # still locked: who has opened it meanwhile finds that it is gone
 
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....train.parallel.accelerate import make_accelerator
@@ -26,6 +27,7 @@ def run_train(recipe: TrainingRecipe) -> Path:
     with ExitStack() as stack:
 
         def claim() -> None:
+            check_writable(out)
             if not (out / MANIFEST_FILE).is_file():
                 stack.enter_context(sole_writer(out))
             check_out(out, recipe)

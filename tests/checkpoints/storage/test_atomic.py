@@ -294,7 +294,11 @@ def test_a_folder_is_here_while_a_writer_is_between_its_two_renames(
     writer.join()
 
 
-def test_what_killed_writers_left_goes_whatever_its_name_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [sorted, lambda names: sorted(names, reverse=True)], ids=["rising", "falling"])
+def test_what_killed_writers_left_goes_whatever_its_name_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Callable[[list[str]], list[str]]
+) -> None:
+    """In whatever order the file system lists it."""
     with forked(lambda: None) as child:
         ended(child)  # a process that is gone
     mine = os.getpid()  # in containers, the number of one that is gone too
@@ -306,6 +310,8 @@ def test_what_killed_writers_left_goes_whatever_its_name_and_nothing_else(tmp_pa
         (tmp_path / name / "file").write_text("")
     (tmp_path / f".file.{child}-abcd1234.saving").write_text("half")
     (tmp_path / f"{reused}.lock").write_text("of nobody")
+    listed = os.listdir
+    monkeypatch.setattr("os.listdir", lambda folder: order(listed(folder)))
     write(tmp_path / "t", "a")
     assert sorted(os.listdir(tmp_path)) == sorted([*stay, "back", "t"])
 
@@ -347,6 +353,24 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"^process {os.getpid()} "):
             hold(out)
     assert not file.exists()
+
+
+def test_what_a_killed_holder_forked_keeps_no_lock(tmp_path: Path) -> None:
+    out, alive = tmp_path / "out", tmp_path / "alive"
+
+    def hold_and_fork() -> None:
+        with sole_writer(out), forked(lambda: time.sleep(60)) as worker:
+            alive.write_text(str(worker))
+            time.sleep(60)
+
+    with forked(hold_and_fork) as child:
+        wait_for(lambda: alive.exists() and alive.read_text())
+        os.kill(child, signal.SIGKILL)
+        ended(child)
+    worker = int(alive.read_text())
+    with sole_writer(out):
+        os.kill(worker, 0)  # it still runs
+    os.kill(worker, signal.SIGKILL)
 
 
 def test_a_lock_has_one_holder_at_a_time(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_parts_must_fit(
         ("speculative", {}, "drafter"),
         ("slim-s", {"heads": make_heads(3, 32, VOCAB)}, "table"),
         ("speculative", {"drafter": torch.nn.Linear(1, 1)}, "Linear"),
-        ("speculative", {"drafter": "./nowhere"}, "'./nowhere'"),
+        ("speculative", {"drafter": "./nowhere"}, r"\./nowhere"),
         ("medusa", {"heads": "nowhere"}, "'nowhere'"),
         ("speculative", {"drafter": make_llama(32)}, "32 .*64"),
         ("bigram", {"table": BigramTable.from_documents([np.arange(9)], 32)}, "vocab_size of the table is 32.*64"),
