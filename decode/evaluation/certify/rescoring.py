@@ -219,14 +219,15 @@ def measure_rounding(
         for output, new in zip(outputs, step.new_ids, strict=True):
             output += new
     wide_XV = reference.logits(read_back(reference, prompts, outputs).hidden_XD).float()
+    finite_XV = wide_XV.isfinite()  # a model may rule tokens out by minus infinity
     spread, distance = 0.0, 0.0
     for width in WIDTHS:
         narrow = [_rerun(target, prompt, output, width) for prompt, output in zip(prompts, outputs, strict=True)]
         narrow_XV = torch.cat(narrow).float()
-        spread = max(spread, float((narrow_XV - wide_XV).abs().max()))
+        spread = max(spread, float((narrow_XV - wide_XV)[finite_XV].abs().max()))
         apart_X = (warp(narrow_XV, sampling) - warp(wide_XV, sampling)).abs().sum(-1) / 2
         distance = max(distance, float(apart_X.mean()))
-    precision, largest = torch.finfo(target.dtype).eps, float(wide_XV.abs().max())
+    precision, largest = torch.finfo(target.dtype).eps, float(wide_XV[finite_XV].abs().max())
     near_tie = min(max(_SAFETY * spread, precision * largest), math.sqrt(precision) * largest)
     return Rounding(str(target.dtype).removeprefix("torch."), spread, near_tie, distance, len(wide_XV))
 

@@ -16,6 +16,7 @@ from draftsmith.decode.evaluation.certify.rescoring import measure_rounding, rea
 from draftsmith.decode.evaluation.measure import Entry
 from draftsmith.decode.methods import Method, Parts
 from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.draft_vocabulary import keep_tokens
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.draft_tree import NoDraft
 from draftsmith.decode.rng import Rng
@@ -168,6 +169,15 @@ def test_rounding_is_measured_and_bounded(make_llama: MakeLlama, dtype: torch.dt
     for sampling, name, options in cases:
         certificate = certify(target, name, sampling, Parts(drafter), options=options)
         assert not certificate.failed, certificate
+
+
+def test_tokens_that_a_target_rules_out_do_not_widen_the_near_ties(make_llama: MakeLlama) -> None:
+    model = make_llama(VOCAB, sharpness=1.5)
+    whole = measure_rounding(wrap_model(model, check=False), PROMPTS, PLAIN)
+    keep_tokens(model, torch.arange(VOCAB - 1))
+    rounding = measure_rounding(wrap_model(model, check=False), PROMPTS, PLAIN)
+    assert 0 < rounding.spread < 10 * whole.spread
+    assert rounding.near_tie < 10 * whole.near_tie
 
 
 def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> None:
