@@ -170,6 +170,7 @@ def _serving_text(
     target, revision = (None, None) if named is None else split_revision(named)  # engines take bare names
     values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}
     values |= {"tokens": options.speculative_tokens or SPECULATIVE_TOKENS}
+    values |= {"proposed": source.manifest.shapes.get("proposed_tokens"), "vocab": source.manifest.vocab_size}
     templates = environment(Path(__file__).with_name("serving"))
     templates.filters["in_json"] = _in_json
     return templates.get_template(f"{chosen.name}.md.j2").render(values | chosen.values(source, folder, options))

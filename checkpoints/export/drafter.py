@@ -1,25 +1,28 @@
 """Drafters as assistants of transformers, with LoRA merged or apart; and what all forms of drafters share.
 
-Letters: B sequences, T tokens, V vocabulary.
+Letters: B sequences, T tokens, V vocabulary, R tokens that are proposed.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ..artifact.compat import patch_model, patch_tokenizer
 from ..artifact.locate import at_revision
-from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation
+from ..pairs.repair import arranged
+from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation, write_settings
 from ..storage.messages import install_hint
-from ..storage.names import MANIFEST_FILE
-from ..storage.safe_read import check_safetensors
+from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
+from ..storage.safe_read import check_safetensors, read_json
+from ..verify.draft_vocabulary import read_vocabulary
 from ..verify.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -70,8 +73,29 @@ def with_adapter(folder: Path, *, merged: bool) -> Any:
     return (model.merge_and_unload() if merged else model).eval()
 
 
-def _load(folder: Path, *, merged: bool) -> Any:
-    return with_adapter(folder, merged=merged) if is_adapter(folder) else load_drafter(folder)
+def load_merged(folder: Path) -> Any:
+    """The model of an artifact as other programs shall read it: an adapter merged, an output layer padded."""
+    model = with_adapter(folder, merged=True) if is_adapter(folder) else load_drafter(folder)
+    if (ids_R := proposed_tokens(folder, model)) is not None:
+        _pad(model, ids_R)
+    return model
+
+
+def proposed_tokens(folder: Path, model: Any) -> Tensor | None:
+    """The ids that an artifact's drafter proposes, int64 [R]; None: all."""
+    return read_vocabulary(folder, model.get_output_embeddings().weight.shape[0])
+
+
+def _pad(model: Any, ids_R: Tensor) -> None:
+    """Untie a model's output layer, and give the tokens that it never proposes rows that are never the likeliest (see
+    `arranged`), whoever reads them. As training leaves them, which does not look at them, they may be."""
+    head, kept = model.get_output_embeddings(), ids_R.tolist()
+    rows: list[int | None] = [None] * len(head.weight)
+    for number in kept:
+        rows[number] = number
+    for name, values in list(head.named_parameters()):
+        setattr(head, name, nn.Parameter(arranged(values.detach(), rows, kept)))
+    model.config.tie_word_embeddings = False
 
 
 def drafter_config(source: Source) -> Any:
@@ -82,7 +106,7 @@ def drafter_config(source: Source) -> Any:
 def stored_types(folder: Path) -> set[str]:
     """Types of a model's tensors as safetensors names them: F32, F16, BF16 …"""
     types = set[str]()
-    for path in folder.glob("*.safetensors"):
+    for path in set(folder.glob("*.safetensors")) - {folder / DRAFT_VOCABULARY}:
         try:
             types |= {dtype for dtype, _ in check_safetensors(path).values()}
         except ValueError as error:
@@ -106,6 +130,11 @@ def write_whole(source: Source, folder: Path, *, merge: bool = True) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, folder / name)
+    if merge and DRAFT_VOCABULARY in source.manifest.files:
+        for path in folder.glob("model*.safetensors*"):
+            path.unlink()
+        save_file(load_merged(source.folder).state_dict(), folder / "model.safetensors", {"format": "pt"})
+        write_settings(folder / "config.json", read_json(folder / "config.json") | {"tie_word_embeddings": False})
     patch_tokenizer(folder)
     patch_model(folder)
 
@@ -122,12 +151,12 @@ def random_logits(model: Any) -> Tensor:
 
 def compare_whole(source: Source, folder: Path) -> list[str]:
     """Compare the model read back with the artifact's, merged if it is an adapter: tensors, logits, tokenizer."""
-    made, expected = load_drafter(folder), _load(source.folder, merged=True).state_dict()
+    made, expected = load_drafter(folder), load_merged(source.folder).state_dict()
     check_same_tensors(made.state_dict(), expected, folder)
     merged = ", with the adapter merged" if is_adapter(source.folder) else ""
     return [
         f"all {len(expected)} tensors, bit by bit{merged}",
-        _compare_logits(_load(source.folder, merged=False), made, folder),
+        *_compare_logits(source.folder, made, folder),
         *compare_tokenizers(source.folder, folder),
     ]
 
@@ -135,21 +164,29 @@ def compare_whole(source: Source, folder: Path) -> list[str]:
 def _compare_adapter(source: Source, folder: Path) -> list[str]:
     expected, found = load_file(source.folder / ADAPTER_FILE), load_file(folder / ADAPTER_FILE)
     check_same_tensors(found, expected, folder)
-    mine, made = (with_adapter(each, merged=False) for each in (source.folder, folder))
-    lines = [f"all {len(found)} tensors of the adapter, bit by bit", _compare_logits(mine, made, folder)]
+    lines = [f"all {len(found)} tensors of the adapter, bit by bit"]
+    lines += _compare_logits(source.folder, with_adapter(folder, merged=False), folder)
     return [*lines, *compare_tokenizers(source.folder, folder)]
 
 
-def _compare_logits(mine: Any, made: Any, folder: Path) -> str:
-    """ValueError for logits that differ, of a merged model by more than rounding."""
+def _compare_logits(artifact: Path, made: Any, folder: Path) -> Iterator[str]:
+    """ValueError for logits that differ, of a merged model by more than rounding; of a padded one, for a likeliest
+    token that is never proposed."""
+    mine = with_adapter(artifact, merged=False) if is_adapter(artifact) else load_drafter(artifact)
     mine_BTV, made_BTV = random_logits(mine), random_logits(made)
     tokens = f"logits of {mine_BTV.shape[0] * mine_BTV.shape[1]} random tokens"
+    if (ids_R := proposed_tokens(artifact, mine)) is not None and not is_adapter(folder):
+        if not torch.isin(made_BTV.argmax(-1), ids_R).all():
+            raise ValueError(f"{folder} proposes other tokens than the {len(ids_R)} of the artifact")
+        yield f"the likeliest of {tokens}: one of the {len(ids_R):,} that the drafter proposes"
+        mine_BTV, made_BTV, tokens = mine_BTV[..., ids_R], made_BTV[..., ids_R], f"{tokens}, of what it proposes"
     if torch.equal(mine_BTV, made_BTV):
-        return f"{tokens}, bit by bit"
+        yield f"{tokens}, bit by bit"
+        return
     difference = ((mine_BTV - made_BTV).abs().max() / mine_BTV.abs().max()).item()
     if type(mine) is type(made) or not difference <= _TOLERANCE[made.dtype]:
         raise ValueError(f"logits of {folder} differ from the artifact's by {difference:.1e} of the largest")
-    return f"{tokens} with those of the model with the adapter beside it, to within {difference:.1e} of the largest"
+    yield f"{tokens} with those of the model with the adapter beside it, to within {difference:.1e} of the largest"
 
 
 def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..storage.names import DRAFT_VOCABULARY
 from ..verify.model_files import load_config
 from .base import ExportOptions, Source, format_of
 from .drafter import compare_whole, drafter_config, stored_types, write_whole
@@ -24,6 +25,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     write_whole(source, folder)
     if problems := _problems(folder):
         raise ValueError(f"{source.folder} is no draft model for vLLM and SGLang: {'; '.join(problems)}")
+    (folder / DRAFT_VOCABULARY).unlink(missing_ok=True)  # vLLM takes what is in any safetensors file for weights
 
 
 def _problems(folder: Path) -> list[str]:
@@ -40,6 +42,8 @@ def _problems(folder: Path) -> list[str]:
         found.append(
             f"its tensors are of {' and '.join(sorted(dtypes))}, expected one type of {', '.join(sorted(DTYPES))}"
         )
+    if architecture.startswith("Gemma") and (folder / DRAFT_VOCABULARY).is_file():
+        found.append("its embedding is its output layer to them: what it does not propose cannot be kept out of that")
     if not has_tokenizer(folder):
         found.append("it has no tokenizer, and SGLang compares it with the target's")
     return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ..artifact.artifact import file_faults
 from ..artifact.fingerprints import tokenizer_fingerprint
+from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import here
 from ..verify.tensors import describe
 from .sides import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
@@ -34,7 +35,7 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
     else:
         findings += [*_token_texts(target, drafter), *_special_ids(target, drafter)]
         findings += tokenizer_findings(target, drafter)
-    findings += _context(target, drafter)
+    findings += [*_context(target, drafter), *_draft_vocabulary(drafter)]
     if not {"token texts", "missing tokens"} & {one.check for one in findings}:  # which say the same
         findings += _fingerprint(target, drafter)
     return Diagnosis(target.source, drafter.source, tuple(_facts(target, drafter)), tuple(findings))
@@ -59,6 +60,7 @@ def _facts(target: Side, drafter: Side) -> Iterator[tuple[str, str, str]]:
         "type": lambda side: str(side.config.model_type),
         "dtype": _dtype,
         "ends a text with": lambda side: ", ".join(map(str, end_ids(side))) or "nothing",
+        "proposes": _proposes,
         "chat template": lambda side: "yes" if getattr(side.tokenizer, "chat_template", None) else "no",
     }
     for name, value_of in facts.items():
@@ -75,6 +77,11 @@ def _known(number: int | None) -> str:
 
 def _dtype(side: Side) -> str:
     return str(getattr(side.config, "dtype", None) or "not given").removeprefix("torch.")
+
+
+def _proposes(side: Side) -> str:
+    proposed = side.manifest.shapes.get("proposed_tokens") if side.manifest else None
+    return "any token" if proposed is None else f"{proposed:,} of {side.vocab_size:,} tokens"
 
 
 def _all(outcome: str, reason: str) -> dict[str, Effect]:
@@ -212,6 +219,17 @@ def _special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
             if name in (*wrapping(target.tokenizer), *wrapping(drafter.tokenizer)):
                 effects["llama.cpp"] = Effect(REFUSED, f"the {name} that is added to a text must be the same")
             yield Finding("special ids", f"{name} is another token", mine, theirs, effects)
+
+
+def _draft_vocabulary(drafter: Side) -> Iterator[Finding]:
+    """An artifact as training leaves it; exports have what others read."""
+    if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
+        reason = "it has it propose any token, of which some were never trained; `draftsmith export` mends that"
+        effects = dict.fromkeys(("transformers", "sglang", "llama.cpp"), Effect(BUT, reason))
+        reason = f"it takes {DRAFT_VOCABULARY} for weights; `draftsmith export` leaves that out"
+        effects["vllm"] = Effect(REFUSED, reason)
+        what = "this engine alone knows which tokens the drafter proposes"
+        yield Finding("draft vocabulary", what, "–", _proposes(drafter), effects)
 
 
 def _context(target: Side, drafter: Side) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import target_record
 from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
+from ..verify.draft_vocabulary import read_vocabulary, write_vocabulary
 from ..verify.model_files import model_class, only_safetensors
 from ..verify.tensors import describe
 from .checks import other_fingerprint
@@ -176,6 +177,9 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
         _write_weights(plan.rows, drafter, weights, folder)
     for one in dict.fromkeys((weights, drafter.folder)):  # a merged adapter's come before those of its model
         copy_files(one, folder, KEPT_FILES)
+    if plan.rows is not None and (ids_R := read_vocabulary(folder, drafter.rows or drafter.vocab_size)) is not None:
+        kept = set(ids_R.tolist())
+        write_vocabulary(torch.tensor([i for i, row in enumerate(plan.rows) if row in kept]), folder)
     copy_files(target.folder if plan.same_tokens else weights, folder, TOKENIZER_FILES)
     patch_tokenizer(folder)
     patch_model(folder)

@@ -18,7 +18,7 @@ from ..artifact.fingerprints import weight_files
 from ..artifact.locate import fetch
 from ..artifact.manifest import Manifest
 from ..storage.messages import first_line
-from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
+from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.places import here, hub_place
 from ..verify.model_files import (
     UNLOADABLE,
@@ -40,7 +40,7 @@ CONSUMERS = {
 }
 """Who decodes with a pair, and of which versions the rules were read."""
 WORKS, BUT, REFUSED = "works", "works but", "refused"
-KEPT_FILES = ("LICENSE*", "NOTICE*", "README.md", "recipe.yaml")
+KEPT_FILES = ("LICENSE*", "NOTICE*", "README.md", "recipe.yaml", DRAFT_VOCABULARY)
 """Files of a drafter that its repaired copy keeps beside its weights."""
 WEIGHTS = "model*.safetensors"
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")

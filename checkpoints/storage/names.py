@@ -9,6 +9,7 @@ PICKLED_FILE = "medusa_lm_head.pt"
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+DRAFT_VOCABULARY = "draft_vocabulary.safetensors"
 WHOLE_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_WHOLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = (

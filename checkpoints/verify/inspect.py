@@ -11,7 +11,7 @@ from ..artifact.artifact import file_faults, load_manifest
 from ..artifact.manifest import Manifest
 from ..storage.atomic import read_consistent
 from ..storage.messages import first_line
-from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
+from ..storage.names import CONFIG_FILE, DRAFT_VOCABULARY, HEADS_FILE, TABLE_FILE
 from ..storage.safe_read import UNREADABLE, check_safetensors, is_blob, shards_of
 from .tensors import some_tensors, tensor_faults
 
@@ -36,6 +36,7 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
             return None, [str(error)]
         faults = file_faults(directory, manifest)
         faults += [*_kind_faults(directory, manifest), *_unreadable(directory, manifest)]
+        faults += _vocabulary_faults(directory, manifest)
         return manifest, faults + tensor_faults(directory, manifest)
 
     return read_consistent(directory, find)
@@ -73,6 +74,20 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
         except (ValueError, *UNREADABLE) as error:
             faults.append(f"{path}: {first_line(error)}")
     return faults
+
+
+def _vocabulary_faults(directory: Path, manifest: Manifest) -> list[str]:
+    """Of the tokens that a drafter proposes: those of its file, and how many the manifest says."""
+    if DRAFT_VOCABULARY not in manifest.files:
+        return []
+    from .draft_vocabulary import read_vocabulary
+
+    try:
+        ids_R = read_vocabulary(directory, manifest.vocab_size)
+    except ValueError as error:
+        return [str(error)]
+    said, found = manifest.shapes.get("proposed_tokens"), 0 if ids_R is None else len(ids_R)
+    return [] if found == said else [f"{directory / DRAFT_VOCABULARY} holds {found} tokens, the manifest says {said}"]
 
 
 def _not_finite(path: Path) -> list[str]:

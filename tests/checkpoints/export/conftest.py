@@ -16,6 +16,7 @@ from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, toke
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.checkpoints.verify.draft_vocabulary import write_vocabulary
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,14 +61,15 @@ def save(tmp_path: Path, target: Path) -> Make:
 
 @pytest.fixture
 def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
-    """A function that writes an artifact of a random Llama, changed by `also`; its tokenizer is the target's, or has
-    two tokens `swapped`."""
+    """A function that writes an artifact of a random Llama, changed by `also`, which proposes some tokens only, if
+    given; its tokenizer is the target's, or has two tokens `swapped`."""
 
     def build(
         dtype: torch.dtype = torch.float32,
         also: Any = None,
         tokenizer: str | None = "",
         vocab_size: int = VOCAB,
+        proposed: torch.Tensor | None = None,
         **sizes: Any,
     ) -> Path:
         model = make_llama(vocab_size, 2, **(SIZES | sizes)).to(dtype)
@@ -80,8 +82,12 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
             (folder / "recipe.yaml").write_text("kind: drafter\n")
             if also is not None:
                 also(folder)
+            if proposed is not None:
+                write_vocabulary(proposed, folder)
 
-        return save(write, vocab_size=vocab_size, tokenizer_fingerprint=own and tokenizer_fingerprint(own))
+        shapes = {} if proposed is None else {"proposed_tokens": len(proposed)}
+        own_tokens = own and tokenizer_fingerprint(own)
+        return save(write, vocab_size=vocab_size, tokenizer_fingerprint=own_tokens, shapes=shapes)
 
     return build
 

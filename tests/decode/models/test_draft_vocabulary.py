@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models.draft_vocabulary import FILE, keep_tokens, kept_tokens, save_vocabulary
+from draftsmith.decode.models.draft_vocabulary import keep_tokens, kept_tokens, save_vocabulary
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
@@ -63,7 +64,7 @@ def test_greedy_text_stays_the_targets(
 def test_a_folder_keeps_its_vocabulary(make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> None:
     model = make_llama(VOCAB)
     save_vocabulary(model, tmp_path)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / DRAFT_VOCABULARY).exists()
     keep_tokens(model, KEPT)
     model.save_pretrained(tmp_path)
     save_vocabulary(model, tmp_path)
@@ -71,6 +72,6 @@ def test_a_folder_keeps_its_vocabulary(make_llama: Callable[..., LlamaForCausalL
     assert torch.equal(kept_tokens(loaded), KEPT)
     assert LlamaForCausalLM.from_pretrained(tmp_path)(torch.tensor([[1]])).logits.isfinite().all()
     for wrong, named in (({"d2t": torch.tensor([3, 2])}, str(VOCAB)), ({"t2d": KEPT}, "t2d")):
-        save_file(wrong, tmp_path / FILE)
+        save_file(wrong, tmp_path / DRAFT_VOCABULARY)
         with pytest.raises(ValueError, match=named):
             load_model(str(tmp_path))

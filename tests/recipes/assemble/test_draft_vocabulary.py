@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
 from draftsmith.data.blocks.prepared import PreparedData
-from draftsmith.decode.models.draft_vocabulary import FILE, kept_tokens
+from draftsmith.decode.models.draft_vocabulary import kept_tokens
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe
@@ -29,7 +30,7 @@ def test_the_most_frequent_tokens_are_learnt_and_proposed(
     out = Path(recipe["out"])
     ids_R = kept_tokens(load_model(str(out)))
     assert ids_R is not None
-    assert ids_R.tolist() == load_file(out / FILE)["d2t"].tolist()
+    assert ids_R.tolist() == load_file(out / DRAFT_VOCABULARY)["d2t"].tolist()
     (data,) = (PreparedData.load(path.parent) for path in (tmp_path / "prepared").rglob("train/data.json"))
     labels_BT = data.batch(range(data.blocks)).labels_BT
     often = Counter(labels_BT[labels_BT >= 0].tolist())

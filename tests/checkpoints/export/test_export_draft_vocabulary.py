@@ -1,0 +1,134 @@
+"""Drafters that propose some tokens only, exported: what other programs read proposes these as well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.checkpoints.export import drafter as export_drafter
+from draftsmith.checkpoints.export.base import SERVING_FILE
+from draftsmith.checkpoints.pairs.checks import examine
+from draftsmith.checkpoints.pairs.repair import repair
+from draftsmith.checkpoints.pairs.sides import open_side
+from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
+from draftsmith.checkpoints.verify.draft_vocabulary import read_vocabulary
+from draftsmith.checkpoints.verify.inspect import find_faults
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.models.draft_vocabulary import kept_tokens
+from draftsmith.decode.models.loading import load_model
+from transformers import AutoModelForCausalLM, Gemma2Config, PhiConfig
+
+VOCAB = 48
+SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+KEPT = torch.arange(1, VOCAB, 3)
+Make = Callable[..., Path]
+Export = Callable[..., tuple[Path, str]]
+
+
+def likeliest(folder: Path, states: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
+    """For many states, the likeliest token that transformers finds in a folder, and the logits of those proposed."""
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
+    hidden_XD = torch.randn(states, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits_XV = model.get_output_embeddings()(hidden_XD)
+        assert torch.equal(model(KEPT[None]).logits[0], model.lm_head(model.base_model(KEPT[None])[0])[0])
+    return logits_XV.argmax(-1), logits_XV[:, KEPT]
+
+
+@pytest.mark.parametrize("form", ["transformers", "vllm-sglang"])
+@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)])
+def test_what_was_never_trained_is_never_the_likeliest(
+    form: str, tied: bool, dtype: torch.dtype, make_drafter: Make, export: Export
+) -> None:
+    artifact = make_drafter(dtype, proposed=KEPT, tie_word_embeddings=tied)
+    out, found = export(artifact, form)
+    before, logits_XR = likeliest(artifact)
+    after, same_XR = likeliest(out)
+    assert not torch.isin(before, KEPT).all(), "or nothing had to be padded: two thirds are not kept"
+    assert torch.isin(after, KEPT).all()
+    assert torch.equal(logits_XR, same_XR)
+    assert f"one of the {len(KEPT)}" in found
+    made, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, artifact))
+    assert torch.equal(made.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert made.dtype == dtype
+    text = (out / SERVING_FILE).read_text()
+    assert f"Of {VOCAB} tokens it proposes {len(KEPT)}." in text
+    if form == "transformers":
+        assert torch.equal(kept_tokens(load_model(str(out))), KEPT)
+    else:
+        assert "Leave SGLang's `--speculative-token-map` out" in text
+        assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"], "vLLM reads them all"
+
+
+def test_an_output_layer_with_a_bias(make_drafter: Make, export: Export) -> None:
+    config = PhiConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    phi = AutoModelForCausalLM.from_config(config)
+    out, _ = export(make_drafter(also=phi.save_pretrained, proposed=KEPT), "transformers")
+    assert torch.isin(likeliest(out)[0], KEPT).all()
+
+
+def test_gguf_too(make_drafter: Make, export: Export, llama_cpp: Path) -> None:
+    artifact = make_drafter(proposed=KEPT, tie_word_embeddings=True)
+    out, found = export(artifact, "gguf", llama_cpp=llama_cpp)
+    assert "all 21 tensors, bit by bit" in found, "20, and an output layer apart from the embeddings"
+    assert f"Of {VOCAB} tokens it proposes {len(KEPT)}." in (out / SERVING_FILE).read_text()
+
+
+def test_gemma_keeps_nothing_out(make_drafter: Make, refused: Callable[..., str], llama_cpp: Path) -> None:
+    gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=VOCAB, head_dim=4, num_hidden_layers=2, **SIZES))
+    artifact = make_drafter(also=gemma.save_pretrained, proposed=KEPT)
+    assert "embedding is its output layer" in refused(artifact, "vllm-sglang")
+    assert DRAFT_VOCABULARY in refused(artifact, "gguf", llama_cpp=llama_cpp)
+
+
+def test_an_export_that_proposes_others_is_refused(
+    make_drafter: Make, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides are padded alike: only the tokens can tell."""
+    artifact = make_drafter(proposed=KEPT)
+    monkeypatch.setattr(export_drafter, "_pad", lambda model, ids_R: None)
+    assert f"the {len(KEPT)} of the artifact" in refused(artifact, "transformers")
+
+
+def test_the_doctor_and_the_inspection_know_it(make_drafter: Make, export: Export, target: Path) -> None:
+    artifact = make_drafter(proposed=KEPT)
+    sides = [open_side(str(folder), load_tokenizer) for folder in (target, artifact)]
+    found = examine(*sides)
+    assert ("proposes", "any token", f"{len(KEPT)} of {VOCAB} tokens") in found.facts
+    assert [finding.check for finding in found.findings] == ["draft vocabulary"]
+    outcomes = {name: verdict.outcome for name, verdict in found.verdicts.items()}
+    others = dict.fromkeys(("transformers", "sglang", "llama.cpp"), "works but")
+    assert outcomes == others | {"vllm": "refused", "draftsmith": "works"}
+    assert find_faults(artifact)[1] == []
+    for form in ("transformers", "vllm-sglang"):
+        out, _ = export(artifact, form)
+        assert not examine(sides[0], open_side(str(out), load_tokenizer)).findings
+        assert find_faults(out)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"), [(KEPT[:9], "9 tokens"), (KEPT.flip(0), f"{VOCAB}"), (KEPT * 9, f"{VOCAB}")]
+)
+def test_a_map_that_is_not_the_manifests(wrong: torch.Tensor, named: str, make_drafter: Make) -> None:
+    """As the artifact was written, so that its hash is right; one that was changed later is a changed file."""
+    artifact = make_drafter(proposed=wrong)
+    manifest = json.loads((artifact / "artifact.json").read_text())
+    manifest["shapes"]["proposed_tokens"] = len(KEPT)
+    (artifact / "artifact.json").write_text(json.dumps(manifest))
+    (fault,) = find_faults(artifact)[1]
+    assert DRAFT_VOCABULARY in fault
+    assert named in fault
+
+
+def test_moved_rows_are_proposed_where_they_went(make_drafter: Make, target: Path, tmp_path: Path) -> None:
+    """Ids 7 and 8 stand for each other's tokens: 7 is proposed before, 8 after."""
+    artifact = make_drafter(tokenizer="swapped", proposed=KEPT)
+    sides = [open_side(str(folder), load_tokenizer) for folder in (target, artifact)]
+    repair(sides[0], sides[1], examine(*sides).findings, tmp_path / "repaired", "draftsmith doctor")
+    moved_R = read_vocabulary(tmp_path / "repaired", VOCAB)
+    assert moved_R is not None
+    assert set(KEPT.tolist()) ^ set(moved_R.tolist()) == {7, 8}
+    assert find_faults(tmp_path / "repaired")[1] == []
