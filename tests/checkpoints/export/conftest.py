@@ -70,6 +70,7 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
         tokenizer: str | None = "",
         vocab_size: int = VOCAB,
         proposed: torch.Tensor | None = None,
+        shapes: dict[str, int] | None = None,
         **sizes: Any,
     ) -> Path:
         model = make_llama(vocab_size, 2, **(SIZES | sizes)).to(dtype)
@@ -85,9 +86,9 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
             if proposed is not None:
                 write_vocabulary(proposed, folder)
 
-        shapes = {} if proposed is None else {"proposed_tokens": len(proposed)}
-        own_tokens = own and tokenizer_fingerprint(own)
-        return save(write, vocab_size=vocab_size, tokenizer_fingerprint=own_tokens, shapes=shapes)
+        about = {"vocab_size": vocab_size, "tokenizer_fingerprint": own and tokenizer_fingerprint(own)}
+        counted = {} if proposed is None else {"proposed_tokens": len(proposed)}
+        return save(write, **about, shapes=shapes or counted)
 
     return build
 
