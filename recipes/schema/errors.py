@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from ...checkpoints.storage.messages import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
+_BRANCH = "DrafterRecipe]"
+"""The end of what pydantic calls it, as if that were a key, where a name may stand in its place."""
 
 
 def checked(model: type[Model], values: Any, under: str = "") -> Model:
@@ -28,7 +30,7 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
     Args:
         under: the path of the section itself.
     """
-    path = [*([under] if under else []), *(str(part) for part in fault["loc"])]
+    path = [*([under] if under else []), *(part for part in map(str, fault["loc"]) if not part.endswith(_BRANCH))]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":
         known = {name: name.rpartition(".")[2] for name in _keys(model, under)}

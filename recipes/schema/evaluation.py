@@ -117,16 +117,19 @@ class EvaluateRecipe(_Decoding):
 
 
 class CorpusSection(Section):
-    """The corpus of the embedded pair: documentation of the Python packages already installed."""
+    """The corpus of a pair: documentation of the Python packages already installed, and files."""
 
     packages: list[str] = Field(min_length=1)
     """Packages to read besides the standard library; those that are not installed are skipped and named."""
-    megabytes: float = Field(gt=0)
-    """Text to take, spread over the packages."""
+    megabytes: float = Field(ge=0)
+    """Text to take, spread over the packages; 0: none, but `files` alone."""
+    files: list[str] = []
+    """More questions, mixed in by chance: files, folders, known corpora (`draftsmith corpora`) or hub ids, of questions
+    alone or of whole conversations."""
     heldout_share: float = Field(0.02, gt=0, lt=1)
-    """Share of the documented objects held out, chosen by a hash of their names."""
-    vocab_size: int = Field(4096, ge=300)
-    """Tokens of the byte-level BPE that is trained on it."""
+    """Share of the documented objects, and of the rows of `files`, held out, chosen by a hash of their names."""
+    vocab_size: int | None = Field(4096, ge=300)
+    """Tokens of the byte-level BPE that is trained on it; null: none is trained, the target brings its own."""
 
 
 class ServerSection(Section):
@@ -188,24 +191,28 @@ class RegenerateRecipe(PlaceSection, _Decoding):
 
 
 class QuickstartRecipe(Section):
-    """The whole main job on text that is already here: corpus, tokenizer, target, drafter, answers, heads, table,
+    """The whole main job on text that is already here: corpus, tokenizer, target, answers, drafter, heads, table,
     evaluation."""
 
     kind: Literal["quickstart"]
     out: str = "runs/quickstart"
     """Folder of everything; `{out}` in the parts below stands for it."""
     minutes: float = Field(8.0, gt=0)
-    """Training steps are those given below times minutes / 8: the whole run then takes about so long on two cores."""
+    """What the run may take on two cores, about: training steps and `answers.limit` are those given below times minutes
+    / `reference_minutes`."""
+    reference_minutes: float = Field(8.0, gt=0)
+    """What it takes with those as they stand there."""
     seed: int = 0
     """Fixes the corpus, the initial weights and the order of the data."""
     corpus: CorpusSection
-    target: DrafterRecipe
-    drafter: DrafterRecipe
-    """First stage: cross entropy."""
-    distilled: DrafterRecipe
-    """Second stage, from the first: distillation from the target. Its artifact is the drafter."""
+    target: DrafterRecipe | str
+    """How it is trained; or a model that is there: a folder or hub id, to which `{out}/target` then is a link, or a
+    `.gguf` file, which is converted to it. `package:NAME/FILE.gguf`: a file inside an installed package."""
     answers: RegenerateRecipe
-    """The target's own answers, which heads and table learn from."""
+    """The target's own answers, to learn from."""
+    drafter: DrafterRecipe
+    distilled: DrafterRecipe | None = None
+    """A second stage from the first, which is then no more than that: the artifact of this one is the drafter."""
     heads: HeadsRecipe
     table: TableRecipe
     evaluate: EvaluateRecipe

@@ -35,6 +35,8 @@ RECIPES: dict[str, type[Section]] = {
 }
 
 SHIPPED = Path(__file__).parents[1]
+_LEFT_OUT = ("", "pairs/", "evaluate/")
+"""Folders that the name of a shipped recipe may leave out."""
 _MOST_BYTES = 1 << 20
 _MOST_NODES = 10_000
 """Keys and values of one recipe; shipped ones have some hundreds."""
@@ -118,15 +120,16 @@ def first_sentence(path: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe's file by path, or by the name of one that is shipped. Raises ValueError: where there is neither, with
-    the nearest right name."""
+    """A recipe's file by path, or by the name of one that is shipped, without the folder where that may be left out.
+    Raises ValueError: where there is neither, with the nearest right name."""
     path = Path(name)
     if path.is_file():
         return path
     shipped = shipped_recipes()
     short = name.removesuffix(".yaml").removeprefix("recipes/")
-    if short in shipped:
-        return shipped[short]
+    for folder in _LEFT_OUT:
+        if f"{folder}{short}" in shipped:
+            return shipped[f"{folder}{short}"]
     known = [*shipped, *(item.name for item in path.parent.glob("*.yaml"))]
     raise ValueError(
         f"there is no recipe {name!r}.{did_you_mean(short, known)} `draftsmith recipes ls` lists what is shipped"
@@ -230,9 +233,11 @@ def parse_recipe(
     try:
         return typing.cast(Recipe, RECIPES[kind].model_validate(values))
     except ValidationError as error:
-        faults = dict.fromkeys(describe(RECIPES[kind], fault) for fault in error.errors())
+        # where a name may stand in place of a section, one that is at fault is no name either
+        faults = [fault for fault in error.errors() if fault["loc"][-1:] != ("str",)]
+        told = dict.fromkeys(describe(RECIPES[kind], fault) for fault in faults)
         changed = f" with {' '.join(redacted_words(overrides))}" if overrides else ""
-        raise ValueError(f"{where}{changed}: {redacted('; '.join(faults))}") from error
+        raise ValueError(f"{where}{changed}: {redacted('; '.join(told))}") from error
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:

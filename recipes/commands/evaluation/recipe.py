@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import check_place
 from ...schema.evaluation import EvaluateRecipe, MethodSection
-from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, shipped_recipes
+from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended
 from ...schema.papers import PARTS, PaperRecipe, pair_values
 from ...session.terminal import log
 
@@ -85,7 +85,7 @@ def evaluation_or_paper(
         overrides, name = [name, *overrides], None
     if name is None and "target" not in changes:
         raise ValueError(f"give a recipe (`draftsmith recipes ls`), or a target: draftsmith {command} --target T")
-    path = find_recipe(BASE if name is None else _whole_name(name))
+    path = find_recipe(BASE if name is None else name)
     values = read_extended(path)
     if name is None:
         changes = _direct(values, changes, rows) | changes
@@ -181,17 +181,9 @@ def pair_folder(pair: str) -> str:
 
 def paper_recipe(name: str, overrides: Sequence[str] = ()) -> PaperRecipe:
     """A recipe of kind `paper` by its file or name, of which `evaluate/` may be left out."""
-    recipe = load_recipe(_whole_name(name), overrides, kinds=["paper"])
+    recipe = load_recipe(name, overrides, kinds=["paper"])
     assert isinstance(recipe, PaperRecipe)
     return recipe
-
-
-def _whole_name(name: str) -> str:
-    """A recipe's name with `evaluate/`, which may be left out where such a recipe is shipped."""
-    if Path(name).is_file():
-        return name
-    short = f"{EVALUATIONS}{name.removesuffix('.yaml')}"
-    return short if short in shipped_recipes() else name
 
 
 def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], rows: Rows) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.storage.gguf import convert_gguf
+from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.models.loading import load_model
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
@@ -50,46 +51,48 @@ def values_of(file: Path, heads: int, kv_heads: int) -> dict[str, np.ndarray]:
     return found
 
 
+def write_gguf(file: Path, pre: str, architecture: str = "llama") -> Path:
+    """Write a tiny tied Llama of random Q4_1 and Q8_0 blocks, whose tokenizer splits by the rule that is named."""
+    rng, writer = np.random.default_rng(0), GGUFWriter(file, architecture)
+    for key, value in {
+        "context_length": 512, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": INNER,
+        "head_count": HEADS, "head_count_kv": KV_HEADS, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{key}")(value)
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend = train_bpe(["1. one\n2. two\n 33 three 44 55 \n\n  66) six"] * 3, VOCAB, specials).backend_tokenizer
+    vocabulary = backend.get_vocab()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
+    kinds = [TokenType.CONTROL] * len(specials) + [TokenType.NORMAL] * (VOCAB - len(specials))
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(CHATML_JINJA)
+    kv = HIDDEN // HEADS * KV_HEADS
+    sizes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
+    sizes |= {"attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
+    blocks = {f"blk.{n}.{name}": size for n in range(LAYERS) for name, size in sizes.items()}
+    blocks |= {f"blk.{n}.ffn_down": (HIDDEN, INNER) for n in range(LAYERS)} | {"token_embd": (VOCAB, HIDDEN)}
+    for name, size in blocks.items():
+        kind = GGMLQuantizationType.Q8_0 if name == "token_embd" else GGMLQuantizationType.Q4_1
+        packed = quantize(rng.normal(0, 0.3, size).astype(np.float32), kind)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+    for name in ("output_norm", *(f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn"))):
+        writer.add_tensor(f"{name}.weight", rng.normal(1, 0.1, HIDDEN).astype(np.float32))
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    return file
+
+
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a tiny tied Llama of random Q4_1 and Q8_0 blocks, whose tokenizer splits by the rule that is named."""
-
-    def build(pre: str, architecture: str = "llama") -> Path:
-        file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-        rng, writer = np.random.default_rng(0), GGUFWriter(file, architecture)
-        for key, value in {
-            "context_length": 128, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": INNER,
-            "head_count": HEADS, "head_count_kv": KV_HEADS, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4,
-        }.items():  # fmt: skip
-            getattr(writer, f"add_{key}")(value)
-        specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-        backend = train_bpe(["1. one\n2. two\n 33 three 44 55 \n\n  66) six"] * 3, VOCAB, specials).backend_tokenizer
-        vocabulary = backend.get_vocab()
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
-        kinds = [TokenType.CONTROL] * len(specials) + [TokenType.NORMAL] * (VOCAB - len(specials))
-        writer.add_token_types(kinds)
-        writer.add_token_merges([" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        kv = HIDDEN // HEADS * KV_HEADS
-        sizes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
-        sizes |= {"attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
-        blocks = {f"blk.{n}.{name}": size for n in range(LAYERS) for name, size in sizes.items()}
-        blocks |= {f"blk.{n}.ffn_down": (HIDDEN, INNER) for n in range(LAYERS)} | {"token_embd": (VOCAB, HIDDEN)}
-        for name, size in blocks.items():
-            kind = GGMLQuantizationType.Q8_0 if name == "token_embd" else GGMLQuantizationType.Q4_1
-            packed = quantize(rng.normal(0, 0.3, size).astype(np.float32), kind)
-            writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
-        for name in ("output_norm", *(f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn"))):
-            writer.add_tensor(f"{name}.weight", rng.normal(1, 0.1, HIDDEN).astype(np.float32))
-        for step in ("header", "kv_data", "tensors"):
-            getattr(writer, f"write_{step}_to_file")()
-        writer.close()
-        return file
-
-    return build
+    """`write_gguf` to a folder of its own."""
+    return lambda *how: write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", *how)
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])

