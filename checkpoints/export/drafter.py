@@ -22,7 +22,7 @@ from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculatio
 from ..storage.messages import install_hint
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.safe_read import check_safetensors, read_json
-from ..verify.draft_vocabulary import read_vocabulary
+from ..verify.draft_vocabulary import TOKENS, read_vocabulary
 from ..verify.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -73,17 +73,18 @@ def with_adapter(folder: Path, *, merged: bool) -> Any:
     return (model.merge_and_unload() if merged else model).eval()
 
 
-def load_merged(folder: Path) -> Any:
+def load_merged(source: Source) -> Any:
     """The model of an artifact as other programs shall read it: an adapter merged, an output layer padded."""
+    folder = source.folder
     model = with_adapter(folder, merged=True) if is_adapter(folder) else load_drafter(folder)
-    if (ids_R := proposed_tokens(folder, model)) is not None:
+    if (ids_R := proposed_tokens(source)) is not None:
         _pad(model, ids_R)
     return model
 
 
-def proposed_tokens(folder: Path, model: Any) -> Tensor | None:
+def proposed_tokens(source: Source) -> Tensor | None:
     """The ids that an artifact's drafter proposes, int64 [R]; None: all."""
-    return read_vocabulary(folder, model.get_output_embeddings().weight.shape[0])
+    return read_vocabulary(source.folder, source.manifest.vocab_size).get(TOKENS)
 
 
 def _pad(model: Any, ids_R: Tensor) -> None:
@@ -130,10 +131,10 @@ def write_whole(source: Source, folder: Path, *, merge: bool = True) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, folder / name)
-    if merge and DRAFT_VOCABULARY in source.manifest.files:
+    if merge and proposed_tokens(source) is not None:
         for path in folder.glob("model*.safetensors*"):
             path.unlink()
-        save_file(load_merged(source.folder).state_dict(), folder / "model.safetensors", {"format": "pt"})
+        save_file(load_merged(source).state_dict(), folder / "model.safetensors", {"format": "pt"})
         write_settings(folder / "config.json", read_json(folder / "config.json") | {"tie_word_embeddings": False})
     patch_tokenizer(folder)
     patch_model(folder)
@@ -151,12 +152,12 @@ def random_logits(model: Any) -> Tensor:
 
 def compare_whole(source: Source, folder: Path) -> list[str]:
     """Compare the model read back with the artifact's, merged if it is an adapter: tensors, logits, tokenizer."""
-    made, expected = load_drafter(folder), load_merged(source.folder).state_dict()
+    made, expected = load_drafter(folder), load_merged(source).state_dict()
     check_same_tensors(made.state_dict(), expected, folder)
     merged = ", with the adapter merged" if is_adapter(source.folder) else ""
     return [
         f"all {len(expected)} tensors, bit by bit{merged}",
-        *_compare_logits(source.folder, made, folder),
+        *_compare_logits(source, made, folder),
         *compare_tokenizers(source.folder, folder),
     ]
 
@@ -165,17 +166,17 @@ def _compare_adapter(source: Source, folder: Path) -> list[str]:
     expected, found = load_file(source.folder / ADAPTER_FILE), load_file(folder / ADAPTER_FILE)
     check_same_tensors(found, expected, folder)
     lines = [f"all {len(found)} tensors of the adapter, bit by bit"]
-    lines += _compare_logits(source.folder, with_adapter(folder, merged=False), folder)
+    lines += _compare_logits(source, with_adapter(folder, merged=False), folder)
     return [*lines, *compare_tokenizers(source.folder, folder)]
 
 
-def _compare_logits(artifact: Path, made: Any, folder: Path) -> Iterator[str]:
+def _compare_logits(source: Source, made: Any, folder: Path) -> Iterator[str]:
     """ValueError for logits that differ, of a merged model by more than rounding; of a padded one, for a likeliest
     token that is never proposed."""
-    mine = with_adapter(artifact, merged=False) if is_adapter(artifact) else load_drafter(artifact)
+    mine = with_adapter(source.folder, merged=False) if is_adapter(source.folder) else load_drafter(source.folder)
     mine_BTV, made_BTV = random_logits(mine), random_logits(made)
     tokens = f"logits of {mine_BTV.shape[0] * mine_BTV.shape[1]} random tokens"
-    if (ids_R := proposed_tokens(artifact, mine)) is not None and not is_adapter(folder):
+    if (ids_R := proposed_tokens(source)) is not None and not is_adapter(folder):
         if not torch.isin(made_BTV.argmax(-1), ids_R).all():
             raise ValueError(f"{folder} proposes other tokens than the {len(ids_R)} of the artifact")
         yield f"the likeliest of {tokens}: one of the {len(ids_R):,} that the drafter proposes"

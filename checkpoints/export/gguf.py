@@ -22,7 +22,7 @@ from ..storage.places import here
 from ..verify.model_files import is_adapter, load_config
 from . import gguf_convert
 from .base import ExportOptions, Source, format_of, target_name
-from .drafter import load_merged, stored_types, write_whole
+from .drafter import load_merged, proposed_tokens, stored_types, write_whole
 from .target import check_pair
 
 GGUF_FILE = "model.gguf"
@@ -79,7 +79,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     if len(found) != 1 or not found <= set(_TYPES):
         raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
     is_gpt2, config = _splits_as_gpt2(model), load_config(model)
-    if config.model_type.startswith("gemma") and (model / DRAFT_VOCABULARY).exists():
+    if config.model_type.startswith("gemma") and proposed_tokens(source) is not None:
         raise ValueError(f"{source.folder}: llama.cpp has Gemma propose any token, {DRAFT_VOCABULARY} only some")
     renamed = _RENAMED[config.model_type](config) if config.model_type in _RENAMED else {}
     command = [sys.executable, "-P", "-m", gguf_convert.__name__, str(converter)]
@@ -101,7 +101,7 @@ def _for_converter(source: Source, folder: Path) -> Path:
     """The model, with its adapter merged, in a folder of the artifact's name, which the converter calls it by."""
     model = folder / source.folder.resolve().name
     model.mkdir(parents=True)
-    if is_adapter(source.folder) or DRAFT_VOCABULARY in source.manifest.files:
+    if is_adapter(source.folder) or proposed_tokens(source) is not None:
         write_whole(source, model)
     else:
         for path in source.folder.resolve().iterdir():
@@ -141,7 +141,7 @@ def _known_target(source: Source, options: ExportOptions) -> str | None:
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     path = folder / GGUF_FILE
     made = read_gguf(path)
-    model = load_merged(source.folder)
+    model = load_merged(source)
     config = model.config
     field, version = made.get_field("tokenizer.ggml.tokens"), made.get_field("GGUF.version").contents()
     tokens = 0 if field is None else len(field.data)

@@ -224,12 +224,13 @@ def _special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
 def _draft_vocabulary(drafter: Side) -> Iterator[Finding]:
     """An artifact as training leaves it; exports have what others read."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
-        reason = "it has it propose any token, of which some were never trained; `draftsmith export` mends that"
-        effects = dict.fromkeys(("transformers", "sglang", "llama.cpp"), Effect(BUT, reason))
         reason = f"it takes {DRAFT_VOCABULARY} for weights; `draftsmith export` leaves that out"
-        effects["vllm"] = Effect(REFUSED, reason)
-        what = "this engine alone knows which tokens the drafter proposes"
-        yield Finding("draft vocabulary", what, "–", _proposes(drafter), effects)
+        effects = {"vllm": Effect(REFUSED, reason)}
+        if drafter.manifest is None or "proposed_tokens" in drafter.manifest.shapes:
+            reason = "it has it propose any token, of which some were never trained; `draftsmith export` mends that"
+            effects |= dict.fromkeys(("transformers", "sglang", "llama.cpp"), Effect(BUT, reason))
+        what = "this engine alone reads what the drafter has instead of a whole output layer"
+        yield Finding("draft vocabulary", what, "–", DRAFT_VOCABULARY, effects)
 
 
 def _context(target: Side, drafter: Side) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import target_record
 from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
-from ..verify.draft_vocabulary import read_vocabulary, write_vocabulary
+from ..verify.draft_vocabulary import OUTER, TOKENS, read_vocabulary, write_vocabulary
 from ..verify.model_files import model_class, only_safetensors
 from ..verify.tensors import describe
 from .checks import other_fingerprint
@@ -177,9 +177,8 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
         _write_weights(plan.rows, drafter, weights, folder)
     for one in dict.fromkeys((weights, drafter.folder)):  # a merged adapter's come before those of its model
         copy_files(one, folder, KEPT_FILES)
-    if plan.rows is not None and (ids_R := read_vocabulary(folder, drafter.rows or drafter.vocab_size)) is not None:
-        kept = set(ids_R.tolist())
-        write_vocabulary(torch.tensor([i for i, row in enumerate(plan.rows) if row in kept]), folder)
+    if plan.rows is not None:
+        _move_vocabulary(plan.rows, drafter, folder)
     copy_files(target.folder if plan.same_tokens else weights, folder, TOKENIZER_FILES)
     patch_tokenizer(folder)
     patch_model(folder)
@@ -209,6 +208,18 @@ def _move_rows(model: Any, rows: list[int | None], drafter: Side) -> None:
             layer.weight.copy_(arranged(weight_VD, rows, used))
             if bias_V is not None:
                 layer.bias.copy_(arranged(bias_V.detach(), rows, used))
+
+
+def _move_vocabulary(rows: list[int | None], drafter: Side, folder: Path) -> None:
+    """The same in the file of a draft vocabulary."""
+    old = drafter.rows or drafter.vocab_size
+    found = read_vocabulary(folder, old)
+    if TOKENS in found:
+        kept = set(found[TOKENS].tolist())
+        found[TOKENS] = torch.tensor([i for i, row in enumerate(rows) if row in kept])
+    if OUTER in found:
+        found[OUTER] = arranged(found[OUTER], rows, range(old))
+    write_vocabulary(found, folder)
 
 
 def arranged(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) -> Tensor:

@@ -1,10 +1,12 @@
-"""The file beside the weights of a drafter that proposes some tokens only; the weights are those of all tokens.
+"""The file beside the weights of a drafter that has less than its whole output layer; the weights are those of all.
 
-Letters: R tokens that are proposed, V vocabulary.
+It holds the ids of the tokens that are proposed (d2t), the factors of a layer of low rank (inner, outer), or both.
+Letters: R tokens that are proposed, K rank, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -14,7 +16,8 @@ from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.safe_read import UNREADABLE
 
-_TOKENS = "d2t"
+TOKENS, INNER, OUTER = "d2t", "inner", "outer"
+_KINDS = ({TOKENS}, {INNER, OUTER}, {TOKENS, INNER, OUTER})
 
 
 def check_tokens(ids_R: Tensor, vocab: int) -> None:
@@ -24,22 +27,28 @@ def check_tokens(ids_R: Tensor, vocab: int) -> None:
         raise ValueError(f"tokens of a draft vocabulary must rise from 0 or more to less than {vocab}")
 
 
-def write_vocabulary(ids_R: Tensor, folder: Path) -> None:
-    """Say in a drafter's folder that it proposes these tokens alone."""
-    save_file({_TOKENS: ids_R.cpu()}, folder / DRAFT_VOCABULARY)
+def write_vocabulary(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the file: `TOKENS` int64 [R], rising, `INNER` [K, D] and `OUTER` [V, K]. Without tensors there is none."""
+    if tensors:
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(held, folder / DRAFT_VOCABULARY)
 
 
-def read_vocabulary(folder: Path, vocab: int) -> Tensor | None:
-    """The ids that the drafter in a folder proposes, int64 [R], rising; None: all. Raises ValueError: not such a file,
-    or one for fewer tokens than `vocab`."""
+def read_vocabulary(folder: Path, vocab: int) -> dict[str, Tensor]:
+    """What the file in a folder holds; nothing where there is none. Raises ValueError: not such a file, or not one for
+    a vocabulary of this size."""
     path = folder / DRAFT_VOCABULARY
     if not path.is_file():
-        return None
+        return {}
     try:
         found = load_file(path)
-        if set(found) != {_TOKENS}:
-            raise ValueError(f"it holds {', '.join(sorted(found))}, expected one list of tokens, {_TOKENS}")
-        check_tokens(found[_TOKENS], vocab)
+        if set(found) not in _KINDS:
+            raise ValueError(f"it holds {', '.join(sorted(found))}, expected {TOKENS}, {INNER} and {OUTER}, or all")
+        if TOKENS in found:
+            check_tokens(found[TOKENS], vocab)
+        if INNER in found and found[OUTER].shape != (vocab, len(found[INNER])):
+            sizes = [" x ".join(map(str, found[name].shape)) for name in (INNER, OUTER)]
+            raise ValueError(f"its factors are {sizes[0]} and {sizes[1]}, and the vocabulary has {vocab} tokens")
     except (ValueError, *UNREADABLE) as error:
         raise ValueError(f"{path}: {first_line(error)}") from error
-    return found[_TOKENS].long()
+    return found

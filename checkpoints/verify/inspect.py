@@ -77,17 +77,21 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _vocabulary_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Of the tokens that a drafter proposes: those of its file, and how many the manifest says."""
+    """Of what a drafter has instead of a whole output layer: whether it is that, and of the manifest's sizes."""
     if DRAFT_VOCABULARY not in manifest.files:
         return []
-    from .draft_vocabulary import read_vocabulary
+    from .draft_vocabulary import INNER, TOKENS, read_vocabulary
 
     try:
-        ids_R = read_vocabulary(directory, manifest.vocab_size)
+        held = read_vocabulary(directory, manifest.vocab_size)
     except ValueError as error:
         return [str(error)]
-    said, found = manifest.shapes.get("proposed_tokens"), 0 if ids_R is None else len(ids_R)
-    return [] if found == said else [f"{directory / DRAFT_VOCABULARY} holds {found} tokens, the manifest says {said}"]
+    path, faults = directory / DRAFT_VOCABULARY, []
+    for name, size in (("proposed_tokens", TOKENS), ("output_rank", INNER)):
+        found, said = len(held[size]) if size in held else None, manifest.shapes.get(name)
+        if found != said:
+            faults.append(f"{path} has {name} {found}, the manifest {said}")
+    return faults
 
 
 def _not_finite(path: Path) -> list[str]:

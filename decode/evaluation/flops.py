@@ -87,7 +87,11 @@ def part_flops(part: Any, new_tokens: float, context_tokens: float, *, rows: int
     if not isinstance(part, LanguageModel) or part.config is None or part.config.model_type not in FAMILIES:
         return None
     source = context_tokens if part.config.is_encoder_decoder else 0
-    return forward_flops(part.config, new_tokens, context_tokens, rows=rows, source_tokens=source)
+    found = forward_flops(part.config, new_tokens, context_tokens, rows=rows, source_tokens=source)
+    if part.head_weights is None:
+        return found
+    head = 2 * rows * new_tokens * part.head_weights
+    return found | {"head": head, "total": found["total"] - found["head"] + head}
 
 
 class StepFlops(NamedTuple):

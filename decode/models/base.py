@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..tree import Tree
-from .draft_vocabulary import kept_tokens, widen
+from .draft_vocabulary import head_weights, kept_tokens, to_last, widen
 from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
 
@@ -41,6 +41,8 @@ class LanguageModel(ABC):
     """Which hidden states these are, `extend`'s and `logits`': those after the final norm, or what goes into it."""
     config: Any = None
     """The configuration of the transformers model behind it; None where there is none."""
+    head_weights: int | None = None
+    """Weights of its output layer, where that is less than its configuration says."""
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of `capacity` slots a row, or of some more."""
@@ -170,7 +172,7 @@ class TransformersModel(LanguageModel):
         factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
         self._scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
         self._decoder: nn.Module = model.base_model
-        self._kept_R = kept_tokens(model)
+        self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
         if self._kept_R is not None:
             self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]
         self.states, self._norm = states, None
@@ -221,7 +223,7 @@ class TransformersModel(LanguageModel):
             logits_XV = head(hidden_XD).to(self.device)
         else:
             bias_R = None if head.bias is None else head.bias[self._kept_R]
-            logits_XV = F.linear(hidden_XD, self._kept_weight_RD, bias_R)
+            logits_XV = F.linear(to_last(head, hidden_XD), self._kept_weight_RD, bias_R)
         if self._scale != 1:
             logits_XV = logits_XV * self._scale
         if self._softcap is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .base import LanguageModel, position_limit
-from .draft_vocabulary import kept_tokens, widen
+from .draft_vocabulary import LowRankHead, head_weights, kept_tokens, widen
 from .kv_cache import KVCache
 
 _FEW_ROWS = 16
@@ -94,7 +94,9 @@ class LeanLlama(LanguageModel):
         self.states = states
         decoder: Any = model.model
         embedding: Tensor = decoder.embed_tokens.weight.detach()
-        self.vocab_size, self.hidden_size = model.get_output_embeddings().weight.shape
+        output = model.get_output_embeddings()
+        head: Tensor = output.weight.detach()
+        self.vocab_size, self.hidden_size = len(head), embedding.shape[1]
         self.max_positions = position_limit(config)
         self.device, self.dtype = embedding.device, embedding.dtype
         self.layers = config.num_hidden_layers
@@ -104,9 +106,9 @@ class LeanLlama(LanguageModel):
         self._grouped = self.heads != self.kv_heads
         self._eps = config.rms_norm_eps
         self._embedding_VD = embedding
-        head: Tensor = model.get_output_embeddings().weight.detach()
-        self._kept_R = kept_tokens(model)
+        self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
         self._head = _Product(head if self._kept_R is None else head[self._kept_R])
+        self._inner = _Product(output.inner.weight.detach()) if isinstance(output, LowRankHead) else None
         # One complex product turns a pair of neighbours; transformers pairs element e with e + E/2. Queries and keys
         # are therefore projected in interleaved order, which leaves their inner products as they were.
         self._complex = self.dtype == torch.float32
@@ -210,5 +212,7 @@ class LeanLlama(LanguageModel):
         rows_XD = hidden_XD.flatten(0, -2)
         if self.states == "before-norm":
             rows_XD = self._final_norm(rows_XD)
+        if self._inner is not None:
+            rows_XD = self._inner(rows_XD)
         logits_XV = self._head(rows_XD).contiguous().view(*hidden_XD.shape[:-1], -1)
         return logits_XV if self._kept_R is None else widen(logits_XV, self._kept_R, self.vocab_size)

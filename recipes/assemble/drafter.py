@@ -20,7 +20,7 @@ from ...checkpoints.verify.model_files import is_adapter
 from ...data.blocks.prepared import PreparedData
 from ...data.prompts import stop_ids
 from ...data.tokenizers import load_tokenizer
-from ...decode.models.draft_vocabulary import keep_tokens, save_vocabulary
+from ...decode.models.draft_vocabulary import factorise, keep_tokens, save_vocabulary
 from ...train.config import micro_steps
 from ...train.losses.drafter import TopK
 from ...train.losses.objectives import parse_weights
@@ -102,8 +102,13 @@ def drafter_parts(
     `trainable`, `open_cache` and `DrafterTask` raise; vocabularies or kinds of models that do not go together."""
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
-    if recipe.model.vocabulary is not None:
-        propose_frequent(model, recipe.model.vocabulary.tokens, prepared)
+    if (vocabulary := recipe.model.vocabulary) is not None:
+        if model.config.is_encoder_decoder:
+            raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
+        if vocabulary.tokens is not None:
+            propose_frequent(model, vocabulary.tokens, prepared)
+        if vocabulary.rank is not None:
+            factorise(model, vocabulary.rank)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     target = measure = None
     eval_teacher: ModelTeacher | None = None
@@ -139,8 +144,9 @@ def drafter_parts(
     task.title = role_of(recipe)
     # what changes the training, or what its evaluations are compared by
     task.settings |= known
-    unset = {"attention"} | ({"vocabulary"} if recipe.model.vocabulary is None else set())
-    task.settings["model"] = recipe.model.model_dump(mode="json", exclude=unset)
+    model_settings = recipe.model.model_dump(mode="json", exclude={"attention", "vocabulary"})
+    own = {} if vocabulary is None else {"vocabulary": vocabulary.model_dump(exclude_none=True)}
+    task.settings["model"] = model_settings | own
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return DrafterParts(trained, task, target, fingerprint, measure is not None)
 

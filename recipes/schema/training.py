@@ -25,11 +25,21 @@ class LoraSection(Section):
 
 
 class VocabularySection(Section):
-    """The tokens that a drafter proposes: the most frequent trained ones of its data. The rest of the vocabulary is
-    read, and never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
+    """Less than a whole output layer, which is most of a small drafter's work: fewer tokens, a low rank, or both. Every
+    method stays exact."""
 
-    tokens: int = Field(ge=1)
-    """How many."""
+    tokens: int | None = Field(None, ge=1)
+    """Propose so many tokens alone, the most frequent trained ones of the data. The rest of the vocabulary is read, and
+    never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
+    rank: int | None = Field(None, ge=1)
+    """Two factors of this rank instead of the output matrix, which they start from, apart from the embeddings; both are
+    trained. Other programs find them multiplied out."""
+
+    @model_validator(mode="after")
+    def _one_at_least(self) -> VocabularySection:
+        if self.tokens is None and self.rank is None:
+            raise ValueError("give `tokens`, `rank` or both")
+        return self
 
 
 class ModelSection(Section):
@@ -44,8 +54,7 @@ class ModelSection(Section):
     embeddings: Literal["own", "target"] = "own"
     """`target`: start from the target's token embeddings and output projection; the hidden sizes must agree."""
     vocabulary: VocabularySection | None = None
-    """Propose some tokens only, which makes the output projection of a small drafter so much cheaper; null: all, or
-    those that `source` proposes."""
+    """A cheaper output layer; null: that of `source`, or a whole one."""
     freeze_embeddings: bool = False
     """Leave the token embeddings and the output projection as they are."""
     lora: LoraSection | None = None
@@ -66,6 +75,8 @@ class ModelSection(Section):
             raise ValueError(f"`layers` is {self.layers}: give layers of `source`, rising from 0, each once")
         if self.lora is not None and (self.config is not None or self.freeze_embeddings):
             raise ValueError("`lora` changes a model of `source`, whose embeddings it leaves alone by itself")
+        if self.vocabulary and self.vocabulary.rank and (self.lora or self.freeze_embeddings):
+            raise ValueError("`vocabulary.rank` trains another output layer: leave out `lora` and `freeze_embeddings`")
         return self
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
+from ...decode.models.draft_vocabulary import to_last
 from ...decode.models.final_norm import check_states, final_norm, norm_input
 from .attention import NAME, document_spans, register
 from .seq2seq import Projected, SourceForward
@@ -74,9 +75,10 @@ class PackedForward(Projected):
             )
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Last hidden states [B, T, D], after the final norm; logits [B, T, V] where `weight_VD()` is None."""
+        """Last hidden states [B, T, D], after the final norm, or what of them the last matrix reads; logits [B, T, V]
+        where `weight_VD()` is None."""
         if self.plain_head:
-            return self._last_hidden(batch)
+            return to_last(self.model.get_output_embeddings(), self._last_hidden(batch))
         model = self._compiled if self._compiled is not None else self.model
         return self._run(model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
@@ -248,7 +250,7 @@ def has_plain_head(model: Any) -> bool:
     model.eval()
     with torch.no_grad(), _tried_anywhere(model):
         tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
-        hidden_BTD = _decoder(model)(tokens_BT, use_cache=False).last_hidden_state
+        hidden_BTD = to_last(head, _decoder(model)(tokens_BT, use_cache=False).last_hidden_state)
         if hidden_BTD.shape[-1] != head.weight.shape[1]:
             return False
         expected_BTV = model(tokens_BT, use_cache=False).logits.float()

@@ -84,7 +84,7 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
             if also is not None:
                 also(folder)
             if proposed is not None:
-                write_vocabulary(proposed, folder)
+                write_vocabulary({"d2t": proposed}, folder)
 
         about = {"vocab_size": vocab_size, "tokenizer_fingerprint": own and tokenizer_fingerprint(own)}
         counted = {} if proposed is None else {"proposed_tokens": len(proposed)}

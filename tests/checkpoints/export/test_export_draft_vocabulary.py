@@ -109,7 +109,7 @@ def test_the_doctor_and_the_inspection_know_it(make_drafter: Make, export: Expor
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"), [(KEPT[:9], "9 tokens"), (KEPT.flip(0), f"{VOCAB}"), (KEPT * 9, f"{VOCAB}")]
+    ("wrong", "named"), [(KEPT[:9], "proposed_tokens 9"), (KEPT.flip(0), f"{VOCAB}"), (KEPT * 9, f"{VOCAB}")]
 )
 def test_a_map_that_is_not_the_manifests(wrong: torch.Tensor, named: str, make_drafter: Make) -> None:
     """Written so, with its right hash; what is changed later is a changed file besides."""
@@ -124,7 +124,6 @@ def test_moved_rows_are_proposed_where_they_went(make_drafter: Make, target: Pat
     artifact = make_drafter(tokenizer="swapped", proposed=KEPT)
     sides = [open_side(str(folder), load_tokenizer) for folder in (target, artifact)]
     repair(sides[0], sides[1], examine(*sides).findings, tmp_path / "repaired", "draftsmith doctor")
-    moved_R = read_vocabulary(tmp_path / "repaired", VOCAB)
-    assert moved_R is not None
+    moved_R = read_vocabulary(tmp_path / "repaired", VOCAB)["d2t"]
     assert set(KEPT.tolist()) ^ set(moved_R.tolist()) == {7, 8}
     assert find_faults(tmp_path / "repaired")[1] == []

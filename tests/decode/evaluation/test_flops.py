@@ -22,6 +22,7 @@ from draftsmith.decode.evaluation.profile import raw_costs, raw_forward
 from draftsmith.decode.evaluation.summary import flops_per_token
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import TransformersModel
+from draftsmith.decode.models.draft_vocabulary import factorise, keep_tokens
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
@@ -93,6 +94,22 @@ def test_a_scorers_forward_on_a_cache_costs_what_the_counter_says(name: str) -> 
         assert found is not None
         counted = count_flops(raw_forward(scorer, nodes, context))
         assert found["total"] == pytest.approx(counted, rel=0.005), (nodes, context)
+
+
+@pytest.mark.parametrize(("tokens", "rank"), [(9, None), (None, 5), (9, 5)])
+@pytest.mark.parametrize("fast", [True, False])
+@torch.inference_mode()
+def test_less_than_a_whole_output_layer_costs_less(tokens: int | None, rank: int | None, fast: bool) -> None:
+    model = build("llama", LLAMA)
+    if tokens is not None:
+        keep_tokens(model, torch.arange(tokens))
+    if rank is not None:
+        factorise(model, rank)
+    scorer = wrap_model(model, fast=fast, check=False)
+    found, plain = part_flops(scorer, 4, 20), forward_flops(model.config, 4, 20)
+    assert found is not None
+    assert found["head"] == count_flops(lambda: scorer.logits(torch.ones(1, 4, scorer.hidden_size)))
+    assert found["total"] == plain["total"] - plain["head"] + found["head"] < plain["total"]
 
 
 @torch.inference_mode()
