@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..storage.atomic import read_consistent
-from ..storage.names import ADAPTER_CONFIG, CONFIG_FILE, MANIFEST_FILE, TOKENIZER_FILES
+from ..storage.names import ADAPTER_CONFIG, CONFIG_FILE, DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.places import adapter_base, here
 from ..storage.safe_read import file_state, known_hash, read_json
 from .artifact import load_manifest
@@ -20,7 +20,7 @@ from .locate import at_revision
 
 Loaded = TypeVar("Loaded")
 
-_SETTINGS = (CONFIG_FILE, "generation_config.json", ADAPTER_CONFIG, *TOKENIZER_FILES)
+_SETTINGS = (CONFIG_FILE, "generation_config.json", ADAPTER_CONFIG, DRAFT_VOCABULARY, *TOKENIZER_FILES)
 _READERS = 8  # files at a time; hashing lets other threads run
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.checkpoints.artifact.artifact import open_artifact, save_artifact
 from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
 from draftsmith.checkpoints.artifact.identity import identify, is_unchanged, load_identified
+from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
 from draftsmith.checkpoints.storage.safe_read import file_hash
+from draftsmith.checkpoints.verify.draft_vocabulary import write_vocabulary
 from transformers import LlamaForCausalLM
 
 WEIGHTS = "model.safetensors"
@@ -40,13 +43,14 @@ def flip(path: Path, places: Any = (-1,)) -> None:
 
 
 def test_files_that_decide_what_a_model_computes_decide_its_hash(model: Path) -> None:
+    write_vocabulary({"d2t": torch.arange(4)}, model)
     first = identify(str(model))
-    assert {WEIGHTS, "config.json", "tokenizer.json"} <= set(first.files)
+    assert {WEIGHTS, "config.json", "tokenizer.json", DRAFT_VOCABULARY} <= set(first.files)
     assert first.files[WEIGHTS] == file_hash(model / WEIGHTS)
     for name in ("README.md", "results.json"):
         flip(model / name)
     assert identify(str(model)) == first
-    for name in (WEIGHTS, "config.json", "tokenizer.json"):
+    for name in (WEIGHTS, "config.json", "tokenizer.json", DRAFT_VOCABULARY):
         flip(model / name)
         changed = identify(str(model))
         assert {file for file in first.files if first.files[file] != changed.files[file]} == {name}
