@@ -109,7 +109,7 @@ def test_two_processes_learn_what_one_learns(
     ("change", "words", "code"),
     [
         ("train.global_batch=3", "global_batch 3", 2),
-        ("target=/nowhere", "'/nowhere'", 2),
+        ("target=/nowhere", "/nowhere", 2),
         ("train.max_norm=1e-9", "max_norm 1e-09", 1),
     ],
 )
