@@ -138,9 +138,9 @@ class Proposer(ABC):
 class Verifier(ABC):
     """Decides which path of a scored tree is kept."""
 
-    lossless: bool
+    lossless: bool = True
     """Whether the output follows the target's warped distribution."""
-    judges: Literal["probabilities", "unwarped", "logits"]
+    judges: Literal["probabilities", "unwarped", "logits"] = "probabilities"
     """What it judges by: the target's warped probabilities, its unwarped ones, or its logits, if order is enough."""
 
     @abstractmethod

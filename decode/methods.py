@@ -74,14 +74,8 @@ def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
     return Method(TargetBeam(options.get("gamma", 0), options["beams"]), AcceptAll())
 
 
-def _mjgd(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    _positive("gamma", options["gamma"])
-    return _beam(parts, sampling, options)
-
-
 def _chain(parts: Parts, gamma: int) -> DraftTree:
     assert parts.drafter is not None
-    _positive("gamma", gamma)
     return DraftTree(parts.drafter, (1,) * gamma)
 
 
@@ -116,8 +110,6 @@ def _multi_candidate(parts: Parts, sampling: Sampling, options: Options, naive: 
 
 
 def _batch_speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    _positive("drafts", options["drafts"])
-    _positive("gamma", options["gamma"])
     branching = (options["drafts"],) + (1,) * (options["gamma"] - 1)
     proposer = _draft_tree(parts, sampling, branching, {"replacement": True, "attention": "tree"})
     return _matching(proposer, sampling, MultiCandidate(replacement=True))
@@ -181,11 +173,6 @@ def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
     return _matching(PrunedHeadTree(parts.heads, table, *settings, **smoothing), sampling, SampleAndMatch())
 
 
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
 _SMOOTHING: Options = {"smoothing": "none", "strength": 0.0}
 
 
@@ -196,13 +183,14 @@ def _slim_spec(sequences: int) -> _Spec:
     return _Spec(_slim, ("heads", "table"), defaults | {"correlation": "table"} | _SMOOTHING, choices)
 
 
+_COUNTS = ("gamma", "drafts", "beams", "sequences", "candidates", "ngram")
 _ATTENTION = {"attention": ("tree", "batch")}
 _TREE = {"k_config": "4x2x2x1", "replacement": False, "attention": "tree"}
 
 METHODS: dict[str, _Spec] = {
     "autoregressive": _Spec(_autoregressive),
     "beam": _Spec(_beam, (), {"beams": 4}),
-    "mjgd": _Spec(_mjgd, (), {"gamma": 2, "beams": 8}),
+    "mjgd": _Spec(_beam, (), {"gamma": 2, "beams": 8}),
     "speculative": _Spec(_speculative, ("drafter",), {"gamma": 4}),
     "unigram": _Spec(partial(_table_chain, order=1), ("table",), {"gamma": 2}),
     "bigram": _Spec(
@@ -241,7 +229,8 @@ def method_options(name: str, options: Options) -> Options:
     """The settings of a method, its defaults filled in.
 
     Raises:
-        ValueError: an unknown method, option or choice, with the nearest right name; a value of another type.
+        ValueError: an unknown method, option or choice, with the nearest right name; a value of another type; a count
+            below 1.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
@@ -258,6 +247,8 @@ def method_options(name: str, options: Options) -> Options:
         if choices and value not in choices:
             known, hint = ", ".join(choices), did_you_mean(value, list(choices))
             raise ValueError(f"option {key!r} of method {name!r} cannot be {value!r}.{hint} Known: {known}")
+        if key in _COUNTS and value < 1:
+            raise ValueError(f"option {key!r} of method {name!r} must be at least 1, got {value}")
     return defaults | options
 
 

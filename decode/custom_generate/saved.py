@@ -78,7 +78,7 @@ def save_method(stored: StoredMethod, folder: Path) -> None:
 
 def write_method(stored: StoredMethod, folder: Path) -> None:
     """The files of a method in an empty folder; ValueError for heads or drafters that cannot be saved."""
-    tensors, metadata = _stored_parts(stored)
+    tensors, metadata = stored_parts(stored)
     if tensors:
         save_file(tensors, folder / PARTS_FILE, metadata={"format": "pt"} | metadata)
     drafters: list[dict[str, str]] = []
@@ -105,7 +105,8 @@ def write_method(stored: StoredMethod, folder: Path) -> None:
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _stored_parts(stored: StoredMethod) -> tuple[dict[str, Tensor], dict[str, str]]:
+def stored_parts(stored: StoredMethod) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors of heads and table by name, and what the file's metadata says of them."""
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     heads, table = getattr(stored.heads, "_orig_mod", stored.heads), stored.table

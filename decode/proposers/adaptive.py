@@ -142,8 +142,6 @@ class AdaptiveChain(Proposer):
     """A chain of at most `gamma` draft tokens that ends where the policy decides, row by row."""
 
     def __init__(self, model: LanguageModel, gamma: int, policy: Policy) -> None:
-        if gamma < 1:
-            raise ValueError(f"gamma must be at least 1, got {gamma}")
         self.model, self.gamma, self.policy = model, gamma, policy
         self._tree = Tree.chain(gamma).to(model.device)
 

@@ -40,7 +40,6 @@ class DraftBeam(_Beam):
     """
 
     def __init__(self, model: LanguageModel, gamma: int, beams: int) -> None:
-        _check_sizes(gamma, beams)
         self.model, self.gamma, self.beams = model, gamma, beams
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
@@ -66,7 +65,6 @@ class TargetBeam(_Beam):
     """
 
     def __init__(self, gamma: int, beams: int) -> None:
-        _check_sizes(gamma or 1, beams)
         self.gamma, self.beams = gamma, beams
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
@@ -143,8 +141,3 @@ def _pick(joint_BX: Tensor, beams: int, context: Context) -> tuple[Tensor, Tenso
     race_BX = joint_BX - context.rng.exponential(joint_BX.shape[1]).log()
     picked_BM = race_BX.topk(beams, 1).indices
     return joint_BX.gather(1, picked_BM), picked_BM
-
-
-def _check_sizes(gamma: int, beams: int) -> None:
-    if gamma < 1 or beams < 1:
-        raise ValueError(f"beams need gamma and beams of at least 1, got {gamma} and {beams}")

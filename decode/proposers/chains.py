@@ -28,8 +28,6 @@ class DraftChains(Proposer):
     """
 
     def __init__(self, models: Sequence[LanguageModel], gamma: int, per_model: int, greedy: bool) -> None:
-        if gamma < 1 or per_model < 1:
-            raise ValueError(f"chains need gamma and a count of at least 1, got {gamma} and {per_model}")
         self.models, self.gamma = tuple(models), gamma
         self.per_model = 1 if greedy else per_model
         self._own_tree = Tree.k_ary((self.per_model,) + (1,) * (gamma - 1))

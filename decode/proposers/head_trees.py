@@ -107,10 +107,6 @@ class PrunedHeadTree(Proposer):
     ) -> None:
         if not 1 <= depth <= heads.num_heads:
             raise ValueError(f"the depth must lie between 1 and the number of heads, {heads.num_heads}; got {depth}")
-        if sequences < 1 or candidates < 1:
-            raise ValueError(f"sequences and candidates must be at least 1, got {sequences} and {candidates}")
-        if lengths not in ("all", "full"):
-            raise ValueError(f"lengths must be 'all' or 'full', got {lengths!r}")
         self.heads, self.table = heads, table
         self.sequences, self.candidates, self.depth = sequences, candidates, depth
         if unseen < 0:

@@ -42,8 +42,6 @@ class TableChain(Proposer):
         smoothing: str = "none",
         strength: float = 0.0,
     ) -> None:
-        if gamma < 1:
-            raise ValueError(f"gamma must be at least 1, got {gamma}")
         if prior <= 0:
             raise ValueError(f"prior must be above 0, got {prior}")
         check_smoothing(smoothing, strength)
@@ -85,8 +83,6 @@ class PromptLookup(Proposer):
     """
 
     def __init__(self, gamma: int, longest: int) -> None:
-        if gamma < 1 or longest < 1:
-            raise ValueError(f"prompt look-up needs gamma and ngram of at least 1, got {gamma} and {longest}")
         self.gamma, self.longest = gamma, longest
 
     def capacity(self, limits: Limits) -> tuple[int, int]:

@@ -8,8 +8,6 @@ Shape letters: B batch, N tree nodes, M nodes with children or chains, C childre
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -23,9 +21,6 @@ _TINY = torch.finfo(torch.float32).tiny
 class Sample(Verifier):
     """No draft: draw the next token from the target (autoregressive decoding)."""
 
-    lossless = True
-    judges: Literal["probabilities"] = "probabilities"
-
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         return nothing_accepted(categorical(target_BNV[:, 0], rng.uniform()))
 
@@ -37,8 +32,7 @@ class GreedyMatch(Verifier):
     blockwise parallel decoding and Medusa verify the same way).
     """
 
-    lossless = True
-    judges: Literal["logits"] = "logits"
+    judges = "logits"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         best_BN = target_BNV.max(-1).indices  # on CPUs faster than argmax
@@ -69,8 +63,6 @@ class ExactChain(Verifier):
     `draft_probs_BMV` was not drawn at all: q is 1 at its tokens.
     """
 
-    lossless = True
-    judges: Literal["probabilities"] = "probabilities"
     tolerance = 0.0
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
@@ -113,9 +105,6 @@ class MultiCandidate(Verifier):
     The children of all nodes are tried at once; then the path is walked. What is left of p stands unnormalised beside
     its mass, and q beside the mass not yet drawn from it: a refused token has nothing left of p.
     """
-
-    lossless = True
-    judges: Literal["probabilities"] = "probabilities"
 
     def __init__(self, replacement: bool) -> None:
         self.replacement = replacement
@@ -209,9 +198,6 @@ class SampleAndMatch(Verifier):
     that no chance was involved in, such as those of prediction heads, no exact method accepts more.
     """
 
-    lossless = True
-    judges: Literal["probabilities"] = "probabilities"
-
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         tree, tokens_BN = proposal.tree, proposal.tokens_BN
         rows, depth = len(tokens_BN), tree.max_depth
@@ -243,9 +229,6 @@ class SeveralDrafters(Verifier):
     Algorithm 1 of the multi-candidate paper with q replaced by q_m for the m-th candidate, as SpecInfer verifies (its
     multi-step speculative sampling; `mjsd.txt`, section 6). Chains that agree with the accepted token stay in play.
     """
-
-    lossless = True
-    judges: Literal["probabilities"] = "probabilities"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.chains is not None

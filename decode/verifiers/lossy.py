@@ -8,7 +8,6 @@ Shape letters: B batch, N tree nodes, K depth, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from torch import Tensor
 from ..engine import Proposal, Verdict, Verifier
 from ..rng import Rng, categorical
 from .lossless import ExactChain, at, chain_verdict, count_prefix, normalise, walk
-
-Judges = Literal["probabilities", "unwarped"]
 
 
 class JointLikelihood(Verifier):
@@ -33,7 +30,7 @@ class JointLikelihood(Verifier):
             raise ValueError(f"the threshold of joint likelihood must lie in [0, 1], got {threshold}")
         self._log_threshold = math.log(threshold) if threshold else -math.inf
         # One-hot probabilities know no likelihood: at temperature 0 both models are judged unwarped.
-        self.judges: Judges = "unwarped" if greedy else "probabilities"
+        self.judges = "unwarped" if greedy else "probabilities"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.tree.is_chain
@@ -61,7 +58,7 @@ class Rollback(Verifier):
         if threshold < 0:
             raise ValueError(f"the rollback threshold must be at least 0, got {threshold}")
         self._log_threshold = -threshold
-        self.judges: Judges = "unwarped" if greedy else "probabilities"
+        self.judges = "unwarped" if greedy else "probabilities"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.tree.is_chain
@@ -97,7 +94,6 @@ class TypicalAcceptance(Verifier):
     """
 
     lossless = False
-    judges: Judges = "probabilities"
 
     def __init__(self, epsilon: float, delta: float) -> None:
         if not (0 < epsilon < 1 and 0 < delta <= 1):
@@ -125,7 +121,7 @@ class AcceptAll(Verifier):
     """Take a chain as it is, its last token as the one after the path: for what the target proposed itself."""
 
     lossless = False
-    judges: Literal["logits"] = "logits"
+    judges = "logits"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         depth, tokens_BN = proposal.tree.max_depth, proposal.tokens_BN

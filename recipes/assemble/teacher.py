@@ -30,8 +30,7 @@ from ...train.parallel.accelerate import make_accelerator
 from ...train.parallel.interrupts import Interrupted, StopSignals
 from ...train.parallel.processes import on_main, together
 from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows, HiddenSource
-from ...train.teachers.row_cache import RowCache
-from ...train.teachers.row_plan import CachePlan, Source
+from ...train.teachers.row_cache import RowCache, Source
 from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
 from ...train.teachers.teacher import CachedTeacher, load_teacher
 from ...train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
@@ -228,8 +227,7 @@ def _write(cache: _TargetCache, parts: Sequence[_Part], state: Any) -> None:
     load = partial(load_identified, cache.target, partial(cache.load, state.device), content=True)
     _, (make_rows, size) = together(state, load)
     together(state, partial(_check_unchanged, cache, parts))
-    plans = [CachePlan.of(part.data, part.source, size) for part in parts]
-    writers = [CacheWriter(part.folder, part.source, part.data, plan) for part, plan in zip(parts, plans, strict=True)]
+    writers = [CacheWriter(part.folder, part.source, part.data, size) for part in parts]
     with ExitStack() as locks:
 
         def begin() -> None:
@@ -277,10 +275,8 @@ def _write_share(cache: _TargetCache, writers: Sequence[CacheWriter], make_rows:
 
 def _check_disk(cache: _TargetCache, writers: Sequence[CacheWriter]) -> None:
     """Report how large the cache becomes. Raises ValueError where the disk is too small, before anything is written."""
-    plans, missing = [writer.plan for writer in writers], [writer.missing() for writer in writers]
-    left = zip(plans, missing, strict=True)
-    needed = sum(plan.bytes_of(len(shards), sum(shard.rows for shard in shards)) for plan, shards in left)
-    size, rows = sum(plan.rows * plan.row_bytes for plan in plans), sum(plan.rows for plan in plans)
+    needed = sum(writer.missing_bytes() for writer in writers)
+    size, rows = sum(writer.rows * writer.row_bytes for writer in writers), sum(writer.rows for writer in writers)
     what = f"{cache.title} at {rows:,} positions: {gigabytes(size)} in {cache.folder}, {gigabytes(needed)} to write"
     free = shutil.disk_usage(writers[0].folder.parent).free
     if needed > free:

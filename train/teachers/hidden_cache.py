@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...data.blocks.packing import Batch
 from ..forward.packed import PackedForward
-from .row_cache import RowCache, look_up
-from .row_plan import Column, Source
+from .row_cache import Column, RowCache, Source, look_up
 
 REACH = 16
 """Head k, counted from 0, learns the token k + 2 places ahead: there are rows for up to 15 heads."""
@@ -34,7 +33,6 @@ class HiddenSource(Source):
     target_dtype: str = "auto"
 
     manifest: ClassVar[str] = "hidden.json"
-    title: ClassVar[str] = "cache of hidden states"
     size_name: ClassVar[str] = "hidden_size"
     reach: ClassVar[int] = REACH
 

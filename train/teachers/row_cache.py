@@ -11,11 +11,15 @@ data.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +27,66 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ...checkpoints.storage.safe_read import read_document, stamp
-from ...data.blocks.packing import Batch
-from .row_plan import Shard, Source, spans_of
+from ...data.blocks.packing import IGNORED, Batch
+from ..losses.drafter import shifted_labels
 
 SCHEMA = 1
 DOCUMENTS = "documents.safetensors"
 _REMEDY = "`draftsmith prepare` with this recipe and `--teacher` writes it again"
 _READERS = 8
+
+
+class Column(NamedTuple):
+    """One tensor of every file: the shape of a row of it, and its type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """What a cache is made from and holds; two caches with the same `key` hold the same. `target` (where it lies) is
+    not compared; `data` is `loop.checkpoints.data_fingerprint`."""
+
+    target: str
+    fingerprint: str
+    data: str
+
+    manifest: ClassVar[str]
+    """Name of the file that describes the cache."""
+    size_name: ClassVar[str]
+    """The manifest's key for what `columns` needs to know of the target."""
+    reach: ClassVar[int]
+    """A position has a row if one of so many tokens after it is trained on."""
+
+    @abstractmethod
+    def columns(self, size: int) -> dict[str, Column]:
+        """The tensors of a file; `size` is the target's number of tokens, or of hidden dimensions."""
+
+    @property
+    def key(self) -> str:
+        """Name of the cache's folder."""
+        text = json.dumps({name: value for name, value in asdict(self).items() if name != "target"}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of rows: those of the blocks `first_block` … `end_block` - 1."""
+
+    number: int
+    first_block: int
+    end_block: int
+    first_row: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"rows-{self.number:05d}.safetensors"
 
 
 class RowCache:
@@ -118,7 +175,7 @@ def look_up(caches: Sequence[AnyCache], batch: Batch) -> tuple[AnyCache, np.ndar
         if found is not None:
             return cache, *found
     folders = ", ".join(str(cache.folder) for cache in caches)
-    raise ValueError(f"a batch holds documents that the {caches[0].source.title} was not made from ({folders})")
+    raise ValueError(f"a batch holds documents that no cache of the target was made from ({folders})")
 
 
 def read_manifest(folder: Path, source_type: type[Source]) -> dict[str, Any]:
@@ -147,3 +204,40 @@ def stamps(
             found[name] = each
             progress(len(found), len(names))
     return found
+
+
+def kept_positions(batch: Batch, reach: int) -> np.ndarray:
+    """Whether a flattened position has a row, bool [X]: one of the next `reach` tokens of its document is trained."""
+    offsets = range(1, reach + 1)
+    ahead = [shifted_labels(batch.labels_BT, batch.documents_BT, offset) != IGNORED for offset in offsets]
+    kept_X: np.ndarray = torch.stack(ahead).any(0).flatten().cpu().numpy()
+    return kept_X
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The documents of a batch in the order in which they stand: number, rows, and a hash of what decides its rows."""
+
+    blocks: int
+    kept_X: np.ndarray
+    number_N: np.ndarray
+    rows_N: np.ndarray
+    check_N: np.ndarray
+
+
+def spans_of(batch: Batch, reach: int) -> Spans:
+    """The documents of a batch; tokens, positions and what is trained make the hash."""
+    kept_X = kept_positions(batch, reach)
+    tokens_X, positions_X, documents_X = (
+        tensor.cpu().numpy().reshape(-1) for tensor in (batch.tokens_BT, batch.positions_BT, batch.documents_BT)
+    )
+    starts = np.flatnonzero(positions_X == 0)  # of documents, and of padding
+    mixed_X = (tokens_X * 2 + kept_X + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed_X ^= (positions_X + 1).astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed_X ^= mixed_X >> np.uint64(29)
+    mixed_X *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed_X ^= mixed_X >> np.uint64(32)
+    real = documents_X[starts] >= 0
+    rows_N = np.add.reduceat(kept_X.astype(np.int64), starts)[real]
+    check_N = np.add.reduceat(mixed_X, starts)[real]
+    return Spans(len(batch.tokens_BT), kept_X, documents_X[starts][real], rows_N, check_N)

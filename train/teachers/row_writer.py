@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -22,8 +23,10 @@ from ...checkpoints.storage.locks import sole_writer
 from ...checkpoints.storage.safe_read import OtherSchemaError, sealed
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
-from .row_cache import DOCUMENTS, SCHEMA, read_manifest, stamps
-from .row_plan import CachePlan, Shard, Source, kept_positions
+from .row_cache import DOCUMENTS, SCHEMA, Shard, Source, kept_positions, read_manifest, spans_of, stamps
+
+SHARD_BYTES = 64 << 20  # what a killed writer may lose
+_SCANNED_BLOCKS = 128
 
 MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
 """From a batch and flattened positions int64 [R] of it: the columns' rows [C, …] in that order, in pieces."""
@@ -31,17 +34,47 @@ MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
 
 class CacheWriter:
     """Writes a cache file by file; whole files stay when it is killed, and the next writer resumes from them. The
-    manifest comes last. Several processes may each write some of the shards."""
+    manifest comes last. Several processes may each write some of the `shards`.
 
-    def __init__(self, folder: Path, source: Source, data: PreparedData, plan: CachePlan) -> None:
-        self.folder, self.source, self.data, self.plan = folder, source, data, plan
+    Making one looks through the data once: where every row will lie is known before the target has run.
+
+    Args:
+        size: the target's number of tokens, or of hidden dimensions.
+        shard_bytes: of a file; None: `SHARD_BYTES`.
+    """
+
+    def __init__(
+        self, folder: Path, source: Source, data: PreparedData, size: int, shard_bytes: int | None = None
+    ) -> None:
+        self.folder, self.source, self.data, self.size = folder, source, data, size
+        self.columns = source.columns(size)
+        self.row_bytes = sum(column.row_bytes for column in self.columns.values())
+        starts = range(0, data.blocks, _SCANNED_BLOCKS)
+        batches = (data.batch(range(start, min(start + _SCANNED_BLOCKS, data.blocks))) for start in starts)
+        spans = [spans_of(batch, source.reach) for batch in batches]
+        number_N, rows_N, check_N = (
+            np.concatenate([getattr(each, name) for each in spans]) for name in ("number_N", "rows_N", "check_N")
+        )
+        self.rows = int(rows_N.sum())
+        self._first_row_D = np.zeros(number_N.max() + 1, dtype=np.int64)
+        self._check_D = np.zeros(number_N.max() + 1, dtype=np.uint64)
+        self._first_row_D[number_N] = np.cumsum(rows_N) - rows_N
+        self._check_D[number_N] = check_N
+        rows_of_block = np.concatenate([each.kept_X.reshape(each.blocks, -1).sum(1) for each in spans])
+        self.shards = list(_shards(rows_of_block, max(1, (shard_bytes or SHARD_BYTES) // self.row_bytes)))
+
+    def missing_bytes(self) -> int:
+        """Bytes on disk that are still to be written (headers rounded up)."""
+        missing = self.missing()
+        rows = sum(shard.rows for shard in missing)
+        return rows * self.row_bytes + 1024 * (len(missing) + 2) + 16 * len(self._first_row_D)
 
     def missing(self) -> list[Shard]:
         """Files that are not there yet, or hold other rows than the plan's."""
-        return [shard for shard in self.plan.shards if not self._holds(shard)]
+        return [shard for shard in self.shards if not self._holds(shard)]
 
     def _holds(self, shard: Shard) -> bool:
-        shapes = {name: [shard.rows, *column.shape] for name, column in self.plan.columns.items()}
+        shapes = {name: [shard.rows, *column.shape] for name, column in self.columns.items()}
         try:
             with safe_open(self.folder / shard.name, framework="pt") as file:
                 return shapes == {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
@@ -58,14 +91,15 @@ class CacheWriter:
         stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Run the target over a shard's blocks, batch by batch from its first, and write its file; False if stopped."""
-        columns = self.plan.columns
-        file = {name: torch.empty((shard.rows, *column.shape), dtype=column.dtype) for name, column in columns.items()}
+        file = {
+            name: torch.empty((shard.rows, *column.shape), dtype=column.dtype) for name, column in self.columns.items()
+        }
         written = 0
         for first in range(shard.first_block, shard.end_block, batch_blocks):
             if stopping():
                 return False
             batch = self.data.batch(range(first, min(first + batch_blocks, shard.end_block)))
-            positions_R = torch.from_numpy(kept_positions(batch, self.plan.reach)).nonzero()[:, 0]
+            positions_R = torch.from_numpy(kept_positions(batch, self.source.reach)).nonzero()[:, 0]
             if not len(positions_R):
                 continue
             end = written
@@ -83,19 +117,32 @@ class CacheWriter:
     def finish(self, progress: Callable[[int, int], object] = lambda done, total: None) -> None:
         """Hash every file and write the manifest."""
         assert not self.missing(), "files of other processes are missing"
-        documents = {"first_row": self.plan.first_row_D, "check": self.plan.check_D}
+        documents = {"first_row": self._first_row_D, "check": self._check_D}
         with atomic_file(self.folder / DOCUMENTS) as out:
             out.write(save({name: torch.from_numpy(array) for name, array in documents.items()}))
         manifest = {
             "schema": SCHEMA,
             "source": asdict(self.source),
             "data_sha256": self.data.manifest.get("sha256"),
-            self.source.size_name: self.plan.size,
-            "rows": self.plan.rows,
-            "shards": [asdict(shard) for shard in self.plan.shards],
-            "files": stamps(self.folder, [*(shard.name for shard in self.plan.shards), DOCUMENTS], progress),
+            self.source.size_name: self.size,
+            "rows": self.rows,
+            "shards": [asdict(shard) for shard in self.shards],
+            "files": stamps(self.folder, [*(shard.name for shard in self.shards), DOCUMENTS], progress),
         }
         atomic_text(self.folder / self.source.manifest, json.dumps(sealed(manifest), indent=2) + "\n")
+
+
+def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
+    """Consecutive blocks with at most `most` rows together, or one block with more."""
+    total = np.concatenate([[0], np.cumsum(rows_of_block)])
+    first = number = 0
+    while first < len(rows_of_block):
+        end = max(first + 1, int(np.searchsorted(total, total[first] + most, "right")) - 1)
+        rows = int(total[end] - total[first])
+        if rows:
+            yield Shard(number, first, end, int(total[first]), rows)
+            number += 1
+        first = end
 
 
 @contextmanager

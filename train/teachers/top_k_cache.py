@@ -24,8 +24,7 @@ from torch import Tensor
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import token_dtype
 from ..losses.chunks import DenseTeacher
-from .row_cache import RowCache
-from .row_plan import Column, Source
+from .row_cache import Column, RowCache, Source
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time
 _SUMMED_ROWS = 1 << 20
@@ -40,7 +39,6 @@ class CacheSource(Source):
     load_in_8bit: bool = False
 
     manifest: ClassVar[str] = "teacher.json"
-    title: ClassVar[str] = "teacher's cache"
     size_name: ClassVar[str] = "vocab_size"
     reach: ClassVar[int] = 1
 

@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 
 # the command line with files of a few blocks, as a large corpus has them
 SMALL_FILES = """
-import draftsmith.train.teachers.row_plan as rows
+import draftsmith.train.teachers.row_writer as rows
 from draftsmith.recipes.commands.cli import main
 rows.SHARD_BYTES = 8000
 if __name__ == "__main__":
@@ -188,7 +188,7 @@ def test_losses_from_the_cache_are_those_of_computed_states(
 def test_what_is_damaged_or_was_interrupted_is_written_again_and_nothing_else(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("draftsmith.train.teachers.row_plan.SHARD_BYTES", 8000)
+    monkeypatch.setattr("draftsmith.train.teachers.row_writer.SHARD_BYTES", 8000)
     recipe, write = loaded(recipe_file), CacheWriter.write
 
     def interrupted(self: CacheWriter, shard: Any, *arguments: Any) -> bool:
@@ -236,7 +236,7 @@ def test_two_processes_write_the_same_bytes(recipe_file: Path, tmp_path: Path, m
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1  # the folder, once
-    monkeypatch.setattr("draftsmith.train.teachers.row_plan.SHARD_BYTES", 8000)
+    monkeypatch.setattr("draftsmith.train.teachers.row_writer.SHARD_BYTES", 8000)
     prepare_teacher(loaded(recipe_file, f"teacher.cache={tmp_path / 'one'}"))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert sum(".safetensors" in name for name in contents(tmp_path / "one")) > 5

@@ -13,7 +13,6 @@ from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.forward.packed import PackedForward
 from draftsmith.train.losses.drafter import IGNORED, head_labels, shifted_labels
 from draftsmith.train.teachers.hidden_cache import REACH, CachedHidden, HiddenCache, HiddenRows, HiddenSource
-from draftsmith.train.teachers.row_plan import CachePlan
 from draftsmith.train.teachers.row_writer import CacheWriter, locked
 
 CPU = torch.device("cpu")
@@ -28,7 +27,7 @@ def write_cache(
     folder: Path, data: Any, model: Any, source: HiddenSource, shard_bytes: int | None = None, batch: int = 1
 ) -> HiddenCache:
     rows = HiddenRows(model, source.states, source.dtype)
-    writer = CacheWriter(folder, source, data, CachePlan.of(data, source, rows.hidden_size, shard_bytes))
+    writer = CacheWriter(folder, source, data, rows.hidden_size, shard_bytes)
     with locked(writer.folder):
         for shard in writer.missing():
             assert writer.write(shard, rows, CPU, batch)

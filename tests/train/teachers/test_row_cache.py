@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.train.teachers.hidden_cache import HiddenCache, HiddenRows, HiddenSource
-from draftsmith.train.teachers.row_cache import DOCUMENTS, RowCache
-from draftsmith.train.teachers.row_plan import CachePlan, Source
+from draftsmith.train.teachers.row_cache import DOCUMENTS, RowCache, Source
 from draftsmith.train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
 from draftsmith.train.teachers.teacher import ModelTeacher
 from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
@@ -42,7 +41,7 @@ def make_writer(folder: Path, data: Any, kind: str, size: int) -> CacheWriter:
     """Some files of a few blocks each."""
     source = make_source(kind)
     row_bytes = sum(column.row_bytes for column in source.columns(size).values())
-    return CacheWriter(folder, source, data, CachePlan.of(data, source, size, row_bytes * 20))
+    return CacheWriter(folder, source, data, size, row_bytes * 20)
 
 
 def write(
@@ -160,10 +159,10 @@ def test_one_writer_at_a_time_that_stops_between_batches_when_asked(
             pass
         with pytest.raises(BlockingIOError), locked(writer.folder.parent):
             raise BlockingIOError  # not of the lock
-        first = writer.plan.shards[0]
+        first = writer.shards[0]
         assert not writer.write(first, rows, CPU, 1, progress=asked.append, stopping=lambda: len(asked) == 1)
     assert len(asked) == 1
-    assert writer.missing() == list(writer.plan.shards)
+    assert writer.missing() == writer.shards
     assert list(writer.folder.iterdir()) == []
 
 

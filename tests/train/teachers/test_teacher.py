@@ -16,7 +16,6 @@ import torch
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import IGNORED, mixture, shifted_labels
-from draftsmith.train.teachers.row_plan import CachePlan
 from draftsmith.train.teachers.row_writer import CacheWriter, locked
 from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
 from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows, top_log_probs
@@ -29,7 +28,7 @@ def write_cache(
 ) -> TeacherCache:
     settings = {"target": "nowhere", "fingerprint": "a model", "data": "some data"} | source
     made_from = CacheSource(top_k=top_k, **settings)
-    writer = CacheWriter(folder, made_from, blocks, CachePlan.of(blocks, made_from, teacher.vocab_size, shard_bytes))
+    writer = CacheWriter(folder, made_from, blocks, teacher.vocab_size, shard_bytes)
     with locked(writer.folder):
         for shard in writer.missing():
             assert writer.write(shard, TopRows(teacher, top_k), CPU, batch)
@@ -109,11 +108,11 @@ def test_ids_take_the_room_their_vocabulary_needs_and_the_size_is_known_beforeha
 ):
     data = worker.make_data(6)
     teacher = ModelTeacher(make_llama(vocab, hidden_size=8, num_attention_heads=2, intermediate_size=8))
-    plan = CachePlan.of(data, CacheSource("nowhere", "a model", "some data", 3), vocab)
+    writer = CacheWriter(tmp_path / "new", CacheSource("nowhere", "a model", "some data", 3), data, vocab)
     cached = CachedTeacher(write_cache(tmp_path / "cache", data, teacher, 3))
-    assert plan.row_bytes == 3 * (bytes_an_id + 2) + 2
+    assert writer.row_bytes == 3 * (bytes_an_id + 2) + 2
     written = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.safetensors"))
-    assert plan.rows * plan.row_bytes < written <= plan.bytes_of(len(plan.shards), plan.rows)
+    assert writer.rows * writer.row_bytes < written <= writer.missing_bytes()
     batch = data.batch([0, 1])
     kept = kept_of(batch)
     assert torch.equal(cached(batch).ids_XK[kept, 0], dense_log_probs(teacher, batch)[kept].argmax(1))
