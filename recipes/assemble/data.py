@@ -72,7 +72,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     """
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")
-    identity = _identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
+    identity = data_identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(section.cache) / key
     file = folder / "report.json"
@@ -320,14 +320,11 @@ def _draw(conversation: Conversation) -> float:
     return hashed_share(f"held out {part[1] if part else conversation.id}")
 
 
-def conversations_identity(section: DataSection, tokenizer: Any) -> dict[str, Any]:
-    """All that decides which conversations those are and what ids they get: sources with their hashes, options,
-    cleaning, template and tokenizer, without what only concerns blocks."""
-    return _identity(section, tokenizer, NOT_OF_CONVERSATIONS)
-
-
-def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
-    """All that decides what comes of a section, but for the options that are `ignored`."""
+def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
+    """All that decides what comes of a section, but for the options that are `ignored`: sources with their hashes,
+    options, cleaning, template, tokenizer, and what decides which of its ids a text gets (merges, normalizer …; ""
+    where that cannot be asked)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     file = Path(section.cache) / "hashes.json"
     known: dict[str, list[Any]] = {}
     with suppress(FileNotFoundError, ValueError):  # what is damaged is found out again
@@ -342,17 +339,11 @@ def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[s
         "heldout": _source_identity(section.heldout_source, known) if section.heldout_source else None,
         "contamination": [_source_identity(name, known) for name in section.clean.get("contamination", [])],
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "encoder": encoder_hash(tokenizer),
+        "encoder": "" if backend is None else hashlib.sha256(backend.to_str().encode()).hexdigest(),
     }
     if known != before:
         atomic_text(file, json.dumps(sealed(known)))
     return dict(without_secrets(json.loads(json.dumps(identity))))
-
-
-def encoder_hash(tokenizer: Any) -> str:
-    """What decides which of the vocabulary's ids a text gets: merges, normalizer …; "" where that cannot be asked."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return "" if backend is None else hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
 def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]:

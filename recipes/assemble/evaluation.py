@@ -165,11 +165,9 @@ def device_of(recipe: EvaluateRecipe) -> str:
 
 def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
     """A recipe's rows as the measurement takes them."""
-    entries = []
-    for label, row in zip(recipe.labels(), recipe.methods, strict=True):
-        temperature = recipe.temperature if row.temperature is None else row.temperature
-        entries.append(Entry(label, row.method, row.options, Sampling(temperature, recipe.top_k, recipe.top_p)))
-    return entries
+    rows = zip(recipe.labels(), recipe.methods, strict=True)
+    warped = (recipe.top_k, recipe.top_p)
+    return [Entry(label, row.method, row.options, Sampling(recipe.temperature_of(row), *warped)) for label, row in rows]
 
 
 def other_target(artifact: Path, target: str) -> str | None:

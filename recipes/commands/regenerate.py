@@ -58,7 +58,8 @@ def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
         ConnectionError: the server is not there, or fails at everything.
         Interrupted: a signal came; all that was complete is written.
     """
-    _check_names(recipe)
+    if recipe.template != OWN:
+        get_template(recipe.template)  # a misspelt name is found before anything slow is loaded
     out = Path(recipe.out)
     check_writable(out)
     with StopSignals() as signals, Store(out, _settings(recipe)) as store:
@@ -92,12 +93,6 @@ def _log_report(report: RegenerationReport, store: Store, seconds: float) -> Non
             f"error: {report.failed:,} conversations failed: {store.errors_path} says why; the same command tries them "
             "again"
         )
-
-
-def _check_names(recipe: RegenerateRecipe) -> None:
-    """Find misspelt names before anything slow is loaded."""
-    if recipe.template != OWN:
-        get_template(recipe.template)
 
 
 def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:

@@ -25,13 +25,6 @@ _COLUMNS = [
 ]  # fmt: skip
 
 
-def certificate_beside(results: Path) -> Path:
-    """Where the certificate of an evaluation lies: `certificate.json` beside `results.json`."""
-    if results.stem == "results":
-        return results.with_name("certificate.json")
-    return results.with_name(f"{results.stem}.certificate.json")
-
-
 def load_certificate(path: Path) -> dict[str, Any]:
     """A certificate that `draftsmith certify` wrote.
 

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from ...checkpoints.storage.atomic import atomic_text
-from ..schema.results import load_results
+from ..schema.results import beside, load_results
 from ..session.terminal import console, log
-from .certificate import certificate_beside, certificate_section, load_certificate
+from .certificate import KIND, certificate_section, load_certificate
 from .charts import Point, missing_matplotlib, scatter_with_diagonal, scatter_with_frontier, stacked_bars
 from .compare import Comparison, compare
 from .papers import paper_section
@@ -87,7 +87,7 @@ def write_report(
 
 def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
     """The section of the certificate that lies beside the results; where that cannot be read, an alert."""
-    path = certificate_beside(results)
+    path = beside(results, KIND)
     if not path.is_file():
         return ""
     try:

@@ -99,6 +99,10 @@ class EvaluateRecipe(_Decoding):
         own = ["" if row.temperature is None else f" T={row.temperature:g}" for row in self.methods]
         return [row.label or row.method + suffix for row, suffix in zip(self.methods, own, strict=True)]
 
+    def temperature_of(self, row: MethodSection) -> float:
+        """At which a row is decoded."""
+        return self.temperature if row.temperature is None else row.temperature
+
     @model_validator(mode="after")
     def _rows(self) -> EvaluateRecipe:
         labels = self.labels()
@@ -107,7 +111,7 @@ class EvaluateRecipe(_Decoding):
                 raise ValueError(
                     f"a row of `methods` needs a `label`: another, or the reference run, is called {label!r}"
                 )
-        at = [(row.method, self.temperature if row.temperature is None else row.temperature) for row in self.methods]
+        at = [(row.method, self.temperature_of(row)) for row in self.methods]
         compared = {temperature for method, temperature in at if method == "autoregressive"}
         missing = {temperature for _, temperature in at} - compared
         if missing:

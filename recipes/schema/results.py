@@ -182,6 +182,11 @@ _NEW_IN_ROWS: dict[str, Any] = {"by_prompt": []} | dict.fromkeys(
 )  # fmt: skip
 
 
+def beside(results: Path, name: str) -> Path:
+    """Where what belongs to results lies: `certificate.json` beside `results.json`, else `NAME.certificate.json`."""
+    return results.with_name(f"{name}.json" if results.stem == "results" else f"{results.stem}.{name}.json")
+
+
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write results, whole or not at all. Raises ValueError: they are not as they should be."""
     text = json.dumps(sealed(results), indent=2, allow_nan=False) + "\n"

@@ -38,7 +38,7 @@ from ...schema.training import TableRecipe
 from ...session.terminal import counter, log
 from ...session.typed import typed_command
 from ..artifact import check_out, differences, state_folder
-from ..data import all_reports, conversations_identity, refuse_none, training_conversations
+from ..data import NOT_OF_CONVERSATIONS, all_reports, data_identity, refuse_none, training_conversations
 
 IDENTITY = "identity.json"
 CONSIDERABLE = 1 << 20
@@ -166,7 +166,7 @@ def _count_whole(recipe: TableRecipe, tokenizer: Any, vocab_size: int, accelerat
 
 def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
     """All that decides what a recipe's counts are."""
-    identity = conversations_identity(recipe.data, tokenizer)
+    identity = data_identity(recipe.data, tokenizer, NOT_OF_CONVERSATIONS)
     options = {key: value for key, value in identity["options"].items() if key not in _NOT_COUNTED}
     return identity | {"options": options, "pairs": recipe.count.pairs, "roles": sorted(recipe.count.roles)}
 

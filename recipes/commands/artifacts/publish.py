@@ -15,8 +15,8 @@ from ....checkpoints.artifact.markdown import paths_in
 from ....checkpoints.hub.push_pull import Plan, address, is_on_hub
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.sources.registry import find_corpus
-from ...report.certificate import certificate_beside, load_certificate
-from ...schema.results import load_results
+from ...report.certificate import KIND, load_certificate
+from ...schema.results import beside, load_results
 from ...session.terminal import console, log
 
 _CARD = "README.md"
@@ -97,13 +97,13 @@ def _uses(row: Mapping[str, Any], name: str) -> bool:
 
 def _certificates(path: Path, evaluated: Mapping[str, Any], name: str, labels: set[str]) -> list[dict[str, Any]]:
     """Verdicts of the certificate that lies beside results, where it is of the same files."""
-    beside = certificate_beside(path)
-    if not beside.is_file():
+    file = beside(path, KIND)
+    if not file.is_file():
         return []
-    found = load_certificate(beside)
+    found = load_certificate(file)
     certified = found["artifacts"].get(name) or {}
     if certified.get("hash") is None or certified["hash"] != evaluated.get("hash"):
-        log(f"push: {beside} is of other files than {path}: the card leaves it out")
+        log(f"push: {file} is of other files than {path}: the card leaves it out")
         return []
     return [one for one in found["certificates"] if one["label"] in labels]
 

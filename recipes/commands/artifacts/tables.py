@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ....checkpoints.artifact.artifact import Manifest, open_artifact
-from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.table.file import write_table
 from ....checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
 from ...assemble.table.count import save_table
 from ...session.terminal import log
+from .import_heads import check_new
 from .table_show import table_tokenizer
 
 _SUMS = ("conversations", "held_out", "documents", "tokens")
@@ -26,7 +26,7 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
     streamed. With `again` tables may be counted from the same data."""
     if len(folders) < 2:
         raise ValueError(f"merging takes two tables or more, got {len(folders)}")
-    _check_free(out)
+    check_new(out)
     opened = [open_artifact(folder, BigramTable.load, "table") for folder in folders]
     manifests, tables = [manifest for manifest, _ in opened], [table for _, table in opened]
     parts = [part for folder, manifest in zip(folders, manifests, strict=True) for part in _parts_of(folder, manifest)]
@@ -61,7 +61,7 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
 
 def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, megabytes: float | None = None) -> None:
     """A smaller table of a whole one, which stays as it is; r of the pairs that are kept does not change."""
-    _check_free(out)
+    check_new(out)
     if min_count == 1 and not top and megabytes is None:
         raise ValueError("this leaves nothing out: give --min-count above 1, --top or --megabytes")
     manifest, whole = open_artifact(folder, BigramTable.load, "table")
@@ -76,12 +76,6 @@ def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, me
         fingerprint=manifest.tokenizer_fingerprint,
         data=manifest.data,
     )
-
-
-def _check_free(out: Path) -> None:
-    check_writable(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there already: choose another --out")
 
 
 def _check_alike(

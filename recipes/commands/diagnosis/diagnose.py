@@ -63,6 +63,7 @@ from ...assemble.evaluation import LoadedPair, entries_of, open_recipe, other_ta
 from ...report.diagnosis import show_part
 from ...report.trace import TokenTexts
 from ...schema.evaluation import EvaluateRecipe, MethodSection
+from ...schema.results import beside
 from ...session.terminal import Advance, console, log
 from ..evaluation.journal import stop_if_asked, stoppable_bar
 from .training_record import TrainingRecord, training_record
@@ -118,7 +119,7 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
         ValueError: a part that the recipe does not name; an `out` that is no .json; what an evaluation raises.
         Interrupted: a signal came; the parts that had finished are in the file.
     """
-    path = out or diagnosis_beside(Path(recipe.out))
+    path = out or beside(Path(recipe.out), KIND)
     if path.suffix != ".json" or path.is_dir():
         raise ValueError(f"--out must be a .json file, got {path}")
     check_writable(path)
@@ -134,12 +135,6 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
         found = _diagnosed(case, chosen, path)
     console().print(f"diagnosis: {path}", soft_wrap=True)
     return found
-
-
-def diagnosis_beside(results: Path) -> Path:
-    """Where a diagnosis lies: `diagnosis.json` beside `results.json`, else `NAME.diagnosis.json`."""
-    name = "diagnosis.json" if results.name == "results.json" else f"{results.stem}.diagnosis.json"
-    return results.with_name(name)
 
 
 def _chosen(recipe: EvaluateRecipe, parts: Sequence[str]) -> list[str]:

@@ -23,9 +23,10 @@ from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import StopSignals
 from ...assemble.evaluation import LoadedPair, entries_of, identity_of, open_recipe, prompts_of
-from ...report.certificate import KIND, SCHEMA, VERDICTS, certificate_beside, certificates_table, explanations
+from ...report.certificate import KIND, SCHEMA, VERDICTS, certificates_table, explanations
 from ...report.tables import Cell, Column, Table, number_cell
 from ...schema.evaluation import EvaluateRecipe
+from ...schema.results import beside
 from ...session.machine import machine
 from ...session.terminal import Advance, console, log
 from .journal import Journal, stoppable_bar
@@ -55,7 +56,7 @@ def run_certify(
             a damaged journal.
         Interrupted: a signal came; the texts that were written are kept.
     """
-    out = out or certificate_beside(Path(recipe.out))
+    out = out or beside(Path(recipe.out), KIND)
     check_writable(out)
     opened = open_recipe(recipe)
     entries = _distinct(_both_ways(entries_of(recipe), opened.parts))

@@ -41,6 +41,6 @@ def planned_time(recipe: EvaluateRecipe, runs: int) -> str:
 def evaluation_runs(recipe: EvaluateRecipe, prompts: int) -> int:
     """Texts that an evaluation decodes: measured ones, those of `transformers.generate`, and those that show where the
     time of a step goes."""
-    greedy = any((recipe.temperature if row.temperature is None else row.temperature) == 0 for row in recipe.methods)
+    greedy = any(recipe.temperature_of(row) == 0 for row in recipe.methods)
     rows = len(recipe.methods) + (recipe.compare_with_transformers and greedy)
     return rows * prompts * recipe.repeats + len(recipe.methods) * min(PROFILED, prompts)

@@ -129,9 +129,7 @@ def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
         ]
         chosen = recipe.methods + [MethodSection(method=name) for name in more]
 
-    def at(row: MethodSection) -> float:
-        return recipe.temperature if row.temperature is None else row.temperature
-
+    at = recipe.temperature_of
     plain = {at(row): row for row in recipe.methods if row.method == BASELINE}
     plain = {recipe.temperature: MethodSection(method=BASELINE)} | plain
     baselines = [plain[temperature] for temperature in dict.fromkeys(map(at, chosen))]

@@ -20,6 +20,7 @@ from ....decode.models.seq2seq import Seq2SeqModel
 from ...assemble.evaluation import LoadedPair, entries_of, open_recipe, prompts_of
 from ...report.trace import describe_steps, show_trace
 from ...schema.evaluation import EvaluateRecipe
+from ...schema.results import beside
 from ...session.terminal import console
 from .recipe import named_rows
 
@@ -38,8 +39,7 @@ def run_trace(
     Raises:
         ValueError: an unknown method, and what an evaluation of the recipe raises.
     """
-    out = Path(recipe.out)
-    path = out.with_name("trace.json" if out.name == "results.json" else f"{out.stem}.trace.json")
+    path = beside(Path(recipe.out), "trace")
     check_writable(path)
     drafting = next((row for row in recipe.methods if row.method != BASELINE), recipe.methods[0])
     rows = named_rows(recipe, methods) if methods else [drafting]

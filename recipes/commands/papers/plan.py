@@ -38,8 +38,7 @@ def _show_evaluation(name: str, recipe: EvaluateRecipe) -> None:
     rows = []
     for label, row in zip(recipe.labels(), recipe.methods, strict=True):
         method_options(row.method, row.options)
-        temperature = recipe.temperature if row.temperature is None else row.temperature
-        texts = (label, row.method, options_text(row.model_dump()), f"{temperature:g}")
+        texts = (label, row.method, options_text(row.model_dump()), f"{recipe.temperature_of(row):g}")
         rows.append([*map(Cell, texts)])
     console().print(Table("", [*columns, Column("temperature")], rows).rich())
     parts = {"target": recipe.target, "drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}

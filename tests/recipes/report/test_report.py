@@ -20,12 +20,11 @@ from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.decode.evaluation.bootstrap import resample_weights
 from draftsmith.recipes.commands.evaluation.certify import run_certify
 from draftsmith.recipes.report import charts
-from draftsmith.recipes.report.certificate import certificate_beside
 from draftsmith.recipes.report.compare import Change, change, compare
 from draftsmith.recipes.report.page import best_lossless, run_report
 from draftsmith.recipes.report.tables import method_table, number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from draftsmith.recipes.schema.results import load_results
+from draftsmith.recipes.schema.results import beside, load_results
 from draftsmith.recipes.session.terminal import Terminal
 from transformers import LlamaForCausalLM
 
@@ -181,7 +180,7 @@ def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
     for row, one in zip(rows, made, strict=True):
         assert row[6] == ("–" if not one.tests else f"{min(test['p_value'] for test in one.tests):.1g}")
     assert "certificate" not in page.alerts
-    path = certificate_beside(rich)
+    path = beside(rich, "certificate")
     told = json.loads(path.read_text())
     told["recipe"]["drafter"] = "elsewhere"
     path.write_text(json.dumps(told | {"complete": False}))
