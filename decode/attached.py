@@ -24,10 +24,8 @@ def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **as
     """Decode as `generate` was asked to, with the method that is saved where its `custom_generate` points.
 
     `custom_generate/generate.py` of a saved method calls this. A model that was loaded with `trust_remote_code` from a
-    folder with such a file has it for its `generate`: then the method lies beside the model.
-
-    Raises:
-        ValueError: what `CustomGenerate.from_pretrained` raises, and what decoding raises.
+    folder with such a file has it for its `generate`: then the method lies beside the model. Raises ValueError: what
+    `CustomGenerate.from_pretrained` raises, and what decoding raises.
     """
     caller = calling_generate(inspect.currentframe())
     revision = asked.pop("revision", None)

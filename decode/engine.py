@@ -341,10 +341,9 @@ def generate(
         proposer: grows token trees. Each call restarts it.
         prompts: token ids of each row, at least one token each; what the encoder reads, where there is one.
 
-    Raises:
-        ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no space in the
-            model's positions for the new tokens and the tree; a drafter, heads or a table of another target; logits
-            that are NaN, infinite, or all minus infinity.
+    Raises ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no space in the
+    model's positions for the new tokens and the tree; a drafter, heads or a table of another target; logits that are
+    NaN, infinite, or all minus infinity.
     """
     warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.judges]
     mark: Callable[[str], None] = profile.mark if profile else lambda phase: None

@@ -226,12 +226,8 @@ METHODS: dict[str, _Spec] = {
 
 
 def method_options(name: str, options: Options) -> Options:
-    """The settings of a method, its defaults filled in.
-
-    Raises:
-        ValueError: an unknown method, option or choice, with the nearest right name; a value of another type; a count
-            below 1.
-    """
+    """The settings of a method, its defaults filled in. Raises ValueError: an unknown method, option or choice, with
+    the nearest right name; a value of another type; a count below 1."""
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
     defaults = METHODS[name].defaults

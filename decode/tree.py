@@ -194,8 +194,7 @@ def parse_tree(text: str) -> tuple[Tree, Tensor]:
     Returns:
         The tree, and each node's rank [N] (0 at the root).
 
-    Raises:
-        ValueError: where the text is neither.
+    Raises ValueError: where the text is neither.
     """
     if not set(text) & set(",."):
         tree = Tree.k_ary(parse_branching(text))

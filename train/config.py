@@ -12,11 +12,8 @@ _MAY_CHANGE = {
 
 
 def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
-    """Forwards of one process in a step.
-
-    Raises:
-        ValueError: the global batch is no multiple of what the processes do at a time.
-    """
+    """Forwards of one process in a step. Raises ValueError: the global batch is no multiple of what the processes do at
+    a time."""
     together = micro_batch * processes
     if global_batch % together:
         raise ValueError(

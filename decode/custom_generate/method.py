@@ -101,9 +101,7 @@ class CustomGenerate:
         """Write the method, its options and parts to a folder, whole or not at all; `from_pretrained` reads it.
 
         transformers runs it itself where code is trusted: `generate(custom_generate=FOLDER, trust_remote_code=True)`.
-
-        Raises:
-            ValueError: the folder holds other files; heads that are not `PredictionHeads`; a drafter with adapters.
+        Raises ValueError: the folder holds other files; heads that are not `PredictionHeads`; a drafter with adapters.
         """
         save_method(self.stored(), Path(folder))
 
@@ -115,10 +113,7 @@ class CustomGenerate:
     @classmethod
     def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
         """What `save_pretrained` wrote, from a folder or the hub's `user/name` at a revision. Nothing there is run.
-
-        Raises:
-            ValueError: there is no such thing, or it is damaged, or its parts do not fit each other.
-        """
+        Raises ValueError: there is no such thing, or it is damaged, or its parts do not fit each other."""
         folder = resolve(source, revision=revision)
         return read_consistent(folder, lambda: cls._read(folder))
 

@@ -131,9 +131,7 @@ class Replay:
 
     Rows that have ended are padded if there is a criterion with an `eos_token_id`; else, as in `generate`, they go on
     until the last row ends. `ids_BT` (int64, CPU) holds prompts and what is written, in its first `length` columns.
-
-    Raises:
-        ValueError: a criterion with an `eos_token_id`, and no token to pad with.
+    Raises ValueError: a criterion with an `eos_token_id`, and no token to pad with.
     """
 
     def __init__(self, ids_BT: Tensor, criteria: Sequence[Any], config: Any, streamer: Any) -> None:

@@ -203,9 +203,7 @@ class RaplCounter:
     """Zones of Linux's power capping interface: processors' packages, and their memory.
 
     `energy_uj` begins again at 0 after `max_energy_range_uj`, every few minutes to hours: it must be read more often.
-
-    Raises:
-        OSError, ValueError: a file that may not be read, or holds no number.
+    Raises OSError, ValueError: a file that may not be read, or holds no number.
     """
 
     def __init__(self, zones: Sequence[Path]) -> None:

@@ -328,10 +328,7 @@ def energy_of(
     progress: Callable[[int, int], None] | None = None,
 ) -> Energy:
     """Joules a token of an entry: the first prompts decoded over and over, their reading included, in whole rounds.
-
-    Raises:
-        CounterError: the counter failed.
-    """
+    Raises CounterError: the counter failed."""
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
 
     def decode_all() -> float:
@@ -347,11 +344,8 @@ def energy_of(
 def check_capacity(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], prompts: Mapping[str, Sequence[int]], limits: Limits
 ) -> None:
-    """Refuse a prompt that leaves no positions for its answer, of the target or of a drafter that some row runs.
-
-    Raises:
-        ValueError: the tightest row is named.
-    """
+    """Refuse a prompt that leaves no positions for its answer, of the target or of a drafter that some row runs. Raises
+    ValueError: the tightest row is named."""
     found = []
     for entry in entries:
         proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer

@@ -68,8 +68,7 @@ class LanguageModel(ABC):
         Returns:
             [B, M, D] last hidden states, after the final norm or before it, by `states`.
 
-        Raises:
-            ValueError: where the cache is too small, naming both numbers.
+        Raises ValueError: where the cache is too small, naming both numbers.
         """
         count = tokens_BM.shape[1]
         stop = start + count if stop is None else stop
@@ -150,10 +149,7 @@ class _DeviceProbe(KVCache):
 
 class TransformersModel(LanguageModel):
     """Any decoder of transformers, also spread or offloaded (`device_map`): our cache, a 4-D mask, explicit positions.
-
-    Raises:
-        ValueError: states before the norm, where no final norm is found.
-    """
+    Raises ValueError: states before the norm, where no final norm is found."""
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
         config = model.config.get_text_config(decoder=True)

@@ -22,12 +22,9 @@ def check_states(states: str) -> None:
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:
-    """The norm whose output is a decoder's last hidden states.
-
-    Raises:
-        ValueError: there is none, or none of a usual name, as in decoders whose layers end in norms of their own, or a
-            projection behind it, as in OPT's with narrow embeddings.
-    """
+    """The norm whose output is a decoder's last hidden states. Raises ValueError: there is none, or none of a usual
+    name, as in decoders whose layers end in norms of their own, or a projection behind it, as in OPT's with narrow
+    embeddings."""
     projected = getattr(getattr(decoder, "decoder", decoder), "project_out", None) is not None
     for name in () if projected else _NAMES:
         module: Any = decoder

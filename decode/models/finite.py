@@ -46,8 +46,7 @@ class Watch:
             ended: rows that are not looked at.
             lengths: how many tokens each row had before this step.
 
-        Raises:
-            ValueError: the first logits of this step that are NaN or infinite, whose they are, and where.
+        Raises ValueError: the first logits of this step that are NaN or infinite, whose they are, and where.
         """
         seen, self._seen, self._step = self._seen, [], self._step + 1
         if math.isfinite(sum(on_host)):  # as a sum is only if all of it is

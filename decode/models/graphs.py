@@ -154,8 +154,7 @@ class GraphedModel(LanguageModel):
         max_graphs: how many shapes each cache remembers.
         stride: a power of two; see `round_up`.
 
-    Raises:
-        ValueError: the model is not on one CUDA device.
+    Raises ValueError: the model is not on one CUDA device.
     """
 
     def __init__(

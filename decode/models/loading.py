@@ -57,10 +57,9 @@ def wrap_model(
         states: the hidden states that the scorer gives and projects: "after-norm", or "before-norm", what goes into the
             final norm.
 
-    Raises:
-        ValueError: logits that are NaN or infinite; a tree forward that differs from the plain ones (ALiBi); an
-            encoder-decoder of another family, or one with `graphs` or states before the norm; `graphs` off one CUDA
-            device; states that there are not.
+    Raises ValueError: logits that are NaN or infinite; a tree forward that differs from the plain ones (ALiBi); an
+    encoder-decoder of another family, or one with `graphs` or states before the norm; `graphs` off one CUDA device;
+    states that there are not.
     """
     check_states(states)
     model.eval()
@@ -137,9 +136,8 @@ def load_model(
         device_map: spread it over several devices instead, as accelerate does: auto, balanced, sequential …
         attention: transformers' name of an attention kernel; None: its own choice, SDPA where the model has it.
 
-    Raises:
-        ValueError: no such folder or model on the hub; an attention kernel that is not there; an adapter without peft;
-            weights that its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1`.
+    Raises ValueError: no such folder or model on the hub; an attention kernel that is not there; an adapter without
+    peft; weights that its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1`.
     """
     source = at_revision(source)
     folder = Path(source)

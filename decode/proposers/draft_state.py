@@ -19,9 +19,8 @@ class DraftState:
     """Grows a tree of the drafter's own on top of the committed tokens.
 
     Its node i lies `i` slots behind the root, as the target's does. What was committed but not read is read first.
-
-    Raises:
-        ValueError: a drafter of another vocabulary, with too few positions, or that begins otherwise than the target.
+    Raises ValueError: a drafter of another vocabulary, with too few positions, or that begins otherwise than the
+    target.
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:

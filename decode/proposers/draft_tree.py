@@ -37,10 +37,8 @@ class DraftTree(Proposer):
 
     With replacement the candidates of a node are independent draws, else they are drawn without replacement in order
     (multi-candidate paper, sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens.
-    `by_path`: the target scores each path as a row of its own, without tree attention (section 3.3).
-
-    Raises:
-        ValueError: a level without candidates; at the start of decoding, more of them than there are tokens.
+    `by_path`: the target scores each path as a row of its own, without tree attention (section 3.3). Raises ValueError:
+    a level without candidates; at the start of decoding, more of them than there are tokens.
     """
 
     def __init__(

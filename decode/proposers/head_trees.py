@@ -39,9 +39,8 @@ class HeadTree(Proposer):
     Args:
         shape: a k-configuration or a list of paths, see `tree.parse_tree`.
 
-    Raises:
-        ValueError: a shape that does not parse, or that is deeper than there are heads; at the start of decoding, heads
-            of another target or of other states of it.
+    Raises ValueError: a shape that does not parse, or that is deeper than there are heads; at the start of decoding,
+    heads of another target or of other states of it.
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:
@@ -89,8 +88,7 @@ class PrunedHeadTree(Proposer):
             beginnings do, too, as appendix C and section 4.3 speak of them; only where r exceeds 1 a longer one wins.
         smoothing: of the table's counts: "none", "add-k" or "kneser-ney"; `strength` is k, or the discount.
 
-    Raises:
-        ValueError: a setting that cannot be; at the start of decoding, heads or a table of another target.
+    Raises ValueError: a setting that cannot be; at the start of decoding, heads or a table of another target.
     """
 
     def __init__(
@@ -173,10 +171,7 @@ def states_of(heads: Any) -> str:
 
 def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) -> None:
     """Give heads of `projection_kind` "target" the target's projection, on `device`; others (or None) stay as they are.
-
-    Raises:
-        ValueError: the projection is offloaded; one of another hidden size or vocabulary.
-    """
+    Raises ValueError: the projection is offloaded; one of another hidden size or vocabulary."""
     if getattr(heads, "projection_kind", None) != "target":
         return
     weight_VD = model.get_output_embeddings().weight.detach()

@@ -29,8 +29,7 @@ class TableChain(Proposer):
         prior: weight of the unigram distribution in what follows a token, where there is no smoothing.
         smoothing: of what follows a token: "none", "add-k" or "kneser-ney"; `strength` is k, or the discount.
 
-    Raises:
-        ValueError: a setting that cannot be; at the start of decoding, a table of another vocabulary.
+    Raises ValueError: a setting that cannot be; at the start of decoding, a table of another vocabulary.
     """
 
     def __init__(

@@ -26,11 +26,7 @@ _COLUMNS = [
 
 
 def load_certificate(path: Path) -> dict[str, Any]:
-    """A certificate that `draftsmith certify` wrote.
-
-    Raises:
-        ValueError: it is none, or a newer one, naming the file.
-    """
+    """A certificate that `draftsmith certify` wrote. Raises ValueError: it is none, or a newer one, naming the file."""
     return read_document(path, "certificate", "draftsmith certify", SCHEMA, _is_certificate)
 
 

@@ -54,8 +54,7 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
         names: of the results, for people.
         results: as `load_results` gives them, two at least.
 
-    Raises:
-        ValueError: no method at the same temperature is in all of them.
+    Raises ValueError: no method at the same temperature is in all of them.
     """
     held = [_rows(result) for result in results]
     common = [key for key in held[0] if all(key in rows for rows in held)]

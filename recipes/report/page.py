@@ -50,8 +50,7 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
         paths: the first is what the others are compared with.
         out: the page; by default it lies beside the first results.
 
-    Raises:
-        ValueError: results that cannot be read (see `load_results`), are named twice, or hold no method in common.
+    Raises ValueError: results that cannot be read (see `load_results`), are named twice, or hold no method in common.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")

@@ -195,11 +195,8 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The results in a file, checked, as schema 2 has them.
-
-    Raises:
-        ValueError: not there, damaged, other results or a newer schema, naming the file and the key.
-    """
+    """The results in a file, checked, as schema 2 has them. Raises ValueError: not there, damaged, other results or a
+    newer schema, naming the file and the key."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there are no results at {path}")

@@ -34,11 +34,9 @@ class PackedForward(Projected):
 
     No module, so that a frozen model is neither wrapped for data parallelism nor stored in a checkpoint. A model in
     peft's wrapper is run without it. `states` are those that `hidden` gives: "after-norm", the last ones, or
-    "before-norm", what goes into the final norm.
-
-    Raises:
-        ValueError: the model cannot be given positions (ALiBi models such as Bloom), or carries states from one
-            document of a block into the next; an encoder-decoder; no final norm, where it is asked for; unknown states.
+    "before-norm", what goes into the final norm. Raises ValueError: the model cannot be given positions (ALiBi models
+    such as Bloom), or carries states from one document of a block into the next; an encoder-decoder; no final norm,
+    where it is asked for; unknown states.
     """
 
     def __init__(self, model: Any, states: str = "after-norm") -> None:

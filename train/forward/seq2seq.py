@@ -45,10 +45,8 @@ class SourceForward(Projected):
     predicts token t + 1 is given at t, and zeros where nothing is predicted.
 
     Both run once a batch, with several sources or answers in a row: distances in T5 are differences of positions, which
-    are right inside a source wherever it stands, and masks hide the others.
-
-    Raises:
-        ValueError: an encoder-decoder of another family, or without a start token for its decoder; FlexAttention.
+    are right inside a source wherever it stands, and masks hide the others. Raises ValueError: an encoder-decoder of
+    another family, or without a start token for its decoder; FlexAttention.
     """
 
     def __init__(self, model: Any) -> None:

@@ -82,12 +82,9 @@ class Targets(NamedTuple):
 
 
 class TeacherTargets:
-    """A teacher's log-probabilities at `temperature`, chunk after chunk of at most `size` positions.
-
-    Raises:
-        ValueError: another vocabulary than the drafter's; `top_k`'s bucket at a temperature other than 1; more tokens
-            wanted than a sparse teacher has.
-    """
+    """A teacher's log-probabilities at `temperature`, chunk after chunk of at most `size` positions. Raises ValueError:
+    another vocabulary than the drafter's; `top_k`'s bucket at a temperature other than 1; more tokens wanted than a
+    sparse teacher has."""
 
     def __init__(
         self, teacher: Teacher, vocab: int, size: int, top_k: TopK | None = None, temperature: float = 1.0

@@ -39,8 +39,7 @@ def mixture(
         The sum (scalar, float32, or float64 if `hidden_XD` is; differentiable once) and the number of positions
         (int64).
 
-    Raises:
-        ValueError: see `chunks.TeacherTargets`; no teacher where an objective needs one.
+    Raises ValueError: see `chunks.TeacherTargets`; no teacher where an objective needs one.
     """
     plan = Plan(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
@@ -69,8 +68,7 @@ def heads_mixture(
     Returns:
         Sums [K] (float32, or float64 if `features_XKD` is; differentiable once) and numbers of positions int64 [K].
 
-    Raises:
-        ValueError: see `mixture`.
+    Raises ValueError: see `mixture`.
     """
     assert teacher is None or teacher_rows_XK is not None, "heads learn from other positions than their own"
     plan = Plan(

@@ -134,11 +134,8 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def check_objective(names: Iterable[str]) -> bool:
-    """Whether a mixture of these objectives (names, or a mapping by name) needs a teacher.
-
-    Raises:
-        ValueError: no objective, or an unknown name (the nearest is named).
-    """
+    """Whether a mixture of these objectives (names, or a mapping by name) needs a teacher. Raises ValueError: no
+    objective, or an unknown name (the nearest is named)."""
     names = list(names)
     if not names:
         raise ValueError(f"no objective given, expected weights for some of: {', '.join(OBJECTIVES)}")
@@ -165,13 +162,10 @@ class Ramp:
 
 
 def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, Ramp]:
-    """Weights of objectives by name: a number, or [at the start, at the end of the run], or [from, to, share of the
-    run at which `to` is reached].
-
-    Raises:
-        ValueError: see `check_objective`; a weight that is no finite number, negative, or always 0; a list of other
-            than 2 or 3 numbers; a share outside (0, 1]; all weights 0 at the start, or all at the end.
-    """
+    """Weights of objectives by name: a number, or [at the start, at the end of the run], or [from, to, share of the run
+    at which `to` is reached]. Raises ValueError: see `check_objective`; a weight that is no finite number, negative, or
+    always 0; a list of other than 2 or 3 numbers; a share outside (0, 1]; all weights 0 at the start, or all at the
+    end."""
     check_objective(weights)
     ramps = {name: _parse_ramp(name, value) for name, value in weights.items()}
     for when, values in (("start", [r.start for r in ramps.values()]), ("end", [r.end for r in ramps.values()])):

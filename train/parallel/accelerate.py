@@ -25,12 +25,9 @@ _SIZED_BY_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_
 
 
 def make_accelerator(precision: str, **options: Any) -> Any:
-    """An `accelerate.Accelerator` for the processes that were launched; `options` go to it.
-
-    Raises:
-        ValueError: fp16 without an accelerator; DeepSpeed together with ACCELERATE_USE_CPU; a kind of parallelism that
-            is not supported; processes that do not find each other.
-    """
+    """An `accelerate.Accelerator` for the processes that were launched; `options` go to it. Raises ValueError: fp16
+    without an accelerator; DeepSpeed together with ACCELERATE_USE_CPU; a kind of parallelism that is not supported;
+    processes that do not find each other."""
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
 
@@ -91,10 +88,7 @@ def zero_stage(accelerator: Any) -> int:
 
 def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
     """Give DeepSpeed, if it runs, the recipe's numbers, whatever its own configuration says; call before `prepare`.
-
-    Raises:
-        ValueError: a configuration that brings an optimizer or a schedule, ZeRO stage 0, or offload to NVMe.
-    """
+    Raises ValueError: a configuration that brings an optimizer or a schedule, ZeRO stage 0, or offload to NVMe."""
     accelerator.gradient_accumulation_steps = micro_steps
     if accelerator.distributed_type.value != "DEEPSPEED":
         return

@@ -48,9 +48,7 @@ class PairCounter:
             memory_mb: mebibytes for counts and what sorting them takes; more means fewer and larger runs.
             threads: how many sort at a time.
 
-        Raises:
-            ValueError: a folder of another vocabulary, or whose runs are damaged; another
-                process counts into it.
+        Raises ValueError: a folder of another vocabulary, or whose runs are damaged; another process counts into it.
         """
         dtype = key_dtype(vocab_size)
         self.vocab_size = vocab_size

@@ -37,10 +37,8 @@ def token_documents(
 
     `documents` is the whole rendered conversation, never split. `answers` is each stretch that is trained on, with the
     one token before it. `messages` is the words of the messages of `roles` (none: of user and assistant), each by
-    itself, as they are tokenised where the template puts them.
-
-    Raises:
-        ValueError: turns that are not [system], user, assistant, …; a special token that the tokenizer lacks.
+    itself, as they are tokenised where the template puts them. Raises ValueError: turns that are not [system], user,
+    assistant, …; a special token that the tokenizer lacks.
     """
     if pairs == "messages":
         yield from _messages(iter(numbered), tokenizer, template, frozenset(roles or ("user", "assistant")))

@@ -109,11 +109,8 @@ def remove_leftovers(folder: Path, index: dict[str, Any] | None) -> None:
 
 
 def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[int, int]:
-    """Merge what finished counters left in their folders into a table's file; returns its tokens and documents.
-
-    Raises:
-        ValueError: counts of another vocabulary; files that are missing or damaged; they are named.
-    """
+    """Merge what finished counters left in their folders into a table's file; returns its tokens and documents. Raises
+    ValueError: counts of another vocabulary; files that are missing or damaged; they are named."""
     found = [(folder, index) for folder in folders if (index := read_index(folder, vocab_size)) is not None]
     runs = [open_run(folder / run["name"], vocab_size) for folder, index in found for run in index["runs"]]
     tokens, documents = (sum(index[key] for _, index in found) for key in ("tokens", "documents"))

@@ -103,9 +103,8 @@ class DrafterTask(Task):
         evaluate_fn: called with the model in evaluations, which add what it returns.
         evaluate_blocks: how many blocks of `heldout` an evaluation runs over; None: all.
 
-    Raises:
-        ValueError: what `parse_weights` raises; vocabularies that differ; cross entropy on the drafter's own samples,
-            which would only confirm them.
+    Raises ValueError: what `parse_weights` raises; vocabularies that differ; cross entropy on the drafter's own
+    samples, which would only confirm them.
     """
 
     name = "drafter"

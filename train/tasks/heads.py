@@ -175,9 +175,8 @@ class HeadsTask(Task):
         states: the target's hidden states from disk.
         evaluate_fn: is given the heads in evaluations.
 
-    Raises:
-        ValueError: not one weight a head; a target of another hidden size or vocabulary, a cache of other states; what
-            `parse_weights` raises.
+    Raises ValueError: not one weight a head; a target of another hidden size or vocabulary, a cache of other states;
+    what `parse_weights` raises.
     """
 
     name = "heads"

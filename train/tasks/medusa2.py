@@ -146,11 +146,8 @@ class Medusa2Module(HeadsModule):
 
 class Medusa2Task(HeadsTask):
     """Trains heads and the adapters that `target` has in its layers; see `HeadsTask` and `Medusa2`. Evaluation adds the
-    target's `base_loss` (nats a token) and `base_overlap` with what it was (Σ min(p, q)).
-
-    Raises:
-        ValueError: as `HeadsTask`; a target without trained parameters, or with an adapter in its projection.
-    """
+    target's `base_loss` (nats a token) and `base_overlap` with what it was (Σ min(p, q)). Raises ValueError: as
+    `HeadsTask`; a target without trained parameters, or with an adapter in its projection."""
 
     def __init__(
         self, target: Any, heads: PredictionHeads, heldout: PreparedData | None, medusa2: Medusa2, **options: Any

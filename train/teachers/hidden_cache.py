@@ -66,10 +66,7 @@ class CachedHidden:
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states [B, T, D] in the type that they are kept in, where the batch is; positions without a row are 0.
-
-        Raises:
-            ValueError: a batch with documents that no cache was made from; a damaged file.
-        """
+        Raises ValueError: a batch with documents that no cache was made from; a damaged file."""
         cache, positions_R, rows_R = look_up(self._caches, batch)
         device = batch.tokens_BT.device
         # pinned memory is copied to a GPU while the processor works on; torch keeps it until that is done
@@ -80,12 +77,9 @@ class CachedHidden:
 
 
 class HiddenRows:
-    """Makes a cache's rows, kept in `dtype`, of a target's hidden states; see `row_writer.MakeRows`.
-
-    Raises:
-        ValueError: a model that packed blocks are refused for, or whose states before the final norm cannot be had
-            (`forward.PackedForward`).
-    """
+    """Makes a cache's rows, kept in `dtype`, of a target's hidden states; see `row_writer.MakeRows`. Raises ValueError:
+    a model that packed blocks are refused for, or whose states before the final norm cannot be had
+    (`forward.PackedForward`)."""
 
     def __init__(self, model: Any, states: str = "after-norm", dtype: str = "bfloat16") -> None:
         self._forward = PackedForward(model.requires_grad_(False).eval(), states)

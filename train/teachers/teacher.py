@@ -23,11 +23,8 @@ from .top_k_cache import TeacherCache
 
 
 class ModelTeacher:
-    """The target in this process: frozen, in evaluation mode, no module that would be wrapped or stored.
-
-    Raises:
-        ValueError: a model that packed blocks are refused for (`forward.make_forward`).
-    """
+    """The target in this process: frozen, in evaluation mode, no module that would be wrapped or stored. Raises
+    ValueError: a model that packed blocks are refused for (`forward.make_forward`)."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.requires_grad_(False).eval()
@@ -69,11 +66,8 @@ class CachedTeacher:
         """Rows lie on disk, and go where the batch is."""
 
     def __call__(self, batch: Batch) -> SparseTeacher:
-        """Ids int64 [X, K] and float32 log-probabilities [X, K], the most likely first.
-
-        Raises:
-            ValueError: a batch with documents that no cache was made from; a damaged file.
-        """
+        """Ids int64 [X, K] and float32 log-probabilities [X, K], the most likely first. Raises ValueError: a batch with
+        documents that no cache was made from; a damaged file."""
         cache, positions_R, rows_R = look_up(self._caches, batch)
         ids_RK, log_probs_RK = cache.read(rows_R)
         device = batch.tokens_BT.device
@@ -92,11 +86,8 @@ def load_teacher(
     source: str, dtype: str = "auto", load_in_8bit: bool = False, device: torch.device | str = "cpu"
 ) -> ModelTeacher:
     """The target from a folder or a hub id, ready to teach on `device`; with `load_in_8bit` its matrices but the output
-    projection are in 8 bits (LLM.int8: Dettmers et al. 2022, arXiv 2208.07339), the rest in float16 by default.
-
-    Raises:
-        ValueError: no such model; 8 bits without what they need; what `ModelTeacher` raises.
-    """
+    projection are in 8 bits (LLM.int8: Dettmers et al. 2022, arXiv 2208.07339), the rest in float16 by default. Raises
+    ValueError: no such model; 8 bits without what they need; what `ModelTeacher` raises."""
     if not load_in_8bit:
         return ModelTeacher(load_model(source, dtype=dtype, device=str(device)))
     options = {

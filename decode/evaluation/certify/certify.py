@@ -53,11 +53,7 @@ _LISTED = 20  # of those, and of faults
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is looked at, and how sure a fault must be.
-
-    Raises:
-        ValueError: less than one token or row.
-    """
+    """How much is looked at, and how sure a fault must be. Raises ValueError: less than one token or row."""
 
     tokens: int = 4_000
     """Tokens to judge for each method. At temperature 0 every prompt is decoded once, and no more."""

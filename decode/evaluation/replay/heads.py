@@ -21,10 +21,7 @@ _PRUNED_ROWS = 256  # positions whose trees are searched at a time
 
 def head_ranks(recording: Recording) -> NDArray[np.int64]:
     """[T, H] the place of each following token among the head's candidates; C where it is not one, or the text ends.
-
-    Raises:
-        ValueError: a recording without heads.
-    """
+    Raises ValueError: a recording without heads."""
     if recording.heads is None:
         raise ValueError("no prediction heads were recorded")
     token_THC = recording.heads.token_THC

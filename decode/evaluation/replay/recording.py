@@ -164,9 +164,8 @@ def record(
         chunk: positions of which whole distributions are held at a time.
         seed: of these draws.
 
-    Raises:
-        ValueError: other numbers of prompts and texts, no text at all, a text whose token the target cannot have
-            drawn, parts of another vocabulary.
+    Raises ValueError: other numbers of prompts and texts, no text at all, a text whose token the target cannot have
+    drawn, parts of another vocabulary.
     """
     if len(prompts) != len(texts) or not any(map(len, texts)):
         raise ValueError(f"{len(prompts)} prompts and {len(texts)} texts: expected as many, and one that is not empty")

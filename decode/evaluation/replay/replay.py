@@ -90,11 +90,8 @@ def _needs(proposer: Proposer) -> tuple[int, int]:
 
 def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str, Any]) -> Prediction | None:
     """Replay a method with these settings; None for methods that cannot be replayed: lossy ones, adaptive chains,
-    chains of several drafters, above temperature 0 several chains of one, and those whose part was not recorded.
-
-    Raises:
-        ValueError: what `build_method` raises; more candidates than were recorded.
-    """
+    chains of several drafters, above temperature 0 several chains of one, and those whose part was not recorded. Raises
+    ValueError: what `build_method` raises; more candidates than were recorded."""
     proposer, verifier = build_method(name, parts, recording.sampling, **options)
     if not verifier.lossless:
         return None
@@ -120,8 +117,7 @@ def chances(recording: Recording, source: str, candidates: int, rule: str) -> Fl
         source: of the drafts, one of `Recording.drafts`.
         rule: `with` or `without` replacement (residual sampling), `naive with` or `naive without` (MCNS).
 
-    Raises:
-        ValueError: more candidates than were recorded.
+    Raises ValueError: more candidates than were recorded.
     """
     drafts = _drafts(recording, source)
     if recording.sampling.greedy:

@@ -173,12 +173,8 @@ def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
 
 def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
     """Make the folder that of counts with this identity, locked until the stack is closed: those that it holds are
-    resumed, or discarded if they have another identity and are few.
-
-    Raises:
-        ValueError: another run counts here, or a process that has outlived it; many tokens of other settings; a damaged
-            file.
-    """
+    resumed, or discarded if they have another identity and are few. Raises ValueError: another run counts here, or a
+    process that has outlived it; many tokens of other settings; a damaged file."""
     folder.mkdir(parents=True, exist_ok=True)
     stack.enter_context(sole_writer(folder.parent))
     for path in _rank_folders(folder):

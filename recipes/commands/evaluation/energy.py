@@ -55,9 +55,8 @@ def run_energy(
         context: tokens that each input has behind it.
         dtype, device, device_map: of the target, as in a recipe.
 
-    Raises:
-        ValueError: a number below 1, more context than the target has positions, a target that cannot be loaded, too
-            large a batch for the device's memory.
+    Raises ValueError: a number below 1, more context than the target has positions, a target that cannot be loaded, too
+    large a batch for the device's memory.
     """
     if min(runs, context, *batches) < 1:
         raise ValueError(f"all must be at least 1: --runs {runs}, --context {context}, --batch {[*batches]}")

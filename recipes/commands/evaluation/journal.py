@@ -32,8 +32,7 @@ class Journal:
     Attributes:
         lines: what earlier processes wrote, in order.
 
-    Raises:
-        ValueError: another process is writing; a damaged or changed line that is not the last, with its number.
+    Raises ValueError: another process is writing; a damaged or changed line that is not the last, with its number.
     """
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any]) -> None:

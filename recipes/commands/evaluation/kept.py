@@ -19,8 +19,7 @@ class Kept:
     Args:
         message: of the end, as `stop_if_asked` takes it.
 
-    Raises:
-        ValueError: a line of the journal that has another form.
+    Raises ValueError: a line of the journal that has another form.
     """
 
     def __init__(self, journal: Journal, signals: StopSignals, message: str) -> None:

@@ -53,8 +53,7 @@ def evaluate_recipe(
         overrides: `key.path=value`, values in YAML; they come after `given`.
         given: target, drafter, heads, table, prompts, out and other keys by name; None: not given.
 
-    Raises:
-        ValueError: neither a recipe nor a target; what `load_recipe` raises.
+    Raises ValueError: neither a recipe nor a target; what `load_recipe` raises.
     """
     recipe = evaluation_or_paper(name, overrides, given, None, command, ["evaluate"], rows)
     assert isinstance(recipe, EvaluateRecipe)
@@ -71,12 +70,9 @@ def evaluation_or_paper(
     rows: Rows = AS_IT_IS,
 ) -> EvaluateRecipe | PaperRecipe:
     """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
-    evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`.
-
-    Raises:
-        ValueError: `pair` beside a target, drafter, heads, table or prompts; `rows` of a paper, or rows that there are
-            not; what `evaluate_recipe` raises.
-    """
+    evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`. Raises
+    ValueError: `pair` beside a target, drafter, heads, table or prompts; `rows` of a paper, or rows that there are not;
+    what `evaluate_recipe` raises."""
     own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
     if pair is not None and own:
         raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
@@ -137,11 +133,8 @@ def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
 
 
 def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
-    """A recipe's rows by label, or by method; of a method without a row there one with its default settings.
-
-    Raises:
-        ValueError: an unknown name, with the nearest right one; a method that needs a part which the recipe lacks.
-    """
+    """A recipe's rows by label, or by method; of a method without a row there one with its default settings. Raises
+    ValueError: an unknown name, with the nearest right one; a method that needs a part which the recipe lacks."""
     from ....decode.methods import METHODS, needs_of
 
     rows = dict(zip(recipe.labels(), recipe.methods, strict=True))
@@ -160,11 +153,8 @@ def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSecti
 
 
 def pair_folder(pair: str) -> str:
-    """The folder that `--pair quickstart[=FOLDER]` means.
-
-    Raises:
-        ValueError: another word, or no finished quickstart lies there.
-    """
+    """The folder that `--pair quickstart[=FOLDER]` means. Raises ValueError: another word, or no finished quickstart
+    lies there."""
     word, _, folder = pair.partition("=")
     if word != PAIR:
         raise ValueError(f"--pair is quickstart or quickstart=FOLDER, got {pair!r}")

@@ -36,8 +36,7 @@ def run_trace(
         question: asked instead of the recipe's prompts.
         limit: of the recipe's prompts.
 
-    Raises:
-        ValueError: an unknown method, and what an evaluation of the recipe raises.
+    Raises ValueError: an unknown method, and what an evaluation of the recipe raises.
     """
     path = beside(Path(recipe.out), "trace")
     check_writable(path)

@@ -283,10 +283,7 @@ def _tuned_recipe(recipe: EvaluateRecipe, choices: Mapping[str, list[Choice]], f
 
 def _methods_to_tune(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -> tuple[Fixed, LeftOut]:
     """The methods to tune; and why the others are not that the recipe names, or that its parts allow if it names none.
-
-    Raises:
-        ValueError: no method that can be tuned.
-    """
+    Raises ValueError: no method that can be tuned."""
     known = tuned_methods(parts, sampling)
     rows = [row for row in recipe.methods if row.method != BASELINE]
     if not rows:

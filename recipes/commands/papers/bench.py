@@ -67,11 +67,7 @@ def check_parts(evaluation: PaperEvaluation, *parts: str) -> None:
 def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit: int | None = None) -> Path:
     """The folder of the table of a corpus, or of its first `limit` rows, counted as the evaluation's target and
     template read it into `folder/counted-…` unless it is there. The name goes with what is counted: a corpus that has
-    changed is counted again.
-
-    Raises:
-        ValueError: what counting raises.
-    """
+    changed is counted again."""
     from ..training.train import run_train
 
     states = [source, source_state(source), evaluation.target, source_state(evaluation.target), evaluation.template]

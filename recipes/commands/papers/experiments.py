@@ -43,11 +43,7 @@ _CERTAIN = ["temperature", "lossless", "identical_to_greedy", "flops_per_step", 
 def evaluate(recipe: PaperRecipe, folder: Path) -> list[Row]:
     """Rows of one or several evaluations, with the metrics of `results.json`, `flops_per_step`, `seconds_per_step`, and
     of chains `closed_form`, the tokens a step that follow from the acceptance rate (slides, "Theoretical Analysis").
-    Those that have finished with the same settings and artifacts are read again.
-
-    Raises:
-        ValueError: what `run_evaluate` raises.
-    """
+    Those that have finished with the same settings and artifacts are read again."""
     settings = recipe.section()
     assert isinstance(settings, RunsSettings)
     found = {name: _results(each, results_of(folder, name)) for name, each in recipe.evaluations().items()}

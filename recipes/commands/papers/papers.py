@@ -48,9 +48,6 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     Args:
         pair: folder of the embedded pair, to run on that at small size.
         folder: of the results; by default the recipe's, with `-quickstart` for a pair.
-
-    Raises:
-        ValueError: what the experiment raises.
     """
     used = recipe.on_pair(pair) if pair is not None else recipe
     folder = folder or folder_of(recipe, pair)
@@ -109,8 +106,7 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
     Returns:
         The names of those that failed.
 
-    Raises:
-        ValueError: an unknown recipe, or two that would write over each other, before anything is run.
+    Raises ValueError: an unknown recipe, or two that would write over each other, before anything is run.
     """
     recipes = [(short_name(name), paper_recipe(name)) for name in names or shipped_papers()]
     folders = [out / short if out is not None else folder_of(recipe, pair) for short, recipe in recipes]

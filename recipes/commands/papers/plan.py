@@ -11,11 +11,8 @@ from ..evaluation.estimate import evaluation_runs, planned_time
 
 
 def show_plan(recipe: EvaluateRecipe | PaperRecipe, pair: str | None = None) -> None:
-    """Print models, prompts, rows, the most tokens that they decode and the time.
-
-    Raises:
-        ValueError: an unknown method or option.
-    """
+    """Print models, prompts, rows, the most tokens that they decode and the time. Raises ValueError: an unknown method
+    or option."""
     if isinstance(recipe, EvaluateRecipe):
         _show_evaluation("", recipe)
         return

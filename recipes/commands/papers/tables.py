@@ -39,10 +39,8 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     end are not counted. Metrics: `head_1` …, `heads` (all of them); `mended` and `spoiled`, the shares of all positions
     where the correction turned a wrong token into the right one, and the other way round; `tokens_per_step` of SLiM
     with a single sequence as long as there are heads, by replay; with `categories`, `worst_gain` and `best_gain`, the
-    least and the most that a category's `heads` gain, over its prompts.
-
-    Raises:
-        ValueError: settings that there are not, no heads or no table; what `open_bench` raises.
+    least and the most that a category's `heads` gain, over its prompts. Raises ValueError: settings that there are not,
+    no heads or no table; what `open_bench` raises.
     """
     settings = recipe.section()
     assert isinstance(settings, CorrelationSettings)
@@ -142,9 +140,7 @@ def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
 
     r = 1 takes the better of sequences of all lengths and of full length: among all lengths the shortest is always the
     likeliest, which hurts heads that are often right and helps those that are not. The tables are kept in the folder.
-
-    Raises:
-        ValueError: wrong settings, no heads; what `open_bench` and counting raise.
+    Raises ValueError: wrong settings, no heads; what `open_bench` and counting raise.
     """
     settings, evaluation = recipe.section(), recipe.evaluate
     assert isinstance(settings, SaturationSettings)
@@ -186,11 +182,7 @@ def _tokens_and_steps(
 
 def energy(recipe: PaperRecipe, folder: Path) -> list[Row]:
     """Time and energy of a forward of the target for each batch size: rows `batch 4`. Energy is None where nothing
-    measures it.
-
-    Raises:
-        ValueError: settings that there are not; what `run_energy` raises.
-    """
+    measures it. Raises ValueError: settings that there are not; what `run_energy` raises."""
     evaluation = recipe.evaluate
     asked = recipe.section().model_dump() | evaluation.model_dump(include={"dtype", "device", "device_map", "seed"})
     found = run_energy(evaluation.target, **asked, out=folder / "energy.json")

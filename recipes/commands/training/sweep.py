@@ -58,11 +58,9 @@ class Sweep:
 def plan_sweep(name: str, overrides: Sequence[str], options: Sequence[str]) -> Sweep:
     """All combinations of the values of `options` (`key.path=value,value`), each a checked recipe.
 
-    The first key changes slowest. Values are YAML, so one may be a list or a mapping of its own.
-
-    Raises:
-        ValueError: an option without values, or for `out`; a key that is swept twice; what `load_recipe` finds in any
-            combination, which is named.
+    The first key changes slowest. Values are YAML, so one may be a list or a mapping of its own. Raises ValueError: an
+    option without values, or for `out`; a key that is swept twice; what `load_recipe` finds in any combination, which
+    is named.
     """
     keys: dict[str, list[Any]] = {}
     for option in options:
