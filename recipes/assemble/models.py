@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...checkpoints.artifact.compat import patch_model
 from ...checkpoints.artifact.locate import target_record
 from ...checkpoints.storage.messages import did_you_mean, install_hint
+from ...checkpoints.verify.model_files import model_class
 from ...decode.models.draft_vocabulary import LowRankHead, kept_tokens, state_of_whole, take_vocabulary
 from ...decode.models.loading import load_model
 from ...decode.models.seq2seq import Seq2SeqModel
@@ -142,9 +143,10 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
 
 def new_model(config: Any, attention: str | None) -> PreTrainedModel:
     """The model of a transformers configuration; ValueError where the attention kernel is missing."""
-    maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        return maker.from_config(config, **({} if attention is None else {"attn_implementation": attention}))
+        return model_class(config).from_config(
+            config, **({} if attention is None else {"attn_implementation": attention})
+        )
     except ImportError as error:
         raise ValueError(f"`model.attention` is {attention}, which cannot be used: {error}") from error
 

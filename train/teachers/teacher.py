@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
+from transformers import AutoConfig, BitsAndBytesConfig
 
 from ...checkpoints.artifact.fingerprints import model_fingerprint
 from ...checkpoints.artifact.locate import at_revision
-from ...checkpoints.verify.model_files import UNLOADABLE, check_config, only_safetensors, reason
+from ...checkpoints.verify.model_files import UNLOADABLE, check_config, model_class, only_safetensors, reason
 from ...data.blocks.packing import Batch
 from ...decode.models.loading import load_model
 from ..forward.packed import make_forward
@@ -99,9 +99,8 @@ def load_teacher(
     try:
         check_config(Path(source) / "config.json")
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         safe = only_safetensors(source, config)
-        model = loader.from_pretrained(source, use_safetensors=safe, trust_remote_code=False, **options)
+        model = model_class(config).from_pretrained(source, use_safetensors=safe, trust_remote_code=False, **options)
     except UNLOADABLE as error:
         raise ValueError(
             f"{source!r} could not be loaded in 8 bits on {device}: {reason(source, error)}; try it without "
