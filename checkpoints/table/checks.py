@@ -1,12 +1,13 @@
 """Reading tables of counts, and refusing those that contradict themselves, at the speed of reading them once.
 
-Letters: V vocabulary, E entries, X any shape.
+Letters: V vocabulary, E entries.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,6 @@ from safetensors import safe_open
 
 from ..storage.safe_read import UNREADABLE
 from .runs import Ints
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _DTYPES = {"row_ptr": "I64", "col": "I32", "count": "I32", "unigram": "I64"}
 MARGINALS = {"left": "I64", "right": "I64"}
@@ -48,14 +46,19 @@ def read_header(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str,
     return metadata, {name: shape[0] for name, (_, shape) in found.items()}
 
 
-def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors, mapped. Raises what `read_header` raises."""
+def read_arrays(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Metadata, and tensors as arrays that lie in the file. Raises what `read_header` raises."""
     metadata, lengths = read_header(path, prefix)
-    try:
-        with safe_open(path, framework="pt") as opened:
-            return metadata, {name: opened.get_tensor(prefix + name) for name in lengths}
-    except UNREADABLE as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    with path.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, length in lengths.items():
+        entry = header[prefix + name]
+        dtype, start = np.dtype({"I64": "<i8", "I32": "<i4"}[entry["dtype"]]), 8 + size + entry["data_offsets"][0]
+        # what is written to them, which torch asks for, would not reach the file; nothing can be mapped of no bytes
+        arrays[name] = np.memmap(path, dtype, "c", start, (length,)) if length else np.zeros(0, dtype)
+    return metadata, arrays
 
 
 def check_csr(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int32], unigram: Ints) -> None:
@@ -103,12 +106,3 @@ def check_marginals(kept_left: Ints, left: Ints, right: Ints, pruning: Any) -> N
     if bool((kept_left > left).any()):
         row = int((kept_left > left).argmax())
         raise ValueError(f"row {row} holds {int(kept_left[row])} pairs, of {int(left[row])} in the whole counts")
-
-
-def check_range(ids_X: Tensor, vocab_size: int) -> None:
-    """ValueError for a token outside the vocabulary, naming both."""
-    if not ids_X.numel():
-        return
-    low, high = (int(edge) for edge in ids_X.aminmax())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"token {low if low < 0 else high} is outside the table's vocabulary of {vocab_size} tokens")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from .checks import check_csr, check_marginals, read_header
+from ..storage.atomic import read_consistent
+from ..storage.names import TABLE_FILE
+from .checks import check_csr, check_marginals, read_arrays
 from .runs import Ints
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ CHUNK = 1 << 20
 
 
 class BigramCounts:
-    """Counts of neighbouring tokens as a sparse V x V matrix, row by row (CSR); of arrays (`read_counts`) or tensors.
+    """Counts of neighbouring tokens as a sparse V x V matrix, row by row (CSR): as arrays, which take no torch.
 
     Attributes:
         vocab_size: V.
@@ -36,7 +38,7 @@ class BigramCounts:
 
     @staticmethod
     def _made(array: Any) -> Any:
-        """A sum in the form of the counts."""
+        """An array in the form of the counts."""
         return array
 
     def __init__(
@@ -63,6 +65,28 @@ class BigramCounts:
                 raise ValueError("a pruned table needs the sums of the whole counts' rows and columns, left and right")
             check_marginals(np.asarray(self.kept_left()), np.asarray(left), np.asarray(right), pruning)
             self.pairs = pruning["pairs"]
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read the table in a folder. Entries stay in the file, mapped, and are read as they are asked for. Raises
+        ValueError: no such file, not a table, or one that contradicts itself: the file is named, and both sides."""
+        return read_consistent(Path(directory), lambda: cls.read(Path(directory) / TABLE_FILE))
+
+    @classmethod
+    def read(cls, path: Path, prefix: str = "") -> Self:
+        """`load` of a file, in which the names of tensors and metadata may begin with a prefix."""
+        metadata, arrays = read_arrays(path, prefix)
+        pruning, vocab_size = metadata.get("pruning"), metadata.get("vocab_size")
+        parts = {name: cls._made(array) for name, array in arrays.items()}
+        try:
+            counts = cls(**parts, pruning=None if pruning is None else json.loads(pruning))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        if vocab_size != str(counts.vocab_size):
+            raise ValueError(
+                f"{path}: its metadata has {vocab_size} tokens, its unigram counts are {counts.vocab_size}"
+            )
+        return counts
 
     @property
     def entries(self) -> int:
@@ -114,25 +138,6 @@ class BigramCounts:
     def rows_of(self, first: int, end: int) -> Tensor:
         """int64: the left token of each entry of the rows from `first` to `end` - 1."""
         return self._made(np.repeat(np.arange(first, end), np.diff(np.asarray(self.row_ptr[first : end + 1]))))
-
-
-def read_counts(path: Path) -> BigramCounts:
-    """The counts of `table.safetensors` as arrays that lie in the file, without torch. Raises what `read_header` and
-    `BigramCounts` raise."""
-    metadata, lengths = read_header(path)
-    with path.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-    arrays: dict[str, Any] = {}
-    for name, length in lengths.items():
-        dtype = np.dtype({"I64": "<i8", "I32": "<i4"}[header[name]["dtype"]])
-        start = 8 + size + header[name]["data_offsets"][0]
-        arrays[name] = np.memmap(path, dtype, "r", start, (length,)) if length else np.zeros(0, dtype)
-    try:
-        pruning = metadata.get("pruning")
-        return BigramCounts(**arrays, pruning=None if pruning is None else json.loads(pruning))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def default_discount(table: BigramCounts) -> float:

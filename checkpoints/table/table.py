@@ -6,7 +6,6 @@ Letters: V vocabulary, E entries (pairs held), X any shape, T tokens, D document
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +17,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from torch import Tensor
 
-from ..storage.atomic import read_consistent
 from ..storage.names import TABLE_FILE
-from .checks import check_range, read_tensors
 from .counts import CHUNK, BigramCounts, row_ranges
 from .file import check_counts, write_table
 from .pruning import pruned
@@ -36,7 +33,7 @@ class BigramTable(BigramCounts):
     """Counts of neighbouring tokens, with what is asked of them: correlations, distributions, a smaller table."""
 
     device = torch.device("cpu")
-    """Where `log_correlation` works. The counts themselves stay on the CPU."""
+    """Where `look_up` works. The counts themselves stay on the CPU."""
 
     @staticmethod
     def _made(array: Any) -> Tensor:
@@ -79,8 +76,8 @@ class BigramTable(BigramCounts):
         other.__dict__.update(self.__dict__, _views=self._views, device=device)
         return other
 
-    def log_correlation(
-        self, x_X: Tensor, y_X: Tensor, unseen: float, smoothing: str = "none", strength: float = 0.0
+    def look_up(
+        self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor, smoothing: str = "none", strength: float = 0.0
     ) -> Tensor:
         """log r(x, y) of token pairs, r = p(x, y) / (p(x, ·) p(·, y)) with p = n(x, y) / n over pairs; float32 of the
         broadcast shape, natural logarithms. Source: SLiM, section 3.3, eq. (5), with the pair counts' marginals.
@@ -88,27 +85,14 @@ class BigramTable(BigramCounts):
         With smoothing r = p(y | x) / p(·, y), see `smoothing.Smoothed`.
 
         Args:
-            x_X: int64, the left tokens, on this table's device.
+            x_X: int64, the left tokens, on this table's device; in the vocabulary, which is not looked at.
             y_X: int64, the right tokens; broadcast against `x_X`.
-            unseen: r of a pair that the table does not hold, at least 0; 0 gives −inf. Not used with smoothing.
+            log_unseen: without dimensions, log r of a pair that the table does not hold. Not used with smoothing.
             smoothing: "none", "add-k" or "kneser-ney".
             strength: k, or the discount; 0 is the smoothing's default.
 
-        Raises ValueError: a negative `unseen`; a smoothing or strength that there is not; a token outside the
-        vocabulary (on CPU only: looking would stop the host).
+        Raises ValueError: a smoothing or strength that there is not.
         """
-        if not unseen >= 0:
-            raise ValueError(f"unseen is a correlation: expected at least 0, got {unseen}")
-        if self.device.type == "cpu":
-            check_range(x_X, self.vocab_size)
-            check_range(y_X, self.vocab_size)
-        log_unseen = torch.tensor(math.log(unseen) if unseen else -math.inf, device=self.device)
-        return self.look_up(x_X, y_X, log_unseen, smoothing, strength)
-
-    def look_up(
-        self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor, smoothing: str = "none", strength: float = 0.0
-    ) -> Tensor:
-        """`log_correlation` of tokens that are known to be in the vocabulary; `log_unseen` has no dimensions."""
         return self.correlation(smoothing, strength).look_up(x_X, y_X, log_unseen)
 
     def correlation(self, smoothing: str = "none", strength: float = 0.0) -> Correlation:
@@ -157,25 +141,6 @@ class BigramTable(BigramCounts):
         sums = {"left_V": self.left_counts().numpy(), "right_V": self.right_counts().numpy()}
         metadata = {"pruning": json.dumps(self.pruning)}
         return write_table(path, self.vocab_size, parts, unigram_V, metadata=metadata, **sums)
-
-    @classmethod
-    def load(cls, directory: Path) -> BigramTable:
-        """Read what `save` wrote. Entries stay in the file, mapped, and are read as they are asked for. Raises
-        ValueError: no such file, not a table, or one that contradicts itself: the file is named, and both sides."""
-        return read_consistent(Path(directory), lambda: cls.read(Path(directory) / TABLE_FILE))
-
-    @classmethod
-    def read(cls, path: Path, prefix: str = "") -> BigramTable:
-        """`load` of a file, in which the names of tensors and metadata may begin with a prefix."""
-        metadata, tensors = read_tensors(path, prefix)
-        pruning, vocab_size = metadata.get("pruning"), metadata.get("vocab_size")
-        try:
-            table = cls(**tensors, pruning=None if pruning is None else json.loads(pruning))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        if vocab_size != str(table.vocab_size):
-            raise ValueError(f"{path}: its metadata has {vocab_size} tokens, its unigram counts are {table.vocab_size}")
-        return table
 
 
 def merged_runs(tables: Sequence[BigramTable], entries: int = CHUNK) -> Iterator[Run]:

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ....checkpoints.artifact.artifact import Manifest, open_artifact, tokenizer_fingerprint
-from ....checkpoints.storage.names import TABLE_FILE
 from ....checkpoints.storage.safe_read import read_json
-from ....checkpoints.table.counts import read_counts
+from ....checkpoints.table.counts import BigramCounts
 from ....checkpoints.table.report import report
 from ....data.tokenizers import load_tokenizer
 from ...report.table import show_report
@@ -19,7 +18,7 @@ _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls
 
 def show_table(folder: Path, tokenizer: str | None) -> None:
     """Print what a table holds: sizes, where its counts come from, its most extreme correlations."""
-    manifest, table = open_artifact(folder, lambda folder: read_counts(folder / TABLE_FILE), "table")
+    manifest, table = open_artifact(folder, BigramCounts.load, "table")
     texts = table_tokenizer(folder, manifest, tokenizer)
     source = manifest.recipe.get("tokenizer") or "MODEL"
     hint = f"tokens are shown by their ids: --tokenizer {source} shows their texts" if texts is None else None

@@ -73,7 +73,7 @@ def test_scipy_reads_counts_and_works_out_the_correlation(
         wanted[table.col[row].numpy()] = table.count[row].numpy()
         np.testing.assert_array_equal(counts[[left]].toarray()[0], wanted)
     np.testing.assert_array_equal(names["unigram"], table.unigram.numpy())
-    log_r = table.log_correlation(torch.tensor([x]), torch.tensor([y]), unseen=0.0)
+    log_r = table.look_up(torch.tensor([x]), torch.tensor([y]), torch.tensor(-torch.inf))
     assert np.log(names["r"]) == pytest.approx(log_r.item(), abs=1e-5)
     assert f"all {table.entries:,} counts of pairs" in found
     if pruning:  # without the sums of the whole counts it would be another

@@ -21,7 +21,6 @@ ONE = np.zeros(1, dtype=np.int64)
 SMALL = BigramTable.from_documents([np.random.default_rng(0).integers(0, VOCAB, 400)], VOCAB)
 TABLE = BigramTable.from_documents([np.random.default_rng(0).zipf(1.3, 5000).clip(max=120) - 1], 120)
 PRUNED = TABLE.pruned(min_count=2)
-TOKENS = torch.arange(VOCAB)
 Case = tuple[Callable[[], Any], list[object]]
 
 
@@ -40,12 +39,10 @@ CASES: dict[str, Case] = {
     "vocabulary too large": (lambda: BigramTable.from_documents([], 2**31), [2**31]),
     "token above": (checked([1, 2, 3, 11, 4], [0, 2, 2]), ["document 2", "token 11", VOCAB]),
     "token below": (checked([1, -(2**63)], [0]), [-(2**63)]),
-    "token looked up": (lambda: SMALL.log_correlation(torch.tensor([1, VOCAB]), TOKENS[:1], 0.1), ["token 11", VOCAB]),
     "documents of two dimensions": (lambda: check_documents(np.zeros((2, 2), int), ONE, VOCAB), ["int64 [2, 2]"]),
     "documents of fractions": (lambda: BigramTable.from_documents([np.array([0.5])], VOCAB), ["float64"]),
     "starts after the first token": (checked([1, 2], [1]), ["[1] to [1] in 2"]),
     "no starts": (checked([1, 2], []), ["0 documents"]),
-    "negative r": (lambda: SMALL.log_correlation(TOKENS, TOKENS, -0.5), [-0.5]),
     "too large a sum": (counted_twice, ["(1, 2)", 4294967294, 2**31 - 1]),
     "merging nothing": (lambda: merged_runs([]), []),
     "merging a pruned table": (lambda: merged_runs([TABLE, PRUNED]), [f"{PRUNED.entries} of {TABLE.entries}"]),

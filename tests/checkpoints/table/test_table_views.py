@@ -28,6 +28,10 @@ def counted(documents: list[list[int]], vocab_size: int = VOCAB) -> BigramTable:
     return BigramTable.from_documents([np.array(document, dtype=np.int64) for document in documents], vocab_size)
 
 
+def log_of(unseen: float) -> torch.Tensor:
+    return torch.tensor(unseen).log()
+
+
 def held(table: BigramTable) -> np.ndarray:
     """float64 [V, V]: the counts that a table holds, entry by entry."""
     dense = np.zeros((table.vocab_size,) * 2)
@@ -112,7 +116,7 @@ def test_correlation_is_the_formula_for_every_pair(
 ) -> None:
     table = counted(documents)
     whole, small = held(table), pruned_if_any_is_left(table, pruning)
-    found = small.log_correlation(TOKENS[:, None], TOKENS, unseen, *smoothing)
+    found = small.look_up(TOKENS[:, None], TOKENS, log_of(unseen), *smoothing)
     assert found.dtype == torch.float32
     p_right = np.maximum(whole.sum(0), 1) / max(whole.sum(), 1)
     heard = whole.sum(0) > 0
@@ -130,10 +134,10 @@ def test_a_token_that_was_never_on_the_right_is_taken_as_seen_once() -> None:
     """For it p(y | x) / p(y) is 0 / 0 under Kneser and Ney's discount: the limit is that of a token of one pair."""
     documents = [[8, 1, 2, 1, 2, 3], [1, 2, 2, 3, 7]]
     table, discount = counted(documents), 0.4
-    found = table.log_correlation(TOKENS, torch.tensor(8), 0.5, "kneser-ney", discount)
+    found = table.look_up(TOKENS, torch.tensor(8), log_of(0.5), "kneser-ney", discount)
     assert int(table.right_counts()[8]) == 0
     assert int(table.right_counts()[7]) == 1
-    like = table.log_correlation(TOKENS, torch.tensor(7), 0.5, "kneser-ney", discount)
+    like = table.look_up(TOKENS, torch.tensor(7), log_of(0.5), "kneser-ney", discount)
     elsewhere = [x for x in range(VOCAB) if x != 3]  # (3, 7) was seen
     np.testing.assert_allclose(found[elsewhere], like[elsewhere], rtol=1e-6)
 
@@ -146,11 +150,11 @@ def test_look_up_finds_the_first_and_the_last_pair_of_any_vocabulary(vocab_size:
     corners = torch.tensor([0, 0, last, last]), torch.tensor([0, last, 0, last])
     seen = {(last, last), (0, 0), (0, last)}
     for tables in (table, table.pruned(top=1)):
-        found = tables.log_correlation(*corners, 0.0)
+        found = tables.look_up(*corners, log_of(0))
         kept = seen - ({(0, last)} if tables is not table and last else set())
         wanted = [(int(x), int(y)) in kept for x, y in zip(*corners, strict=True)]
         assert found.isfinite().tolist() == wanted
-    without = counted([[0, 0]], vocab_size).log_correlation(*corners, 0.0)
+    without = counted([[0, 0]], vocab_size).look_up(*corners, log_of(0))
     assert without.isfinite().tolist() == [(int(x), int(y)) == (0, 0) for x, y in zip(*corners, strict=True)]
 
 
@@ -170,7 +174,7 @@ def test_a_large_table_says_what_its_dictionary_says() -> None:
     seen = keys[place] == wanted_x * vocab + wanted_y
     with np.errstate(divide="ignore"):
         r = np.where(seen, counts[place] * float(len(x)) / (left[wanted_x] * right[wanted_y]), 0.01)
-    found = table.log_correlation(torch.from_numpy(wanted_x), torch.from_numpy(wanted_y), 0.01)
+    found = table.look_up(torch.from_numpy(wanted_x), torch.from_numpy(wanted_y), log_of(0.01))
     np.testing.assert_allclose(found, np.log(r), rtol=1e-5, atol=1e-5)
     after = table.distributions("cpu", 1.0).after(torch.tensor([[0, 1], [vocab - 1, 5]]))
     assert after.shape == (2, 2, vocab)
@@ -193,7 +197,7 @@ def test_the_default_discount_is_that_of_the_whole_counts() -> None:
 def test_a_gpu_says_the_same_and_never_waits_for_the_host(smoothing: tuple[str, float]) -> None:
     table = counted([np.random.default_rng(1).integers(0, VOCAB, 60).tolist()]).pruned(min_count=2)
     moved, tokens = table.to("cuda"), TOKENS.cuda()
-    wanted = table.log_correlation(TOKENS[:, None], TOKENS, 0.01, *smoothing)
+    wanted = table.look_up(TOKENS[:, None], TOKENS, log_of(0.01), *smoothing)
     rows = table.distributions("cuda", 1.0, *smoothing)
     log_unseen = torch.tensor(math.log(0.01), device="cuda")
     moved.look_up(tokens[:, None], tokens, log_unseen, *smoothing), rows.after(tokens), rows.most_likely(tokens)

@@ -149,7 +149,8 @@ def test_correlation_may_mend_and_spoil() -> None:
                 if inside:
                     before = int(roots[place]) if head == 0 else text[start + head - 1]
                     scores = [
-                        log + float(table.log_correlation(torch.tensor(before), torch.tensor(int(token)), 0.1))
+                        log
+                        + float(table.look_up(torch.tensor(before), torch.tensor(int(token)), torch.tensor(0.1).log()))
                         for log, token in zip(logs[place, head], order[place, head], strict=True)
                     ]
                     right = order[place, head][int(np.argmax(scores))] == text[start + head]
