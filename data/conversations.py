@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.storage.atomic import atomic_file
+
+_NEW_OBJECTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +167,14 @@ def write_conversations(conversations: Iterable[Conversation], path: str | os.Pa
             out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             count += 1
     return count
+
+
+@contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Collect garbage rarely: rows are freed by their reference counts."""
+    before = gc.get_threshold()
+    gc.set_threshold(_NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

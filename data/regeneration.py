@@ -199,21 +199,6 @@ def _finished(path: Path) -> set[str]:
     return done
 
 
-@dataclass(slots=True)
-class _Open:
-    """A conversation that is being answered: `turns` so far, ending with what is asked next; `later` questions."""
-
-    key: str
-    name: str
-    turns: list[Turn]
-    later: list[Turn]
-    finishes: list[str] = field(default_factory=list)
-
-    def question(self, seed: int) -> Question:
-        digest = _digest(f"{seed} {self.key} {len(self.finishes)}".encode())
-        return Question(tuple(self.turns), int.from_bytes(digest[:4], "big") >> 1)
-
-
 async def regenerate(
     conversations: Iterable[Conversation],
     store: Store,
@@ -232,103 +217,88 @@ async def regenerate(
     before it, the conversation counts as failed.
 
     Args:
-        concurrency: questions asked at a time, of as many conversations.
+        concurrency: conversations answered at a time, each question by question.
         system: system text for conversations that bring none.
         keep_cut: keep answers that the token limit cut, and go on after them.
         stopping: once it says so, nothing new is asked and what is under way is abandoned.
         progress: is given how many conversations this run is done with.
     """
-    queue = _Queue(store, system, keep_cut, progress)
     source = (item for item in keyed(conversations) if item[0] not in store)
-    running: set[asyncio.Task[None]] = set()
-
-    async def call(work: _Open) -> None:
-        queue.take(work, await answer(work.question(seed)))
-
+    work = _Work(store, answer, seed, system, keep_cut, stopping, progress)
+    running = {asyncio.create_task(work.through(source)) for _ in range(concurrency)}
     try:
-        while not stopping():
-            queue.fill(source, concurrency - len(running))
-            while queue.ready and len(running) < concurrency:
-                running.add(asyncio.create_task(call(queue.ready.pop(0))))
-            if not running:
-                break
+        while running and not stopping():
             done, running = await asyncio.wait(
                 running, timeout=_SECONDS_BETWEEN_LOOKS, return_when=asyncio.FIRST_COMPLETED
             )
-            errors = [error for task in done if (error := task.exception())]
-            if errors:
-                raise errors[0]
+            for task in done:
+                task.result()  # raises what it raised
     finally:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    return queue.report
+    return work.report
 
 
-class _Queue:
-    """Conversations that are open, and what becomes of each answer."""
+@dataclass(slots=True)
+class _Work:
+    """What several tasks do at a time: each takes one conversation after the other."""
 
-    def __init__(self, store: Store, system: str | None, keep_cut: bool, progress: Callable[[int], None]) -> None:
-        self.ready: list[_Open] = []
-        self.report = RegenerationReport()
-        self._store, self._system, self._keep_cut, self._progress = store, system, keep_cut, progress
+    store: Store
+    answer: Answerer
+    seed: int
+    system: str | None
+    keep_cut: bool
+    stopping: Callable[[], bool]
+    progress: Callable[[int], None]
+    report: RegenerationReport = field(default_factory=RegenerationReport)
 
-    def fill(self, source: Iterator[tuple[str, Conversation]], size: int) -> None:
-        """Open conversations until `size` of them are ready."""
-        while len(self.ready) < size:
-            item = next(source, None)
-            if item is None:
+    async def through(self, source: Iterator[tuple[str, Conversation]]) -> None:
+        """Answer conversations until there are no more, or it is to stop."""
+        while not self.stopping() and (item := next(source, None)):
+            await self._converse(*item)
+
+    async def _converse(self, key: str, conversation: Conversation) -> None:
+        """Ask what is asked in a conversation, and write it, or write down why not."""
+        turns = [turn for turn in conversation.turns[:1] if turn.role == "system"]
+        if not turns and self.system:
+            turns = [Turn("system", self.system)]
+        finishes: list[str] = []
+        kind, reason = "", "nothing is asked in it"
+        for asked in [turn for turn in conversation.turns if turn.role == "user"]:
+            if self.stopping():
                 return
-            key, conversation = item
-            head = [turn for turn in conversation.turns[:1] if turn.role == "system"]
-            if not head and self._system:
-                head = [Turn("system", self._system)]
-            questions = [turn for turn in conversation.turns if turn.role == "user"]
-            work = _Open(key, conversation.id, head + questions[:1], questions[1:])
-            if questions:
-                self.ready.append(work)
-            else:
-                self._fail(work, "nothing is asked in it")
+            digest = _digest(f"{self.seed} {key} {len(finishes)}".encode())
+            said = await self.answer(Question((*turns, asked), int.from_bytes(digest[:4], "big") >> 1))
+            if said is None:
+                return
+            kind, reason = self._fault(said)
+            if isinstance(said, Failure) and not said.lasting:
+                finishes = []  # all of it is asked again
+                break
+            if kind:
+                reason = f"answer {len(finishes) + 1}: {reason}"
+                break
+            assert isinstance(said, Answer)
+            turns += [asked, Turn("assistant", said.text)]
+            finishes.append(said.finish)
+        if finishes:
+            self.store.add(conversation.id, key, turns, finishes, reason)
+            self.report.written += 1
+            if kind:
+                self.report.cut[kind] += 1
+        else:
+            self.store.fail(conversation.id, key, reason)
+            self.report.failed += 1
+        self.progress(self.report.written + self.report.failed)
 
-    def take(self, work: _Open, outcome: Answer | Failure | None) -> None:
-        """Go on with a conversation, write it, or write down why not."""
-        if outcome is None:
-            return
-        if isinstance(outcome, Failure):
-            self._cut(work, "cannot be asked", outcome.error) if outcome.lasting else self._fail(work, outcome.error)
-            return
+    def _fault(self, said: Answer | Failure) -> tuple[str, str]:
+        """Why an answer does not count: by kind, and in words; both empty where it does."""
+        if isinstance(said, Failure):
+            return "cannot be asked", said.error
         self.report.answers += 1
-        if not outcome.text.strip():
-            self._cut(work, "empty answer", "it is empty")
-        elif outcome.finish == "length" and not self._keep_cut:
-            self._cut(work, "token limit", "it reached the token limit")
-        else:
-            self._keep(work, outcome)
-
-    def _keep(self, work: _Open, answer: Answer) -> None:
-        work.turns.append(Turn("assistant", answer.text))
-        work.finishes.append(answer.finish)
-        if work.later:
-            work.turns.append(work.later.pop(0))
-            self.ready.insert(0, work)  # before new ones, so that it is soon written
-        else:
-            self._write(work)
-
-    def _cut(self, work: _Open, kind: str, reason: str) -> None:
-        reason = f"answer {len(work.finishes) + 1}: {reason}"
-        if not work.finishes:
-            self._fail(work, reason)
-            return
-        work.turns.pop()  # the question
-        self.report.cut[kind] += 1
-        self._write(work, reason)
-
-    def _write(self, work: _Open, cut: str = "") -> None:
-        self._store.add(work.name, work.key, work.turns, work.finishes, cut)
-        self.report.written += 1
-        self._progress(self.report.written + self.report.failed)
-
-    def _fail(self, work: _Open, error: str) -> None:
-        self._store.fail(work.name, work.key, error)
-        self.report.failed += 1
-        self._progress(self.report.written + self.report.failed)
+        if not said.text.strip():
+            return "empty answer", "it is empty"
+        if said.finish == "length" and not self.keep_cut:
+            return "token limit", "it reached the token limit"
+        return "", ""

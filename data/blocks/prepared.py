@@ -8,11 +8,9 @@ is the documents order[blocks[b]] … order[blocks[b + 1] - 1]; and `data.json`.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,17 +19,16 @@ import numpy as np
 
 from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.safe_read import file_hash, load_json, sealed
-from ..conversations import Conversation
+from ..conversations import Conversation, rarely_collected
 from ..rendering.render import Rendered, Renderer, RenderReport
 from ..rendering.templates import Template
 from .packing import Batch, Document, global_batch, make_batch, pack
 
-_NEW_OBJECTS = 1_000_000
 SCHEMA = 2
 MANIFEST = "data.json"
 _ARRAYS = ("tokens", "trained", "documents", "order", "blocks")
 _PROGRESS_ROWS = 256
-_BUFFERED_TOKENS = 1 << 20
+_BUFFER = 1 << 20
 _WINDOW_DOCUMENTS = 1 << 18  # packed together: far more than density needs, and little memory
 
 
@@ -178,8 +175,8 @@ class PreparedData:
     def trained_counts(self) -> np.ndarray:
         """How often each token is trained on, int64 [1 + the largest id]."""
         counts = np.zeros(0, dtype=np.int64)
-        for start in range(0, len(self._tokens), _BUFFERED_TOKENS):
-            part = slice(start, start + _BUFFERED_TOKENS)
+        for start in range(0, len(self._tokens), _BUFFER):
+            part = slice(start, start + _BUFFER)
             more = np.bincount(self._tokens[part][self._trained[part] > 0], minlength=len(counts))
             more[: len(counts)] += counts
             counts = more
@@ -202,8 +199,6 @@ class _Writer:
         self._folder = folder
         self._tokens = _Column(folder / "tokens.npy", token_dtype(vocab_size))
         self._trained = _Column(folder / "trained.npy", np.dtype(np.uint8))
-        self._waiting: list[Rendered] = []
-        self._waiting_tokens = 0
         self.lengths: list[int] = []
         self.tokens = self.trained = 0
 
@@ -211,16 +206,13 @@ class _Writer:
         if document.spans and document.spans[0][0] == 0:
             document.spans[0] = (1, document.spans[0][1])  # nothing comes before the first token to predict it
         self.lengths.append(len(document.ids))
-        self._waiting.append(document)
-        self._waiting_tokens += len(document.ids)
+        self._tokens.append(document.ids)
+        self._trained.append(document.trainable())
         self.tokens += len(document.ids)
         self.trained += sum(end - start for start, end in document.spans)
-        if self._waiting_tokens >= _BUFFERED_TOKENS:
-            self._flush()
 
     def finish(self, block_tokens: int, packing: str) -> dict[str, int | float]:
-        """Pack, write what is left and return the manifest's counts."""
-        self._flush()
+        """Pack, and return the manifest's counts."""
         self._tokens.close()
         self._trained.close()
         lengths = np.array(self.lengths, dtype=np.int64)
@@ -240,18 +232,12 @@ class _Writer:
             "packing_density": self.tokens / (len(sizes) * block_tokens),
         }
 
-    def _flush(self) -> None:
-        if self._waiting:
-            self._tokens.append(np.concatenate([document.ids for document in self._waiting]))
-            self._trained.append(np.concatenate([document.trainable() for document in self._waiting]))
-        self._waiting, self._waiting_tokens = [], 0
-
 
 class _Column:
     """A one-dimensional .npy file that grows; whole after `close`."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._file, self._dtype, self._length = path.open("wb"), dtype, 0
+        self._file, self._dtype, self._length = path.open("wb", _BUFFER), dtype, 0
         self._write_header()
         self._data = self._file.tell()
 
@@ -275,14 +261,3 @@ def padding_id(tokenizer: Any) -> int:
     """What stands behind the last document of a block; no label and no attention reaches it."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(number for number in candidates if number is not None))
-
-
-@contextmanager
-def rarely_collected() -> Iterator[None]:
-    """Collect garbage rarely: rows are freed by their reference counts."""
-    before = gc.get_threshold()
-    gc.set_threshold(_NEW_OBJECTS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

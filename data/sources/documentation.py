@@ -4,7 +4,6 @@ imported. The same versions give the same conversations in the same order."""
 from __future__ import annotations
 
 import ast
-import gc
 import hashlib
 import importlib.util
 import inspect
@@ -13,12 +12,11 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..conversations import Conversation, Turn
+from ..conversations import Conversation, Turn, rarely_collected
 from .docstrings import Docstring, parse_docstring
 
 STANDARD_LIBRARY = "python"
@@ -74,7 +72,7 @@ def documentation_conversations(
     duplicates = done = 0
     total = sum(len(package.files) for package in found)
     for package, path in _visit(found, None if max_megabytes is None else max_megabytes * 1e6):
-        with _collector_paused():
+        with rarely_collected():
             documented = list(_file_conversations(package, path))
         for key, conversation in documented:
             digest = _digest(" ".join(conversation.turns[1].text.lower().split()))
@@ -111,18 +109,6 @@ def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple
             del waiting[package.name]
         else:
             yield package, path
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Syntax trees are many small objects that live briefly: collecting among them takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], list[str]]:

@@ -12,7 +12,6 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from ...checkpoints.storage.atomic import atomic_text, remove, sync
 from ...checkpoints.storage.safe_read import load_json, parse_json, sealed, stamp, unsealed
 from ..parallel.accelerate import zero_stage
-from ..parallel.processes import on_main
+from ..parallel.processes import from_main, on_main
 from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimizer, scatter_weights
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
@@ -68,26 +67,25 @@ class StateFolder:
         """Find the newest whole checkpoint (None: there is none) and make log and `fit.json` agree with it; ValueError:
         it was trained with other settings, or other processes have others now."""
         self._check_processes(settings)
-        found: list[Position | None] = [None]
 
-        def open_folder() -> None:
+        def open_folder() -> Position | None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             for leftover in self._checkpoints.glob(".step-*"):
                 remove(leftover)
-            found[0] = newest = self._newest()
+            newest = self._newest()
             if newest is not None:
                 self._check(settings)
             atomic_text(self.folder / "fit.json", json.dumps(sealed(settings), indent=2) + "\n")
-            last = -1 if found[0] is None else found[0].step
+            last = -1 if newest is None else newest.step
             lines = [json.dumps(sealed(line)) for line in _read_lines(self.history) if line["step"] <= last]
             self._logged = len(lines)
             if newest is not None and self._logged < newest.lines:
                 lost = f"{newest.lines - self._logged} of the {newest.lines} lines that it had at step {newest.step}"
                 warnings.warn(f"{self.history} has lost {lost}", stacklevel=2)
             atomic_text(self.history, "".join(f"{line}\n" for line in lines))
+            return newest
 
-        on_main(self._accelerator, open_folder)
-        position: Position | None = self._broadcast(found)[0]
+        position = from_main(self._accelerator, open_folder)
         for line in _read_lines(self.history):
             if "evaluation" in line:
                 self.evaluations[line["step"]], self.tokens_at[line["step"]] = line["evaluation"], line["tokens"]
@@ -123,12 +121,14 @@ class StateFolder:
 
     def has(self, step: int) -> bool:
         """Whether there is a whole checkpoint of that step."""
-        found = False
-        if self._accelerator.is_main_process:
-            with suppress(ValueError, OSError):
-                _position_of(self._path(step))
-                found = True
-        return bool(self._broadcast([found])[0])
+
+        def look() -> bool:
+            try:
+                return bool(_position_of(self._path(step)))
+            except (ValueError, OSError):
+                return False
+
+        return from_main(self._accelerator, look)
 
     def save(self, position: Position, pinned: int | None = None) -> None:
         """Write a checkpoint, then delete the oldest until `keep` are left besides that of step `pinned`; OSError: it
@@ -177,8 +177,6 @@ class StateFolder:
 
     def _check_processes(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError in all processes where one of them has loaded something else than the first."""
-        if self._accelerator.num_processes == 1:
-            return
         from accelerate.utils import gather_object
 
         first, *others = gather_object([dict(settings)])
@@ -257,13 +255,6 @@ class StateFolder:
         """Checkpoints by step, the oldest first."""
         folders = {int(path.name[5:]): path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()}
         return dict(sorted(folders.items()))
-
-    def _broadcast(self, objects: list[Any]) -> list[Any]:
-        if self._accelerator.num_processes == 1:
-            return objects
-        from accelerate.utils import broadcast_object_list
-
-        return list(broadcast_object_list(objects))
 
 
 def data_fingerprint(data: Any) -> str:

@@ -23,7 +23,7 @@ from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
 from ..parallel.accelerate import Stepper, configure, gathered, make_accelerator
 from ..parallel.interrupts import Interrupted, StopSignals, TrainingError, is_out_of_memory
-from ..parallel.processes import on_main, raised, together
+from ..parallel.processes import from_main, raised, together
 from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
 from .curve import fit_curve
@@ -317,7 +317,7 @@ class _Run:
         counts = self.task.count(counted)
         numbers = torch.cat([counts.flatten(), (counted.documents_BT != PADDING).sum()[None]])
         numbers = numbers.to(self.accelerator.device)
-        if self.task.rewrites and self.world > 1:
+        if self.task.rewrites:
             numbers = self.accelerator.reduce(numbers, "sum")
         return batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
 
@@ -338,6 +338,8 @@ class _Run:
         if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
             self.skipped = 0
             return None
+        from accelerate.utils import gather_object
+
         self.skipped += 1
         what = f"the gradient's norm is {norm}" + (f", above max_norm {limit}" if math.isfinite(norm) else "")
         if not math.isfinite(loss):
@@ -345,11 +347,7 @@ class _Run:
         rank, size = self.accelerator.process_index, self.config.micro_batch
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
         blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]
-        if self.world > 1:
-            from accelerate.utils import gather_object
-
-            blocks = gather_object(blocks)
-        blocks = blocks or self.blocks
+        blocks = gather_object(blocks) or self.blocks
         where = f"{what} at step {step + 1}, blocks {_shown(blocks)}"
         # float16: the scaler finds gradients too large now and then, and lowers its scale
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
@@ -367,21 +365,16 @@ class _Run:
         step = position.step
         if step in self.state.evaluations:
             return
-        metrics: dict[str, float] = {}
 
-        def measure() -> None:
+        def measure() -> dict[str, float]:
             self.module.eval()
             named = self._memory_named(f"the evaluation after step {step}")
             with torch.no_grad(), self.accelerator.autocast(), named:
-                metrics.update(self.task.evaluate(self.accelerator.unwrap_model(self.module)))
+                return self.task.evaluate(self.accelerator.unwrap_model(self.module))
 
         self.accelerator.wait_for_everyone()
         with gathered(self.accelerator, self.module):
-            on_main(self.accelerator, measure)
-        if self.world > 1:
-            from accelerate.utils import broadcast_object_list
-
-            metrics = broadcast_object_list([metrics])[0]
+            metrics = from_main(self.accelerator, measure)
         self.state.log_evaluation(step, metrics, position.tokens)
         self.accelerator.log(metrics, step=step)
         report.evaluation(step, metrics)

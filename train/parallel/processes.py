@@ -87,6 +87,19 @@ def on_main(accelerator: Any, work: Callable[[], object]) -> None:
     together(accelerator, lambda: work() if accelerator.is_main_process else None)
 
 
+def from_main(accelerator: Any, work: Callable[[], Found]) -> Found:
+    """What the main process finds out, in all of them; see `on_main`."""
+    from accelerate.utils import broadcast_object_list
+
+    found: list[Any] = [None]
+
+    def find() -> None:
+        found[0] = work()
+
+    on_main(accelerator, find)
+    return broadcast_object_list(found)[0]
+
+
 def lost_another(error: BaseException) -> bool:
     """Whether it is what a process meets that talks to another one which has ended."""
     if not isinstance(error, RuntimeError) or "torch" not in sys.modules:

@@ -22,8 +22,7 @@ from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.safe_read import load_json, sealed
 from ....checkpoints.table.pruning import check_size
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
-from ....data.blocks.prepared import rarely_collected
-from ....data.conversations import Conversation, CorpusReport
+from ....data.conversations import Conversation, CorpusReport, rarely_collected
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
 from ....train.parallel.interrupts import Interrupted, StopSignals
@@ -286,16 +285,16 @@ def count_share(
     recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, advance: Callable[[int, int], None]
 ) -> Iterator[bool]:
     """Count a share from the counter's position on, some tokens with each step; True after each."""
-    options, saved = recipe.count, time.monotonic()
+    options, saved, first = recipe.count, time.monotonic(), pairs.position or 0
     documents = token_documents(
-        islice(enumerate(share), pairs.position or 0, None),
+        islice(share, first, None),
         tokenizer,
         get_template(recipe.data.template, tokenizer),
         pairs=options.pairs,
         roles=options.roles,
         last_turn_only=recipe.data.last_turn_only,
     )
-    for batch in pack_documents(documents, options.memory_mb):
+    for batch in pack_documents(documents, first, options.memory_mb):
         pairs.add(*batch)
         if time.monotonic() - saved >= 60 * options.save_minutes:
             pairs.spill()
