@@ -1,7 +1,7 @@
 """Where the time of a step goes: drafting, scoring, verifying, committing, and what happens between the steps; how much
-of it the forwards take within, and what they take in isolation.
+of it the forwards take within.
 
-Shape letters: B batch, N nodes, D hidden.
+Shape letters: B batch, N nodes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..methods import Method
 from ..models.base import LanguageModel
-from .flops import count_flops, part_flops, step_flops
 
 PHASES = ("draft", "score", "verify", "commit", "host")
-_ALIKE = 8
 
 
 class FirstStep:
@@ -163,70 +157,6 @@ def synchronise(model: LanguageModel) -> None:
     """Wait for a model's device, before a clock is read."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What forwards cost in isolation: raw seconds, and FLOPs."""
-
-    one: float
-    """A target forward of one token."""
-    tree: float
-    """A target forward of as many nodes as the method's trees hold."""
-    propose: float
-    """The forwards of one proposal: the drafter's, the heads', or for a beam of it the target's."""
-    forwards: int
-    """How many forwards a proposal takes."""
-    tree_flops: float
-    """Of the target's forward of a step, by `flops.step_flops`; as torch's counter has them where that knows not."""
-    propose_flops: float
-    """Of the proposal's forwards."""
-    flops_checked: float | None = None
-    """Of the very forwards that were timed, FLOPs by shapes over those that torch's counter saw; None: not compared."""
-
-
-@torch.inference_mode()
-def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 12) -> Costs:
-    """Times the forwards of an iteration of a method and nothing else, in turn with one-token forwards of the target.
-
-    They follow one another as in decoding: what one leaves in the machine's caches the next finds. Of many alike in a
-    row, `_ALIKE` stand for all.
-
-    Args:
-        nodes: how many nodes the target scores an iteration.
-        context: how many tokens are committed.
-        runs: every forward is timed twice as often; medians are given.
-    """
-    wide, drafts = max(1, round(nodes)), method.proposer.forwards(nodes)
-    parts = [(target, 1, 1), *((model or target, count, len([*alike])) for (model, count), alike in groupby(drafts))]
-    parts.append((target, wide, 1))
-    calls = [_repeated(target, *part, context) for part in parts]
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(runs):
-        for step in ([0], range(1, len(calls))):
-            for repeat in range(3):
-                for call in step:
-                    taken = time_call(target, calls[call])
-                    if repeat:  # the first finds what other forwards have left
-                        seconds[call].append(taken)
-    scale = [count / min(count, _ALIKE) for _, _, count in parts]
-    one, *propose, tree = (times * statistics.median(series) for times, series in zip(scale, seconds, strict=True))
-    counted = [times * count_flops(call) for times, call in zip(scale, calls, strict=True)][1:]
-    flops = step_flops(target, method, nodes, context)
-    if flops is None:
-        return Costs(one, tree, sum(propose), len(drafts), counted[-1], sum(counted[:-1]))
-    found = [(part_flops(part, width, context), count) for part, width, count in parts[1:]]
-    known = sum(count * part["total"] for part, count in found if part is not None)
-    return Costs(one, tree, sum(propose), len(drafts), *flops, known / sum(counted) if sum(counted) else None)
-
-
-def _repeated(target: LanguageModel, part: Any, width: int, count: int, context: int) -> Callable[[], Any]:
-    """As many forwards of a model or of heads, one after the other, `_ALIKE` at most."""
-    if isinstance(part, LanguageModel):
-        forward: Callable[[], Any] = raw_forward(part, width, context)
-    else:
-        forward = partial(part, torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device))
-    return lambda: [forward() for _ in range(min(count, _ALIKE))]
 
 
 def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:

@@ -11,9 +11,9 @@ from ..engine import Limits
 from ..methods import Parts, build_method
 from ..models.base import LanguageModel
 from .energy import Energy
+from .flops import StepFlops, measured_flops
 from .measure import BASELINE, REFERENCE, Entry, Run, profile_steps, steady
-from .metrics import Tally, impossible, speedup_interval, tokens_per_step_interval, total
-from .profile import Costs, raw_costs
+from .metrics import impossible, speedup_interval, tokens_per_step_interval, total
 from .quality import nearly_tied, perplexity_of, rouge_l, self_consistency, surprisal
 
 
@@ -53,7 +53,7 @@ class _Quality:
 class _Step:
     """Of one entry's steps."""
 
-    costs: Costs
+    flops: StepFlops
     forwards: float
     """The share of their time that forwards of target, drafter and heads take, the median step's."""
 
@@ -108,9 +108,8 @@ class Summariser:
         counts = total(run.tallies)
         lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
         nodes, context = counts.nodes / max(1, counts.rounds), round(statistics.mean(lengths))
-        costs = raw_costs(self.target, method, nodes, context)
         profile = profile_steps(self.target, self.parts, entry, prompts, self.limits, self.seed)
-        step = _Step(costs, statistics.median(profile.shares))
+        step = _Step(measured_flops(self.target, method, nodes, context), statistics.median(profile.shares))
         quality = _Quality(
             [surprisal(self.target, prompt, ids) for prompt, ids in zip(prompts, run.ids, strict=True)],
             [
@@ -128,8 +127,6 @@ class Summariser:
             "slowdown": run.slowdown(),
             "steady": steady(run, base),
             "near_ties": 0 if entry.sampling.greedy and method.verifier.lossless else None,
-            "cost_ratio": _cost_ratio(costs),
-            "milliseconds": {"one": 1e3 * costs.one, "tree": 1e3 * costs.tree, "propose": 1e3 * costs.propose},
             "phases_us": profile.summary(),
             "prediction": None,
             # None, never 0, where nothing counted
@@ -159,8 +156,8 @@ class Summariser:
         reference = self.runs.get(REFERENCE) if entry.sampling.greedy else None
         part["speedup_over_transformers"] = _speeds(run, reference.only(chosen))["speedup"] if reference else None
         part["identical_to_greedy"] = identical(run, base) if entry.sampling.greedy else None
-        part |= _bounds(part["speedup"], run, step, counts)
-        part["flops_per_token"] = flops_per_token(step.costs, counts.tokens / counts.rounds)
+        part |= _bounds(part["speedup"], run, step.forwards)
+        part["flops_per_token"] = step.flops.per_token(counts.tokens / counts.rounds)
         part["perplexity"] = perplexity_of([quality.nats[index] for index in chosen], map(len, run.ids))
         part["rouge_l"] = _mean([quality.rouge[index] for index in chosen])
         part["self_consistency"] = _mean([quality.consistency[index] for index in chosen])
@@ -223,17 +220,6 @@ def identical(run: Run, base: Run) -> list[int]:
     return [sum(mine == theirs for mine, theirs in zip(run.ids, base.ids, strict=True)), len(base.ids)]
 
 
-def flops_per_token(costs: Costs, kept: float) -> dict[str, float]:
-    """FLOPs of an iteration's forwards by the tokens that it keeps; `checked` is shapes over torch's counter, left out
-    where the FLOPs are the counter's."""
-    flops = {
-        "verification": costs.tree_flops / kept,
-        "drafting": costs.propose_flops / kept,
-        "total": (costs.tree_flops + costs.propose_flops) / kept,
-    }
-    return flops if costs.flops_checked is None else flops | {"checked": costs.flops_checked}
-
-
 def _speeds(run: Run, base: Run) -> dict[str, Any]:
     seconds, tokens = run.median_seconds(), [len(ids) for ids in run.ids]
     speedup, interval = speedup_interval(tokens, seconds, [len(ids) for ids in base.ids], base.median_seconds())
@@ -246,20 +232,11 @@ def _speeds(run: Run, base: Run) -> dict[str, Any]:
     }
 
 
-def _cost_ratio(costs: Costs) -> float | None:
-    return costs.propose / costs.forwards / costs.one if costs.forwards else None
-
-
-def _bounds(speedup: float, run: Run, step: _Step, counts: Tally) -> dict[str, Any]:
-    """What the speedup would be if steps took no longer than their forwards did within them: as a part of the very time
-    that the speedup is of, they leave it no way to lie above."""
-    ratio, per_round = _cost_ratio(step.costs), counts.tokens / counts.rounds
-    efficiency = 1 - (1 - step.forwards) * sum(run.stepping_seconds()) / sum(run.median_seconds())
-    return {
-        "ideal": per_round / (1 + ratio * step.costs.forwards) if ratio is not None else per_round,
-        "bound": speedup / efficiency,
-        "efficiency": efficiency,
-    }
+def _bounds(speedup: float, run: Run, forwards: float) -> dict[str, float]:
+    """What the speedup would be if steps took no longer than their forwards, that share of them, did within them: as a
+    part of the very time that the speedup is of, they leave it no way to lie above."""
+    efficiency = 1 - (1 - forwards) * sum(run.stepping_seconds()) / sum(run.median_seconds())
+    return {"bound": speedup / efficiency, "efficiency": efficiency}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -59,8 +59,6 @@ class Metrics(_Checked):
     """The same over transformers.generate; null unless greedy."""
     identical_to_greedy: Pair | None
     """[prompts, of how many] with greedy decoding's very tokens; null unless greedy."""
-    ideal: float
-    """The most speedup there can be, by cost_ratio."""
     bound: float
     """The speedup if steps took no longer than their forwards of target, drafter and heads did."""
     efficiency: float
@@ -113,10 +111,6 @@ class MethodRow(Metrics):
     """Whether the method promises the target's own distribution."""
     near_ties: Count | None
     """Prompts that differ where the target is all but undecided; null if not lossless."""
-    cost_ratio: float | None
-    """A drafter's forward over the target's."""
-    milliseconds: dict[str, float]
-    """Of forwards in isolation: one (a token), tree (nodes_per_step tokens), propose."""
     runs: Count | None
     """Timed runs of each prompt: the recipe's `repeats`, and those that unsteady times took."""
     slowdown: float | None

@@ -15,11 +15,11 @@ from draftsmith.decode.evaluation.flops import (
     count_flops,
     forward_flops,
     heads_flops,
+    measured_flops,
     part_flops,
     step_flops,
 )
-from draftsmith.decode.evaluation.profile import raw_costs, raw_forward
-from draftsmith.decode.evaluation.summary import flops_per_token
+from draftsmith.decode.evaluation.profile import raw_forward
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import TransformersModel
 from draftsmith.decode.models.draft_vocabulary import factorise, keep_tokens
@@ -116,13 +116,12 @@ def test_less_than_a_whole_output_layer_costs_less(tokens: int | None, rank: int
 def test_other_models_are_left_to_the_counter(make_markov: Any, make_heads: Any) -> None:
     experts = build("mixtral", LLAMA | {"num_local_experts": 2})
     scorer = TransformersModel(experts)
-    costs = raw_costs(scorer, build_method("autoregressive", Parts(), Sampling()), 1, 9, runs=1)
-    assert costs.flops_checked is None
-    assert costs.tree_flops == count_flops(raw_forward(scorer, 1, 9)) > 0
-    assert "checked" not in flops_per_token(costs, 1.0)
-    markov = make_markov(torch.full((1, 8, 8), 1 / 8))
-    costs = raw_costs(markov, build_method("autoregressive", Parts(), Sampling()), 1, 9, runs=1)
-    assert (costs.tree_flops, costs.flops_checked) == (0, None)
+    plain = build_method("autoregressive", Parts(), Sampling())
+    found = measured_flops(scorer, plain, 1, 9)
+    assert found == (count_flops(raw_forward(scorer, 1, 9)), 0, None)
+    assert found.verification > 0
+    assert "checked" not in found.per_token(1.0)
+    assert measured_flops(make_markov(torch.full((1, 8, 8), 1 / 8)), plain, 1, 9) == (0, 0, None)
     assert part_flops(make_heads(2, 8, 16), 1, 9) is part_flops(lambda hidden: hidden, 1, 9) is None
 
 
@@ -174,22 +173,22 @@ def test_a_step_costs_what_the_counter_sees_in_decoding(
     if found.drafting and given.drafter is not None and first.accepted[0]:  # a drafter reads what it had not drafted
         models = {id(model): model for model, _ in method.proposer.forwards(5) if hasattr(model, "extend")}
         caught_up = sum(part_flops(model, 1, 60)["total"] for model in models.values())
-    assert 0.98 * sum(found) <= counted <= 1.02 * sum(found) + caught_up
+    wanted = found.verification + found.drafting
+    assert 0.98 * wanted <= counted <= 1.02 * wanted + caught_up
 
 
 @torch.inference_mode()
 def test_rows_give_flops_by_the_token_and_what_they_were_checked_with(parts: tuple[Any, Parts]) -> None:
     target, given = parts
     method = build_method("multi-candidate", given, Sampling(), k_config="2x2x1")
-    costs = raw_costs(target, method, 11, 30, runs=1)
-    assert costs.forwards == 3
+    costs = measured_flops(target, method, 11, 30)
     config, drafter = target.config, given.drafter.config  # type: ignore[union-attr]
-    assert costs.tree_flops == forward_flops(config, 11, 30)["total"]
+    assert costs.verification == forward_flops(config, 11, 30)["total"]
     widths = [(1, 30), (2, 31), (4, 33)]
-    assert costs.propose_flops == sum(forward_flops(drafter, *each)["total"] for each in widths)
-    assert costs.flops_checked == pytest.approx(1, abs=0.005)
-    found = flops_per_token(costs, 1.6)
-    assert found["verification"] == costs.tree_flops / 1.6
-    assert found["drafting"] == costs.propose_flops / 1.6
+    assert costs.drafting == sum(forward_flops(drafter, *each)["total"] for each in widths)
+    assert costs.checked == pytest.approx(1, abs=0.005)
+    found = costs.per_token(1.6)
+    assert found["verification"] == costs.verification / 1.6
+    assert found["drafting"] == costs.drafting / 1.6
     assert found["total"] == pytest.approx(found["verification"] + found["drafting"])
-    assert found["checked"] == costs.flops_checked
+    assert found["checked"] == costs.checked
