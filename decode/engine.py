@@ -372,6 +372,23 @@ def generate(
         proposer.stop()
 
 
+def decode_texts(
+    target: LanguageModel,
+    proposer: Proposer,
+    verifier: Verifier,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
+    rng: Rng,
+) -> list[list[int]]:
+    """The new tokens of each prompt, all that `generate` yields for it."""
+    texts = [list[int]() for _ in prompts]
+    for step in generate(target, proposer, verifier, prompts, limits, sampling, rng):
+        for text, new in zip(texts, step.new_ids, strict=True):
+            text += new
+    return texts
+
+
 def check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
     """Raises ValueError: an empty batch or prompt, a token outside the vocabulary."""
     if not prompts:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..engine import Limits, generate
+from ..engine import Limits, decode_texts, generate
 from ..methods import Method, Parts, build_method
 from ..models.base import LanguageModel
 from ..rng import Rng
@@ -178,6 +178,29 @@ def decode_side_by_side(
             texts[row] += new
             tallies[row].add_step(step, row)
     return DecodedTexts(texts, rejections_B, tallies)
+
+
+def sample_texts(
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    seed: int = 0,
+    batch: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """The target's own continuation of each prompt, decoded plainly; prompt b draws from seed + b."""
+    texts: list[list[int]] = []
+    method = build_method(BASELINE, Parts(), sampling)
+    for first in range(0, len(prompts), batch):
+        rows = prompts[first : first + batch]
+        texts += decode_texts(
+            target, *method, rows, limits, sampling, Rng.for_rows(seed + first, len(rows), target.device)
+        )
+        if progress:
+            progress(len(texts), len(prompts))
+    return texts
 
 
 def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:

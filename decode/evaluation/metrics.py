@@ -12,15 +12,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from scipy.stats import bootstrap
 
 from ..engine import Step
+from .bootstrap import percentile_interval, resampled_ratios
 
 Interval = tuple[float, float]
 SHARES = ("acceptance_rate", "acceptance_at_k", "acceptance_by_depth", "self_consistency", "rouge_l")
@@ -103,34 +103,17 @@ def speedup_interval(
     Args:
         tokens, seconds: of the method, by prompt. base_tokens, base_seconds: of autoregressive decoding.
     """
-
-    def ratio(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
-        new, time, base_new, base_time = (sample.sum(axis) for sample in samples)
-        return (new / time) / (base_new / base_time)
-
-    return _with_interval(ratio, tokens, seconds, base_tokens, base_seconds)
+    over_P2 = np.array([tokens, base_tokens], dtype=np.float64).T
+    under_P2 = np.array([seconds, base_seconds], dtype=np.float64).T
+    mine, theirs = over_P2.sum(0) / under_P2.sum(0)
+    rates_R2 = resampled_ratios(over_P2, under_P2)
+    return float(mine / theirs), percentile_interval(None if rates_R2 is None else rates_R2[:, 0] / rates_R2[:, 1])
 
 
 def tokens_per_step_interval(tallies: Sequence[Tally]) -> Interval | None:
     """95 % bootstrap interval of `tokens_per_step` over prompts, of each of which there is one tally."""
-
-    def ratio(tokens: np.ndarray, steps: np.ndarray, axis: int = -1) -> np.ndarray:
-        return tokens.sum(axis) / steps.sum(axis)
-
-    counts = ([tally.tokens for tally in tallies], [tally.steps for tally in tallies])
-    return _with_interval(ratio, *counts)[1]
-
-
-def _with_interval(
-    ratio: Callable[..., np.ndarray], *columns: Sequence[int] | Sequence[float]
-) -> tuple[float, Interval | None]:
-    samples = [np.asarray(column, dtype=np.float64) for column in columns]
-    value = float(ratio(*samples))
-    if len(samples[0]) < 3:
-        return value, None
-    result = bootstrap(samples, ratio, paired=True, vectorized=True, n_resamples=2000, method="percentile", rng=0)
-    interval = result.confidence_interval
-    return value, (float(interval.low), float(interval.high))
+    tokens_P1, steps_P1 = (np.array([[getattr(tally, name)] for tally in tallies]) for name in ("tokens", "steps"))
+    return percentile_interval(resampled_ratios(tokens_P1, steps_P1))
 
 
 def impossible(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1.0) -> str | None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from common import Pair, finish, parser_of, per_step, timed
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import BASELINE, Entry, measure
+from draftsmith.decode.evaluation.measure import BASELINE, Entry, measure, sample_texts
 from draftsmith.decode.evaluation.replay.costs import measure_forwards, measure_overheads
-from draftsmith.decode.evaluation.replay.recording import Recording, record, sample_texts
+from draftsmith.decode.evaluation.replay.recording import Recording, record
 from draftsmith.decode.evaluation.replay.replay import predict
 from draftsmith.decode.evaluation.replay.tuning import Choice, Space, probes, tune_method, with_costs
 from draftsmith.decode.warpers import Sampling

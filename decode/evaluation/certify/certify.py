@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine import Limits, generate
+from ...engine import Limits, decode_texts
 from ...methods import METHODS, Method, Parts, build_method, method_options, needs_of
 from ...models.base import LanguageModel
 from ...rng import Rng
@@ -232,11 +232,9 @@ class _Run:
         if written is not None:
             self.start -= written.seconds
         else:
-            start, outputs = time.monotonic(), [list[int]() for _ in prompts]
-            rng = Rng([self.plan.seed + self.rows + row for row in range(len(prompts))], self.target.device)
-            for step in generate(self.target, *self.method, prompts, self.limits, self.entry.sampling, rng):
-                for output, new in zip(outputs, step.new_ids, strict=True):
-                    output += new
+            start = time.monotonic()
+            rng = Rng.for_rows(self.plan.seed + self.rows, len(prompts), self.target.device)
+            outputs = decode_texts(self.target, *self.method, prompts, self.limits, self.entry.sampling, rng)
             written = DecodedBatch(outputs, time.monotonic() - start)
             if self.on_written:
                 self.on_written(written)

@@ -17,18 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ...engine import Limits, generate
+from ...engine import Limits
 from ...methods import Method, Parts
 from ...models.base import LanguageModel, TransformersModel, bare_model
 from ...models.final_norm import norm_input
 from ...models.kv_cache import KVCache
 from ...models.loading import wrap_model
 from ...proposers.chains import DraftChains
-from ...proposers.draft_tree import NoDraft
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
-from ...rng import Rng
-from ...verifiers.lossless import GreedyMatch, Sample
 from ...warpers import Sampling, warp
+from ..measure import sample_texts
 
 _TOKENS_A_FORWARD = 8192
 _NUMBERS_A_CHUNK = 1 << 22
@@ -212,12 +210,7 @@ def measure_rounding(
     """
     reference = reference or target
     prompts = list(prompts[:rows])
-    outputs: list[list[int]] = [[] for _ in prompts]
-    plain = Method(NoDraft(), GreedyMatch() if sampling.greedy else Sample())
-    rng = Rng.for_rows(0, len(prompts), target.device)
-    for step in generate(target, *plain, prompts, Limits(tokens), sampling, rng):
-        for output, new in zip(outputs, step.new_ids, strict=True):
-            output += new
+    outputs = sample_texts(target, prompts, Limits(tokens), sampling, batch=rows)
     wide_XV = reference.logits(read_back(reference, prompts, outputs).hidden_XD).float()
     finite_XV = wide_XV.isfinite()  # a model may rule tokens out by minus infinity
     spread, distance = 0.0, 0.0

@@ -20,14 +20,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ....checkpoints.table.table import BigramTable
-from ...engine import Limits, generate
+from ...engine import Limits
 from ...methods import Options, Parts, build_method, method_options
 from ...models.base import LanguageModel
 from ...models.loading import wrap_model
-from ...rng import Rng
 from ...tree import parse_branching, parse_tree
 from ...warpers import Sampling
-from ..measure import Entry
+from ..measure import Entry, sample_texts
 from .certify import Certificate, Plan, certify_method
 from .rescoring import Rounding, judge_of, measure_rounding, read_back
 
@@ -122,7 +121,8 @@ def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", no
     first, second = (wrap_model(_llama(vocab, seed, noise).to(device), check=False) for seed in (1, 2))
     draws = np.random.default_rng(0)
     prompts = [draws.integers(0, vocab, length).tolist() for length in (1, 5, 2, 8, 3, 7, 4, 6) * 8]
-    texts = _sample_texts(target, prompts * 4)
+    written = sample_texts(target, prompts * 4, Limits(40), Sampling(0.5), seed=99, batch=4 * len(prompts))
+    texts = [[*prompt, *text] for prompt, text in zip(prompts * 4, written, strict=True)]
     table = BigramTable.from_documents([np.array(text) for text in texts], vocab)
     parts = Parts(first, FittedHeads(target, texts, heads), table, (second,))
     return World(target, judge, parts, prompts, measure_rounding(target, prompts, Sampling(1.0), reference=judge))
@@ -142,19 +142,6 @@ def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
                 parameter.normal_(0.0, size, generator=common)
                 parameter += torch.randn(parameter.shape, generator=own) * size * noise
     return model
-
-
-def _sample_texts(target: LanguageModel, prompts: list[list[int]]) -> list[list[int]]:
-    """Prompts with what the target writes after them."""
-    texts, rng, cold = (
-        [list(prompt) for prompt in prompts],
-        Rng.for_rows(99, len(prompts), target.device),
-        Sampling(0.5),
-    )
-    for step in generate(target, *build_method("autoregressive", Parts(), cold), prompts, Limits(40), cold, rng):
-        for text, new in zip(texts, step.new_ids, strict=True):
-            text += new
-    return texts
 
 
 class FittedHeads(torch.nn.Module):

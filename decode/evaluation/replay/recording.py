@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....checkpoints.table.table import NextToken
-from ...engine import Limits, generate
-from ...methods import Parts, build_method
+from ...methods import Parts
 from ...models.base import LanguageModel, check_same_vocabulary
 from ...proposers.head_trees import HeadModule
 from ...proposers.ngrams import TableChain
-from ...rng import Rng
 from ...warpers import Sampling, warp
 from .acceptance import Candidates
 
@@ -112,31 +110,6 @@ class TableSource(NamedTuple):
 TABLE_SOURCES = (TableSource(1), TableSource(2))
 
 
-def sample_texts(
-    target: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    limits: Limits,
-    sampling: Sampling,
-    *,
-    seed: int = 0,
-    batch: int = 8,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[list[int]]:
-    """The target's own continuation of each prompt, decoded plainly; prompt b draws from seed + b."""
-    texts: list[list[int]] = []
-    for first in range(0, len(prompts), batch):
-        rows = prompts[first : first + batch]
-        found: list[list[int]] = [[] for _ in rows]
-        rng = Rng.for_rows(seed + first, len(rows), target.device)
-        for step in generate(target, *build_method("autoregressive", Parts(), sampling), rows, limits, sampling, rng):
-            for row, new in zip(found, step.new_ids, strict=True):
-                row += new
-        texts += found
-        if progress:
-            progress(len(texts), len(prompts))
-    return texts
-
-
 @torch.inference_mode()
 def record(
     target: LanguageModel,
@@ -156,7 +129,7 @@ def record(
     """Read the texts once with the target and with every source of drafts that `parts` holds.
 
     Args:
-        texts: new tokens after each prompt, drawn from the target with this `sampling` (`sample_texts`).
+        texts: new tokens after each prompt, drawn from the target with this `sampling` (`measure.sample_texts`).
         candidates: K, the most candidates a position that replay shall know of.
         head_candidates: C, how many of each head's tokens to keep.
         draws: sequences of refused candidates per position, without replacement (`acceptance.Candidates`).

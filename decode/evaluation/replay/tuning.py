@@ -8,8 +8,9 @@ Shape letters: B texts, T positions, H heads, J tokens a step.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -53,10 +54,8 @@ DECODED = ("adaptive", *CHAINS, *LOSSY)
 SLIM = ("slim-ss", "slim-s", "slim-l")
 
 _WIDTHS = (1, 2, 3, 4, 6, 8)
-_DECODED_GAMMAS = (2, 4, 6)
-_DECODED_TREES = (4, 16, 48)
-_JOINT = ((2, 4), (4, 4), (6, 4))
-"""γ and beams of MJSD."""
+_TREES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 63)
+"""Nodes of Medusa's."""
 
 
 @dataclass(frozen=True)
@@ -167,34 +166,59 @@ def tree_text(paths: Paths) -> str:
     return text if set(text) & set(",.") else f"{text}, {text}"  # a number alone would be a k-configuration
 
 
-def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> Iterator[Options]:
-    """Settings of a method to be tried; none for methods that are not tuned by replay."""
-    if name in ("speculative", "unigram", "bigram"):
-        yield from ({"gamma": gamma} for gamma in range(1, space.gamma + 1))
-    elif name in ("multi-candidate", "naive-multi-candidate"):
+def settings_of(
+    name: str, sampling: Sampling, parts: Parts, space: Space, recording: Recording | None = None
+) -> list[Options]:
+    """Settings of a method to be tried: by replay, or decoded for those of `DECODED`.
+
+    Args:
+        recording: says which of the heads' trees; None: sizes stand for them, to be counted.
+    """
+    grid = _decoded_grid(name, sampling, space) if name in DECODED else _replayed_grid(name, parts, space)
+    if "tree" in grid:
+        sizes = [size for size in grid["tree"] if size < space.nodes]
+        grid["tree"] = sizes if recording is None else map(tree_text, best_head_trees(recording, sizes).values())
+    found = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    if name == TYPICAL:  # Medusa's own rule: δ is the root of ε
+        return [options | {"acceptance": "typical", "delta": options["epsilon"] ** 0.5} for options in found]
+    return [each for each in found if 1 + each.get("gamma", 0) * each.get("drafts", 1) <= space.nodes]
+
+
+def _replayed_grid(name: str, parts: Parts, space: Space) -> dict[str, Iterable[Any]]:
+    gammas = range(1, space.gamma + 1)
+    if name == "prompt-lookup":
+        return {"gamma": gammas, "ngram": (1, 2, 3, 4)}
+    if name in ("multi-candidate", "naive-multi-candidate"):
         widths = [width for width in _WIDTHS if width <= space.candidates]
-        for branching in k_configurations(space.nodes, space.depth, widths):
-            yield {"k_config": "x".join(map(str, branching))}
-    elif name == "prompt-lookup":
-        yield from ({"gamma": gamma, "ngram": ngram} for gamma in range(1, space.gamma + 1) for ngram in (1, 2, 3, 4))
-    elif name in ("bpd", "medusa", *SLIM):
-        yield from _head_settings(name, recording, parts, space)
-
-
-def _head_settings(name: str, recording: Recording, parts: Parts, space: Space) -> Iterator[Options]:
-    assert parts.heads is not None
-    depths = range(1, parts.heads.num_heads + 1)
+        found = k_configurations(space.nodes, space.depth, widths)
+        return {"k_config": ["x".join(map(str, branching)) for branching in found]}
     if name == "bpd":
-        yield from ({"depth": depth} for depth in depths)
-        return
+        assert parts.heads is not None
+        return {"depth": range(1, parts.heads.num_heads + 1)}
     if name == "medusa":
-        sizes = [size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 63) if size < space.nodes]
-        yield from ({"tree": tree_text(paths)} for paths in best_head_trees(recording, sizes).values())
-        return
-    sequences = (1,) if name == "slim-ss" else (1, 2, 3, 4, 6, 8, 12, 16, 20, 32, 40)
-    for candidates in (2, 4, 6, 10, 20):
-        if candidates <= space.head_candidates:
-            yield from ({"sequences": count, "candidates": candidates} for count in sequences)
+        return {"tree": _TREES}
+    if name in SLIM:
+        candidates = [count for count in (2, 4, 6, 10, 20) if count <= space.head_candidates]
+        sequences = (1,) if name == "slim-ss" else (1, 2, 3, 4, 6, 8, 12, 16, 20, 32, 40)
+        return {"sequences": sequences, "candidates": candidates}
+    assert name in ("speculative", "unigram", "bigram")
+    return {"gamma": gammas}
+
+
+def _decoded_grid(name: str, sampling: Sampling, space: Space) -> dict[str, Iterable[Any]]:
+    gammas = sorted({min(gamma, space.gamma) for gamma in (2, 4, 6)})
+    if name == "bild":
+        return {"fallback": space.fallbacks, "rollback": space.rollbacks}
+    if name == "adaptive":
+        return {"gamma": gammas, "policy": ("confidence",), "threshold": space.confidences}
+    if name == "mjsd":
+        return {"gamma": gammas, "beams": (4,), "threshold": space.thresholds}
+    if name == TYPICAL:
+        return {"tree": (4, 16, 48), "epsilon": space.tolerances}
+    if name in CHAINS:
+        several = [count for count in (2, 4, 8) if count <= space.candidates and not sampling.greedy]
+        return {"gamma": gammas, "drafts": several or [1]}
+    return {"gamma": gammas, "epsilon": space.tolerances}
 
 
 def tune_method(
@@ -212,7 +236,7 @@ def tune_method(
     """
     choices = []
     space = space or Space()
-    for options in settings_of(name, recording, parts, space):
+    for options in settings_of(name, recording.sampling, parts, space, recording):
         given = dict(fixed or {}) | options
         prediction = predict(recording, parts, name, given)
         if prediction is None or prediction.nodes_per_step > space.nodes:
@@ -239,45 +263,6 @@ def probes(choices: Sequence[Choice]) -> list[Choice]:
     smallest = min(choices, key=lambda choice: (choice.nodes_per_step, -choice.speedup))
     larger = min(choices, key=lambda choice: abs(choice.nodes_per_step - 2 * best.nodes_per_step))
     return list({choice.nodes_per_step: choice for choice in (larger, smallest, best)}.values())
-
-
-def count_decoded(name: str, sampling: Sampling, space: Space) -> int:
-    """How many settings `decoded_settings` gives, before anything is recorded."""
-    if name == TYPICAL:
-        return len(space.tolerances) * sum(size < space.nodes for size in _DECODED_TREES)
-    return len(list(decoded_settings(name, sampling, space)))
-
-
-def decoded_settings(
-    name: str, sampling: Sampling, space: Space, recording: Recording | None = None
-) -> Iterator[Options]:
-    """Settings to be decoded, of a method of `DECODED`; of typical acceptance the recording says which trees."""
-    gammas = sorted({min(gamma, space.gamma) for gamma in _DECODED_GAMMAS})
-    if name == "bild":
-        for fallback in space.fallbacks:
-            yield from ({"fallback": fallback, "rollback": rollback} for rollback in space.rollbacks)
-    elif name in ("relaxed-opt", "relaxed-uno"):
-        for gamma in gammas:
-            yield from ({"gamma": gamma, "epsilon": epsilon} for epsilon in space.tolerances)
-    elif name in CHAINS:
-        counts = [count for count in (2, 4, 8) if count <= space.candidates and not sampling.greedy]
-        pairs = [(gamma, count) for gamma in gammas for count in counts or [1] if 1 + gamma * count <= space.nodes]
-        yield from ({"gamma": gamma, "drafts": count} for gamma, count in pairs)
-    elif name == "adaptive":
-        for gamma in gammas:
-            yield from ({"gamma": gamma, "policy": "confidence", "threshold": at} for at in space.confidences)
-    elif name == "mjsd":
-        for gamma, beams in _JOINT:
-            if gamma <= space.gamma:
-                yield from ({"gamma": gamma, "beams": beams, "threshold": at} for at in space.thresholds)
-    else:
-        assert name == TYPICAL
-        assert recording is not None
-        sizes = [size for size in _DECODED_TREES if size < space.nodes]
-        for paths in best_head_trees(recording, sizes).values():
-            for epsilon in space.tolerances:
-                # Medusa's own rule: δ is the root of ε.
-                yield {"tree": tree_text(paths), "acceptance": "typical", "epsilon": epsilon, "delta": epsilon**0.5}
 
 
 def tune_decoded(
@@ -319,7 +304,7 @@ def tune_decoded(
         surprise = None if lossless else perplexity(target, prompts, [run.ids for run in runs])
         return Choice(method_of(name), given, *rates, 0.0, 0.0, lossless, "decoding", surprise)
 
-    settings, choices = list(decoded_settings(name, sampling, space, recording)), []
+    settings, choices = settings_of(name, sampling, parts, space, recording), []
     for done, options in enumerate(settings):
         if progress:
             progress(done, len(settings))

@@ -52,8 +52,7 @@ from ....decode.evaluation.diagnose.agreement import (
 from ....decode.evaluation.diagnose.attempts import DraftAttempt, cells, draft_attempts
 from ....decode.evaluation.diagnose.stages import Stage, decoding_stage, findings, gaps, scored_stage
 from ....decode.evaluation.diagnose.token_classes import classify
-from ....decode.evaluation.measure import Entry
-from ....decode.evaluation.replay.recording import sample_texts
+from ....decode.evaluation.measure import Entry, sample_texts
 from ....decode.evaluation.trace import trace
 from ....decode.methods import Parts, build_method
 from ....decode.models.seq2seq import Seq2SeqModel

@@ -16,11 +16,11 @@ from pydantic import TypeAdapter
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
-from ....decode.evaluation.measure import BASELINE, Decoded, Entry, Run, RunKey, measure, steady
+from ....decode.evaluation.measure import BASELINE, Decoded, Entry, Run, RunKey, measure, sample_texts, steady
 from ....decode.evaluation.metrics import speedup_interval, total
 from ....decode.evaluation.quality import perplexity
 from ....decode.evaluation.replay.costs import PROBE_REPEATS, CostModel, measure_forwards, measure_overheads
-from ....decode.evaluation.replay.recording import Recording, TableSource, record, sample_texts
+from ....decode.evaluation.replay.recording import Recording, TableSource, record
 from ....decode.evaluation.replay.tuning import (
     DECODED,
     LOSSY,
@@ -30,9 +30,9 @@ from ....decode.evaluation.replay.tuning import (
     TYPICAL,
     Choice,
     Space,
-    count_decoded,
     frontier,
     probes,
+    settings_of,
     tune_decoded,
     tune_method,
     tuned_methods,
@@ -132,7 +132,7 @@ def show_plan(recipe: EvaluateRecipe) -> None:
 def _runs(fixed: Fixed, prompts: int, recipe: EvaluateRecipe, space: Space) -> int:
     """Texts that are decoded at most: the target's own, settings that are decoded, probes of steps, the winners."""
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
-    settings = sum(count_decoded(name, sampling, space) for name in fixed if name in DECODED)
+    settings = sum(len(settings_of(name, sampling, Parts(), space)) for name in fixed if name in DECODED)
     winners = 1 + _CONFIRMED + _CONFIRMED_OF_BEST + _CONFIRMED_LOSSY * sum(name in LOSSY for name in fixed)
     probed = PROBE_REPEATS * min(_PROBES, prompts) * (1 + PROBE_SETTINGS * len(fixed))
     return prompts + settings * min(space.decoded_prompts, prompts) + probed + winners * prompts * recipe.repeats

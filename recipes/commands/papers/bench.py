@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from ....checkpoints.artifact.identity import source_state
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
-from ....decode.evaluation.replay.recording import Recording, sample_texts
+from ....decode.evaluation.measure import sample_texts
+from ....decode.evaluation.replay.recording import Recording
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import LoadedPair, open_recipe, prompts_of
 from ...schema.loading import parse_recipe

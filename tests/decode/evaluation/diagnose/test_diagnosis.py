@@ -20,8 +20,8 @@ from draftsmith.decode.evaluation.diagnose.agreement import (
 from draftsmith.decode.evaluation.diagnose.attempts import cells, draft_attempts
 from draftsmith.decode.evaluation.diagnose.stages import Stage, findings
 from draftsmith.decode.evaluation.diagnose.token_classes import CLASSES, classify
+from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.evaluation.metrics import Tally
-from draftsmith.decode.evaluation.replay.recording import sample_texts
 from draftsmith.decode.evaluation.trace import trace
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model

@@ -21,7 +21,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.replay.recording import sample_texts
+from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.data import Prepared, prepare_data

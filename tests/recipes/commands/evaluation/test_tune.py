@@ -16,11 +16,11 @@ import pytest
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.measure import decode, sample_texts
 from draftsmith.decode.evaluation.metrics import total
 from draftsmith.decode.evaluation.replay import tuning
 from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
-from draftsmith.decode.evaluation.replay.recording import record, sample_texts
+from draftsmith.decode.evaluation.replay.recording import record
 from draftsmith.decode.evaluation.replay.replay import predict
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
@@ -68,7 +68,7 @@ def test_the_choice_is_the_best_of_a_decoded_sweep(tiny: tuple[Any, Parts, list[
     recording = record(target, parts, prompts, sample_texts(target, prompts, limits, sampling), sampling)
     choices = tuning.tune_method(recording, parts, COSTS, name, space=SPACE)
     speeds = {}
-    for options in tuning.settings_of(name, recording, parts, SPACE):
+    for options in tuning.settings_of(name, sampling, parts, SPACE, recording):
         method = build_method(name, parts, sampling, **options)
         counts = total(decode(target, method, sampling, 0, prompt, limits).tally for prompt in prompts)
         nodes = counts.nodes / counts.steps
@@ -117,7 +117,7 @@ def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def test_tune_writes_what_it_found_and_can_be_evaluated(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    space = tuning.Space(nodes=8, gamma=3, depth=2, candidates=2, thresholds=(0.1, 0.5))
+    space = tuning.Space(nodes=8, gamma=3, depth=2, candidates=2, thresholds=(0.1,))
     results = run_tune(load_recipe(str(recipe)), space)  # type: ignore[arg-type]
     folder = recipe.parent / "results.tune"
     assert json.loads((folder / "tune.json").read_text()) == json.loads(json.dumps(results))

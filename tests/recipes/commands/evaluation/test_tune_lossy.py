@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.evaluation.quality import perplexity
 from draftsmith.decode.evaluation.replay import tuning
 from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
-from draftsmith.decode.evaluation.replay.recording import record, sample_texts
+from draftsmith.decode.evaluation.replay.recording import record
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
@@ -44,7 +45,7 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
     prompts = [[1 + place, 3] for place in range(8)]
     recording = record(target, parts, prompts, sample_texts(target, prompts, limits, sampling), sampling)
     choices = tuning.tune_decoded(target, parts, recording, COSTS, name, limits, {}, SMALL, seed=5)
-    assert len(choices) == len(list(tuning.decoded_settings(name, sampling, SMALL, recording))) > 3
+    assert len(choices) == len(tuning.settings_of(name, sampling, parts, SMALL, recording)) > 3
     assert [each.speedup for each in choices] == sorted((each.speedup for each in choices), reverse=True)
     for choice in choices:
         method, counts = build_method(tuning.method_of(name), parts, sampling, **choice.options), Tally()
