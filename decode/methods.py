@@ -17,7 +17,7 @@ from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.chains import DraftChains
 from .proposers.draft_tree import DraftTree, NoDraft
 from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
-from .proposers.ngrams import PromptLookup, TableChain
+from .proposers.ngrams import PromptLookup, TableChain, TableSource
 from .tree import parse_branching
 from .verifiers.lossless import (
     ExactChain,
@@ -89,8 +89,8 @@ def _relaxed(parts: Parts, sampling: Sampling, options: Options, optimal: bool) 
 
 def _table_chain(parts: Parts, sampling: Sampling, options: Options, order: Literal[1, 2]) -> Method:
     assert parts.table is not None
-    settings: Options = {"prior": 1.0} | {name: options[name] for name in ("prior", *_SMOOTHING) if name in options}
-    return _matching(TableChain(parts.table, options["gamma"], order, **settings), sampling, ExactChain())
+    source = TableSource(order, **{name: value for name, value in options.items() if name != "gamma"})
+    return _matching(TableChain(parts.table, options["gamma"], source), sampling, ExactChain())
 
 
 def _prompt_lookup(parts: Parts, sampling: Sampling, options: Options) -> Method:

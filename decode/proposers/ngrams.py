@@ -1,17 +1,19 @@
 """Drafts without a draft model: from counted unigrams and bigrams, or from the text that is already there.
 
-Shape letters: B batch, S buffer slots, K depth, V vocabulary.
+Shape letters: B batch, S buffer slots, K depth, V vocabulary, X any shape.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...checkpoints.table.smoothing import check_smoothing
 from ...checkpoints.table.table import BigramTable
+from ...checkpoints.table.views import NextToken
 from ..engine import Context, Limits, Proposal, Proposer
 from ..models.base import check_same_vocabulary
 from ..models.kv_cache import sent
@@ -20,56 +22,75 @@ from ..tree import Tree
 from ..warpers import warp
 
 
+class TableDrafts:
+    """What a table of counts holds likely after given tokens, in whatever shape: `order` 1: always the same."""
+
+    def __init__(self, rows: NextToken, order: int) -> None:
+        self._rows, self._order = rows, order
+        self._unigram_V = rows.unigram_V.log()
+        self._commonest = self._unigram_V.argmax()
+
+    def logits(self, last_X: Tensor) -> Tensor:
+        """[..., V] logarithms of probabilities."""
+        return self._rows.after(last_X).log() if self._order == 2 else self._unigram_V.expand(*last_X.shape, -1)
+
+    def best(self, last_X: Tensor) -> Tensor:
+        """[...] what is drafted at temperature 0."""
+        return self._rows.most_likely(last_X) if self._order == 2 else self._commonest.expand_as(last_X)
+
+
+class TableSource(NamedTuple):
+    """How tokens are drafted from a table of counts: each by itself (order 1), or each after the one before."""
+
+    order: Literal[1, 2]
+    prior: float = 1.0
+    """Weight of the unigram distribution in what follows a token, where there is no smoothing."""
+    smoothing: str = "none"
+    """Of what follows a token: "none", "add-k" or "kneser-ney"."""
+    strength: float = 0.0
+    """k, or the discount."""
+
+    @property
+    def name(self) -> str:
+        """`unigram`, or `bigram` with its settings."""
+        if self.order == 1:
+            return "unigram"
+        return f"bigram {self.prior:g}" if self.smoothing == "none" else f"bigram {self.smoothing} {self.strength:g}"
+
+    def drafts(self, table: BigramTable, device: torch.device) -> TableDrafts:
+        """From a table, on a device."""
+        return TableDrafts(table.distributions(device, *self[1:]), self.order)
+
+
 class TableChain(Proposer):
-    """A chain of `gamma` tokens from a table of counts: each by itself, or each after the one before.
+    """A chain of `gamma` tokens from a table of counts.
 
-    The n-gram baselines of the speculative-decoding slides ("Empirical α values"), warped as any drafter is.
-
-    Args:
-        prior: weight of the unigram distribution in what follows a token, where there is no smoothing.
-        smoothing: of what follows a token: "none", "add-k" or "kneser-ney"; `strength` is k, or the discount.
-
-    Raises ValueError: a setting that cannot be; at the start of decoding, a table of another vocabulary.
+    The n-gram baselines of the speculative-decoding slides ("Empirical α values"), warped as any drafter is. Raises
+    ValueError: a setting that cannot be; at the start of decoding, a table of another vocabulary.
     """
 
-    def __init__(
-        self,
-        table: BigramTable,
-        gamma: int,
-        order: Literal[1, 2],
-        prior: float,
-        smoothing: str = "none",
-        strength: float = 0.0,
-    ) -> None:
-        if prior <= 0:
-            raise ValueError(f"prior must be above 0, got {prior}")
-        check_smoothing(smoothing, strength)
-        self.table, self.gamma, self.order, self.prior = table, gamma, order, prior
-        self.smoothing, self.strength = smoothing, strength
+    def __init__(self, table: BigramTable, gamma: int, source: TableSource) -> None:
+        if source.prior <= 0:
+            raise ValueError(f"prior must be above 0, got {source.prior}")
+        check_smoothing(source.smoothing, source.strength)
+        self.table, self.gamma, self.source = table, gamma, source
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
         check_same_vocabulary(context.target, self.table, "table")
-        device = context.ids_BS.device
-        self._rows = self.table.distributions(device, self.prior, self.smoothing, self.strength)
-        self._unigram_V = self._rows.unigram_V.log()
-        self._commonest = self._unigram_V.argmax()
-        self._tree = Tree.chain(self.gamma).to(device)
+        self._drafts = self.source.drafts(self.table, context.ids_BS.device)
+        self._tree = Tree.chain(self.gamma).to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
-        greedy = context.sampling.greedy
         tokens, probs = [context.root_B1], []
-        uniform_BK = None if greedy else context.rng.uniform(self.gamma)
+        uniform_BK = None if context.sampling.greedy else context.rng.uniform(self.gamma)
         for level in range(self.gamma):
-            last_B1 = tokens[-1]
             if uniform_BK is None:
-                chosen_B1 = self._rows.most_likely(last_B1) if self.order == 2 else self._commonest.expand_as(last_B1)
-                tokens.append(chosen_B1)
+                tokens.append(self._drafts.best(tokens[-1]))
                 continue
-            log_BMV = self._rows.after(last_B1).log() if self.order == 2 else self._unigram_V.expand(*last_B1.shape, -1)
-            probs.append(warp(log_BMV, context.sampling))
+            probs.append(warp(self._drafts.logits(tokens[-1]), context.sampling))
             tokens.append(categorical(probs[-1], uniform_BK[:, level, None]))
         return Proposal(self._tree, torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None)
 

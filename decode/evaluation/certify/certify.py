@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ...engine import Limits, decode_texts
-from ...methods import METHODS, Method, Parts, build_method, method_options, needs_of
+from ...methods import Method, Parts, build_method
 from ...models.base import LanguageModel
 from ...rng import Rng
 from ...warpers import Sampling, warp
@@ -173,7 +173,7 @@ def certify_method(
     method = method or build_method(entry.method, parts, entry.sampling, **entry.options)
     rounding = rounding or measure_rounding(target, prompts, entry.sampling, reference=reference)
     hooks = (iter(written), on_written, progress or (lambda *_: None))
-    run = _Run(target, parts, entry, prompts, limits, plan, method, reference or target, rounding, *hooks)
+    run = _Run(target, entry, prompts, limits, plan, method, reference or target, rounding, *hooks)
     return run.greedy() if entry.sampling.greedy else run.sampled()
 
 
@@ -182,7 +182,6 @@ class _Run:
     """One method's certificate in the making."""
 
     target: LanguageModel
-    parts: Parts
     entry: Entry
     prompts: Sequence[Sequence[int]]
     limits: Limits
@@ -348,17 +347,14 @@ class _Run:
         self.outcomes += [(number, outcome(row, vocab)) for number, row in zip(numbers, outputs, strict=True)]
         if not any(outputs):
             return
-        prompts, sampling, entry = [self.prompts[number] for number in numbers], self.entry.sampling, self.entry
+        prompts, sampling = [self.prompts[number] for number in numbers], self.entry.sampling
         reading = read_back(self.reference, prompts, outputs)
         token_X = torch.tensor([token for output in outputs for token in output], device=reading.last_X.device)
         where = _positions(numbers, outputs)
-        needs = needs_of(entry.method, method_options(entry.method, entry.options)) if entry.method in METHODS else ()
-        view = proposers_view(
-            self.method, needs, self.parts, sampling, prompts, outputs, reading, self.reference.vocab_size
-        )
+        view = proposers_view(self.method.proposer, sampling, prompts, outputs, reading, vocab)
         uniform_X = torch.from_numpy(self.uniform.random(len(token_X))).to(token_X.device)
-        found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        for chunk in chunks(len(token_X), self.reference.vocab_size):
+        found: dict[str, list[Tensor]] = {}
+        for chunk in chunks(len(token_X), vocab):
             logits_CV, token_C = self.reference.logits(reading.hidden_XD[chunk]), token_X[chunk]
             probs_CV = judged(logits_CV, sampling)
             self.judge_support(logits_CV, probs_CV, token_C, where[chunk])
@@ -374,14 +370,10 @@ class _Run:
                 scores["what its proposer prefers"] = (theirs_CV / probs_CV, theirs_CV > probs_CV)
             for order, (score_CV, favoured_CV) in scores.items():
                 u_C = transform(probs_CV, score_CV.nan_to_num(nan=0.0, posinf=torch.inf), token_C, uniform_X[chunk])
-                found.setdefault(order, []).append((u_C, *favour(probs_CV, favoured_CV, token_C)))
+                found.setdefault(order, []).append(torch.stack((u_C, *favour(probs_CV, favoured_CV, token_C))))
         ends = np.cumsum([len(output) for output in outputs])[:-1]
         for order, pieces in found.items():
-            evidence = orders.setdefault(order, Evidence())
-            for kept, parts_X in zip(
-                (evidence.uniforms, evidence.excess, evidence.variance), zip(*pieces, strict=True), strict=True
-            ):
-                kept += np.split(torch.cat(parts_X).cpu().numpy(), ends)
+            orders.setdefault(order, Evidence()).rows += np.split(torch.cat(pieces, 1).cpu().numpy(), ends, 1)
 
     def judge_support(
         self, logits_CV: Tensor, probs_CV: Tensor, token_C: Tensor, where: Sequence[tuple[int, int]]

@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ...engine import Limits
-from ...methods import Method, Parts
+from ...engine import Limits, Proposer
 from ...models.base import LanguageModel, TransformersModel, bare_model
 from ...models.final_norm import norm_input
 from ...models.kv_cache import KVCache
 from ...models.loading import wrap_model
+from ...proposers.adaptive import AdaptiveChain
+from ...proposers.beams import DraftBeam
 from ...proposers.chains import DraftChains
+from ...proposers.draft_tree import DraftTree
+from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
 from ...warpers import Sampling, warp
 from ..measure import sample_texts
@@ -119,46 +122,36 @@ View = Callable[[slice], Tensor]
 
 
 def proposers_view(
-    method: Method,
-    needs: Sequence[str],
-    parts: Parts,
+    proposer: Proposer,
     sampling: Sampling,
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
     reading: Reading,
     vocab: int,
 ) -> View | None:
-    """What a method's drafter, heads or table hold likely as each next token, given the text before it.
+    """What a proposer's drafter, heads or table hold likely as each next token, given the text before it.
 
-    The mean of several drafters; of heads the first; of a table its counts unsmoothed, with a prior of 1; of prompt
-    look-up all on the token that it finds. It only orders the vocabulary: a deeper head proposes other tokens too.
-
-    Args:
-        needs: which parts the method works with.
+    The mean of several drafters; of heads the first; of prompt look-up all on the token that it finds. It only orders
+    the vocabulary: a deeper head proposes other tokens too.
 
     Returns:
-        A function from a slice of the tokens to [C, V] probabilities; None for methods without any such part.
+        A function from a slice of the tokens to [C, V] probabilities; None for proposers without any such part.
     """
-    if "drafter" in needs and parts.drafter is not None:
-        proposer = method.proposer
-        models = proposer.models if isinstance(proposer, DraftChains) else (parts.drafter,)
+    if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree)):
+        models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
         states = [(model, read_back(model, prompts, outputs).hidden_XD) for model in models]
         return lambda index: torch.stack(
             [warp(model.logits(hidden_XD[index]), sampling) for model, hidden_XD in states]
         ).mean(0)
-    if "heads" in needs and parts.heads is not None:
-        heads = parts.heads
+    if isinstance(proposer, (HeadTree, PrunedHeadTree)):
+        heads = proposer.heads
         return lambda index: heads(reading.before_XD[index])[:, 0].softmax(-1, dtype=torch.float32)
-    if "table" in needs and parts.table is not None:
-        alone = isinstance(method.proposer, TableChain) and method.proposer.order == 1
-        rows = parts.table.distributions(reading.last_X.device, 1.0)
-        after = (lambda last_X: rows.unigram_V.expand(len(last_X), -1)) if alone else rows.after
-        return lambda index: warp(after(reading.last_X[index]).log(), sampling)
-    if isinstance(method.proposer, PromptLookup):
-        longest = method.proposer.longest
-        found = [
-            _looked_up(prefix, output, longest, vocab) for prefix, output in zip(reading.prefixes, outputs, strict=True)
-        ]
+    if isinstance(proposer, TableChain):
+        drafts = proposer.source.drafts(proposer.table, reading.last_X.device)
+        return lambda index: warp(drafts.logits(reading.last_X[index]), sampling)
+    if isinstance(proposer, PromptLookup):
+        rows = zip(reading.prefixes, outputs, strict=True)
+        found = [_looked_up(prefix, output, proposer.longest, vocab) for prefix, output in rows]
         found_X = torch.from_numpy(np.concatenate(found)).to(reading.last_X.device)
         # One class more for places where nothing is found, which is cut off.
         return lambda index: F.one_hot(found_X[index], vocab + 1)[:, :-1].float()

@@ -37,38 +37,42 @@ class Result(NamedTuple):
 
 @dataclass
 class Evidence:
-    """What one order of the vocabulary says about texts, an array a row, in the order in which rows were asked for."""
+    """What one order of the vocabulary says about texts, in the order in which rows were asked for."""
 
-    uniforms: list[np.ndarray] = field(default_factory=list)
-    """float64; u of each token."""
-    excess: list[np.ndarray] = field(default_factory=list)
-    """float64; 1{y in S} - p(S) for the set S of favoured tokens: mean 0 if the text follows p."""
-    variance: list[np.ndarray] = field(default_factory=list)
-    """float64; p(S) (1 - p(S)), what it varies by."""
+    rows: list[np.ndarray] = field(default_factory=list)
+    """float64 [3, tokens] each. Of a token its u; its excess, 1{y in S} - p(S) for the set S of favoured tokens: mean
+    0 if the text follows p; and p(S) (1 - p(S)), the variance of that."""
 
     def first(self, tokens: int) -> Evidence:
         """The first so many tokens, row after row: what rows do must not decide how much is looked at."""
         kept, left = Evidence(), tokens
-        for parts in zip(self.uniforms, self.excess, self.variance, strict=True):
+        for row in self.rows:
             if left <= 0:
                 break
-            for values, part in zip((kept.uniforms, kept.excess, kept.variance), parts, strict=True):
-                values.append(part[:left])
-            left -= len(parts[0])
+            kept.rows.append(row[:, :left])
+            left -= row.shape[1]
         return kept
+
+    @property
+    def uniforms(self) -> list[np.ndarray]:
+        return [row[0] for row in self.rows]
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.uniforms))
 
     @property
+    def total_excess(self) -> float:
+        return float(sum(row[1].sum() for row in self.rows))
+
+    @property
     def total_variance(self) -> float:
-        return float(sum(row.sum() for row in self.variance))
+        return float(sum(row[2].sum() for row in self.rows))
 
     @property
     def bias(self) -> float:
         """Mean share of probability that moved to the favoured tokens; at most the mean total variation from p."""
-        return float(sum(row.sum() for row in self.excess)) / max(1, self.tokens)
+        return self.total_excess / max(1, self.tokens)
 
 
 def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: Tensor) -> Tensor:
@@ -121,13 +125,12 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
         np.stack((first[: len(second)], second[: len(first)]))
         for first, second in zip(evidence.uniforms[::2], evidence.uniforms[1::2], strict=False)
     ]
-    total = float(sum(row.sum() for row in evidence.excess))
     return [
         _chi_square("bins", np.histogram(uniform_X, bins=bins, range=(0, 1))[0] if bins > 1 else None),
         Result("kolmogorov-smirnov", distance, min(1.0, 2 * math.exp(-2 * count * distance**2))),
         *(_grid(test, [_pairs(row[first:], lag, rng) for row in evidence.uniforms]) for test, first, lag in apart),
         _grid("rows", beside),
-        Result("favoured", total / count, martingale_p(total, evidence.total_variance)),
+        Result("favoured", evidence.bias, martingale_p(evidence.total_excess, evidence.total_variance)),
     ]
 
 

@@ -85,16 +85,10 @@ def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
 
 def table_source(proposer: TableChain, device: torch.device) -> Source:
     """A table of counts, as `ngrams.TableChain` drafts from it."""
-    rows = proposer.table.distributions(device, proposer.prior, proposer.smoothing, proposer.strength)
+    table = proposer.source.drafts(proposer.table, device)
 
     def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
-        def drafts(span: slice) -> list[tuple[Tensor, Tensor]]:
-            last_C = reading.last_X[span]
-            if proposer.order == 1:
-                return [_with_best(rows.unigram_V.log().expand(len(last_C), -1))]
-            return [(rows.after(last_C).log(), rows.most_likely(last_C))]
-
-        return drafts
+        return lambda span: [(table.logits(reading.last_X[span]), table.best(reading.last_X[span]))]
 
     return Source(read)
 

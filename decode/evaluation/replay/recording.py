@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....checkpoints.table.table import NextToken
 from ...methods import Parts
 from ...models.base import LanguageModel, check_same_vocabulary
 from ...proposers.head_trees import HeadModule
-from ...proposers.ngrams import TableChain
+from ...proposers.ngrams import TableDrafts, TableSource
 from ...warpers import Sampling, warp
 from .acceptance import Candidates
 
@@ -72,7 +70,7 @@ class Recording:
     prompts: list[list[int]]
     texts: list[list[int]]
     drafts: dict[str, Drafts] = field(default_factory=dict)
-    """By source: `drafter`, or `source_name` of a table."""
+    """By source: `drafter`, or the name of a `TableSource`."""
     heads: HeadDrafts | None = None
 
     @property
@@ -84,27 +82,6 @@ class Recording:
     def positions(self) -> int:
         """T, the new tokens of all texts."""
         return int(self.lengths.sum())
-
-
-class TableSource(NamedTuple):
-    """A way to draft from a table of counts, with the settings of `ngrams.TableChain`."""
-
-    order: int
-    prior: float = 1.0
-    smoothing: str = "none"
-    strength: float = 0.0
-
-    @classmethod
-    def of(cls, proposer: TableChain) -> TableSource:
-        """The source that a proposer drafts from."""
-        return cls(proposer.order, proposer.prior, proposer.smoothing, proposer.strength)
-
-    @property
-    def name(self) -> str:
-        """Its name among `Recording.drafts`."""
-        if self.order == 1:
-            return "unigram"
-        return f"bigram {self.prior:g}" if self.smoothing == "none" else f"bigram {self.smoothing} {self.strength:g}"
 
 
 TABLE_SOURCES = (TableSource(1), TableSource(2))
@@ -170,14 +147,14 @@ class _Reader:
         self._sampling, self._sizes = sampling, sizes
         self._width = min(head_candidates, target.vocab_size)
         self._generator = torch.Generator().manual_seed(seed)
-        self._rows: dict[TableSource, NextToken] = {}
+        self._tables: dict[TableSource, TableDrafts] = {}
         self._found: dict[str, list[dict[str, Tensor]]] = {}
         self._head_rows: list[tuple[Tensor, Tensor, Tensor]] = []
         for other, what in ((parts.drafter, "drafter"), (parts.table, "table")):
             if other is not None:
                 check_same_vocabulary(target, other, what)
         if parts.table is not None:
-            self._rows = {each: parts.table.distributions(target.device, *each[1:]) for each in tables}
+            self._tables = {each: each.drafts(parts.table, target.device) for each in tables}
 
     def read(self, prompt: Sequence[int], text: Sequence[int], chunk: int) -> None:
         """Read one text."""
@@ -200,23 +177,15 @@ class _Reader:
             if self._drafter is not None:
                 draft_TV = self._drafter.logits(hiddens[1][-len(token_T) :])
                 self._keep("drafter", target_TV, draft_TV, token_T)
-            for source, rows in self._rows.items():
-                rows_TV = rows.unigram_V.expand(len(roots_T), -1) if source.order == 1 else rows.after(roots_T)
-                best_T = None if source.order == 1 else rows.most_likely(roots_T)
-                self._keep(source.name, target_TV, rows_TV.log(), token_T, several=False, best_T=best_T)
+            for source, table in self._tables.items():
+                self._keep(source.name, target_TV, table.logits(roots_T), token_T, table.best(roots_T))
             if self._heads is not None:
                 self._keep_heads(self._heads, hidden_TD[:-1], roots_T)
 
     def _keep(
-        self,
-        name: str,
-        target_TV: Tensor,
-        draft_logits_TV: Tensor,
-        token_T: Tensor,
-        several: bool = True,
-        best_T: Tensor | None = None,
+        self, name: str, target_TV: Tensor, draft_logits_TV: Tensor, token_T: Tensor, best_T: Tensor | None = None
     ) -> None:
-        """`best_T`: what the source drafts at temperature 0, where it is not the first of the most likely tokens."""
+        """`best_T`: what a table drafts at temperature 0, which need not be the first of the most likely tokens."""
         count, draws = self._sizes
         draft_TV = warp(draft_logits_TV, self._sampling)
         token_T1 = token_T[:, None]
@@ -229,7 +198,7 @@ class _Reader:
             "rank_T": rank_T,
             "variation_T": (target_TV - draft_TV).abs().sum(1) / 2,
         }
-        if self._sampling.greedy or not several:
+        if self._sampling.greedy or best_T is not None:
             numbers |= dict.fromkeys(_BY_CANDIDATES, target_TV[:, :0])
         else:
             judged = Candidates(target_TV, draft_TV, token_T)

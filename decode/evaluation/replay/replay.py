@@ -27,7 +27,7 @@ from ...verifiers.lossless import ExactChain, GreedyMatch, MultiCandidate, Sampl
 from ...warpers import Sampling
 from ..measure import Entry
 from .heads import head_tree, pruned_tree
-from .recording import Drafts, Recording, TableSource, record
+from .recording import Drafts, Recording, record
 from .steps import Floats, Prediction, replay_chances, replay_tokens
 
 
@@ -61,7 +61,7 @@ def record_entries(
     for sampling, written in texts.items():
         wanted = [build_method(each.method, parts, sampling, **each.options) for each in entries]
         proposers = [method.proposer for method, each in zip(wanted, entries, strict=True) if each.sampling == sampling]
-        tables = [TableSource.of(proposer) for proposer in proposers if isinstance(proposer, TableChain)]
+        tables = [proposer.source for proposer in proposers if isinstance(proposer, TableChain)]
         needs = [_needs(proposer) for proposer in proposers]
         recordings.append(
             record(
@@ -106,7 +106,7 @@ def _recorded(recording: Recording, proposer: Proposer) -> bool:
     if isinstance(proposer, (DraftTree, DraftChains)):
         return "drafter" in recording.drafts
     if isinstance(proposer, TableChain):
-        return TableSource.of(proposer).name in recording.drafts
+        return proposer.source.name in recording.drafts
     return recording.heads is not None or not isinstance(proposer, (HeadTree, PrunedHeadTree))
 
 
@@ -158,8 +158,7 @@ def _draft_tree(recording: Recording, proposer: DraftTree, verifier: Verifier) -
 
 
 def _table_chain(recording: Recording, proposer: TableChain, verifier: Verifier) -> Prediction | None:
-    source = TableSource.of(proposer).name
-    accept_T = chances(recording, source, 1, "without" if recording.sampling.greedy else "with")
+    accept_T = chances(recording, proposer.source.name, 1, "without" if recording.sampling.greedy else "with")
     return replay_chances(recording, np.tile(accept_T, (proposer.gamma, 1)), proposer.gamma + 1)
 
 

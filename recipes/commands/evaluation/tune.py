@@ -20,7 +20,7 @@ from ....decode.evaluation.measure import BASELINE, Decoded, Entry, Run, RunKey,
 from ....decode.evaluation.metrics import speedup_interval, total
 from ....decode.evaluation.quality import perplexity
 from ....decode.evaluation.replay.costs import PROBE_REPEATS, CostModel, measure_forwards, measure_overheads
-from ....decode.evaluation.replay.recording import Recording, TableSource, record
+from ....decode.evaluation.replay.recording import Recording, record
 from ....decode.evaluation.replay.tuning import (
     DECODED,
     LOSSY,
@@ -40,6 +40,7 @@ from ....decode.evaluation.replay.tuning import (
 )
 from ....decode.methods import METHODS, Parts, build_method
 from ....decode.models.base import LanguageModel
+from ....decode.proposers.ngrams import TableSource
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import StopSignals
 from ...assemble.evaluation import identity_of, open_recipe, prompts_of
@@ -171,10 +172,10 @@ def _tuned(case: _Case, left_out: LeftOut, about: dict[str, Any], folder: Path) 
 
 def _recording(case: _Case) -> Recording:
     """What replay needs of the target's own texts."""
-    tables = [TableSource(1, 1.0)]
+    tables = [TableSource(1)]
     if "bigram" in case.fixed:
         proposer = build_method("bigram", case.parts, case.sampling, **case.fixed["bigram"]).proposer
-        tables.append(TableSource.of(proposer))  # type: ignore[arg-type]
+        tables.append(proposer.source)  # type: ignore[attr-defined]
     texts, seed = list[list[int]](), case.recipe.seed
     with case.bar("writing texts", "prompts") as advance:
         for first in range(0, len(case.prompts), _BATCH):

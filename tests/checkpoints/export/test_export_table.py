@@ -19,7 +19,7 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Context, Limits
 from draftsmith.decode.methods import METHODS
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.proposers.ngrams import TableChain
+from draftsmith.decode.proposers.ngrams import TableChain, TableSource
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
@@ -161,7 +161,7 @@ def test_vllm_drafts_what_this_engine_drafts(
     contexts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 5, 2, 9, 30)]
     contexts[1][-1], contexts[2][-1] = VOCAB - 1, int(table.unigram.argmax())
     prior = METHODS["bigram"].defaults["prior"]
-    chain, target = TableChain(table, 4, order=2, prior=prior), wrap_model(make_llama(VOCAB))
+    chain, target = TableChain(table, 4, TableSource(2, prior)), wrap_model(make_llama(VOCAB))
     context = Context(target, contexts, Limits(8), Sampling(), Rng.for_rows(0, 5), chain.capacity(Limits(8)))
     chain.start(context)
     wanted = []

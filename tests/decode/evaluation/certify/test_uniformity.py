@@ -44,7 +44,11 @@ def evidence_of(
     u_X = transform(target_XV, draft_XV / target_XV, token_X, uniform_X)
     parts = (u_X, *favour(target_XV, draft_XV > target_XV, token_X))
     cuts = range(row, len(token_X), row)
-    return Evidence(*(np.split(part_X.numpy(), cuts) for part_X in parts))
+    return Evidence(np.split(torch.stack(parts).numpy(), cuts, 1))
+
+
+def without_favour(uniforms: list[np.ndarray]) -> Evidence:
+    return Evidence([np.stack([row, np.zeros(len(row)), np.zeros(len(row))]) for row in uniforms])
 
 
 @pytest.mark.parametrize(("tokens", "vocab"), [(1, 1), (7, 2), (33, 5), (5, 40)])
@@ -99,16 +103,13 @@ def test_shared_random_numbers_are_found() -> None:
     """Each token by itself is right, and two of them together are not."""
     rng = np.random.default_rng(3)
     rows = list(rng.random((100, 16)))
-    nothing = [np.zeros(16)] * 100
     repeated = [np.repeat(row[:8], 2) for row in rows]
     twins = [rows[place - place % 2] for place in range(100)]
     for uniforms, test in ((repeated, "neighbours"), (twins, "rows")):
-        results = {
-            result.test: result.p_value for result in uniformity_tests(Evidence(uniforms, nothing, nothing), rng)
-        }
+        results = {result.test: result.p_value for result in uniformity_tests(without_favour(uniforms), rng)}
         assert results[test] < 1e-20
         assert results["bins"] > 1e-6
-    honest = {result.test: result.p_value for result in uniformity_tests(Evidence(rows, nothing, nothing), rng)}
+    honest = {result.test: result.p_value for result in uniformity_tests(without_favour(rows), rng)}
     assert min(honest.values()) > 1e-4
 
 
@@ -120,8 +121,7 @@ def test_what_a_row_does_last_does_not_decide_what_is_looked_at() -> None:
         row = rng.random(24)
         ends = np.flatnonzero(row < 0.3)
         rows.append(row[: ends[0] + 1] if len(ends) else row)
-    nothing = [np.zeros(len(row)) for row in rows]
-    whole = Evidence(rows, nothing, nothing)
+    whole = without_favour(rows)
     assert min(result.p_value for result in uniformity_tests(whole, rng)) > 1e-4
     some = whole.first(1001)
     assert some.tokens == 1001
@@ -145,5 +145,5 @@ def test_few_tokens_say_nothing() -> None:
     assert detectable_bias(0, 1e-8, 0.99) == 1.0
     rng = np.random.default_rng(6)
     assert {result.p_value for result in uniformity_tests(Evidence(), rng)} == {1.0}
-    one = Evidence([np.array([0.5])], [np.array([0.4])], [np.array([0.24])])
+    one = Evidence([np.array([[0.5], [0.4], [0.24]])])
     assert all(result.p_value > 0.05 for result in uniformity_tests(one, rng))

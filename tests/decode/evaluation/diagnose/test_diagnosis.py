@@ -25,7 +25,7 @@ from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.evaluation.trace import trace
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.proposers.ngrams import TableChain
+from draftsmith.decode.proposers.ngrams import TableChain, TableSource
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling, warp
 from hypothesis import given, settings
@@ -110,7 +110,7 @@ def test_scores_of_heads_speak_of_the_token_so_many_places_on(models: Any, make_
 @pytest.mark.parametrize("order", [1, 2])
 def test_scores_of_a_table_are_those_of_its_rows(models: Any, table: BigramTable, order: Any) -> None:
     target, sampling = models[0], Sampling(0.7)
-    proposer = TableChain(table, 2, order, 1.0)
+    proposer = TableChain(table, 2, TableSource(order))
     rows = table.distributions("cpu", 1.0)
     for each in (sampling, Sampling()):
         scores = score(wrap_model(target), table_source(proposer, torch.device("cpu")), PASSAGES, each)
@@ -154,7 +154,7 @@ def test_tried_tokens_are_those_that_decoding_takes(
     passages = [Passage(*pair) for pair in zip(prompts, texts, strict=True)]
     made = {"speculative": lambda: drafter_source(wrap_model(models[1]))}
     made |= {"bpd": lambda: heads_source(heads, torch.float32)}  # type: ignore[dict-item]
-    made |= {"bigram": lambda: table_source(TableChain(table, 2, 2, 1.0), target.device)}  # type: ignore[dict-item]
+    made |= {"bigram": lambda: table_source(TableChain(table, 2, TableSource(2)), target.device)}  # type: ignore[dict-item]
     source = made[name]()
     scores = score(target, source, passages, sampling)
 
