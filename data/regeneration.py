@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from ..checkpoints.storage.atomic import atomic_text
@@ -135,9 +134,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,7 @@ IGNORED = -100  # a label that no loss counts
 PADDING = -1  # the document number of padding
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Four int64 tensors [B, T].
 
     `labels_BT[b, t]` is the label of position t's own token (unshifted), −100 where it is not trained on and at the
@@ -32,13 +32,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        tensors = (self.tokens_BT, self.labels_BT, self.positions_BT, self.documents_BT)
-        return Batch(*(tensor.to(device) for tensor in tensors))
+        return Batch(*(tensor.to(device) for tensor in self))
 
     def rows(self, rows: np.ndarray) -> Batch:
         """The batch of these rows, in this order."""
-        tensors = (self.tokens_BT, self.labels_BT, self.positions_BT, self.documents_BT)
-        return Batch(*(tensor[torch.from_numpy(rows)] for tensor in tensors))
+        return Batch(*(tensor[torch.from_numpy(rows)] for tensor in self))
 
     def attention_mask_B1TT(self) -> torch.Tensor:
         """Boolean [B, 1, T, T], True where the row's token may attend to the column's: earlier or itself, and of the

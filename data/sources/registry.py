@@ -120,13 +120,11 @@ def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
     return replace(dialogue, category="mt_bench") if dialogue.category in MT_BENCH_CATEGORIES else dialogue
 
 
-def documentation_rows(
-    split: str, packages: Sequence[str] = DOCUMENTED, max_megabytes: float | None = None
-) -> Iterator[Row]:
+def documentation_rows(split: str) -> Iterator[Row]:
     """Conversations about the installed packages; `split` is "train" or "heldout"."""
     if split not in ("train", "heldout"):
         raise ValueError(f"the installed documentation has the splits train and heldout, not {split}")
-    train, heldout, _ = documentation_conversations(packages, max_megabytes=max_megabytes)
+    train, heldout, _ = documentation_conversations(DOCUMENTED)
     for number, conversation in enumerate(train if split == "train" else heldout):
         messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
         location = f"installed documentation ({split}), row {number + 1}"

@@ -14,7 +14,6 @@ from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.data.blocks.packing import pack_best_fit
 from draftsmith.data.blocks.prepared import prepare
 from draftsmith.data.cleaning.cleaner import Cleaner
-from draftsmith.data.cleaning.contamination import EvaluationTexts
 from draftsmith.data.cleaning.options import Cleaning
 from draftsmith.data.conversations import Conversation, CorpusReport, Dialogue, Turn
 from draftsmith.data.rendering.lint import Linter
@@ -118,7 +117,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "least": (lambda: Cleaning(min_exchanges=0), ("min_exchanges", "0", "1")),
     "number-type": (lambda: Cleaning(min_characters=1.5), ("min_characters", "1.5", "int")),  # type: ignore[arg-type]
     "number-bool": (lambda: Cleaning(contamination_words=True), ("contamination_words", "True")),
-    "few-words": (lambda: EvaluationTexts(["some text"], 3), ("3", "4")),
     "no-texts": (lambda: Cleaner(Cleaning(contamination=("mt-bench",)), CorpusReport()), ("mt-bench", "0")),
     # tokenizers
     "small": (lambda: train_bpe(TEXTS, 258, ["<a>", "<b>", "<c>"]), ("258", "256", "259")),

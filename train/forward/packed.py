@@ -6,7 +6,8 @@ Letters: B batch (blocks), T tokens, D hidden, V vocabulary, N documents with th
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -218,18 +219,14 @@ def _keeps_documents_apart(forward: PackedForward) -> bool:
     tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % model.get_input_embeddings().weight.shape[0]
     documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], device=device)
     positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), _tried_anywhere(model):
+        with _tried(model):
             packed_BTD = forward._last_hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
             alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
     except TypeError:  # a decoder that takes nothing for its attention
         if not forward.by_document:
             raise
         return False
-    finally:
-        model.train(was_training)
     tolerance = _PROBE_TOLERANCE if model.dtype == torch.float32 else _ROUGH_TOLERANCE
     return bool((packed_BTD - alone_BTD).abs().max() <= tolerance * alone_BTD.abs().max())
 
@@ -244,22 +241,28 @@ def has_plain_head(model: Any) -> bool:
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             return False
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), _tried_anywhere(model):
+    with _tried(model):
         tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
         hidden_BTD = to_last(head, _decoder(model)(tokens_BT, use_cache=False).last_hidden_state)
         if hidden_BTD.shape[-1] != head.weight.shape[1]:
             return False
         expected_BTV = model(tokens_BT, use_cache=False).logits.float()
         found_BTV = (hidden_BTD @ head.weight.T).float()
-    model.train(was_training)
     return bool((expected_BTV - found_BTV).abs().max() <= _PROBE_TOLERANCE * expected_BTV.abs().max().clamp(min=1e-6))
 
 
-def _tried_anywhere(model: Any) -> AbstractContextManager[None]:
-    """Flash and flex kernels train on a GPU alone: what is tried before the model lies there is tried with others."""
-    return masked_attention(model) if next(model.parameters()).device.type == "cpu" else nullcontext()
+@contextmanager
+def _tried(model: Any) -> Iterator[None]:
+    """Meanwhile the model only evaluates, on a processor with attention that runs there: flash and flex kernels do not,
+    and a model may be tried before it lies on its GPU."""
+    was_training = model.training
+    model.eval()
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    try:
+        with torch.no_grad(), masked_attention(model) if on_cpu else nullcontext():
+            yield
+    finally:
+        model.train(was_training)
 
 
 def _decoder(model: Any) -> Any:

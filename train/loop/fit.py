@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
 from ..parallel.accelerate import Stepper, configure, gathered, make_accelerator
 from ..parallel.interrupts import Interrupted, StopSignals, TrainingError, is_out_of_memory
-from ..parallel.processes import from_main, raised, together
+from ..parallel.processes import from_main, together
 from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
 from .curve import fit_curve
@@ -358,7 +358,11 @@ class _Run:
             "Lower learning_rate or clip_norm, set on_bad_step: skip, or look at these blocks",
             blocks,
         )
-        return together(self.accelerator, lambda: raised(fault))
+
+        def stop() -> NoReturn:
+            raise fault
+
+        return together(self.accelerator, stop)
 
     def _evaluate(self, position: Position, report: Report) -> None:
         """Measure in the main process, unless the log has it already."""
@@ -474,9 +478,8 @@ def run_micro_batches(
     losses, norm = [], 0.0
     for micro in range(micro_steps):
         rows = slice(micro * size, (micro + 1) * size)
-        parts = (batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
         with accelerator.accumulate(module):
-            loss_sums, _ = module(*(part[rows].to(accelerator.device, non_blocking=True) for part in parts))
+            loss_sums, _ = module(*(part[rows].to(accelerator.device, non_blocking=True) for part in batch))
             part = (loss_sums.float() / counts).sum()
             losses.append(part.detach())
             # accelerate divides by the accumulation steps, data parallelism by the processes: undo both

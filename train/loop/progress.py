@@ -51,11 +51,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     best = float("inf")
     until = time.perf_counter() + _SECONDS
     while time.perf_counter() < until or best == float("inf"):
-        _synchronise(device)
-        started = time.perf_counter()
+        started = seconds_now(device)
         torch.mm(left, right)
-        _synchronise(device)
-        best = min(best, time.perf_counter() - started)
+        best = min(best, seconds_now(device) - started)
     return 2.0 * size**3 / best
 
 
@@ -72,6 +70,8 @@ def most_held() -> int:
     return held if sys.platform == "darwin" else held * 1024
 
 
-def _synchronise(device: torch.device) -> None:
+def seconds_now(device: torch.device) -> float:
+    """Of a clock, with the device's work done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()

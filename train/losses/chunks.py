@@ -9,7 +9,7 @@ Matrix products run over a *chunk* of positions, into one buffer; what comes aft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -89,74 +89,57 @@ class TeacherTargets:
     def __init__(
         self, teacher: Teacher, vocab: int, size: int, top_k: TopK | None = None, temperature: float = 1.0
     ) -> None:
-        self._top_k, self._temperature = top_k, temperature
-        self._product: _Product | None = None
-        self._precise = False  # 16 bits hold logits, but no log-probabilities
-        self._sparse: SparseTeacher | None = None
-        self._vocab = vocab
+        self._teacher, self._vocab, self._temperature = teacher, vocab, temperature
         if isinstance(teacher, SparseTeacher):
             assert teacher.ids_XK.shape == teacher.log_probs_XK.shape
-            device = teacher.ids_XK.device
-            self._sparse, self.positions, kept = teacher, len(teacher.ids_XK), teacher.ids_XK.shape[1]
-            self._top_k = top_k = top_k or TopK(kept)
+            self.positions, kept = teacher.ids_XK.shape
+            top_k = top_k or TopK(kept)
             if top_k.k > kept:
                 raise ValueError(f"top_k wants the {top_k.k} most likely tokens, and the teacher keeps {kept}")
         else:
-            hidden_XE, weight_VE, device = teacher.hidden_XE.detach(), teacher.weight_VE, teacher.hidden_XE.device
-            self.positions, self._precise = len(hidden_XE), hidden_XE.dtype.itemsize > 2
-            theirs = hidden_XE.shape[1] if weight_VE is None else weight_VE.shape[0]
+            hidden_XE, weight_VE = teacher.hidden_XE, teacher.weight_VE
+            self.positions = len(hidden_XE)
+            theirs = hidden_XE.shape[1] if weight_VE is None else len(weight_VE)
             if theirs != vocab:
                 raise ValueError(
                     f"the drafter's vocabulary has {vocab} tokens, the teacher's {theirs}: they must agree"
                 )
-            self._product = _Product(hidden_XE, None if weight_VE is None else weight_VE.detach(), size, own_type=True)
-        self._block = block_rows(vocab, size, device)
+            self._product = _Product(hidden_XE, weight_VE, size, own_type=True)
+        self._top_k = top_k
         if top_k is not None and top_k.tail == "bucket" and temperature != 1:
             raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
-        self._logits_CV: Tensor | None = None
-        self._kept: Targets | None = None
 
     def load(self, rows_C: Tensor) -> None:
         """Go to the chunk of these positions."""
-        if self._product is None:
-            self._kept = _join(self._named(rows_R) for rows_R in rows_C.split(self._block))
-            return
-        self._logits_CV = logits_CV = self._product(rows_C)
-        if self._top_k is not None and self._top_k.k < self._vocab:
-            self._kept = _join(self._cut(upcast(logits_RV)) for logits_RV in logits_CV.split(self._block))
-        elif self._precise:
-            for logits_RV in logits_CV.split(self._block):
-                logits_RV.copy_(divide_by_temperature(logits_RV, self._temperature).log_softmax(1))
+        self._rows_C = rows_C
+        if isinstance(self._teacher, DenseTeacher):
+            self._logits_CV = self._product(rows_C)
 
     def rows(self, rows_R: Tensor | slice) -> Targets:
         """What the teacher says of these rows of the chunk."""
-        if self._kept is not None:
-            ids_CK, log_probs_CF = self._kept
-            assert ids_CK is not None
-            return Targets(ids_CK[rows_R], log_probs_CF[rows_R])
-        assert self._logits_CV is not None
-        if self._precise:
-            return Targets(None, self._logits_CV[rows_R])
-        return Targets(None, divide_by_temperature(upcast(self._logits_CV[rows_R]), self._temperature).log_softmax(1))
+        top_k = self._top_k
+        if isinstance(self._teacher, SparseTeacher):
+            assert top_k is not None
+            return self._named(self._teacher, self._rows_C[rows_R], top_k)
+        logits_RV = upcast(self._logits_CV[rows_R])
+        if top_k is not None and top_k.k < self._vocab:
+            return self._cut(logits_RV, top_k)
+        return Targets(None, divide_by_temperature(logits_RV, self._temperature).log_softmax(1))
 
-    def _named(self, rows_R: Tensor) -> Targets:
+    def _named(self, teacher: SparseTeacher, rows_R: Tensor, top_k: TopK) -> Targets:
         """Of a sparse teacher."""
-        assert self._sparse is not None
-        assert self._top_k is not None
-        ids_RK, scores_RK = self._sparse.ids_XK[rows_R], upcast(self._sparse.log_probs_XK.detach()[rows_R])
-        if self._top_k.k < ids_RK.shape[1]:
-            scores_RK, order_RK = scores_RK.topk(self._top_k.k, dim=1)
+        ids_RK, scores_RK = teacher.ids_XK[rows_R], upcast(teacher.log_probs_XK.detach()[rows_R])
+        if top_k.k < ids_RK.shape[1]:
+            scores_RK, order_RK = scores_RK.topk(top_k.k, dim=1)
             ids_RK = ids_RK.gather(1, order_RK)
-        if self._top_k.tail == "renormalise" or ids_RK.shape[1] == self._vocab:
+        if top_k.tail == "renormalise" or ids_RK.shape[1] == self._vocab:
             return self._closed(ids_RK, scores_RK)
-        tail_R1 = _log_rest(scores_RK)
-        return Targets(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
+        return Targets(ids_RK, torch.cat([scores_RK, _log_rest(scores_RK)], 1).log_softmax(1))
 
-    def _cut(self, logits_RV: Tensor) -> Targets:
+    def _cut(self, logits_RV: Tensor, top_k: TopK) -> Targets:
         """Of a dense teacher of which only the most likely tokens are wanted."""
-        assert self._top_k is not None
-        scores_RK, ids_RK = logits_RV.topk(self._top_k.k, dim=1)
-        if self._top_k.tail == "renormalise":
+        scores_RK, ids_RK = logits_RV.topk(top_k.k, dim=1)
+        if top_k.tail == "renormalise":
             return self._closed(ids_RK, scores_RK)
         tail_R1 = logits_RV.scatter(1, ids_RK, -torch.inf).logsumexp(1, keepdim=True)
         return Targets(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
@@ -168,11 +151,6 @@ class TeacherTargets:
             return Targets(ids_RK, log_probs_RK)
         none_R1 = torch.full_like(log_probs_RK[:, :1], -torch.inf)
         return Targets(ids_RK, torch.cat([log_probs_RK, none_R1], 1))
-
-
-def _join(parts: Iterable[Targets]) -> Targets:
-    ids, log_probs = zip(*parts, strict=True)
-    return Targets(torch.cat(ids), torch.cat(log_probs))
 
 
 def blocks_of_logits(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .chunks import IGNORED, DenseTeacher, SparseTeacher, Teacher, TopK, blocks_of_logits, rows_of, to_events
-from .fused import Plan, fused_loss
+from .fused import FusedLoss, Plan
 
 TOP = 5  # tokens that "top-5" looks at
 
@@ -41,16 +41,16 @@ def mixture(
 
     Raises ValueError: see `chunks.TeacherTargets`; no teacher where an objective needs one.
     """
-    plan = Plan(
+    sums_K, counts_K = heads_mixture(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
     )  # fmt: skip
-    return fused_loss(plan, hidden_XD[:, None], [weight_VD])[0], plan.counts_K[0]
+    return sums_K[0], counts_K[0]
 
 
 def heads_mixture(
     weights: Mapping[str, float],
     features_XKD: Tensor,
-    projections: Sequence[Tensor],
+    projections: Sequence[Tensor | None],
     labels_XK: Tensor,
     teacher: Teacher | None = None,
     teacher_rows_XK: Tensor | None = None,
@@ -63,18 +63,18 @@ def heads_mixture(
 
     Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a projection [V, D]. `labels_XK` are
     as `head_labels` gives them. `teacher_rows_XK` int64 is the teacher's row that is the distribution of labels_XK[x,
-    k], read where there is a label; each row is computed once for all heads.
+    k], read where there is a label (None: row x); logits of a row are computed once for all heads.
 
     Returns:
         Sums [K] (float32, or float64 if `features_XKD` is; differentiable once) and numbers of positions int64 [K].
 
     Raises ValueError: see `mixture`.
     """
-    assert teacher is None or teacher_rows_XK is not None, "heads learn from other positions than their own"
     plan = Plan(
         weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k
     )  # fmt: skip
-    return fused_loss(plan, features_XKD, projections), plan.counts_K
+    sums_K: Tensor = FusedLoss.apply(plan, torch.is_grad_enabled(), features_XKD, *projections)
+    return sums_K, plan.counts_K
 
 
 def narrowed(

@@ -153,11 +153,6 @@ class Plan:
         return _sum(parts)
 
 
-def fused_loss(plan: Plan, features_XKD: Tensor, projections: Sequence[Tensor | None]) -> Tensor:
-    """The plan's losses, one a head: float32 [K] (float64 if the features are), differentiable once."""
-    return _FusedLoss.apply(plan, torch.is_grad_enabled(), features_XKD, *projections)
-
-
 def _even(rows: Tensor, size: int) -> Sequence[Tensor]:
     """As few parts of at most `size` as possible, about as long as each other: a product of few rows is slow."""
     if not len(rows):
@@ -223,7 +218,7 @@ class _Products:
         return features_CD, torch.mm(features_CD, weight_VD.T, out=self._out_CV[: len(features_CD)])
 
 
-class _FusedLoss(torch.autograd.Function):
+class FusedLoss(torch.autograd.Function):
     """Losses and gradients in one pass; `backward` only scales what `forward` has left."""
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ...checkpoints.storage.messages import words
 from .interrupts import Interrupted, TrainingError
@@ -75,11 +75,6 @@ def _described(error: BaseException, process: int) -> tuple[bool, int, str]:
     if isinstance(error, ValueError):
         return False, 1 if isinstance(error, TrainingError) else 2, str(error)
     return False, 1, f"process {process}: {words(error)}"
-
-
-def raised(error: Exception) -> NoReturn:
-    """Raise an error that a process has found before it reached `together`."""
-    raise error
 
 
 def on_main(accelerator: Any, work: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
 from ..loop.fit import run_micro_batches
 from ..loop.optimizer import make_optimizer
-from ..loop.progress import most_held
+from ..loop.progress import most_held, seconds_now
 from ..parallel.accelerate import Stepper, configure, gathered
 from ..parallel.interrupts import is_out_of_memory
 
@@ -134,7 +134,7 @@ class _Steps:
         rows = np.arange(size * self._micro_steps) + rank * size * self._micro_steps
         batch = drawn.rows(rows)
         self._task.begin(config.steps - 1, config.steps)  # some begin with less than they do later
-        started = _now(device)
+        started = seconds_now(device)
         if self._task.rewrites:
             with gathered(self._accelerator, self.module):
                 batch = self._task.rewrite(batch, rows, config.global_batch, (config.seed, 0))
@@ -143,27 +143,20 @@ class _Steps:
         counts = self._task.count(batch).clamp(min=1).to(device)
         self.module.train()
         run_micro_batches(self._accelerator, self.module, self._stepper, batch, counts, size, self._micro_steps)
-        done = _now(device)
+        done = seconds_now(device)
         self._stepper.apply()
-        return (done - started) / self._micro_steps, _now(device) - done
+        return (done - started) / self._micro_steps, seconds_now(device) - done
 
     def evaluate(self) -> float:
         """Seconds of one evaluation, which the main process does while others wait."""
-        started = _now(self._accelerator.device)
+        started = seconds_now(self._accelerator.device)
         with gathered(self._accelerator, self.module):
             if self._accelerator.is_main_process:
                 self.module.eval()
                 with torch.no_grad(), self._accelerator.autocast():
                     self._task.evaluate(self._accelerator.unwrap_model(self.module))
         self._accelerator.wait_for_everyone()
-        return _now(self._accelerator.device) - started
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, with the device's work done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+        return seconds_now(self._accelerator.device) - started
 
 
 def _field(path: Path, key: str) -> int:

@@ -6,7 +6,6 @@ Letters: V vocabulary, T tokens, D documents, C documents' ends, E entries (dist
 from __future__ import annotations
 
 import uuid
-import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -54,15 +53,11 @@ class PairCounter:
         self.vocab_size = vocab_size
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        locked = ExitStack()
-        self._unlock = weakref.finalize(self, locked.close)
-        locked.enter_context(sole_writer(self.folder))
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(sole_writer(self.folder))
             index = read_index(self.folder, vocab_size)
             remove_leftovers(self.folder, index)
-        except BaseException:
-            self._unlock()
-            raise
+            self._lock = stack.pop_all()
         index = index or {"place": None, "tokens": 0, "documents": 0, "runs": [], "ends": [0] * vocab_size}
         self._ends_V: Ints = np.array(index["ends"], dtype=np.int64)
         self._runs: list[dict[str, Any]] = index["runs"]
@@ -123,7 +118,7 @@ class PairCounter:
         self._broken = True
         for worker in self._workers:
             worker.close()
-        self._unlock()
+        self._lock.close()
 
     def __enter__(self) -> PairCounter:
         return self

@@ -179,8 +179,7 @@ class DrafterTask(Task):
                 sums[name] = sums.get(name, 0.0) + float(value)
 
         device = next(module.parameters()).device
-        for batch in blocks_in_order(self._heldout, self._blocks):
-            batch = batch.to(device)
+        for batch in blocks_in_order(self._heldout, self._blocks, device):
             hidden_XD, weight_VD = module.states(batch)
             labels_X = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
             proposed, own = module.proposed, (hidden_XD, weight_VD, labels_X)
@@ -201,12 +200,12 @@ class DrafterTask(Task):
         return metrics
 
 
-def blocks_in_order(data: PreparedData | None, blocks: int | None) -> Iterator[Batch]:
-    """The first `blocks` blocks of `data` (None: all of them) in batches, on the CPU; nothing if there is no data."""
-    end = 0 if data is None else min(data.blocks, data.blocks if blocks is None else blocks)
-    for start in range(0, end, _EVALUATED_TOGETHER):
+def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch.device) -> Iterator[Batch]:
+    """The first `blocks` blocks of `data` (None: all of them) in batches; nothing if there is no data."""
+    numbers = range(0 if data is None else data.blocks)[:blocks]
+    for start in range(0, len(numbers), _EVALUATED_TOGETHER):
         assert data is not None
-        yield data.batch(range(start, min(start + _EVALUATED_TOGETHER, end)))
+        yield data.batch(numbers[start : start + _EVALUATED_TOGETHER]).to(device)
 
 
 def _work(model: Any, backward: bool) -> tuple[int, int]:

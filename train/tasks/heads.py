@@ -46,7 +46,7 @@ class HeadsModule(nn.Module):
         super().__init__()
         self.heads = heads
         self.temperature = temperature
-        self.head_weights = tuple(float(weight) for weight in head_weights)
+        self.head_weights, self.num_heads = tuple(map(float, head_weights)), len(head_weights)
         self.progress = 0.0
         """Share of the run that is done: what the weights of the objectives follow."""
         self._objective = parse_weights(objective)
@@ -57,11 +57,6 @@ class HeadsModule(nn.Module):
             self.target = target
             self.register_state_dict_post_hook(_without_frozen)
             self.register_load_state_dict_pre_hook(_with_frozen)
-
-    @property
-    def num_heads(self) -> int:
-        """How many heads there are: one weight each."""
-        return len(self.head_weights)
 
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
@@ -231,8 +226,7 @@ class HeadsTask(Task):
         assert isinstance(module, HeadsModule)
         device = next(module.parameters()).device
         sums_K4 = torch.zeros(module.num_heads, 4, dtype=torch.float64)
-        for batch in blocks_in_order(self._heldout, self._blocks):
-            batch = batch.to(device)
+        for batch in blocks_in_order(self._heldout, self._blocks, device):
             rows_X, labels_XK = module.trained_rows(batch)
             states_XD = module.frozen_states(batch)[rows_X]
             features_XKD = module.heads.features(states_XD.to(next(module.heads.parameters()).dtype))

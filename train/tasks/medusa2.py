@@ -180,8 +180,7 @@ class Medusa2Task(HeadsTask):
         assert isinstance(module, Medusa2Module)
         device = next(module.parameters()).device
         loss = overlap = count = 0.0
-        for batch in blocks_in_order(self._heldout, self._blocks):
-            batch = batch.to(device)
+        for batch in blocks_in_order(self._heldout, self._blocks, device):
             labels_Y = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
             now = module.teacher(module.frozen_states(batch))
             hits = label_hits(now.hidden_XE, now.weight_VE, labels_Y)
