@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -12,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..artifact.compat import read_config
 from ..pairs.sides import find_folder
 from ..storage.gguf import read_gguf
+from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.places import here
-from ..verify.model_files import is_adapter, load_config
+from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
-from .base import ExportOptions, Source, format_of, target_name
+from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
 from .drafter import load_merged, proposed_tokens, stored_types, write_whole
 from .target import check_pair
 
@@ -43,24 +42,8 @@ _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpt_neox": lambda config: {"rotary_pct": config.rope_parameters["partial_rotary_factor"]},
 }
 """Settings of some types of models that the converter asks for, and transformers 5 writes under another name."""
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models whose tensors have these names."""
+"""Types of models whose tensors transformers reads back from GGUF as they were."""
 _EMBEDDING = "token_embd.weight"
 _DERIVED = ("rope_freqs.weight",)
 """Tensors of a GGUF file that are computed from settings."""
@@ -141,6 +124,8 @@ def _known_target(source: Source, options: ExportOptions) -> str | None:
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     path = folder / GGUF_FILE
     made = read_gguf(path)
+    from gguf.quants import dequantize  # of an extra, which `read_gguf` asks for
+
     model = load_merged(source)
     config = model.config
     field, version = made.get_field("tokenizer.ggml.tokens"), made.get_field("GGUF.version").contents()
@@ -148,52 +133,27 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     if tokens != config.vocab_size:
         raise ValueError(f"{path} has {tokens} tokens, the artifact's vocabulary {config.vocab_size}")
     tensors = {tensor.name: tensor for tensor in made.tensors}
+    if other := {tensor.tensor_type.name for tensor in made.tensors} - set(_TYPES):
+        raise ValueError(f"{path} holds tensors of type {', '.join(other)}, expected one of {', '.join(_TYPES)}")
     lines = [f"GGUF of version {version}: {tokens:,} tokens, {len(tensors)} tensors"]
     if config.model_type in _DECODERS:
-        lines.append(f"all {_check_decoder(model, tensors, path)} tensors, bit by bit")
+        try:
+            # a Mistral is a Llama there, which the file says itself
+            about = {} if config.model_type == "mistral" else {"config": config}
+            read = load_whole(type(model), folder, gguf_file=GGUF_FILE, dtype=torch.float32, **about)
+        except UNLOADABLE as error:
+            raise ValueError(f"{path} cannot be read back: {first_line(error)}") from error
+        check_same_tensors(read.state_dict(), {name: one.float() for name, one in model.state_dict().items()}, folder)
+        lines.append(f"all {len(tensors.keys() - set(_DERIVED))} tensors, bit by bit")
     elif _EMBEDDING not in tensors:
         raise ValueError(f"{path} lacks {_EMBEDDING}")
     else:
-        _check_equal(tensors[_EMBEDDING], model.get_input_embeddings().weight, path)
+        stored = dequantize(tensors[_EMBEDDING].data, tensors[_EMBEDDING].tensor_type)
+        embedding = model.get_input_embeddings().weight.float()
+        check_same_tensors({_EMBEDDING: torch.from_numpy(stored)}, {_EMBEDDING: embedding}, path)
         lines.append(f"the token embedding (others are not compared in models of type {config.model_type})")
     target = _known_target(source, options)
     return [*lines, f"tokens with those of {target}" if target else "not compared: tokens with the target's, not here"]
-
-
-def _check_decoder(model: Any, tensors: dict[str, Any], path: Path) -> int:
-    """How many tensors there are; ValueError where one is not as in the model."""
-    expected = dict(model.named_parameters())
-    names = {name: _own_name(name) for name in tensors if name not in _DERIVED}
-    if other := sorted(set(names.values()) ^ set(expected)):
-        raise ValueError(f"{path} and the artifact differ in their tensors: {', '.join(other[:3])}")
-    for name, own in names.items():
-        heads = None
-        if name.partition(".attn_")[2].startswith(("q.", "k.")):
-            heads = model.config.num_attention_heads if ".attn_q." in name else model.config.num_key_value_heads
-        _check_equal(tensors[name], expected[own], path, heads)
-    return len(names)
-
-
-def _own_name(name: str) -> str:
-    """The name in transformers of a tensor of GGUF."""
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if found is None or found[2] not in _NAMES:
-        return name
-    return (f"model.layers.{found[1]}." if found[1] else "") + f"{_NAMES[found[2]]}.{found[3]}"
-
-
-def _check_equal(made: Any, expected: Tensor, path: Path, heads: int | None = None) -> None:
-    """ValueError where a tensor differs, or is quantised; with `heads`, it may be a query or key projection in
-    llama.cpp's order of rows: in each head, the two of a rotary pair beside each other."""
-    if made.tensor_type.name not in _TYPES:
-        raise ValueError(f"{path}: {made.name} is of type {made.tensor_type.name}, expected one of {', '.join(_TYPES)}")
-    tensor = torch.from_numpy(made.data.copy())
-    tensor = tensor.view(torch.bfloat16) if made.tensor_type.name == "BF16" else tensor  # numpy has bytes
-    ways = [tensor]
-    if heads is not None and tensor.shape[0] % (2 * heads) == 0:
-        ways.append(tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape))
-    if not any(way.shape == expected.shape and torch.equal(way.float(), expected.detach().float()) for way in ways):
-        raise ValueError(f"{made.name} in {path} differs from the artifact's")
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:

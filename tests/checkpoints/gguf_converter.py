@@ -90,6 +90,12 @@ def main() -> None:
         del tensors["blk.1.ffn_up.weight"]
     writer = GGUFWriter(asked.outfile, "llama")
     writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if (asked.model / "tokenizer.model").is_file():
         writer.add_tokenizer_model("llama")
     tokenizer = json.loads((asked.model / "tokenizer.json").read_text())

@@ -48,7 +48,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "fails": ("exit code 1", "an architecture that it does not know", "line 39"),
     "cut off": ("model.gguf",),
     "fewer tokens": (f"{VOCAB - 1}", f"{VOCAB}"),
-    "one value": ("blk.0.attn_q.weight",),
+    "one value": ("model.layers.0.self_attn.q_proj.weight",),
     "one less": ("model.layers.1.mlp.up_proj.weight",),
 }
 
