@@ -14,7 +14,7 @@ from typing import Any
 
 from ..storage.messages import brief
 from ..storage.names import MANIFEST_FILE
-from ..storage.redaction import REDACTED, is_secret, redacted
+from ..storage.redaction import without_secrets
 from ..storage.safe_read import name_fault, parse_json
 
 SCHEMA_VERSION = 2
@@ -161,21 +161,18 @@ def to_json_safe(value: Any) -> Any:
     a key that names a secret, and secrets in texts, are struck out; see `redacted`. Raises ValueError: a value that has
     no plain form.
     """
-    return _plain(value, secret=False)
+    return without_secrets(_plain(value))
 
 
-def _plain(value: Any, secret: bool) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item, secret or is_secret(str(key))) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, secret) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return [_plain(item, secret) for item in sorted(value)]
-    if value is None or isinstance(value, bool):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, (str, Path)):
-        text = str(value)
-        return REDACTED if secret and text else redacted(text)
+    if isinstance(value, Path):
+        return str(value)
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, int):

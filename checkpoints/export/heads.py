@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..heads.files import engine_config, load_heads
-from ..heads.layouts import StoredHeads, assemble_heads, read_heads
+from ..heads.layouts import read_heads
 from ..heads.module import PredictionHeads
 from ..storage.names import CONFIG_FILE, HEADS_FILE
 from ..storage.places import split_revision
@@ -116,28 +116,28 @@ def _in_vllm(tensors: Tensors) -> Tensors:
     return renamed
 
 
-def _read_vllm(folder: Path) -> StoredHeads:
-    """What vLLM's module is filled with, under our names; ValueError for names that it does not know."""
-    path, config = folder / VLLM_FILE, read_json(folder / CONFIG_FILE)
+def _read_back(form: str, folder: Path) -> Tensors:
+    """What the form's reader is filled with, under our names."""
+    if form != VLLM:
+        return load_file(folder / HEADS_FILE)
+    layers = read_json(folder / CONFIG_FILE).get("medusa_num_layers")
     tensors = {}
-    for name, tensor in load_file(path).items():
+    for name, tensor in load_file(folder / VLLM_FILE).items():
         kind, head, *rest = name.split(".")
-        layer, part = (rest[1], f"linear.{rest[2]}") if kind == "blocks" else (config.get("medusa_num_layers"), rest[0])
+        layer, part = (rest[1], f"linear.{rest[2]}") if kind == "blocks" else (layers, rest[0])
         tensors[f"{head}.{layer}.{part}"] = tensor
-    return assemble_heads(tensors, config, path, config_path=folder / CONFIG_FILE)
+    return tensors
 
 
 def _compare(form: str, source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    heads, made = _load(form, source, options), _read_vllm(folder) if form == VLLM else read_heads(folder)
-    found, config = made.tensors, read_json(folder / CONFIG_FILE)
+    heads, found, config = _load(form, source, options), _read_back(form, folder), read_json(folder / CONFIG_FILE)
     check_same_tensors(found, _tensors(form, heads), folder)
     for name, tensor in found.items():
         if not tensor.isfinite().all():
             raise ValueError(f"{name}, read back from {folder}, has values that are not finite in {tensor.dtype}")
-    sizes = tuple(config.get(key) for key in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"))
-    if made.disagreements or sizes != _sizes(heads, source):
-        said = "; ".join(made.disagreements) or f"it says {sizes}, the heads are {_sizes(heads, source)}"
-        raise ValueError(f"{folder / CONFIG_FILE}, read back from {folder}, is not of these heads: {said}")
+    said = tuple(config.get(key) for key in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"))
+    if said != (sizes := _sizes(heads, source)) or config.get("num_medusa_heads") != sizes[0]:
+        raise ValueError(f"{folder / CONFIG_FILE}, read back from {folder}, says {said}, the heads are {sizes}")
     how = "" if form == SECOND else " and the target's projection" if heads.projection_kind == "target" else ""
     if heads.projection_kind == "low-rank":
         how = ", their projections multiplied out"

@@ -16,7 +16,7 @@ from ..artifact.locate import at_revision
 from ..pairs.checks import examine
 from ..pairs.sides import REFUSED, open_side
 from ..storage.messages import first_line
-from ..verify.model_files import UNLOADABLE, load_config, meta_model, names_of_embeddings, read_tensors
+from ..verify.model_files import UNLOADABLE, load_config, meta_model, names_of_embeddings, read_tensor
 from .base import ExportOptions, Source, target_name
 from .tokenizer import load_tokenizer
 
@@ -85,9 +85,9 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
     try:
         model = meta_model(config)
         name = names_of_embeddings(model)[1]
-        tensors = read_tensors(folder, [name], f"{model.base_model_prefix}.")
+        weight_VD = read_tensor(folder, name, f"{model.base_model_prefix}.")
     except UNLOADABLE as error:
         raise ValueError(f"the output projection of {target} cannot be read: {first_line(error)}") from error
-    if tensors is None:
+    if weight_VD is None:
         raise ValueError(f"the output projection of the target {target}, {name}, is in no safetensors file of it")
-    return tensors[name]
+    return weight_VD

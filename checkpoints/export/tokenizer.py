@@ -8,16 +8,13 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ..artifact.compat import CONFIG_FILE, TEMPLATE_FILE, patch_tokenizer, read_config, write_config
+from ..artifact.compat import CONFIG_FILE, patch_tokenizer, read_config, write_config
 from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import settings_of
 from ..storage.messages import first_line
+from ..storage.names import TOKENIZER_FILES
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
-_FILES = (
-    *_VOCABULARIES,
-    *("merges.txt", "added_tokens.json", "special_tokens_map.json", CONFIG_FILE, TEMPLATE_FILE),
-)
 _PROBES = (
     *("The quick brown fox", "  indented\n\ttabs\n\n", "naïve Größe 東京 🙂", "1234567890 3.14 x_1 = [a, b];"),
     *("", " "),
@@ -61,7 +58,7 @@ def copy_tokenizer(target: str, folder: Path) -> None:
     found = settings_of(target)
     if found is None or not has_tokenizer(found):
         return
-    for name in _FILES:
+    for name in TOKENIZER_FILES:
         if (found / name).is_file():
             shutil.copyfile(found / name, folder / name)
     config = read_config(found / CONFIG_FILE) if (found / CONFIG_FILE).is_file() else {}

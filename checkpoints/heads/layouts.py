@@ -9,7 +9,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -50,8 +50,6 @@ class StoredHeads:
     states: str
     scale: float
     """Of the hidden states, as the config has it; else 1."""
-    whole_model: bool
-    """A model lies in the same folder or files: the heads were trained together with it, or on it."""
     base_model: str | None
     """The target that the config names."""
     disagreements: list[str]
@@ -61,6 +59,11 @@ class StoredHeads:
     def inside(self) -> bool:
         """Whether they lie among a whole model's tensors."""
         return self.path.name in _WHOLE
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether a model lies in the same folder or files: the heads were trained together with it, or on it."""
+        return any((self.path.parent / name).is_file() for name in _WHOLE)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,30 +105,14 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     tensors = _read_inside(path) if path.name in _WHOLE else _read(path, None)
     config_path = directory / CONFIG_FILE
     config = read_config(config_path) if config_path.is_file() else {}
-    whole_model = any((directory / name).is_file() for name in _WHOLE)
-    return assemble_heads(tensors, config, path, config_path=config_path, whole_model=whole_model, states=states)
+    return assemble_heads(tensors, config | ({"states": states} if states else {}), path, config_path)
 
 
-def assemble_heads(
-    tensors: dict[str, Tensor],
-    config: dict[str, Any],
-    path: Path,
-    *,
-    config_path: Path,
-    whole_model: bool = False,
-    states: str | None = None,
-) -> StoredHeads:
-    """Heads from their tensors, checked against each other and compared with what a config says of them.
-
-    Args:
-        tensors: under the names of `PredictionHeads`.
-        path: the file that they were read from, and `config_path` that of the config, for messages.
-        whole_model: a model lies in the same folder or files.
-
-    Raises what `read_heads` raises.
-    """
+def assemble_heads(tensors: dict[str, Tensor], config: dict[str, Any], path: Path, config_path: Path) -> StoredHeads:
+    """Heads from tensors under the names of `PredictionHeads`, checked against each other and compared with what a
+    config says of them; the two paths are where they were read from. Raises what `read_heads` raises."""
     projection, sizes = _sizes_of(tensors, path)
-    states = states or config.get("states") or STATES[0]
+    states = config.get("states") or STATES[0]
     scale = config.get("scale", 1.0)
     if states not in STATES:
         raise ValueError(f"{config_path}: states is {states!r}, expected one of {', '.join(STATES)}")
@@ -143,7 +130,6 @@ def assemble_heads(
         rank=sizes["rank"],
         states=states,
         scale=float(scale),
-        whole_model=whole_model,
         base_model=base_model if isinstance(base_model, str) else None,
         disagreements=_disagreements(config, sizes | {"projection": projection}, config_path),
     )
@@ -238,7 +224,7 @@ def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, in
     """The kind of projection and the sizes of the tensors; ValueError for the first that is extra, missing or unfit."""
     if not tensors:
         raise ValueError(f"{path} holds no tensors")
-    blocks, tails = set[tuple[int, int]](), dict[tuple[int, int], set[str]]()
+    places, tails = set[tuple[int, int]](), set[tuple[int, str]]()
     for name, tensor in tensors.items():
         found = _KEY.fullmatch(name)
         if found is None:
@@ -247,55 +233,47 @@ def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, in
             )
         if tensor.dtype not in _DTYPES:
             raise ValueError(f"{path}: {name} is {tensor.dtype}, expected float32, float16 or bfloat16")
-        head_layer = int(found[1]), int(found[2])
-        if found[3].startswith("linear"):
-            blocks.add(head_layer)
-        else:
-            tails.setdefault(head_layer, set()).add(found[3])
-    num_heads = 1 + max(k for k, _ in (*blocks, *tails))
-    num_layers = min(layer for _, layer in tails) if tails else 1 + max(layer for _, layer in blocks)
-    parts = tails[min(tails)] if tails else set[str]()
-    kind = "target" if not tails else "own" if parts == {"weight"} else "low-rank"
-    sizes = {"num_heads": num_heads, "num_layers": num_layers, "rank": 0}
-
-    def shape(name: str) -> torch.Size:
+        if name.endswith("weight") and (tensor.dim() != 2 or not tensor.numel()):
+            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected two dimensions, neither 0")
+        head, layer, part = int(found[1]), int(found[2]), found[3]
+        places.add((head, layer))
+        if not part.startswith("linear"):
+            tails.add((layer, part))
+    num_heads = 1 + max(head for head, _ in places)
+    num_layers = min(tails)[0] if tails else 1 + max(layer for _, layer in places)
+    parts = {part for layer, part in tails if layer == num_layers}
+    kind = "target" if not parts else "own" if parts == {"weight"} else "low-rank"
+    form = f"it has tensors of {num_heads} heads with {num_layers} blocks each"
+    for name in _names(num_heads, num_layers, kind):  # up to the first: a name alone may promise millions of blocks
         if name not in tensors:
-            raise ValueError(f"{path} lacks {name}: it has tensors of {num_heads} heads with {num_layers} blocks each")
-        if tensors[name].dim() != 2 or not tensors[name].numel():
-            raise ValueError(f"{path}: {name} is {list(tensors[name].shape)}, expected two dimensions, neither 0")
-        return tensors[name].shape
-
+            raise ValueError(f"{path} lacks {name}: {form}")
+    if extra := sorted(tensors.keys() - set(_names(num_heads, num_layers, kind))):
+        raise ValueError(f"{path}: {extra[0]} belongs to no head: {form}, then the projection")
+    sizes, tail = {"num_heads": num_heads, "num_layers": num_layers, "rank": 0}, f"0.{num_layers}"
     if kind == "own":
-        sizes["vocab_size"], sizes["hidden_size"] = shape(f"0.{num_layers}.weight")
+        sizes["vocab_size"], sizes["hidden_size"] = tensors[f"{tail}.weight"].shape
     elif kind == "low-rank":
-        sizes["vocab_size"], sizes["rank"] = shape(f"0.{num_layers}.up.weight")
-        sizes["hidden_size"] = shape(f"0.{num_layers}.down.weight")[1]
+        sizes["vocab_size"], sizes["rank"] = tensors[f"{tail}.up.weight"].shape
+        sizes["hidden_size"] = tensors[f"{tail}.down.weight"].shape[1]
     else:
-        sizes["hidden_size"] = shape("0.0.linear.weight")[1]
-    _check_shapes(tensors, kind, sizes, path)
-    return kind, sizes
-
-
-def _check_shapes(tensors: dict[str, Tensor], kind: str, sizes: dict[str, int], path: Path) -> None:
-    num_heads, num_layers = sizes["num_heads"], sizes["num_layers"]
-    form = f"{num_heads} heads with {num_layers} blocks each"
-    for k in range(num_heads):  # before the module is made: a name alone may promise millions of blocks
-        for layer in range(num_layers):
-            if f"{k}.{layer}.linear.weight" not in tensors:
-                raise ValueError(f"{path} lacks {k}.{layer}.linear.weight: it has tensors of {form}")
+        sizes["hidden_size"] = tensors["0.0.linear.weight"].shape[1]
     with torch.device("meta"):
         heads = PredictionHeads(
             num_heads, num_layers, sizes["hidden_size"], sizes.get("vocab_size"), kind, sizes["rank"]
         )
-    expected = heads.state_dict()
-    for name in (*expected, *tensors):
-        if name not in tensors:
-            raise ValueError(f"{path} lacks {name}: it has tensors of {form}")
-        if name not in expected:
-            raise ValueError(f"{path}: {name} belongs to no head: it has tensors of {form}, then the projection")
-        if tensors[name].shape != expected[name].shape:
-            shapes = f"{list(tensors[name].shape)}, expected {list(expected[name].shape)}"
-            raise ValueError(f"{path}: {name} is {shapes}")
+    for name, expected in heads.state_dict().items():
+        if tensors[name].shape != expected.shape:
+            raise ValueError(f"{path}: {name} is {list(tensors[name].shape)}, expected {list(expected.shape)}")
+    return kind, sizes
+
+
+def _names(num_heads: int, num_layers: int, kind: str) -> Iterator[str]:
+    """Of all tensors of heads."""
+    tails = {"own": ("weight",), "low-rank": ("up.weight", "down.weight"), "target": ()}[kind]
+    for k in range(num_heads):
+        for layer in range(num_layers):
+            yield from (f"{k}.{layer}.linear.weight", f"{k}.{layer}.linear.bias")
+        yield from (f"{k}.{num_layers}.{tail}" for tail in tails)
 
 
 def _disagreements(config: dict[str, Any], found: dict[str, Any], path: Path) -> list[str]:

@@ -27,7 +27,7 @@ _SHOWN = 3
 
 def examine(target: Side, drafter: Side) -> Diagnosis:
     """Compare all that is known of the two."""
-    findings = [*_same(target, drafter), *_kind(target, drafter), *_sizes(target, drafter)]
+    findings = [*_kind(target, drafter), *_sizes(target, drafter)]
     for side, name in ((target, "target"), (drafter, "drafter")):
         findings += _by_itself(side, name)
     if target.tokenizer is None or drafter.tokenizer is None:
@@ -58,25 +58,17 @@ def _facts(target: Side, drafter: Side) -> Iterator[tuple[str, str, str]]:
         "tied": lambda side: "yes" if getattr(side.config, "tie_word_embeddings", False) else "no",
         "positions": lambda side: _positions(side) + (f", rotary ({side.rotary})" if side.rotary else ""),
         "type": lambda side: str(side.config.model_type),
-        "dtype": _dtype,
+        "dtype": lambda side: str(getattr(side.config, "dtype", None) or "not given").removeprefix("torch."),
         "ends a text with": lambda side: ", ".join(map(str, end_ids(side))) or "nothing",
         "proposes": _proposes,
         "chat template": lambda side: "yes" if getattr(side.tokenizer, "chat_template", None) else "no",
     }
     for name, value_of in facts.items():
         yield name, value_of(target), value_of(drafter)
-    # transformers reads these from the drafter alone
-    tokens = 20 if drafter.generation.num_assistant_tokens is None else drafter.generation.num_assistant_tokens
-    threshold = drafter.generation.assistant_confidence_threshold
-    yield "drafts a step", "–", f"{tokens}, while it is {0.4 if threshold is None else threshold:.0%} sure"
 
 
 def _known(number: int | None) -> str:
     return "not known" if number is None else f"{number:,}"
-
-
-def _dtype(side: Side) -> str:
-    return str(getattr(side.config, "dtype", None) or "not given").removeprefix("torch.")
 
 
 def _proposes(side: Side) -> str:
@@ -86,12 +78,6 @@ def _proposes(side: Side) -> str:
 
 def _all(outcome: str, reason: str) -> dict[str, Effect]:
     return dict.fromkeys(CONSUMERS, Effect(outcome, reason))
-
-
-def _same(target: Side, drafter: Side) -> Iterator[Finding]:
-    if target.folder.resolve() == drafter.folder.resolve():
-        effects = _all(BUT, "a target that drafts for itself is no faster than alone")
-        yield Finding("one model", "they are one and the same folder", target.source, drafter.source, effects)
 
 
 def _kind(target: Side, drafter: Side) -> Iterator[Finding]:

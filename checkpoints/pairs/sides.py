@@ -260,10 +260,10 @@ def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, 
     """Rows of the embedding and of the output layer as they are stored; and how all else fits."""
     try:
         model = meta_model(config)
-    except (ValueError, ImportError) as error:  # no such model in this transformers, or a kernel that is not installed
-        return None, None, Fit(unknown=first_line(error))
+    except (ValueError, ImportError):  # no such model in this transformers, or a kernel that is not installed
+        return None, None, Fit()
     embedding, head, bias = names_of_embeddings(model)
-    found = fit_to_model(config, shapes) if shapes else Fit(unknown="there are no safetensors within reach")
+    found = fit_to_model(config, shapes) if shapes else Fit()
     other = {
         name: (mine, wanted)
         for name, (mine, wanted) in found.other.items()

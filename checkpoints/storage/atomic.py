@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 _READS = 100
 """Of a folder that is replaced each time."""
-_UNFINISHED = re.compile(r"(\.(?P<name>.+)\.(?P<writer>\d+)-[0-9a-f]{8})\.(old|saving|saving\.lock)")
+_UNFINISHED = re.compile(r"(\.(?P<name>.+)\.\d+-[0-9a-f]{8})\.(old|saving|saving\.lock)")
 
 
 @contextmanager
@@ -103,9 +103,6 @@ def _clear_leftovers(folder: Path) -> None:
     for path, found in _unfinished_in(folder):
         by_writing.setdefault(f"{found[1]}.saving", []).append((path, found))
     for name, left in by_writing.items():
-        is_old = all(path.suffix != ".lock" for path, _ in left)  # of version 0.1, whose writers took no lock
-        if is_old and _is_running(int(left[0][1]["writer"])):
-            continue
         with suppress(ValueError, OSError), locked(folder / name) as is_certain:  # or it is being written, or others'
             if is_certain:
                 for path, found in left:
@@ -140,16 +137,6 @@ def _unfinished_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
         names = ((name, _UNFINISHED.fullmatch(name)) for name in os.listdir(folder) if name.startswith("."))
         return [(folder / name, found) for name, found in names if found is not None]
     return []
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from ..storage.safe_read import UNREADABLE
 from .runs import Ints
 
-_DTYPES = {"row_ptr": "I64", "col": "I32", "count": "I32", "unigram": "I64"}
+DTYPES = {"row_ptr": "I64", "col": "I32", "count": "I32", "unigram": "I64"}
 MARGINALS = {"left": "I64", "right": "I64"}
 _PRUNING = ("pairs", "entries", "seen_once", "seen_twice")
 _CHUNK = 1 << 20
@@ -31,7 +31,7 @@ def read_header(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str,
         with safe_open(path, framework="np") as opened:
             every = (opened.metadata() or {}).items()
             metadata = {name.removeprefix(prefix): text for name, text in every if name.startswith(prefix)}
-            wanted = _DTYPES | (MARGINALS if "pruning" in metadata else {})
+            wanted = DTYPES | (MARGINALS if "pruning" in metadata else {})
             parts = {name: opened.get_slice(prefix + name) for name in wanted if prefix + name in set(opened.keys())}
             found = {name: (str(part.get_dtype()), list(part.get_shape())) for name, part in parts.items()}
     except UNREADABLE as error:

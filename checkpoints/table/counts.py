@@ -6,6 +6,7 @@ Letters: V vocabulary, E entries (pairs held).
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -56,14 +57,12 @@ class BigramCounts:
         self.vocab_size = len(unigram)
         self.row_ptr, self.col, self.count, self.unigram = row_ptr, col, count, unigram
         self.pruning, self._left, self._right = pruning, left, right
-        self._kept_left: Tensor | None = None
-        self._kept_right: Tensor | None = None
-        self._kept = int(self.kept_left().sum())
+        self._kept = int(self.kept_left.sum())
         self.pairs = self._kept
         if pruning is not None:
             if left is None or right is None:
                 raise ValueError("a pruned table needs the sums of the whole counts' rows and columns, left and right")
-            check_marginals(np.asarray(self.kept_left()), np.asarray(left), np.asarray(right), pruning)
+            check_marginals(np.asarray(self.kept_left), np.asarray(left), np.asarray(right), pruning)
             self.pairs = pruning["pairs"]
 
     @classmethod
@@ -100,32 +99,30 @@ class BigramCounts:
 
     def left_counts(self) -> Tensor:
         """int64 [V]: how often each token is the left of a pair, in the whole counts."""
-        return self.kept_left() if self._left is None else self._left
+        return self.kept_left if self._left is None else self._left
 
     def right_counts(self) -> Tensor:
         """int64 [V]: how often each token is the right of a pair, in the whole counts."""
-        return self.kept_right() if self._right is None else self._right
+        return self.kept_right if self._right is None else self._right
 
+    @cached_property
     def kept_left(self) -> Tensor:
         """int64 [V]: row sums of the entries; less than `left_counts` in a pruned table alone."""
-        if self._kept_left is None:
-            sums_V, row_ptr = np.zeros(self.vocab_size, dtype=np.int64), np.asarray(self.row_ptr)
-            rows_R = np.flatnonzero(np.diff(row_ptr))
-            if len(rows_R):
-                sums_V[rows_R] = np.add.reduceat(np.asarray(self.count), row_ptr[rows_R], dtype=np.int64)
-            self._kept_left = self._made(sums_V)
-        return self._kept_left
+        sums_V, row_ptr = np.zeros(self.vocab_size, dtype=np.int64), np.asarray(self.row_ptr)
+        rows_R = np.flatnonzero(np.diff(row_ptr))
+        if len(rows_R):
+            sums_V[rows_R] = np.add.reduceat(np.asarray(self.count), row_ptr[rows_R], dtype=np.int64)
+        return self._made(sums_V)
 
+    @cached_property
     def kept_right(self) -> Tensor:
         """int64 [V]: column sums of the entries."""
-        if self._kept_right is None:
-            sums_V = np.zeros(self.vocab_size, dtype=np.int64)
-            for start in range(0, self.entries, CHUNK):
-                part = slice(start, start + CHUNK)
-                # Sums of doubles are exact here: a chunk of int32 stays below 2⁵³.
-                sums_V += np.bincount(self.col[part], self.count[part], self.vocab_size).astype(np.int64)
-            self._kept_right = self._made(sums_V)
-        return self._kept_right
+        sums_V = np.zeros(self.vocab_size, dtype=np.int64)
+        for start in range(0, self.entries, CHUNK):
+            part = slice(start, start + CHUNK)
+            # Sums of doubles are exact here: a chunk of int32 stays below 2⁵³.
+            sums_V += np.bincount(self.col[part], self.count[part], self.vocab_size).astype(np.int64)
+        return self._made(sums_V)
 
     def widest_row(self) -> int:
         """The largest number of entries in a row."""

@@ -49,7 +49,7 @@ class Smoothed:
           seen is u.
         """
         vocab = table.vocab_size
-        left_V, kept_V = table.left_counts().double(), table.kept_left().double()
+        left_V, kept_V = table.left_counts().double(), table.kept_left.double()
         lost_V = left_V - kept_V
         uniform_V = torch.full((vocab,), 1 / vocab, dtype=torch.float64)
         if smoothing == "none":
@@ -63,7 +63,7 @@ class Smoothed:
         d = strength or default_discount(table)
         entries_V = table.row_ptr.diff().double()
         ending_V = torch.from_numpy(np.bincount(table.col.numpy(), minlength=vocab))  # entries by right token
-        taken_V = table.right_counts().double() - table.kept_right().double() + d * ending_V.double()
+        taken_V = table.right_counts().double() - table.kept_right.double() + d * ending_V.double()
         taken = float(taken_V.sum())
         spread_V = taken_V / taken if taken else uniform_V
         unseen_V = left_V == 0

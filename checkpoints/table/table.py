@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
 from torch import Tensor
 
 from ..storage.names import TABLE_FILE
@@ -45,21 +44,19 @@ class BigramTable(BigramCounts):
         the same table for corpora that outgrow it. Raises ValueError: a token outside the vocabulary; a pair seen more
         often than an int32 can hold."""
         key_dtype(vocab_size)
-        arrays = [np.asarray(document) for document in documents]
-        for number, ids_T in enumerate(arrays):
-            check_documents(ids_T, np.zeros(1, dtype=np.int64), vocab_size, number)
-        left_T, right_T, ids_T = (
-            np.concatenate([np.zeros(0, dtype=np.int64), *(ids_T[part] for ids_T in arrays)]).astype(np.int64)
-            for part in (slice(None, -1), slice(1, None), slice(None))
-        )
-        counts = coo_array((np.ones_like(left_T), (left_T, right_T)), shape=(vocab_size, vocab_size)).tocsr()
-        counts.sum_duplicates()
-        left_E, right_E = counts.tocoo().coords
-        if counts.nnz:
-            check_counts(left_E.astype(np.int64) * counts.shape[1] + right_E, counts.data, counts.shape[1])
-        parts = counts.indptr.astype(np.int64), right_E.astype(np.int32), counts.data.astype(np.int32)
-        row_ptr, col_E, count_E = map(torch.from_numpy, parts)
-        return cls(row_ptr, col_E, count_E, torch.from_numpy(np.bincount(ids_T, minlength=vocab_size)))
+        arrays = [np.zeros(0, dtype=np.int64)]
+        for number, document in enumerate(documents):
+            check_documents(np.asarray(document), np.zeros(1, dtype=np.int64), vocab_size, number)
+            arrays.append(np.asarray(document).astype(np.int64))
+        keys_T = np.concatenate([ids_T[:-1] * vocab_size + ids_T[1:] for ids_T in arrays])
+        keys_E, count_E = np.unique(keys_T, return_counts=True)
+        if len(keys_E):
+            check_counts(keys_E, count_E, vocab_size)
+        row_ptr = np.searchsorted(keys_E, np.arange(vocab_size + 1) * vocab_size)
+        unigram_V = np.bincount(np.concatenate(arrays), minlength=vocab_size)
+        parts = row_ptr, (keys_E % vocab_size).astype(np.int32), count_E.astype(np.int32), unigram_V
+        rows, columns, counts, unigrams = map(torch.from_numpy, parts)
+        return cls(rows, columns, counts, unigrams)
 
     def run(self, first: int, end: int) -> Run:
         """The rows from `first` to `end` - 1 as a run, see `runs`; counts int32."""

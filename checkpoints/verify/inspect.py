@@ -11,18 +11,30 @@ from ..artifact.artifact import file_faults, load_manifest
 from ..artifact.manifest import Manifest
 from ..storage.atomic import read_consistent
 from ..storage.messages import first_line
-from ..storage.names import CONFIG_FILE, DRAFT_VOCABULARY, HEADS_FILE, TABLE_FILE
+from ..storage.names import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    DRAFT_VOCABULARY,
+    HEADS_FILE,
+    TABLE_FILE,
+    WHOLE_FILES,
+)
 from ..storage.safe_read import UNREADABLE, check_safetensors, is_blob, shards_of
 from .tensors import some_tensors, tensor_faults
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NEEDED = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_NEEDED = {
+    "heads": ((HEADS_FILE,), (CONFIG_FILE,)),
+    "table": ((TABLE_FILE,),),
+    "adapter": ((ADAPTER_CONFIG,), (ADAPTER_FILE,)),
+    "model": ((CONFIG_FILE,), WHOLE_FILES),
+}
+"""Files that an artifact cannot do without, each by the names that it may have."""
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _NUMBERS_AT_ONCE = 1 << 24
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | None, list[str]]:
@@ -43,18 +55,13 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
 
 
 def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Files that an artifact of its kind cannot do without. An export for other programs has what these need."""
-    files = set(manifest.files)
+    """Files that are not there. An export for other programs has what these need."""
     if manifest.export is not None and not manifest.export["native"]:
         return []
-    lacking = [name for name in _NEEDED.get(manifest.kind, ()) if name not in files]
-    if manifest.kind in ("drafter", "target"):
-        if _ADAPTER[0] in files:
-            lacking = [name for name in _ADAPTER if name not in files]
-        elif "config.json" not in files:
-            lacking = ["config.json"]
-        if _ADAPTER[0] not in files and not files & set(_WEIGHTS):
-            lacking.append(" or ".join(_WEIGHTS))
+    files, form = set(manifest.files), manifest.kind
+    if form in ("drafter", "target"):
+        form = "adapter" if ADAPTER_CONFIG in files else "model"
+    lacking = [" or ".join(names) for names in _NEEDED[form] if not files & set(names)]
     return [f"{directory} lacks {name}, which a {manifest.role} artifact needs" for name in lacking]
 
 

@@ -61,15 +61,13 @@ _QUIET = {"_raise_exceptions_for_missing_entries": False}
 @dataclass(frozen=True)
 class Fit:
     """How stored tensors differ from those that a model's configuration declares; all is empty where they fit, or where
-    that cannot be known."""
+    that cannot be known: quantised weights have other names, and transformers may not take the files."""
 
     lacking: tuple[str, ...] = ()
     other: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Of those of other shapes, the stored shape and the one that is declared."""
     broken: str = ""
     """Why transformers cannot make the model's tensors of the stored ones, where it puts several together."""
-    unknown: str = ""
-    """Why they were not compared."""
 
 
 @contextmanager
@@ -112,14 +110,12 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     """Hold the shapes of all stored tensors against what a model's configuration declares, by transformers' own rules
     for loading: other names of older files, tied weights, experts that are stored one by one. Raises ValueError: a
     configuration that makes no model."""
-    if getattr(config, "quantization_config", None):
-        return Fit(unknown="quantised weights have tensors of other names and shapes")
-    if find_spec("accelerate") is None:
-        return Fit(unknown="accelerate is not installed")
+    if getattr(config, "quantization_config", None) or find_spec("accelerate") is None:
+        return Fit()
     try:
         model = meta_model(config)
-    except ImportError as error:  # a kernel that is not installed
-        return Fit(unknown=first_line(error))
+    except ImportError:  # a kernel that is not installed
+        return Fit()
     except UNLOADABLE as error:
         raise ValueError(f"its configuration makes no model: {first_line(error)}") from error
     stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if is_parameter(name, shape)}
@@ -128,9 +124,8 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
         try:
             _, found = type(model).from_pretrained(None, config=model.config, state_dict=stored, **about)
         except UNLOADABLE as error:
-            if _UNCONVERTED in str(error):  # of shapes alone: experts that lack a part, say
-                return Fit(broken=first_line(error))
-            return Fit(unknown=f"transformers does not take them: {first_line(error)}")
+            # of shapes alone: experts that lack a part, say
+            return Fit(broken=first_line(error) if _UNCONVERTED in str(error) else "")
     return Fit(
         lacking=tuple(sorted(found["missing_keys"])),
         other={name: (tuple(mine), tuple(wanted)) for name, mine, wanted in sorted(found["mismatched_keys"])},
@@ -270,47 +265,26 @@ def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
     return names[0], names[1], names[2]
 
 
-def read_tensors(source: str, names: Collection[str], prefix: str = "") -> dict[str, Tensor] | None:
-    """Some tensors of a model's safetensors files; None where they are not there under these names, as numbers.
+def read_tensor(source: str, name: str, prefix: str = "") -> Tensor | None:
+    """A tensor of a model's safetensors files; None where it is not there under this name, as numbers.
 
     Args:
-        source: a folder, or a hub id, of which only the files with these tensors are fetched.
+        source: a folder, or a hub id, of which only the file with this tensor is fetched.
         prefix: what names may lack in the files; files of a model without its output layer have none.
 
     Raises ValueError: an index that is none, or leads out of the folder; a file that is not one of safetensors.
     """
-    found = dict[str, Tensor]()
-    for path in _weight_files(source, names, prefix):
-        try:
-            with safe_open(path, framework="pt") as opened:
-                stored = set(opened.keys())
-                for name in names:
-                    place = _place(name, stored, prefix)
-                    if place is not None:
-                        found[name] = opened.get_tensor(place)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    complete = set(found) == set(names) and all(tensor.is_floating_point() for tensor in found.values())
-    return found if complete else None
-
-
-def _place(name: str, stored: Collection[str], prefix: str) -> str | None:
-    """The name under which a tensor is stored."""
-    return next((each for each in (name, name.removeprefix(prefix)) if each in stored), None)
-
-
-def _weight_files(source: str, names: Collection[str], prefix: str) -> Iterator[str]:
-    """The safetensors files, local or fetched, that hold these tensors; none where the model has no such files."""
-    whole = cached_file(source, _WHOLE, **_QUIET)
-    if whole is not None:
-        yield whole
-        return
-    index = cached_file(source, _INDEX, **_QUIET)
-    if index is None:
-        return
-    places = shards_of(Path(index))
-    stored = {place for name in names if (place := _place(name, places, prefix)) is not None}
-    for shard in sorted({places[name] for name in stored}):
-        path = cached_file(source, shard, **_QUIET)
-        if path is not None:
-            yield path
+    names = (name, name.removeprefix(prefix))
+    path = cached_file(source, _WHOLE, **_QUIET)
+    if path is None and (index := cached_file(source, _INDEX, **_QUIET)) is not None:
+        shards = shards_of(Path(index), wanted=names.__contains__)
+        path = cached_file(source, next(iter(shards.values())), **_QUIET) if shards else None
+    if path is None:
+        return None
+    try:
+        with safe_open(path, framework="pt") as opened:
+            stored = set(opened.keys())
+            tensor = next((opened.get_tensor(each) for each in names if each in stored), None)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    return tensor if tensor is not None and tensor.is_floating_point() else None

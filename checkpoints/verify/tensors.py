@@ -5,22 +5,19 @@ No weights are read. A file that lacks some is a good file all the same, and tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from safetensors import safe_open
+from typing import TYPE_CHECKING
 
 from ..artifact.fingerprints import weight_files
 from ..artifact.manifest import Manifest
 from ..storage.messages import first_line, shown
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, HEADS_FILE, TABLE_FILE
-from ..storage.safe_read import UNREADABLE, check_safetensors, read_json
-from ..table.checks import MARGINALS, read_header
+from ..storage.safe_read import check_safetensors, read_json
+from ..table.checks import DTYPES, MARGINALS
+from ..table.counts import BigramCounts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .model_files import Fit
 
 # Of a table nothing is imported that takes seconds.
@@ -132,34 +129,16 @@ def adapter_faults(folder: Path) -> list[str]:
 
 
 def _heads_faults(directory: Path) -> list[str]:
-    path, config = directory / HEADS_FILE, directory / CONFIG_FILE
-    if not path.is_file() or not config.is_file():
+    path = directory / HEADS_FILE
+    if not path.is_file() or not (directory / CONFIG_FILE).is_file():
         return []
     try:
-        tensors = _meta_tensors(path)
-        settings: Mapping[str, Any] = read_json(config)
+        check_safetensors(path)
     except (ValueError, OSError):
-        return []
-    from ..heads.layouts import assemble_heads
+        return []  # which is another fault
+    from ..heads.layouts import read_heads
 
-    return assemble_heads(tensors, dict(settings), path, config_path=config).disagreements
-
-
-def _meta_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors without values, of the shapes and types in a file."""
-    import torch
-
-    found = {}
-    try:
-        with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (no dictionary)
-                part = opened.get_slice(name)
-                shape = part.get_shape()
-                dtype = (part[:0] if shape else opened.get_tensor(name)).dtype
-                found[name] = torch.empty(shape, dtype=dtype, device="meta")
-    except UNREADABLE as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    return found
+    return read_heads(directory).disagreements
 
 
 def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
@@ -169,13 +148,10 @@ def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
         stored = check_safetensors(path)
     except (ValueError, OSError):
         return
-    metadata, lengths = read_header(path)
-    entries = lengths["col"]
-    wanted = dict.fromkeys(lengths, vocab_size) | {"row_ptr": vocab_size + 1, "col": entries, "count": entries}
-    for name, length in lengths.items():
-        if length != wanted[name]:
-            yield f"{path}: {name} has {length:,} values, expected {wanted[name]:,}"
-    if extra := sorted(set(stored) - set(lengths)):
-        unpruned = "pruning" not in metadata and set(extra) <= set(MARGINALS)
+    counts = BigramCounts.read(path)
+    if counts.vocab_size != vocab_size:
+        yield f"{path} has {counts.vocab_size:,} tokens, expected {vocab_size:,}"
+    if extra := sorted(set(stored) - set(DTYPES if counts.pruning is None else DTYPES | MARGINALS)):
+        unpruned = counts.pruning is None and set(extra) <= set(MARGINALS)
         why = ", and does not say that it was pruned" if unpruned else ", which no table has"
         yield f"{path} holds {', '.join(map(shown, extra))}{why}"

@@ -222,7 +222,7 @@ def _read_heads(path: Path) -> PredictionHeads:
         config = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: of the heads in its metadata, {error}") from error
-    stored = assemble_heads(tensors, config, path, config_path=path)
+    stored = assemble_heads(tensors, config, path, path)
     if stored.disagreements:
         raise ValueError(stored.disagreements[0])
     return stored.build().eval()
