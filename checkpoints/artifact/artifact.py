@@ -13,25 +13,7 @@ from ..storage.atomic import atomic_dir, check_writable, left_aside, read_consis
 from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import files_of, is_blob, known_hash, name_fault, read_text, stamp
-from .fingerprints import model_fingerprint, tokenizer_fingerprint
-from .manifest import KINDS, SCHEMA_VERSION, Manifest, library_versions, record_fault, to_json_safe
-
-__all__ = [
-    "MANIFEST_FILE",
-    "SCHEMA_VERSION",
-    "Manifest",
-    "check_replaceable",
-    "check_target",
-    "file_faults",
-    "inside",
-    "load_manifest",
-    "model_fingerprint",
-    "open_artifact",
-    "save_artifact",
-    "to_json_safe",
-    "tokenizer_fingerprint",
-    "verify_artifact",
-]
+from .manifest import KINDS, Manifest, library_versions, record_fault, to_json_safe
 
 Loaded = TypeVar("Loaded")
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from ...checkpoints.artifact.artifact import MANIFEST_FILE, open_artifact
+from ...checkpoints.artifact.artifact import open_artifact
 from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.heads.files import PredictionHeads, load_heads
 from ...checkpoints.storage.atomic import read_consistent
+from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
 from ..engine import generate
 from ..methods import Parts, build_method, method_options, needs_of

@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import __version__
-from ...checkpoints.artifact.artifact import MANIFEST_FILE, verify_artifact
+from ...checkpoints.artifact.artifact import verify_artifact
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.heads.layouts import assemble_heads
 from ...checkpoints.storage.atomic import atomic_dir
+from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.storage.places import check_repository_name, check_revision
 from ...checkpoints.storage.safe_read import (
     UNREADABLE,

@@ -13,15 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...checkpoints.artifact.artifact import (
-    load_manifest,
-    model_fingerprint,
-    save_artifact,
-    to_json_safe,
-    tokenizer_fingerprint,
-    verify_artifact,
-)
+from ...checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
+from ...checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.artifact.manifest import to_json_safe
 from ...data.blocks.prepared import PreparedData
 from ...train.loop.fit import FitConfig, FitResult, Task, fit
 from ...train.parallel.interrupts import TrainingError

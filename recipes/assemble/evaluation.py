@@ -14,17 +14,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoints.artifact.artifact import (
-    MANIFEST_FILE,
-    check_target,
-    load_manifest,
-    model_fingerprint,
-    open_artifact,
-    tokenizer_fingerprint,
-)
+from ...checkpoints.artifact.artifact import check_target, load_manifest, open_artifact
+from ...checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from ...checkpoints.artifact.identity import Identity, load_identified
 from ...checkpoints.artifact.locate import at_revision, model_source, resolve
 from ...checkpoints.heads.files import load_heads
+from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
 from ...data.prompts import Prompt, SkippedPrompts, load_prompts
 from ...data.tokenizers import load_tokenizer

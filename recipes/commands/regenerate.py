@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.artifact.artifact import model_fingerprint
+from ...checkpoints.artifact.fingerprints import model_fingerprint
 from ...checkpoints.artifact.identity import identify, load_identified
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.atomic import check_writable

@@ -32,7 +32,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import model_fingerprint, save_artifact
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.export.heads import HEADS_FORMATS
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads

@@ -29,12 +29,8 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import (
-    model_fingerprint,
-    save_artifact,
-    tokenizer_fingerprint,
-    verify_artifact,
-)
+from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable

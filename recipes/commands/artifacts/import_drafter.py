@@ -9,13 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ....checkpoints.artifact.artifact import MANIFEST_FILE, save_artifact, tokenizer_fingerprint
+from ....checkpoints.artifact.artifact import save_artifact
 from ....checkpoints.artifact.compat import read_config
+from ....checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from ....checkpoints.artifact.locate import target_record
 from ....checkpoints.heads.layouts import holds_heads
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, Side, find_folder, open_side
-from ....checkpoints.storage.names import CONFIG_FILE, TOKENIZER_FILES
+from ....checkpoints.storage.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import UNPICKLE, copy_files
 from ....checkpoints.verify.model_files import (
     ADAPTER_CONFIG,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from ....checkpoints.artifact.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint
+from ....checkpoints.artifact.artifact import save_artifact
+from ....checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from ....checkpoints.artifact.locate import fetch, target_record
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads

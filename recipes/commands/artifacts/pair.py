@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ....checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
+from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.repair import repair
 from ....checkpoints.pairs.sides import (
@@ -26,7 +26,7 @@ from ....checkpoints.pairs.sides import (
     find_folder,
     open_side,
 )
-from ....checkpoints.storage.names import TOKENIZER_FILES
+from ....checkpoints.storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import pickles_allowed
 from ....checkpoints.verify.model_files import is_adapter
 from ....data.tokenizers import load_tokenizer

@@ -6,7 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ....checkpoints.artifact.artifact import Manifest, open_artifact, tokenizer_fingerprint
+from ....checkpoints.artifact.artifact import open_artifact
+from ....checkpoints.artifact.fingerprints import tokenizer_fingerprint
+from ....checkpoints.artifact.manifest import Manifest
 from ....checkpoints.storage.safe_read import read_json
 from ....checkpoints.table.counts import BigramCounts
 from ....checkpoints.table.report import report

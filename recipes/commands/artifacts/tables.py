@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ....checkpoints.artifact.artifact import Manifest, open_artifact
+from ....checkpoints.artifact.artifact import open_artifact
+from ....checkpoints.artifact.manifest import Manifest
 from ....checkpoints.table.file import write_table
 from ....checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
 from ...assemble.table.count import save_table

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.artifact.artifact import MANIFEST_FILE, Manifest, load_manifest
+from ....checkpoints.artifact.artifact import load_manifest
+from ....checkpoints.artifact.manifest import Manifest
+from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json
 from ....data.blocks.packing import IGNORED, PADDING
 from ....data.blocks.prepared import PreparedData

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact.artifact import tokenizer_fingerprint
 from draftsmith.checkpoints.artifact.compat import patch_model, patch_tokenizer, save_tokenizer
+from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from draftsmith.data.tokenizers import train_bpe
 from transformers import AutoConfig, AutoTokenizer, GPTNeoXConfig, LlamaConfig, Phi3Config, PreTrainedTokenizerFast
 

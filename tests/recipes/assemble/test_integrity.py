@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from draftsmith.checkpoints.artifact.artifact import model_fingerprint
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
 from draftsmith.checkpoints.artifact.identity import identify
 from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.data.tokenizers import load_tokenizer

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import load_manifest, model_fingerprint
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
 from draftsmith.checkpoints.artifact.locate import at_revision
 from draftsmith.checkpoints.storage.places import is_path, split_revision
 from draftsmith.data.tokenizers import load_tokenizer

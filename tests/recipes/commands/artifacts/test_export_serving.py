@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from draftsmith.checkpoints.artifact.markdown import python, shell, span
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import model_fingerprint, tokenizer_fingerprint, verify_artifact
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.commands.artifacts.import_drafter import import_published

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import model_fingerprint, tokenizer_fingerprint, verify_artifact
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.commands.artifacts.import_heads import import_heads

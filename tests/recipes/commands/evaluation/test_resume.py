@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from draftsmith.checkpoints.artifact.artifact import load_manifest, model_fingerprint, save_artifact
+from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
 from draftsmith.checkpoints.artifact.identity import identify
 from draftsmith.checkpoints.storage.atomic import atomic_dir
 from draftsmith.recipes.assemble.evaluation import identity_of, open_recipe
