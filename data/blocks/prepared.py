@@ -96,11 +96,7 @@ class PreparedData:
     def __init__(self, directory: Path, manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.directory = directory
         self.manifest = manifest
-        self._tokens = arrays["tokens"]
-        self._trained = arrays["trained"]
-        self._documents = arrays["documents"]
-        self._order = arrays["order"]
-        self._blocks = arrays["blocks"]
+        self._tokens, self._trained, self._documents, self._order, self._blocks = (arrays[name] for name in _ARRAYS)
         self.blocks = len(self._blocks) - 1
         self.block_tokens = int(manifest["options"]["block_tokens"])
         self._pads = manifest["options"]["packing"] == "pad"
@@ -113,15 +109,11 @@ class PreparedData:
         manifest_file = directory / MANIFEST
         if not manifest_file.is_file():
             raise ValueError(f"{directory} is no prepared data: {MANIFEST} is missing")
-        try:
-            manifest = load_json(manifest_file, "schema")
-            if manifest["schema"] != SCHEMA:
-                found = manifest["schema"]
-                raise ValueError(f"{manifest_file}: schema {found}, this version reads {SCHEMA}; prepare again")
-            tokens, documents, blocks = manifest["tokens"], manifest["documents"], manifest["blocks"]
-            lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{manifest_file}: not a manifest of prepared data: {error!r}") from error
+        manifest = load_json(manifest_file, "schema")
+        if (found_schema := manifest["schema"]) != SCHEMA:
+            raise ValueError(f"{manifest_file}: schema {found_schema}, this version reads {SCHEMA}; prepare again")
+        tokens, documents, blocks = (int(manifest[name]) for name in ("tokens", "documents", "blocks"))
+        lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
         arrays: dict[str, np.ndarray] = {}
         for name, length in zip(_ARRAYS, lengths, strict=True):
             path = directory / f"{name}.npy"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoints.storage.chat_templates import render_chat
-from ..conversations import tool_text
+from ..conversations import Turn, tool_text
 from .encoding import special_strings
 
 OWN = "tokenizer"
@@ -38,6 +39,17 @@ class Template:
     strips: tuple[bool, bool] = (False, False)  # questions, answers: white space around them is taken off
     writes_bos: bool = False
     special_tokens: tuple[str, ...] = ()
+
+    def messages(self, turns: Sequence[Turn]) -> tuple[str | None, list[str], list[str]]:
+        """System text, questions and answers of turns [system], user, assistant, …, as they are written."""
+        system = turns[0].text if turns and turns[0].role == "system" else None
+        texts = [turn.text for turn in (turns if system is None else turns[1:])]
+        questions, answers = texts[::2], texts[1::2]
+        if self.strips[0]:
+            system, questions = system and system.strip(), [text.strip() for text in questions]
+        if self.strips[1]:
+            answers = [text.strip() for text in answers]
+        return system, questions, answers
 
 
 def filled(template: Template, tokenizer: Any) -> Template:

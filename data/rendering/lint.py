@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from ..conversations import Conversation
 from .chat_template import filled, with_tools
 from .render import Rendered
 from .templates import Template
@@ -197,7 +196,7 @@ class Linter:
         """What must stand in a document of so many exchanges; and where its first question is: in which text of the
         first stretch, behind how many characters."""
         template = self._template
-        system, questions, answers = _messages(document.conversation, template)
+        system, questions, answers = template.messages(document.conversation.turns)
         context: list[str | int] = list(self._bos)
         stretches: list[list[str | int]] = []
         start, before_question = self._openings(document.conversation.tools)
@@ -307,20 +306,6 @@ def special_flags(tokenizer: Any) -> np.ndarray:
     if unknown is not None and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         flags[unknown] = False
     return flags
-
-
-def _messages(conversation: Conversation, template: Template) -> tuple[str | None, list[str], list[str]]:
-    """System text, questions and answers as the template writes them."""
-    turns = conversation.turns
-    system = turns[0].text if turns[0].role == "system" else None
-    rest = turns[1:] if system is not None else turns
-    questions, answers = [turn.text for turn in rest[::2]], [turn.text for turn in rest[1::2]]
-    if template.strips[0]:
-        system = system.strip() if system is not None else None
-        questions = [text.strip() for text in questions]
-    if template.strips[1]:
-        answers = [text.strip() for text in answers]
-    return system, questions, answers
 
 
 def _less_a_part(said: str, text: str, head: int) -> bool:

@@ -213,24 +213,17 @@ class Layout:
     def parts(self, conversation: Conversation, *, ends_with: str) -> _Parts:
         """Take a conversation apart."""
         turns = conversation.turns
-        system = turns[0].text if turns and turns[0].role == "system" else None
-        rest = turns[1:] if system is not None else turns
-        roles = [turn.role for turn in rest]
-        if roles == ["assistant"] == [ends_with] and self.template.name == "plain" and system is None:
-            return _Parts(conversation, None, [], [rest[0].text])
-        if roles != [("user", "assistant")[i % 2] for i in range(len(rest))] or not roles or roles[-1] != ends_with:
+        roles = [turn.role for turn in turns]
+        if roles == ["assistant"] == [ends_with] and self.template.name == "plain":
+            return _Parts(conversation, None, [], [turns[0].text])
+        roles = roles[roles[:1] == ["system"] :]
+        if roles != [("user", "assistant")[i % 2] for i in range(len(roles))] or not roles or roles[-1] != ends_with:
             shown = ", ".join(turn.role for turn in turns[:8]) or "no turns"
             bare = " (bare text needs the template plain)" if roles == ["assistant"] else ""
             raise ValueError(
                 f"{conversation.id}: expected [system], user, assistant, … ending with {ends_with}, found {shown}{bare}"
             )
-        questions = [turn.text for turn in rest[::2]]
-        answers = [turn.text for turn in rest[1::2]]
-        if self.template.strips[0]:
-            questions = [text.strip() for text in questions]
-            system = system.strip() if system is not None else None
-        if self.template.strips[1]:
-            answers = [text.strip() for text in answers]
+        system, questions, answers = self.template.messages(turns)
         if system is not None and self.template.system is None:
             questions[0] = f"{system}\n\n{questions[0]}"
             system = None

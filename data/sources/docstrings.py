@@ -10,22 +10,19 @@ MAX_PARAMETERS = 2400
 MAX_EXAMPLE = 1400
 MIN_DESCRIPTION = 40
 
-_PARAMETERS = {"parameters", "args", "arguments", "params", "keyword arguments", "other parameters", "attributes"}
-_RETURNS = {"returns", "return", "yields"}
-_NOTES = {"notes", "note", "tips"}
-_EXAMPLE = {"example", "examples", "usage"}
-_SKIP = {
+_PARAMETERS = ("parameters", "args", "arguments", "params", "keyword arguments", "other parameters", "attributes")
+_SKIPPED = (
     "raises", "warns", "warnings", "see also", "references", "methods", "warning", "shape",
     "citation", "copyright", "license", "todo", "versionadded", "authors", "author", "references:", "input", "inputs",
     "output", "outputs", "receives", "signature", "dimensions",
-}  # fmt: skip
+)  # fmt: skip
 _KINDS: dict[str, str | None] = {
-    title: kind
-    for kind, titles in (
-        ("parameters", _PARAMETERS), ("returns", _RETURNS), ("example", _EXAMPLE), ("notes", _NOTES), (None, _SKIP)
-    )
-    for title in titles
-}  # fmt: skip
+    **dict.fromkeys(_PARAMETERS, "parameters"),
+    **dict.fromkeys(("returns", "return", "yields"), "returns"),
+    **dict.fromkeys(("example", "examples", "usage"), "example"),
+    **dict.fromkeys(("notes", "note", "tips"), "notes"),
+    **dict.fromkeys(_SKIPPED),
+}
 
 _UNDERLINE = re.compile(r"^[-=~^*#]{3,}\s*$")
 _GOOGLE = re.compile(r"^\s{0,4}([A-Z][A-Za-z]+(?: [A-Za-z]+)?)\s*:{1,2}\s*$")

@@ -179,39 +179,29 @@ def read_conversations(
         report.dropped.update({f"broken: {reason}": rows for reason, rows in broken.items()})
 
 
-def read_prompts(
-    source: str,
-    *,
-    limit: int | None = None,
-    groups: Collection[str] | None = None,
-    **opening: Unpack[Opening],
-) -> Iterator[Prompt]:
-    """Stream the questions of an evaluation set, or of conversations, at most `limit` of them, of `groups` alone.
+def read_prompts(source: str, *, groups: Collection[str] | None = None, **opening: Unpack[Opening]) -> Iterator[Prompt]:
+    """Stream the questions of an evaluation set, or of conversations, of `groups` alone.
 
     Of a conversation the first question is the prompt, the answer to it is a reference, and later questions are
     follow-ups. Rows without a question are counted in `skipped` under "no question".
 
-    Raises ValueError: as `open_dialogues`; a negative limit; groups that the source does not have, with those it has.
+    Raises ValueError: as `open_dialogues`; groups that the source does not have, with those it has.
     """
     corpus = find_corpus(source)
     for group in groups or ():
         if corpus is not None and corpus.groups and group not in corpus.groups:
             raise _no_group(source, group, corpus.groups)
     skipped, seen = opening.setdefault("skipped", Counter()), dict[str, None]()
-
-    def wanted() -> Iterator[Prompt]:
-        for dialogue in open_dialogues(source, **opening):
-            prompt = _prompt(dialogue)
-            if prompt is None:
-                skipped["no question"] += 1
-                continue
-            seen[prompt.category] = None
-            if groups is None or prompt.category in groups:
-                yield prompt
-        if groups and seen and "shard" not in opening and not seen.keys() & {*groups}:
-            raise _no_group(source, ", ".join(groups), seen)
-
-    yield from islice(wanted(), limit)
+    for dialogue in open_dialogues(source, **opening):
+        prompt = _prompt(dialogue)
+        if prompt is None:
+            skipped["no question"] += 1
+            continue
+        seen[prompt.category] = None
+        if groups is None or prompt.category in groups:
+            yield prompt
+    if groups and seen and "shard" not in opening and not seen.keys() & {*groups}:
+        raise _no_group(source, ", ".join(groups), seen)
 
 
 def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
