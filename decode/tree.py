@@ -128,17 +128,9 @@ class Tree:
         return children_MC.clamp(min=0), children_MC >= 0
 
     @cached_property
-    def more_children(self) -> list[tuple[Tensor, Tensor]]:
-        """For c = 1, 2 …: the first row's nodes with more than c children, as indices among those with at least c, and
-        as nodes. The tree is as for `inner_children`."""
-        counts_N = self.child_count_BN[0]
-        nodes_M = torch.nonzero(counts_N > 0)[:, 0]
-        found = []
-        for count in range(1, int(counts_N.max())):
-            index_M = torch.nonzero(counts_N[nodes_M] > count)[:, 0]
-            nodes_M = nodes_M[index_M]
-            found.append((index_M, nodes_M))
-        return found
+    def widths(self) -> list[int]:
+        """The most children of a node of the first row, by depth."""
+        return [int(self.child_count_BN[0, self.depth_BN[0] == depth].max()) for depth in range(self.max_depth)]
 
     @cached_property
     def _biases(self) -> dict[tuple[int, int], Tensor]:

@@ -102,8 +102,8 @@ class MultiCandidate(Verifier):
     A child that the drafter could not fill (`valid_BN` False) is skipped. Both keep the target's distribution
     (appendices A and B). For one candidate a level both are speculative sampling.
 
-    The children of all nodes are tried at once; then the path is walked. What is left of p stands unnormalised beside
-    its mass, and q beside the mass not yet drawn from it: a refused token has nothing left of p.
+    What is left of p stands unnormalised beside its mass, and q beside the mass not yet drawn from it: a refused token
+    has nothing left of p.
     """
 
     def __init__(self, replacement: bool) -> None:
@@ -114,81 +114,44 @@ class MultiCandidate(Verifier):
         tree, rows = proposal.tree, len(target_BNV)
         children_MC, exists_MC = tree.inner_children
         uniform_BX = rng.uniform(children_MC.numel() + 1)
-        tokens_BMC = select(proposal.tokens_BN, children_MC)
-        draft_BMC = proposal.draft_probs_BMV.gather(2, tokens_BMC)
-        exists_BMC = exists_MC.expand(rows, -1, -1)
-        if proposal.valid_BN is not None:
-            exists_BMC = exists_BMC & select(proposal.valid_BN, children_MC)
-        accepted_BM = self._accept(
-            proposal, target_BNV, tokens_BMC, draft_BMC, exists_BMC, uniform_BX[:, :-1].view_as(draft_BMC)
-        )
-        child_BM = children_MC.expand(rows, -1, -1).gather(2, accepted_BM.clamp(min=0)[..., None])[..., 0]
-        here_M = torch.arange(accepted_BM.shape[1], device=accepted_BM.device)
-        last_B, verdict = walk(proposal, torch.where(accepted_BM < 0, here_M, child_BM))
-        left_BV = self._left(proposal, target_BNV, last_B, draft_BMC, exists_BMC)
-        verdict.next_B = categorical(left_BV, uniform_BX[:, -1])
-        return verdict
+        uniform_BMC = uniform_BX[:, :-1].unflatten(1, children_MC.shape)
+        path_BK = identity_path(tree, rows).clone()
+        node_B = path_BK.new_zeros(rows)
+        accepted_B, alive_B = node_B.clone(), torch.ones_like(node_B, dtype=torch.bool)
+        left_BV = target_BNV[:, 0]
+        for level, width in enumerate(tree.widths):
+            children_BC = children_MC[node_B, :width]
+            exists_BC = exists_MC[node_B, :width] & alive_B[:, None]
+            if proposal.valid_BN is not None:
+                exists_BC &= proposal.valid_BN.gather(1, children_BC)
+            tokens_BC = proposal.tokens_BN.gather(1, children_BC)
+            draft_BV, uniform_BC = at(proposal.draft_probs_BMV, node_B), at(uniform_BMC, node_B)
+            place_B1, left_BV = self._try(left_BV, draft_BV, tokens_BC, exists_BC, uniform_BC)
+            alive_B = place_B1[:, 0] >= 0
+            node_B = torch.where(alive_B, children_BC.gather(1, place_B1.clamp(min=0))[:, 0], node_B)
+            path_BK[:, level] = torch.where(alive_B, node_B, path_BK[:, level])
+            accepted_B += alive_B
+            left_BV = torch.where(alive_B[:, None], at(target_BNV, node_B), left_BV)
+        return Verdict(path_BK, accepted_B, categorical(left_BV, uniform_BX[:, -1]))
 
-    def _accept(
-        self,
-        proposal: Proposal,
-        target_BNV: Tensor,
-        tokens_BMC: Tensor,
-        draft_BMC: Tensor,
-        exists_BMC: Tensor,
-        uniform_BMC: Tensor,
-    ) -> Tensor:
-        """[B, M] which of its children each node accepts; -1: none."""
-        assert proposal.draft_probs_BMV is not None
-        left_BMV, draft_BMV = target_BNV[:, : tokens_BMC.shape[1]], proposal.draft_probs_BMV
-        mass_BM = torch.ones_like(draft_BMC[..., 0])
-        rest_BM = mass_BM
-        accepted_BM = torch.full_like(tokens_BMC[..., 0], -1)
-        for child in range(tokens_BMC.shape[2]):
-            tokens_BM, draft_BM, exists_BM, uniform_BM = (
-                part_BMC[..., child] for part_BMC in (tokens_BMC, draft_BMC, exists_BMC, uniform_BMC)
-            )
-            before_BM = accepted_BM
-            if child:
-                # Only for nodes that have another child is it worth knowing what the refused one left.
-                more_M, nodes_M = proposal.tree.more_children[child - 1]
-                tokens_BM, draft_BM, exists_BM, uniform_BM, before_BM = (
-                    part_BM.index_select(1, nodes_M)
-                    for part_BM in (tokens_BM, draft_BM, exists_BM, uniform_BM, accepted_BM)
-                )
-                share_BM1 = (mass_BM / rest_BM.clamp(min=_TINY)).index_select(1, more_M)[..., None]
-                draft_BMV, left_BMV = draft_BMV.index_select(1, more_M), left_BMV.index_select(1, more_M)
-                left_BMV = torch.addcmul(left_BMV, share_BM1, draft_BMV, value=-1).clamp_(min=0)
-                mass_BM, rest_BM = left_BMV.sum(-1), rest_BM.index_select(1, more_M)
-                if not self.replacement:
-                    rest_BM = rest_BM - draft_BMC[..., child - 1].index_select(1, nodes_M)
-            target_BM = left_BMV.gather(2, tokens_BM[..., None])[..., 0]
-            passes_BM = (uniform_BM * draft_BM * mass_BM < target_BM * rest_BM) & exists_BM
-            if child:
-                accepted_BM.index_copy_(1, nodes_M, torch.where(passes_BM & (before_BM < 0), child, before_BM))
-            else:
-                accepted_BM += passes_BM
-        return accepted_BM
-
-    def _left(
-        self, proposal: Proposal, target_BNV: Tensor, node_B: Tensor, draft_BMC: Tensor, exists_BMC: Tensor
-    ) -> Tensor:
-        """What is left of p, [B, V], where each row's path ends and all children were refused."""
-        assert proposal.draft_probs_BMV is not None
-        target_BV = left_BV = at(target_BNV, node_B)
-        inner_B = node_B.clamp(max=draft_BMC.shape[1] - 1)
-        draft_BV, draft_BC = at(proposal.draft_probs_BMV, inner_B), at(draft_BMC, inner_B)
-        refused_BC = at(exists_BMC, inner_B) & (inner_B == node_B)[:, None]
-        mass_B1 = torch.ones_like(target_BV[:, :1])
-        rest_B1 = mass_B1
-        for child in range(draft_BC.shape[1]):
-            share_B1 = torch.where(refused_BC[:, child, None], mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
+    def _try(
+        self, target_BV: Tensor, draft_BV: Tensor, tokens_BC: Tensor, exists_BC: Tensor, uniform_BC: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[B, 1] which of a node's children is accepted (-1: none), and [B, V] what those refused left of p."""
+        left_BV, mass_B1 = target_BV, torch.ones_like(target_BV[:, :1])
+        rest_B1, found_B1 = mass_B1, torch.full_like(tokens_BC[:, :1], -1)
+        for child, token_B1 in enumerate(tokens_BC.split(1, 1)):
+            draft_B1, target_B1 = draft_BV.gather(1, token_B1), left_BV.gather(1, token_B1)
+            passes_B1 = uniform_BC[:, child, None] * draft_B1 * mass_B1 < target_B1 * rest_B1
+            tried_B1 = exists_BC[:, child, None] & (found_B1 < 0)
+            found_B1 = torch.where(tried_B1 & passes_B1, child, found_B1)
+            share_B1 = torch.where(tried_B1 & ~passes_B1, mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
             left_BV = torch.addcmul(left_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
             mass_B1 = left_BV.sum(1, keepdim=True)
             if not self.replacement:
-                rest_B1 = rest_B1 - draft_BC[:, child, None]
+                rest_B1 = rest_B1 - draft_B1
         # Rounding alone can leave nothing at all.
-        return torch.where(mass_B1 > 0, left_BV, target_BV)
+        return found_B1, torch.where(mass_B1 > 0, left_BV, target_BV)
 
 
 class SampleAndMatch(Verifier):
@@ -326,11 +289,6 @@ def at(values_BNX: Tensor, node_B: Tensor) -> Tensor:
     if len(values_BNX) == 1:
         return values_BNX[0].index_select(0, node_B)  # several times cheaper than indexing by two tensors
     return values_BNX[torch.arange(len(values_BNX), device=values_BNX.device), node_B]
-
-
-def select(values_BN: Tensor, nodes_MC: Tensor) -> Tensor:
-    """[B, M, C] the values of the given nodes, the same ones in each row."""
-    return values_BN.index_select(1, nodes_MC.flatten()).unflatten(1, nodes_MC.shape)
 
 
 def identity_path(tree: Tree, rows: int) -> Tensor:
