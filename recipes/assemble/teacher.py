@@ -33,7 +33,7 @@ from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows
 from ...train.teachers.row_cache import RowCache, Source
 from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
 from ...train.teachers.teacher import CachedTeacher, load_teacher
-from ...train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
+from ...train.teachers.top_k_cache import CacheSource, TeacherCache, top_rows
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 from ..session.terminal import bar, gigabytes, log
 from .artifact import prepare_once
@@ -87,9 +87,9 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
     if isinstance(recipe, DrafterRecipe):
         top_k, dtype, eight_bit = recipe.teacher.top_k, recipe.teacher.dtype, recipe.teacher.load_in_8bit
 
-        def top_rows(device: torch.device) -> tuple[MakeRows, int]:
+        def teacher_rows(device: torch.device) -> tuple[MakeRows, int]:
             teacher = load_teacher(target, dtype, eight_bit, device)
-            return TopRows(teacher, top_k), teacher.vocab_size
+            return partial(top_rows, teacher, top_k), teacher.vocab_size
 
         return _TargetCache(
             word="teacher",
@@ -99,7 +99,7 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
             batch=batch,
             cache_type=TeacherCache,
             source=lambda model, data: CacheSource(target, model, data, top_k, dtype, eight_bit),
-            load=top_rows,
+            load=teacher_rows,
             smaller="a smaller `teacher.top_k`",
         )
     states, dtype, target_dtype = recipe.states, recipe.hidden.dtype, recipe.target_dtype

@@ -13,7 +13,7 @@ from draftsmith.train.forward.packed import PackedForward, make_forward
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import heads_mixture, mixture
-from draftsmith.train.losses.objectives import check_objective, parse_weights
+from draftsmith.train.losses.objectives import parse_weights
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
@@ -57,8 +57,8 @@ def mixed_heads(weights: dict[str, float], *more: Any, **options: Any) -> Any:
 
 
 LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown": (lambda: check_objective(["zzz"]), "'zzz'.*cross-entropy"),
-    "none": (lambda: check_objective([]), "cross-entropy"),
+    "unknown": (lambda: parse_weights({"zzz": 1.0}), "'zzz'.*cross-entropy"),
+    "none": (lambda: parse_weights({}), "cross-entropy"),
     "no teacher": (lambda: mixed({"forward-kl": 1.0}), "teacher"),
     "vocabularies": (lambda: mixed({"forward-kl": 1.0}, DenseTeacher(HIDDEN, PROJECTION[:8])), "9.*8"),
     "hot bucket": (lambda: mixed({"forward-kl": 1.0}, DENSE, 2.0, top_k=TopK(3)), r"2\.0.*renormalise"),

@@ -54,9 +54,6 @@ class StateFolder:
         self._checkpoints = folder / "checkpoints"
         self._accelerator = accelerator
         self._keep = keep
-        self._module: nn.Module = nn.Module()
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._groups: list[dict[str, Any]] = []
         self.evaluations: dict[int, dict[str, float]] = {}
         """What was measured, by step."""
         self.tokens_at: dict[int, int] = {}
@@ -98,7 +95,6 @@ class StateFolder:
 
     def load(self, position: Position) -> None:
         """Load the checkpoint of `position` into what was attached, or what the accelerator has made of it."""
-        assert self._optimizer is not None, "nothing was attached"
         folder, scaler = self._path(position.step), self._accelerator.scaler
         sharded = zero_stage(self._accelerator) > 0
         self.load_weights(position.step)
@@ -213,7 +209,6 @@ class StateFolder:
         if zero_stage(self._accelerator):
             weights = gather_state(self._accelerator, self._module)
             return weights, gather_optimizer(self._accelerator, self._groups)
-        assert self._optimizer is not None, "nothing was attached"
         return self._module.state_dict(), self._optimizer.state_dict()
 
     def _write(self, folder: Path, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any] | None) -> None:

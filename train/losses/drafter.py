@@ -35,11 +35,8 @@ def mixture(
     tokens one event, or impossible; a `SparseTeacher` without it has a bucket. `chunk` positions at a time (None: by
     vocabulary and device).
 
-    Returns:
-        The sum (scalar, float32, or float64 if `hidden_XD` is; differentiable once) and the number of positions
-        (int64).
-
-    Raises ValueError: see `chunks.TeacherTargets`; no teacher where an objective needs one.
+    Returns the sum (scalar, float32, or float64 if `hidden_XD` is; differentiable once) and the number of positions
+    (int64). Raises ValueError: see `chunks.TeacherTargets`; no teacher where an objective needs one.
     """
     sums_K, counts_K = heads_mixture(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
@@ -65,9 +62,7 @@ def heads_mixture(
     as `head_labels` gives them. `teacher_rows_XK` int64 is the teacher's row that is the distribution of labels_XK[x,
     k], read where there is a label (None: row x); logits of a row are computed once for all heads.
 
-    Returns:
-        Sums [K] (float32, or float64 if `features_XKD` is; differentiable once) and numbers of positions int64 [K].
-
+    Returns sums [K] (float32, or float64 if `features_XKD` is; differentiable once) and numbers of positions int64 [K].
     Raises ValueError: see `mixture`.
     """
     plan = Plan(
@@ -82,9 +77,7 @@ def narrowed(
 ) -> tuple[Tensor, Tensor | None, Tensor, Teacher | None]:
     """Arguments of `mixture` over these tokens alone, int64, rising: other labels are left out, and the teacher is its
     distribution among them. That the drafter learn this one is best also by the overlap with the whole one, of which no
-    drafter of these tokens has more.
-
-    Raises ValueError: a teacher of top-k tokens.
+    drafter of these tokens has more. Raises ValueError: a teacher of top-k tokens.
     """
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
     places_V = torch.full((vocab,), IGNORED, device=ids.device)

@@ -31,9 +31,7 @@ from .chunks import (
     to_events,
     upcast,
 )
-from .objectives import OBJECTIVES, Objective
-
-_LABELS = OBJECTIVES["cross-entropy"]
+from .objectives import DIVERGENCES, LABELS, cross_entropy_chunk
 
 
 class Step(NamedTuple):
@@ -63,7 +61,8 @@ class Plan:
     ) -> None:
         assert features_XKD.shape[:2] == labels_XK.shape, (features_XKD.shape, labels_XK.shape)
         assert len(projections) == labels_XK.shape[1], (len(projections), labels_XK.shape)
-        self.terms = tuple((OBJECTIVES[name], float(weight)) for name, weight in weights.items() if weight)
+        self._label_weight = float(weights.get(LABELS, 0.0))
+        self._taught = [(DIVERGENCES[name], float(w)) for name, w in weights.items() if w and name != LABELS]
         self.temperature, self.labels_XK = float(temperature), labels_XK
         first = projections[0]
         self.vocab = features_XKD.shape[2] if first is None else first.shape[0]
@@ -73,7 +72,7 @@ class Plan:
         self.kept = [(labels_X != IGNORED).nonzero()[:, 0] for labels_X in labels_XK.unbind(1)]
         self.targets: TeacherTargets | None = None
         self._teacher_rows_XK = teacher_rows_XK
-        if any(objective.needs_teacher for objective, _ in self.terms):
+        if self._taught:
             if teacher is None:
                 raise ValueError(f"objective {dict(weights)} needs a teacher, and none was given")
             self.targets = TeacherTargets(teacher, self.vocab, self.size, top_k, self.temperature)
@@ -136,15 +135,12 @@ class Plan:
     def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted losses of a block's rows [R], and the gradient of their sum with respect to `logits_RV`."""
         parts = []
-        if own := [(objective, weight) for objective, weight in self.terms if not objective.needs_teacher]:
-            if [objective for objective, _ in own] == [_LABELS]:
-                parts.append(_scaled(*_label_loss(logits_RV, labels_R), own[0][1]))
-            else:
-                parts.append(_weighted(own, logits_RV.log_softmax(1), None, labels_R))
-        if taught := [(objective, weight) for objective, weight in self.terms if objective.needs_teacher]:
-            assert targets is not None
+        if self._label_weight:
+            parts.append(_scaled(*cross_entropy_chunk(logits_RV, labels_R), self._label_weight))
+        if targets is not None:
             log_drafter_RF, rest_RV = to_events(targets, divide_by_temperature(logits_RV, self.temperature))
-            loss_R, grad_RF = _weighted(taught, log_drafter_RF, targets.log_probs_RF, labels_R)
+            scored = [_scaled(*score(log_drafter_RF, targets.log_probs_RF), weight) for score, weight in self._taught]
+            loss_R, grad_RF = _sum(scored)
             if targets.ids_RK is not None:
                 assert rest_RV is not None
                 grad_RF = scatter_grad(grad_RF, targets.ids_RK, rest_RV)
@@ -158,22 +154,6 @@ def _even(rows: Tensor, size: int) -> Sequence[Tensor]:
     if not len(rows):
         return ()
     return rows.split(-(-len(rows) // -(-len(rows) // size)))
-
-
-def _label_loss(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
-    """`objectives.cross_entropy_chunk` of logits, with one exponential an element less."""
-    labels_R1 = labels_R[:, None]
-    grad_RV = logits_RV.softmax(1)
-    loss_R1 = logits_RV.amax(1, keepdim=True) - grad_RV.amax(1, keepdim=True).log_() - logits_RV.gather(1, labels_R1)
-    grad_RV.scatter_add_(1, labels_R1, torch.full_like(labels_R1, -1, dtype=grad_RV.dtype))
-    return loss_R1[:, 0], grad_RV
-
-
-def _weighted(
-    terms: Sequence[tuple[Objective, float]], log_drafter_RF: Tensor, log_teacher_RF: Tensor | None, labels_R: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Σ weight · objective of each row, and its gradient."""
-    return _sum([_scaled(*objective.chunk(log_drafter_RF, log_teacher_RF, labels_R), w) for objective, w in terms])
 
 
 def _scaled(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tensor]:

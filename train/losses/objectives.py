@@ -4,8 +4,8 @@ Letters: C positions of a chunk, V events (the vocabulary, or the tokens that a 
 p is the teacher's distribution, q the drafter's, α = Σ_v min(p_v, q_v) the chance that a draft token is accepted
 (Leviathan et al. 2023, arXiv 2211.17192, definition 3.2 and lemma 3.3), z the drafter's logits.
 
-A chunk function takes log q (finite), log p (None without a teacher; may be −∞) and labels int64, and returns the loss
-of each position and, taken by hand, the gradient of their sum with respect to z.
+A divergence takes log q (finite) and log p (which may be −∞), and returns the loss of each position and, taken by hand,
+the gradient of their sum with respect to z.
 """
 
 from __future__ import annotations
@@ -22,52 +22,44 @@ from ...checkpoints.storage.messages import did_you_mean
 LOG_FLOOR = -100.0  # reverse KL takes a teacher's probability for at least e^−100: below what float32 tells from 0
 LK_DECAY = 3.0  # η of `lk-lambda`
 
-ChunkFunction = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+LABELS = "cross-entropy"
+"""The objective that learns from labels; all others learn from a teacher."""
+
+Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """One way to score a drafter."""
-
-    chunk: ChunkFunction
-    needs_teacher: bool
-
-
-def cross_entropy_chunk(log_drafter_CV: Tensor, _: Tensor | None, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """−log q_label; ∂/∂z = q − onehot(label)."""
+def cross_entropy_chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """−log q_label; ∂/∂z = q − onehot(label). Of logits: with one exponential an element."""
     labels_C1 = labels_C[:, None]
-    loss_C = -log_drafter_CV.gather(1, labels_C1)[:, 0]
-    grad_CV = log_drafter_CV.exp()
+    grad_CV = logits_CV.softmax(1)
+    loss_C1 = logits_CV.amax(1, keepdim=True) - grad_CV.amax(1, keepdim=True).log_() - logits_CV.gather(1, labels_C1)
     grad_CV.scatter_add_(1, labels_C1, torch.full_like(labels_C1, -1, dtype=grad_CV.dtype))
-    return loss_C, grad_CV
+    return loss_C1[:, 0], grad_CV
 
 
-def forward_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+def forward_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p ‖ q) = Σ_v p_v · (log p_v − log q_v); ∂/∂z = q − p (Hinton et al. 2015, arXiv 1503.02531, section 2)."""
-    assert log_teacher_CV is not None
     teacher_CV = log_teacher_CV.exp()
     gap_CV = _without_infinity(log_teacher_CV).sub_(log_drafter_CV)
     return gap_CV.mul_(teacher_CV).sum(1), log_drafter_CV.exp().sub_(teacher_CV)
 
 
-def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
     """KL(q ‖ p) = Σ_v q_v · g_v with g = log q − log p; ∂/∂z = q · (g − KL) (MiniLLM: Gu et al. 2023, arXiv 2306.08543,
     section 2.1; DistillSpec: Zhou et al. 2023, arXiv 2310.08461, section 4).
 
     Where p is 0 and q is not the true value is infinite: log p counts as −100 at least (`LOG_FLOOR`).
     """
-    assert log_teacher_CV is not None
     drafter_CV = log_drafter_CV.exp()
     gap_CV = log_teacher_CV.clamp(min=LOG_FLOOR).neg_().add_(log_drafter_CV)
     loss_C = (drafter_CV * gap_CV).sum(1)
     return loss_C, gap_CV.sub_(loss_C[:, None]).mul_(drafter_CV)
 
 
-def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
     """½ · KL(p ‖ m) + ½ · KL(q ‖ m), m = (p + q) / 2; ∂/∂z = ½ · q · (g − Σ q · g) with g = log q − log m. At most
     log 2 (the generalised Jensen-Shannon divergence of DistillSpec, arXiv 2310.08461, section 4, at β = ½).
     """
-    assert log_teacher_CV is not None
     drafter_CV = log_drafter_CV.exp()
     log_middle_CV = torch.logaddexp(log_drafter_CV, log_teacher_CV).sub_(math.log(2.0))
     teacher_part_C = _without_infinity(log_teacher_CV).sub_(log_middle_CV).mul_(log_teacher_CV.exp()).sum(1)
@@ -76,26 +68,24 @@ def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, 
     return 0.5 * (teacher_part_C + drafter_part_C), gap_CV.sub_(drafter_part_C[:, None]).mul_(drafter_CV.mul_(0.5))
 
 
-def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
     """½ · Σ_v |p_v − q_v| = 1 − α, exactly the share of draft tokens that speculative decoding rejects; ∂/∂z =
     q · Σ s − s with s = q where q < p, else 0 (Leviathan et al. 2023, lemma 3.3; as an objective: DistillSpec).
 
     Where p = q, the minimum's kink, the gradient counts the drafter's side as enough.
     """
-    assert log_teacher_CV is not None
     drafter_CV, least_CV = log_drafter_CV.exp(), log_teacher_CV.exp()
     short_CV = drafter_CV * (drafter_CV < least_CV)  # where more drafter probability would be accepted
     loss_C = 1.0 - torch.minimum(drafter_CV, least_CV, out=least_CV).sum(1)
     return loss_C, drafter_CV.mul_(short_CV.sum(1, keepdim=True)).sub_(short_CV)
 
 
-def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
     """−log α; ∂/∂z = (∂(1 − α)/∂z) / α, which does not vanish where p and q hardly overlap, and equals the cross
     entropy's where p is one token (LK losses: Samarin et al. 2026, arXiv 2602.23881).
 
     Taken in logarithms, log α = log Σ exp(min(log p, log q)): an α far below what float32 holds is no special case.
     """
-    assert log_teacher_CV is not None
     least_CV = torch.minimum(log_drafter_CV, log_teacher_CV)
     part_CV = least_CV.softmax(1)
     loss_C = part_CV.amax(1).log_().sub_(least_CV.amax(1))  # the largest term of Σ, and its part of it, give log Σ
@@ -103,15 +93,15 @@ def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Ten
     return loss_C, log_drafter_CV.exp().mul_(short_CV.sum(1, keepdim=True)).sub_(short_CV)
 
 
-def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
     """λ · KL(p ‖ q) + (1 − λ) · (1 − α), λ = exp(−η · α) without gradient: forward KL while there is little overlap,
     total variation later; ∂/∂z is the sum of theirs with the same weights (LK losses: Samarin et al. 2026, arXiv
     2602.23881; η = 3 is the paper's best).
 
     λ is taken at each position from its own α (the authors' code takes one λ from the mean of α over a batch).
     """
-    kl_C, grad_CV = forward_kl_chunk(log_drafter_CV, log_teacher_CV, labels_C)
-    rejected_C, rejected_grad_CV = total_variation_chunk(log_drafter_CV, log_teacher_CV, labels_C)
+    kl_C, grad_CV = forward_kl_chunk(log_drafter_CV, log_teacher_CV)
+    rejected_C, rejected_grad_CV = total_variation_chunk(log_drafter_CV, log_teacher_CV)
     share_C = torch.exp(LK_DECAY * (rejected_C - 1.0))
     grad_CV.mul_(share_C[:, None]).add_(rejected_grad_CV.mul_((1.0 - share_C)[:, None]))
     return share_C * kl_C + (1.0 - share_C) * rejected_C, grad_CV
@@ -122,28 +112,20 @@ def _without_infinity(log_teacher_CV: Tensor) -> Tensor:
     return log_teacher_CV.clamp(min=torch.finfo(log_teacher_CV.dtype).min)
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "cross-entropy": Objective(cross_entropy_chunk, needs_teacher=False),
-    "forward-kl": Objective(forward_kl_chunk, needs_teacher=True),
-    "reverse-kl": Objective(reverse_kl_chunk, needs_teacher=True),
-    "jensen-shannon": Objective(jensen_shannon_chunk, needs_teacher=True),
-    "total-variation": Objective(total_variation_chunk, needs_teacher=True),
-    "lk-alpha": Objective(lk_alpha_chunk, needs_teacher=True),
-    "lk-lambda": Objective(lk_lambda_chunk, needs_teacher=True),
+DIVERGENCES: dict[str, Divergence] = {
+    "forward-kl": forward_kl_chunk,
+    "reverse-kl": reverse_kl_chunk,
+    "jensen-shannon": jensen_shannon_chunk,
+    "total-variation": total_variation_chunk,
+    "lk-alpha": lk_alpha_chunk,
+    "lk-lambda": lk_lambda_chunk,
 }
+OBJECTIVES = (LABELS, *DIVERGENCES)
 
 
-def check_objective(names: Iterable[str]) -> bool:
-    """Whether a mixture of these objectives (names, or a mapping by name) needs a teacher. Raises ValueError: no
-    objective, or an unknown name (the nearest is named)."""
-    names = list(names)
-    if not names:
-        raise ValueError(f"no objective given, expected weights for some of: {', '.join(OBJECTIVES)}")
-    for name in names:
-        if name not in OBJECTIVES:
-            known = ", ".join(OBJECTIVES)
-            raise ValueError(f"unknown objective {name!r}, expected one of: {known}.{did_you_mean(name, OBJECTIVES)}")
-    return any(OBJECTIVES[name].needs_teacher for name in names)
+def needs_teacher(names: Iterable[str]) -> bool:
+    """Whether one of these objectives learns from a teacher."""
+    return any(name != LABELS for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +145,15 @@ class Ramp:
 
 def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, Ramp]:
     """Weights of objectives by name: a number, or [at the start, at the end of the run], or [from, to, share of the run
-    at which `to` is reached]. Raises ValueError: see `check_objective`; a weight that is no finite number, negative, or
-    always 0; a list of other than 2 or 3 numbers; a share outside (0, 1]; all weights 0 at the start, or all at the
-    end."""
-    check_objective(weights)
+    at which `to` is reached]. Raises ValueError: no objective, or an unknown name (the nearest is named); a weight that
+    is no finite number, negative, or always 0; a list of other than 2 or 3 numbers; a share outside (0, 1]; all weights
+    0 at the start, or all at the end."""
+    known = ", ".join(OBJECTIVES)
+    if not weights:
+        raise ValueError(f"no objective given, expected weights for some of: {known}")
+    for name in weights:
+        if name not in OBJECTIVES:
+            raise ValueError(f"unknown objective {name!r}, expected one of: {known}.{did_you_mean(name, OBJECTIVES)}")
     ramps = {name: _parse_ramp(name, value) for name, value in weights.items()}
     for when, values in (("start", [r.start for r in ramps.values()]), ("end", [r.end for r in ramps.values()])):
         if not any(values):

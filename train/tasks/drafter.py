@@ -20,7 +20,7 @@ from ...decode.models.draft_vocabulary import kept_tokens
 from ..forward.packed import make_forward
 from ..loop.fit import Task
 from ..losses.drafter import IGNORED, TopK, agreement, label_hits, mixture, narrowed, shifted_labels
-from ..losses.objectives import OBJECTIVES, parse_weights, weights_at
+from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.teacher import Teacher
 from .on_policy import OnPolicy, rewrite
 
@@ -61,7 +61,7 @@ class DrafterModule(nn.Module):
         """Sum of the objective over the trained positions (float32), and their number (int64); inputs as in `Batch`."""
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         weights = weights_at(self._weights, self.progress)
-        taught = any(OBJECTIVES[name].needs_teacher for name in weights)
+        taught = needs_teacher(weights)
         teacher = self._teacher(batch) if self._teacher is not None and taught else None
         hidden_XD, weight_VD = self.states(batch)
         labels_X = shifted_labels(labels_BT, documents_BT, 1).flatten()

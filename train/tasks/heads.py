@@ -19,7 +19,7 @@ from ..forward.packed import PackedForward
 from ..loop.fit import Task
 from ..losses.chunks import DenseTeacher
 from ..losses.drafter import IGNORED, head_labels, heads_mixture, label_hits
-from ..losses.objectives import OBJECTIVES, parse_weights, weights_at
+from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.hidden_cache import CachedHidden
 from .drafter import Evaluate, Weight, blocks_in_order
 
@@ -73,7 +73,7 @@ class HeadsModule(nn.Module):
         rows_X, labels_XK = self.trained_rows(batch)
         weights = weights_at(self._objective, self.progress)
         teacher, teacher_rows_XK = None, None
-        if any(OBJECTIVES[name].needs_teacher for name in weights):
+        if needs_teacher(weights):
             teacher = self.teacher(states_YD.detach())
             ahead_K = torch.arange(1, self.num_heads + 1, device=rows_X.device)
             # the target's own guess at token t + 2 + k is made at t + 1 + k

@@ -74,17 +74,13 @@ class TeacherCache(RowCache):
         return rows["ids"].long(), torch.from_numpy(log_probs_RK)
 
 
-class TopRows:
-    """Makes a cache's rows of what a teacher says; see `row_writer.MakeRows`."""
-
-    def __init__(self, run: Callable[[Batch], DenseTeacher], top_k: int) -> None:
-        self._run, self._top_k = run, top_k
-
-    def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Ids, log-probabilities and the logarithm of what the others have, chunk by chunk; see `top_log_probs`."""
-        for ids_CK, log_probs_CK in top_log_probs(self._run(batch), positions_R, self._top_k):
-            rest_C = (1 - log_probs_CK.double().exp().sum(1)).clamp(min=0)
-            yield {"ids": ids_CK, "log_probs": log_probs_CK.half(), "log_rest": rest_C.log().half()}
+def top_rows(
+    run: Callable[[Batch], DenseTeacher], top_k: int, batch: Batch, positions_R: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """A cache's rows of what a teacher says, chunk by chunk; see `row_writer.MakeRows` and `top_log_probs`."""
+    for ids_CK, log_probs_CK in top_log_probs(run(batch), positions_R, top_k):
+        rest_C = (1 - log_probs_CK.double().exp().sum(1)).clamp(min=0)
+        yield {"ids": ids_CK, "log_probs": log_probs_CK.half(), "log_rest": rest_C.log().half()}
 
 
 @torch.no_grad()

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import agreement, head_labels, label_hits, mixture, shifted_labels
-from draftsmith.train.losses.objectives import LK_DECAY, OBJECTIVES
+from draftsmith.train.losses.objectives import DIVERGENCES, LK_DECAY, OBJECTIVES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CROSS_ENTROPY = {"cross-entropy": 1.0}
 SHAPES = [(1, 3, 2, None), (7, 5, 11, 3), (64, 16, 33, 64), (65, 8, 17, 97), (33, 1, 5, 1)]  # X, D, V, chunk
-TAUGHT = [name for name, objective in OBJECTIVES.items() if objective.needs_teacher]
+TAUGHT = list(DIVERGENCES)
 
 
 def naive(name: str, drafter: Tensor, target: Tensor) -> Tensor:

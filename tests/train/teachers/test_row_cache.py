@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from draftsmith.train.teachers.hidden_cache import HiddenCache, HiddenRows, Hidd
 from draftsmith.train.teachers.row_cache import DOCUMENTS, RowCache, Source
 from draftsmith.train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
 from draftsmith.train.teachers.teacher import ModelTeacher
-from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
+from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, top_rows
 from safetensors.torch import load_file, save_file
 
 CPU, TOP_K = torch.device("cpu"), 5
@@ -32,7 +33,7 @@ def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
     """What makes rows of a model's states, and the size that these depend on."""
     if kind == "top":
         teacher = ModelTeacher(model)
-        return TopRows(teacher, TOP_K), teacher.vocab_size
+        return partial(top_rows, teacher, TOP_K), teacher.vocab_size
     rows = HiddenRows(model)
     return rows, rows.hidden_size
 

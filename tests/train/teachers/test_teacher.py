@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import IGNORED, mixture, shifted_labels
 from draftsmith.train.teachers.row_writer import CacheWriter, locked
 from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
-from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows, top_log_probs
+from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, top_log_probs, top_rows
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def write_cache(
     writer = CacheWriter(folder, made_from, blocks, teacher.vocab_size, shard_bytes)
     with locked(writer.folder):
         for shard in writer.missing():
-            assert writer.write(shard, TopRows(teacher, top_k), CPU, batch)
+            assert writer.write(shard, partial(top_rows, teacher, top_k), CPU, batch)
         writer.finish()
     return TeacherCache(folder)
 
