@@ -75,8 +75,13 @@ def check_finite(logits_XV: Tensor, model: Any) -> None:
     raise ValueError(f"the logits of {name} are NaN or infinite: {why}")
 
 
-def largest_difference(found_XV: Tensor, wanted_XV: Tensor) -> float:
-    """Between logits, as a share of the largest wanted one, at least of 1; equal infinities are no difference."""
+def check_close(found_XV: Tensor, wanted_XV: Tensor, model: Any, what: str) -> None:
+    """`check_finite`, and ValueError, `what` and by how much, where logits differ from a model's own by more than
+    rounding, as a share of the largest, at least of 1; equal infinities are no difference."""
+    check_finite(torch.stack((wanted_XV, found_XV)), model)
     apart_XV = (found_XV - wanted_XV).abs().masked_fill(found_XV == wanted_XV, 0.0)
     largest = wanted_XV.abs().masked_fill(wanted_XV.isinf(), 0.0).max()
-    return float(apart_XV.max() / largest.clamp(min=1.0))
+    difference = float(apart_XV.max() / largest.clamp(min=1.0))
+    tolerance = 1e-4 if model.dtype == torch.float32 else 6e-2
+    if not difference <= tolerance:
+        raise ValueError(f"{what} by {difference:.2g} (at most {tolerance:.0e} is allowed)")

@@ -31,7 +31,7 @@ from ..tree import Tree
 from .base import LanguageModel, TransformersModel, bare_model
 from .draft_vocabulary import kept_tokens, load_vocabulary
 from .final_norm import check_states
-from .finite import check_finite, largest_difference
+from .finite import check_close
 from .graphs import GraphedModel
 from .lean import LeanLlama
 from .seq2seq import Seq2SeqModel, check_source_forward
@@ -110,15 +110,13 @@ def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
     right_V = model(torch.cat((prompt, right))[None]).logits[0, -1, kept].float()
     wanted_2V = torch.stack((left_V, right_V))
     found_2V = tree_NV[[3, 2]]
-    check_finite(torch.stack((wanted_2V, found_2V)), model)
-    difference = largest_difference(found_2V, wanted_2V)
-    tolerance = 1e-4 if wrapped.dtype == torch.float32 else 6e-2
-    if not difference <= tolerance:
-        raise ValueError(
-            f"models of type {model.config.model_type!r} cannot score token trees: a branch scored in a tree differs "
-            f"from the same tokens scored alone by {difference:.2g} (at most {tolerance:.0e} is allowed); "
-            "positions that follow the cache slot, as with ALiBi, are not supported"
-        )
+    check_close(
+        found_2V,
+        wanted_2V,
+        model,
+        f"models of type {model.config.model_type!r} cannot score token trees (as where positions follow the cache's "
+        "slots, with ALiBi): a branch scored in a tree differs from the same tokens scored alone",
+    )
 
 
 def load_model(

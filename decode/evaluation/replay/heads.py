@@ -5,14 +5,14 @@ Shape letters: B texts or rows, T positions (all texts' one after another), K de
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ...engine import Verifier
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
+from ...tree import Tree
 from .recording import Recording
 from .steps import Prediction, replay_tokens
 
@@ -41,44 +41,20 @@ def _following(recording: Recording, depth: int) -> NDArray[np.int64]:
 
 def head_tree(recording: Recording, proposer: HeadTree, verifier: Verifier) -> Prediction:
     assert recording.heads is not None
-    paths = _paths(proposer)
-    width = 1 + max(max(path) for path in paths)
-    known = recording.heads.token_THC.shape[2]
+    width, known = 1 + int(proposer.ranks_N.max()), recording.heads.token_THC.shape[2]
     if width > known:
         raise ValueError(f"the tree asks for {width} candidates of a head: {known} were recorded")
-    walked = match_paths(head_ranks(recording), paths)
+    walked = walk_tree(recording, proposer.tree, proposer.ranks_N)
     return replay_tokens(recording, *walked, proposer.tree.max_depth, proposer.tree.nodes)
 
 
-def _paths(proposer: HeadTree) -> list[tuple[int, ...]]:
-    """The ranks on the way to each of the tree's nodes but the root."""
-    paths: list[tuple[int, ...]] = [()]
-    for parent, rank in zip(proposer.tree.parents_BN[0].tolist()[1:], proposer.ranks_N.tolist()[1:], strict=True):
-        paths.append((*paths[parent], rank))
-    return paths[1:]
-
-
-def match_paths(
-    rank_TH: NDArray[np.int64], paths: Iterable[tuple[int, ...]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many tokens a tree of these paths (prefixes included) accepts from every position, and tries, [T] each."""
-    known = sorted(set(paths), key=lambda path: (len(path), path))
-    number = {path: index for index, path in enumerate([(), *known])}
-    most = int(rank_TH.max()) + 2
-    next_NC = np.full((len(number), most), -1, dtype=np.int64)
-    inner_N = np.zeros(len(number), dtype=np.int64)
-    for path in known:
-        inner_N[number[path[:-1]]] = 1
-        if path[-1] < most:
-            next_NC[number[path[:-1]], path[-1]] = number[path]
-    node_T, open_T = np.zeros(len(rank_TH), dtype=np.int64), np.ones(len(rank_TH), dtype=bool)
-    accepted_T = np.zeros(len(rank_TH), dtype=np.int64)
-    for level in range(min(rank_TH.shape[1], len(known[-1]) if known else 0)):
-        child_T = np.where(open_T, next_NC[node_T, rank_TH[:, level]], -1)
-        open_T = child_T >= 0
-        node_T = np.where(open_T, child_T, node_T)
-        accepted_T += open_T
-    return accepted_T, accepted_T + inner_N[node_T]
+def walk_tree(recording: Recording, tree: Tree, ranks_N: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many tokens a tree of the recorded candidates of these ranks accepts from every position, and at how many
+    levels it had candidates, [T] each."""
+    assert recording.heads is not None
+    head_N = (tree.depth_BN[0] - 1).clamp(min=0)
+    tokens_TN = torch.from_numpy(recording.heads.token_THC[:, head_N.numpy(), ranks_N.numpy()])
+    return _walk(tree.parents_BN, tokens_TN, torch.from_numpy(_following(recording, tree.max_depth)))
 
 
 def pruned_tree(recording: Recording, proposer: PrunedHeadTree, verifier: Verifier) -> Prediction:
@@ -104,9 +80,7 @@ def pruned_tree(recording: Recording, proposer: PrunedHeadTree, verifier: Verifi
     return replay_tokens(recording, accepted_T, tried_T, proposer.depth, nodes_T)
 
 
-def _walk(
-    parents_BN: torch.Tensor, tokens_BN: torch.Tensor, follows_BK: torch.Tensor
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _walk(parents_BN: Tensor, tokens_BN: Tensor, follows_BK: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """How many tokens each row's tree accepts, and at how many levels it had candidates."""
     node_B1 = torch.zeros(len(tokens_BN), 1, dtype=torch.int64)
     accepted_B, alive_B = torch.zeros(len(tokens_BN), dtype=torch.int64), torch.ones(len(tokens_BN), dtype=torch.bool)

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from ...engine import Limits
 from ...methods import METHODS, Parts, build_method
 from ...models.base import LanguageModel
+from ...tree import parse_tree
 from ...warpers import Sampling
 from ..measure import decode
 from ..metrics import total
 from ..quality import perplexity
 from .costs import CostModel
-from .heads import head_ranks, match_paths
+from .heads import head_ranks, walk_tree
 from .recording import Recording
 from .replay import predict
 from .steps import by_text, ratio_error, visits
@@ -141,7 +142,9 @@ def best_head_trees(recording: Recording, sizes: Sequence[int], rounds: int = 3)
         paths: Paths = []
         for _ in range(rounds):
             paths = _worthiest(rank_TH, weight_T, width, size)
-            accepted_BT = by_text(match_paths(rank_TH, paths)[0], recording.lengths)
+            if not paths:
+                break
+            accepted_BT = by_text(walk_tree(recording, *parse_tree(tree_text(paths)))[0], recording.lengths)
             yield_BTJ = (accepted_BT[..., None] == np.arange(rank_TH.shape[1] + 1)).astype(np.float64)
             begin_BT = visits(recording.lengths, yield_BTJ)
             weight_T = begin_BT[np.arange(begin_BT.shape[1]) < recording.lengths[:, None]]
