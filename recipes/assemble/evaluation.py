@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,9 +22,10 @@ from ...checkpoints.artifact.locate import at_revision, model_source, resolve
 from ...checkpoints.heads.files import load_heads
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
-from ...data.prompts import Prompt, SkippedPrompts, load_prompts
+from ...data.prompts import Prompt, SkippedPrompts, load_prompts, stop_ids
 from ...data.tokenizers import load_tokenizer
-from ...decode.evaluation.measure import Entry
+from ...decode.engine import Limits
+from ...decode.evaluation.measure import Entry, sample_texts
 from ...decode.methods import Parts, method_options, needs_of
 from ...decode.models.base import LanguageModel, check_same_vocabulary
 from ...decode.models.loading import load_model, wrap_model
@@ -31,7 +33,10 @@ from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
 from ..schema.evaluation import EvaluateRecipe
 from ..session.machine import machine
-from ..session.terminal import log
+from ..session.terminal import Advance, bar, log
+
+Bar = Callable[[str, str], AbstractContextManager[Advance]]
+"""Progress of a title, in a unit."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     identities: dict[str, Identity] = {}
     identities["target"], (tokenizer, model) = load_identified(
         recipe.target,
-        lambda: (load_tokenizer(recipe.target), load(recipe.target, device_map=recipe.device_map)),
+        lambda: (load_tokenizer(recipe.target), load_target(recipe)),
         content=True,
     )
     heads = table = None
@@ -158,6 +163,11 @@ def device_of(recipe: EvaluateRecipe) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def load_target(recipe: EvaluateRecipe) -> PreTrainedModel:
+    """A recipe's target, where and in the type that it says."""
+    return load_model(recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map)
+
+
 def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
     """A recipe's rows as the measurement takes them."""
     rows = zip(recipe.labels(), recipe.methods, strict=True)
@@ -175,6 +185,42 @@ def other_target(artifact: Path, target: str) -> str | None:
     here = Path(at_revision(target))
     same = theirs is None or not (here / "config.json").is_file() or model_fingerprint(here) == theirs
     return None if same else str(named)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An evaluation, opened, and what it asks."""
+
+    recipe: EvaluateRecipe
+    opened: LoadedPair
+    asked: list[Prompt]
+    prompts: list[list[int]]
+    """Their token ids."""
+    limits: Limits
+
+    @property
+    def title(self) -> str:
+        """Of its tables."""
+        return f"{self.recipe.target}, {len(self.prompts)} prompts of {self.recipe.prompts}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What finished runs belong to."""
+        return identity_of(self.recipe, self.prompts, self.opened)
+
+    def texts(self, sampling: Sampling, bar: Bar = bar) -> list[list[int]]:
+        """The target's own texts after the prompts."""
+        with bar(f"writing the target's own texts at temperature {sampling.temperature:g}", "prompts") as advance:
+            given = (self.opened.target, self.prompts, self.limits, sampling)
+            return sample_texts(*given, seed=self.recipe.seed, progress=advance)
+
+
+def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> Case:
+    """Load what a recipe names, and its prompts; see `open_recipe` and `prompts_of`."""
+    opened = open_recipe(recipe)
+    found = prompts_of(recipe, opened.tokenizer, skipped)
+    limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
+    return Case(recipe, opened, [prompt for prompt, _ in found], [ids for _, ids in found], limits)
 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], opened: LoadedPair) -> dict[str, Any]:

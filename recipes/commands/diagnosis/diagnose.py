@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,6 @@ import torch
 
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.messages import did_you_mean
-from ....data.prompts import stop_ids
-from ....decode.engine import Limits
 from ....decode.evaluation.diagnose.agreement import (
     Passage,
     Source,
@@ -52,54 +49,39 @@ from ....decode.evaluation.diagnose.agreement import (
 from ....decode.evaluation.diagnose.attempts import DraftAttempt, cells, draft_attempts
 from ....decode.evaluation.diagnose.stages import Stage, decoding_stage, findings, gaps, scored_stage
 from ....decode.evaluation.diagnose.token_classes import classify
-from ....decode.evaluation.measure import Entry, sample_texts
+from ....decode.evaluation.measure import Entry
 from ....decode.evaluation.trace import trace
 from ....decode.methods import Parts, build_method
 from ....decode.models.seq2seq import Seq2SeqModel
 from ....decode.proposers.ngrams import TableChain
-from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import LoadedPair, entries_of, open_recipe, other_target, place_of, prompts_of
+from ....train.parallel.interrupts import Interrupted
+from ...assemble.evaluation import Case, entries_of, open_case, other_target, place_of
 from ...report.diagnosis import show_part
 from ...report.trace import TokenTexts
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.results import beside
-from ...session.terminal import Advance, console, log
-from ..evaluation.journal import stop_if_asked, stoppable_bar
+from ...session.stopping import Stoppable
+from ...session.terminal import console, log
 from .training_record import TrainingRecord, training_record
 
 SCHEMA = 3
 KIND = "diagnosis"
-STOPPED = "diagnose: stopped by signal {}"
 CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
 """What drafts from a part, a token at a time."""
 
 
-@dataclass
-class Case:
-    """An evaluation, opened."""
+@dataclass(frozen=True)
+class _Case(Case):
+    """What is diagnosed."""
 
-    recipe: EvaluateRecipe
-    opened: LoadedPair
-    signals: StopSignals
+    signals: Stoppable
     own: dict[Any, list[Passage]] = field(default_factory=dict)
     """The target's own answers, by sampling."""
-    prompts: list[list[int]] = field(init=False)
-    limits: Limits = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompts = [list(ids) for _, ids in prompts_of(self.recipe, self.opened.tokenizer)]
-        self.limits = Limits(self.recipe.max_new_tokens, stop_ids(self.opened.tokenizer))
-
-    def bar(self, title: str, unit: str = "prompts") -> AbstractContextManager[Advance]:
-        """Progress that ends once a signal has come."""
-        return stoppable_bar(title, unit, self.signals, STOPPED)
 
     def own_answers(self, entry: Entry) -> list[Passage]:
         """The target's own answers, plainly decoded."""
         if entry.sampling not in self.own:
-            given = (self.opened.target, self.prompts, self.limits, entry.sampling)
-            with self.bar("decoding the target's own answers") as advance:
-                texts = sample_texts(*given, seed=self.recipe.seed, progress=advance)
+            texts = self.texts(entry.sampling, self.signals.bar)
             self.own[entry.sampling] = [Passage(*pair) for pair in zip(self.prompts, texts, strict=True)]
         return self.own[entry.sampling]
 
@@ -129,9 +111,8 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
     ]
     narrow = {part: getattr(recipe, part) if part in chosen else None for part in CHAINS}
     narrowed = recipe.model_copy(update={"methods": rows, "more_drafters": [], **narrow})
-    with StopSignals() as signals:
-        case = Case(narrowed, open_recipe(narrowed), signals)
-        found = _diagnosed(case, chosen, path)
+    with Stoppable("diagnose", "") as signals:
+        found = _diagnosed(_Case(**vars(open_case(narrowed)), signals=signals), chosen, path)
     console().print(f"diagnosis: {path}", soft_wrap=True)
     return found
 
@@ -148,7 +129,7 @@ def _chosen(recipe: EvaluateRecipe, parts: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
+def _diagnosed(case: _Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
     """The parts one after the other, each shown and written when it is done."""
     recipe = case.recipe
     log(f"diagnose: {', '.join(chosen)}, {len(case.prompts)} prompts of {recipe.prompts}, on {case.opened.device}")
@@ -157,7 +138,7 @@ def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
     found |= {"artifacts": case.opened.artifacts()}
     for part, entry in zip(chosen, entries_of(recipe), strict=True):
         try:
-            stop_if_asked(case.signals, STOPPED)
+            case.signals.check()
             about = _Probe(case, part, entry).run()
         except Interrupted:
             finished = ", ".join(each["part"] for each in found["parts"])
@@ -173,7 +154,7 @@ def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
 class _Probe:
     """Measures one part of an evaluation with the chain that drafts from it."""
 
-    def __init__(self, case: Case, part: str, entry: Entry) -> None:
+    def __init__(self, case: _Case, part: str, entry: Entry) -> None:
         self.case, self.part, self.entry, self.target = case, part, entry, case.opened.target
         self.source_name = getattr(case.recipe, part)
         self.parts = Parts(**{part: getattr(case.opened.parts, part)})
@@ -253,7 +234,7 @@ class _Probe:
         )
 
     def _scored(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
-        with self.case.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:
+        with self.case.signals.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:
             scores = score(self.target, self.source, passages, self.entry.sampling, advance)
         return scored_stage(key, description, scores, measure)
 
@@ -261,7 +242,7 @@ class _Probe:
         case, steps = self.case, 0
         self.texts: list[Passage] = []
         self.attempts: list[list[DraftAttempt]] = []
-        with case.bar(f"{self.part}: decoding with {self.entry.method}") as advance:
+        with case.signals.bar(f"{self.part}: decoding with {self.entry.method}", "prompts") as advance:
             for index, prompt in enumerate(case.prompts):
                 seed = case.recipe.seed + index
                 traced = trace(self.target, self.method, prompt, case.limits, self.entry.sampling, seed)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from ....checkpoints.storage.atomic import atomic_text, check_writable
-from ....data.prompts import stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.certify.certify import Certificate, DecodedBatch, Plan, certify_method
 from ....decode.evaluation.certify.rescoring import Rounding, judge_of, measure_rounding
@@ -21,20 +20,19 @@ from ....decode.evaluation.measure import Entry
 from ....decode.methods import Parts, build_method
 from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
-from ....train.parallel.interrupts import StopSignals
-from ...assemble.evaluation import LoadedPair, entries_of, identity_of, open_recipe, prompts_of
+from ...assemble.evaluation import Case, entries_of, open_case
 from ...report.certificate import KIND, SCHEMA, VERDICTS, certificates_table, explanations
 from ...report.tables import Cell, Column, Table, number_cell
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.results import beside
 from ...session.machine import machine
+from ...session.stopping import Stoppable
 from ...session.terminal import Advance, console, log
-from .journal import Journal, stoppable_bar
+from .journal import Journal
 
 LEVEL = 1e-6
 """Probability of a false alarm anywhere in the certificate."""
 TOKENS, BATCH = 4_000, 8
-STOPPED = "certify: stopped by signal {}; the same command resumes from here"
 _SHORT = 16  # tokens of a text that only says how long others will take
 
 
@@ -58,22 +56,20 @@ def run_certify(
     """
     out = out or beside(Path(recipe.out), KIND)
     check_writable(out)
-    opened = open_recipe(recipe)
-    entries = _distinct(_both_ways(entries_of(recipe), opened.parts))
+    case = open_case(recipe)
+    entries = _distinct(_both_ways(entries_of(recipe), case.opened.parts))
     small = _distinct([replace(entry, label=f"{entry.label}, small pair", sampling=Sampling()) for entry in entries])
     plan = Plan(tokens, LEVEL / (len(entries) + len(small)), batch, recipe.seed)
-    prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
-    work = _Work(opened, prompts, Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), plan)
+    work = _Work(case, plan)
     work.say_how_long(small, entries, plan_only)
     if plan_only:
         return []
-    head = _head(recipe, opened, plan)
-    identity = identity_of(recipe, prompts, opened) | {"plan": head["plan"]}
+    head = _head(case, plan)
     certificates: list[Certificate] = []
-    with StopSignals() as signals, Journal(out, "texts", identity) as journal:
-        with stoppable_bar("certifying on a small pair", "methods", signals, STOPPED) as advance:
+    with Stoppable("certify") as signals, Journal(out, "texts", case.identity | {"plan": head["plan"]}) as journal:
+        with signals.bar("certifying on a small pair", "methods") as advance:
             tried = work.small(small, advance)
-        with stoppable_bar("certifying", "tokens", signals, STOPPED) as advance:
+        with signals.bar("certifying", "tokens") as advance:
             for certificate in _certify_all(entries, work, journal, advance):
                 certificates.append(_with(certificate, tried))
                 body = {
@@ -84,23 +80,22 @@ def run_certify(
                 }
                 atomic_text(out, json.dumps(head | body, indent=2, allow_nan=False) + "\n")
         journal.remove()
-    title = f"{recipe.target}, {len(prompts)} prompts of {recipe.prompts}"
     dicts = [[one.as_dict() for one in some] for some in (certificates, tried)]
-    console().print(certificates_table(title, *dicts).rich())
+    console().print(certificates_table(case.title, *dicts).rich())
     for line in explanations(certificates, tried):
         console().print(line)
     console().print(f"certificate: {out}")
     return certificates
 
 
-def _head(recipe: EvaluateRecipe, opened: LoadedPair, plan: Plan) -> dict[str, Any]:
+def _head(case: Case, plan: Plan) -> dict[str, Any]:
     """What a certificate is of."""
     return {
         "schema": SCHEMA,
         "kind": KIND,
-        "machine": machine(opened.device),
-        "artifacts": opened.artifacts(),
-        "recipe": recipe.recorded(),
+        "machine": machine(case.opened.device),
+        "artifacts": case.opened.artifacts(),
+        "recipe": case.recipe.recorded(),
         "plan": asdict(plan) | {"whole_level": LEVEL},
     }
 
@@ -147,37 +142,35 @@ class _TextsLine(NamedTuple):
 
 @dataclass
 class _Work:
-    """A pair and its prompts, and how they are judged."""
+    """An evaluation, and how it is judged."""
 
-    opened: LoadedPair
-    prompts: Sequence[Sequence[int]]
-    limits: Limits
+    case: Case
     plan: Plan
 
     def __post_init__(self) -> None:
         # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
-        self.judge = judge_of(self.opened.model, states_of(self.opened.parts.heads))
+        self.judge = judge_of(self.case.opened.model, states_of(self.case.opened.parts.heads))
         self.rounding: dict[Sampling, Rounding] = {}
 
     def amount(self, entry: Entry) -> int:
         """Tokens that are judged of an entry, unless something is found."""
-        most = len(self.prompts) * self.limits.max_new_tokens if entry.sampling.greedy else self.plan.tokens
+        most = len(self.case.prompts) * self.case.limits.max_new_tokens if entry.sampling.greedy else self.plan.tokens
         return min(self.plan.tokens, most)
 
     def certify(self, entry: Entry, plan: Plan, limits: Limits, **hooks: Any) -> Certificate:
         """Judge an entry; rounding is measured once for each way of sampling."""
-        target, sampling = self.opened.target, entry.sampling
+        target, sampling = self.case.opened.target, entry.sampling
         if sampling not in self.rounding:
-            self.rounding[sampling] = measure_rounding(target, self.prompts, sampling, reference=self.judge)
+            self.rounding[sampling] = measure_rounding(target, self.case.prompts, sampling, reference=self.judge)
         hooks |= {"reference": self.judge, "rounding": self.rounding[sampling]}
-        return certify_method(target, self.opened.parts, entry, self.prompts, limits, plan, **hooks)
+        return certify_method(target, self.case.opened.parts, entry, self.case.prompts, limits, plan, **hooks)
 
     def say_how_long(self, small: Sequence[Entry], entries: Sequence[Entry], each: bool) -> None:
         """Say how many minutes all of it may take, and `each` of it, by trying a little."""
-        limits = replace(self.limits, max_new_tokens=min(_SHORT, self.limits.max_new_tokens))
+        limits = replace(self.case.limits, max_new_tokens=min(_SHORT, self.case.limits.max_new_tokens))
         minutes = dict.fromkeys([entry.label for entry in [*small, *entries]], 0.0)
         for entry in small:  # by the first of the checks above temperature 0
-            for one in itertools.islice(stress_method(entry, replace(self.plan, tokens=1), self.opened.device), 1):
+            for one in itertools.islice(stress_method(entry, replace(self.plan, tokens=1), self.case.opened.device), 1):
                 minutes[entry.label] = one.seconds / 60 * max(3.0, 3 * SHARE * self.plan.tokens / one.tokens)
         for entry in entries:
             tried = self.certify(entry, replace(self.plan, tokens=1), limits)
@@ -185,7 +178,7 @@ class _Work:
         if each:
             rows = [[Cell(label), number_cell(value)] for label, value in minutes.items()]
             console().print(Table("", [Column("method", numeric=False), Column("minutes", "about")], rows).rich())
-        log(f"certify: about {sum(minutes.values()):.1f} minutes on {self.opened.device}")
+        log(f"certify: about {sum(minutes.values()):.1f} minutes on {self.case.opened.device}")
 
     def small(self, entries: Sequence[Entry], advance: Advance) -> list[Certificate]:
         """Methods on the small pair."""
@@ -195,7 +188,7 @@ class _Work:
             def progress(*_: int, number: int = number, label: str = entry.method) -> None:
                 advance(number, len(entries), label)
 
-            found += stress_method(entry, self.plan, self.opened.device, progress)
+            found += stress_method(entry, self.plan, self.case.opened.device, progress)
         return found
 
 
@@ -215,5 +208,7 @@ def _certify_all(entries: Sequence[Entry], work: _Work, journal: Journal, advanc
             journal.add([label, *written])
 
         written = [DecodedBatch(line.outputs, line.seconds) for line in texts if line.label == label]
-        yield work.certify(entry, work.plan, work.limits, written=written, on_written=on_written, progress=progress)
+        yield work.certify(
+            entry, work.plan, work.case.limits, written=written, on_written=on_written, progress=progress
+        )
         before += amount

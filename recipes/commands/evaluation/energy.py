@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 from torch import Tensor
 
@@ -23,8 +22,9 @@ from ....decode.evaluation.energy import Energy, batch_forward, batch_row, count
 from ....decode.evaluation.measure import devices_of
 from ....decode.methods import Parts
 from ....decode.models.base import LanguageModel
-from ....decode.models.loading import load_model, wrap_model
+from ....decode.models.loading import wrap_model
 from ....train.parallel.interrupts import is_out_of_memory
+from ...assemble.evaluation import load_target
 from ...schema.claims import show
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import load_recipe
@@ -34,49 +34,36 @@ from ...session.terminal import bar, console, log
 from .recipe import BASE, BASELINE, evaluate_recipe
 
 
-def run_energy(
-    target: str,
-    *,
-    batches: Sequence[int],
-    runs: int,
-    context: int,
-    dtype: str = "auto",
-    device: str = "auto",
-    device_map: str | None = None,
-    seed: int = 0,
-    out: Path,
-) -> dict[str, Any]:
-    """Time forwards of a target at several batch sizes, count their joules where something counts them, print the table
-    and write it to `out`.
+def run_energy(recipe: EvaluateRecipe, out: Path, *, batches: Sequence[int], runs: int, context: int) -> dict[str, Any]:
+    """Time forwards of a recipe's target at several batch sizes, count their joules where something counts them, print
+    the table and write it to `out`.
 
     Args:
         batches: inputs of a forward.
         runs: forwards that are timed at each batch size; joules are counted over windows of their own.
         context: tokens that each input has behind it.
-        dtype, device, device_map: of the target, as in a recipe.
 
-    Raises ValueError: a number below 1, more context than the target has positions, a target that cannot be loaded, too
-    large a batch for the device's memory.
+    Raises ValueError: a number below 1, more context than the target has positions, too large a batch for the device's
+    memory.
     """
     if min(runs, context, *batches) < 1:
         raise ValueError(f"all must be at least 1: --runs {runs}, --context {context}, --batch {[*batches]}")
     check_writable(out)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = wrap_model(load_model(target, dtype=dtype, device=device, device_map=device_map))
+    model = wrap_model(load_target(recipe))
     if context + 1 > model.max_positions:
         raise ValueError(
             f"--context {context} and a new token are more than the target's {model.max_positions} positions"
         )
     dtype_name = str(model.dtype).removeprefix("torch.")
-    log(f"energy: {target} ({dtype_name}) on {model.device}: {runs} forwards at batch {', '.join(map(str, batches))}")
-    calls, seconds = _timed(model, batches, runs, context, seed)
-    energies, covers = _energies(model, calls, seed)
+    sizes = ", ".join(map(str, batches))
+    log(f"energy: {recipe.target} ({dtype_name}) on {model.device}: {runs} forwards at batch {sizes}")
+    calls, seconds = _timed(model, batches, runs, context, recipe.seed)
+    energies, covers = _energies(model, calls, recipe.seed)
     counted = next(iter(energies.values()), None)
     results = {
         "schema": 1,
         "kind": "energy-by-batch",
-        "target": target,
+        "target": recipe.target,
         "dtype": dtype_name,
         "machine": machine(str(model.device)),
         "runs": runs,
@@ -95,11 +82,7 @@ def run_energy(
 def energy_command(
     recipe: str | None, overrides: Sequence[str], target: str | None, batch: str, runs: int, context: int
 ) -> dict[str, Any]:
-    """The command line's: the target, its device and its type are an evaluation recipe's, or given by themselves.
-
-    Args:
-        batch: numbers with commas between.
-    """
+    """The command line's: of an evaluation recipe, or of a target by itself; `batch`: numbers with commas between."""
     try:
         batches = [int(part) for part in batch.split(",")]
     except ValueError as error:
@@ -112,9 +95,7 @@ def energy_command(
     else:
         loaded = evaluate_recipe(recipe, overrides, {"target": target}, "energy")
     assert isinstance(loaded, EvaluateRecipe)
-    where = loaded.model_dump(include={"dtype", "device", "device_map", "seed"})
-    out = Path(loaded.out).with_suffix(".energy.json")
-    return run_energy(loaded.target, batches=batches, runs=runs, context=context, **where, out=out)
+    return run_energy(loaded, Path(loaded.out).with_suffix(".energy.json"), batches=batches, runs=runs, context=context)
 
 
 def _timed(

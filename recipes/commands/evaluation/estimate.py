@@ -8,8 +8,8 @@ from ....decode.evaluation.measure import PROFILED
 from ....decode.evaluation.replay.costs import measure_forwards
 from ....decode.methods import Parts
 from ....decode.models.base import LanguageModel
-from ....decode.models.loading import load_model, wrap_model
-from ...assemble.evaluation import device_of
+from ....decode.models.loading import wrap_model
+from ...assemble.evaluation import load_target
 from ...schema.evaluation import EvaluateRecipe
 from ...session.terminal import duration
 
@@ -34,7 +34,7 @@ def planned_time(recipe: EvaluateRecipe, runs: int) -> str:
     if here(recipe.target) is None:
         return f"how long it takes is not known before {recipe.target} lies on this machine"
     with quietly():
-        model = load_model(recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map)
+        model = load_target(recipe)
     return time_words(wrap_model(model, check=False), runs, recipe.max_new_tokens)
 
 

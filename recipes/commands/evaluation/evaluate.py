@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from ....checkpoints.storage.atomic import check_writable
-from ....data.prompts import SkippedPrompts, stop_ids
-from ....decode.engine import Limits
+from ....data.prompts import SkippedPrompts
 from ....decode.evaluation.energy import CounterError, Energy, open_meter
 from ....decode.evaluation.measure import (
     BASELINE,
@@ -29,24 +27,17 @@ from ....decode.evaluation.measure import (
 from ....decode.evaluation.metrics import Tally
 from ....decode.evaluation.replay.replay import predict_entries, record_entries
 from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
-from ....train.parallel.interrupts import StopSignals
-from ...assemble.evaluation import (
-    LoadedPair,
-    entries_of,
-    identity_of,
-    open_recipe,
-    prompts_digest,
-    prompts_of,
-)
+from ...assemble.evaluation import Case, entries_of, open_case, prompts_digest
 from ...report.page import report_beside, write_report
 from ...report.tables import UNSTEADY, category_table, method_table
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
 from ...session.machine import machine
-from ...session.terminal import Advance, console, duration, log
+from ...session.stopping import Stoppable
+from ...session.terminal import console, duration, log
 from .estimate import evaluation_runs, time_words
-from .journal import Journal, stoppable_bar
+from .journal import Journal
 
 
 class _RunLine(NamedTuple):
@@ -80,26 +71,23 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             or a lossless method whose output at temperature 0 differs from the target's own.
         Interrupted: a signal came; the runs that had finished are kept.
     """
-    check_writable(Path(recipe.out))
-    opened, skipped = open_recipe(recipe), SkippedPrompts()
-    found = prompts_of(recipe, opened.tokenizer, skipped)
-    prompts = [EvalPrompt(ids, prompt.id, prompt.category, prompt.references) for prompt, ids in found]
-    limits, entries = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), entries_of(recipe)
-    check_capacity(opened.target, opened.parts, entries, {each.name: each.ids for each in prompts}, limits)
+    out, skipped = Path(recipe.out), SkippedPrompts()
+    check_writable(out)
+    case, entries = open_case(recipe, skipped), entries_of(recipe)
+    opened, prompts = case.opened, case.prompts
+    named = {asked.id: ids for asked, ids in zip(case.asked, prompts, strict=True)}
+    check_capacity(opened.target, opened.parts, entries, named, case.limits)
     log(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {opened.device}")
-    longest = max(len(prompt.ids) for prompt in prompts)
-    time = time_words(opened.target, evaluation_runs(recipe, len(prompts)), recipe.max_new_tokens, longest)
-    log(f"evaluate: {time}")
+    runs = evaluation_runs(recipe, len(prompts))
+    log(f"evaluate: {time_words(opened.target, runs, recipe.max_new_tokens, max(map(len, prompts)))}")
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
-    out, identity = Path(recipe.out), identity_of(recipe, [prompt.ids for prompt in prompts], opened)
-    with StopSignals() as signals, Journal(out, "runs", identity) as journal:
-        case = _Case(recipe, opened, prompts, entries, limits, journal, signals)
-        results, broken = _measured(case, skipped)
+    with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity) as journal:
+        results, broken = _measured(_Work(case, entries, journal, signals), skipped)
         write_results(out, results)
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
-    _show(recipe, results)
+    _show(case, results)
     report = write_report(report_beside(out), [out], [results])
     console().print(f"results: {out}, and {report} to look at", soft_wrap=True)
     if broken:
@@ -108,46 +96,34 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Case:
-    """An evaluation, opened."""
+class _Work:
+    """What is measured, and where what is finished stands."""
 
-    recipe: EvaluateRecipe
-    opened: LoadedPair
-    prompts: list[EvalPrompt]
+    case: Case
     entries: list[Entry]
-    limits: Limits
     journal: Journal
-    signals: StopSignals
-
-    @property
-    def ids(self) -> list[Sequence[int]]:
-        """Of the prompts."""
-        return [prompt.ids for prompt in self.prompts]
-
-    def bar(self, title: str, unit: str) -> AbstractContextManager[Advance]:
-        """Progress that ends once a signal has come."""
-        message = "evaluate: stopped by signal {}; the same command resumes from here"
-        return stoppable_bar(title, unit, self.signals, message)
+    signals: Stoppable
 
 
-def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], list[str]]:
+def _measured(work: _Work, skipped: SkippedPrompts) -> tuple[dict[str, Any], list[str]]:
     """All that is measured; and the broken promises of losslessness."""
-    opened, recipe, tokenizer = case.opened, case.recipe, case.opened.tokenizer
+    case, entries = work.case, work.entries
+    opened, recipe = case.opened, case.recipe
     finished = {
         RunKey(line.label, line.prompt, line.repeat): Decoded(line.ids, line.tally, line.seconds, line.reading)
-        for line in case.journal.parsed(_LINES)
+        for line in work.journal.parsed(_LINES)
         if isinstance(line, _RunLine)
     }
 
     def on_run(key: RunKey, run: Decoded) -> None:
-        case.journal.add([*key, run.ids, asdict(run.tally), run.seconds, run.reading])
+        work.journal.add([*key, run.ids, asdict(run.tally), run.seconds, run.reading])
 
-    with case.bar("evaluating", "runs") as advance:
+    with work.signals.bar("evaluating", "runs") as advance:
         runs = measure(
             opened.target,
             opened.parts,
-            case.entries,
-            case.ids,
+            entries,
+            case.prompts,
             case.limits,
             reference=opened.model if recipe.compare_with_transformers else None,
             repeats=recipe.repeats,
@@ -157,31 +133,35 @@ def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
             on_run=on_run,
             progress=advance,
         )
-    energies = _energies(case) if recipe.energy != "off" else {}
+    energies = _energies(work) if recipe.energy != "off" else {}
 
     def text_of(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
+        return str(opened.tokenizer.decode(ids, skip_special_tokens=True))
 
+    prompts = [
+        EvalPrompt(ids, asked.id, asked.category, asked.references)
+        for asked, ids in zip(case.asked, case.prompts, strict=True)
+    ]
     more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies}
-    summariser = Summariser(opened.target, opened.parts, case.prompts, runs, case.limits, **more)
-    with case.bar("timing steps, reading texts", "methods") as advance:
-        summary = summariser.summarise(case.entries, advance)
+    summariser = Summariser(opened.target, opened.parts, prompts, runs, case.limits, **more)
+    with work.signals.bar("timing steps, reading texts", "methods") as advance:
+        summary = summariser.summarise(entries, advance)
     if recipe.predict:
         log("evaluate: predicting the rows by replay of the target's own texts")
-        texts = {entry.sampling: runs[entry.label].ids for entry in case.entries if entry.method == BASELINE}
-        recordings = record_entries(opened.target, opened.parts, case.entries, case.ids, texts)
-        predictions = predict_entries(recordings, opened.parts, case.entries)
+        texts = {entry.sampling: runs[entry.label].ids for entry in entries if entry.method == BASELINE}
+        recordings = record_entries(opened.target, opened.parts, entries, case.prompts, texts)
+        predictions = predict_entries(recordings, opened.parts, entries)
         for row in summary.rows:
             row["prediction"] = predictions[row["label"]]
     return _results(case, skipped, len(finished), summary), summary.broken
 
 
-def _energies(case: _Case) -> dict[str, Energy]:
+def _energies(work: _Work) -> dict[str, Energy]:
     """Joules a token by label, as far as they can be counted; those that the journal holds are not counted again. What
     counts them and how long that takes is logged, or why nothing does."""
-    opened = case.opened
-    found = {line.label: line.energy for line in case.journal.parsed(_LINES) if isinstance(line, _EnergyLine)}
-    left = [entry for entry in case.entries if entry.label not in found]
+    case, opened = work.case, work.case.opened
+    found = {line.label: line.energy for line in work.journal.parsed(_LINES) if isinstance(line, _EnergyLine)}
+    left = [entry for entry in work.entries if entry.label not in found]
     if not left:
         return found
     meter, words = open_meter(devices_of(opened.target, opened.parts))
@@ -193,7 +173,7 @@ def _energies(case: _Case) -> dict[str, Energy]:
         f"evaluate: counting joules of {words} ({meter.source}): {len(left)} rows, {least} or more in all; "
         "`energy: off` leaves them out"
     )
-    with meter, case.bar("counting joules", "windows") as advance:
+    with meter, work.signals.bar("counting joules", "windows") as advance:
         try:
             idle = meter.idle_watts()
             for number, entry in enumerate(left):
@@ -201,16 +181,16 @@ def _energies(case: _Case) -> dict[str, Energy]:
                 def progress(trial: int, trials: int, number: int = number, label: str = entry.label) -> None:
                     advance(number * trials + trial, len(left) * trials, label)
 
-                what = (opened.target, opened.parts, entry, case.ids, case.limits, meter, idle)
+                what = (opened.target, opened.parts, entry, case.prompts, case.limits, meter, idle)
                 found[entry.label] = energy_of(*what, seed=case.recipe.seed, progress=progress)
-                case.journal.add({"label": entry.label, "energy": asdict(found[entry.label])})
+                work.journal.add({"label": entry.label, "energy": asdict(found[entry.label])})
         except CounterError as error:
             missing = ", ".join(entry.label for entry in left if entry.label not in found)
             log(f"evaluate: no joules of {missing}: {error}")
     return found
 
 
-def _results(case: _Case, skipped: SkippedPrompts, resumed: int, summary: Summary) -> dict[str, Any]:
+def _results(case: Case, skipped: SkippedPrompts, resumed: int, summary: Summary) -> dict[str, Any]:
     errors, same = [*summary.errors, *summary.broken], summary.same
     if same is not None and same[0] < same[1]:
         errors.append(f"greedy decoding differs from transformers.generate on {same[1] - same[0]} of {same[1]} prompts")
@@ -222,9 +202,9 @@ def _results(case: _Case, skipped: SkippedPrompts, resumed: int, summary: Summar
         "artifacts": case.opened.artifacts(),
         "recipe": case.recipe.recorded(),
         "prompts": len(case.prompts),
-        "prompts_sha256": prompts_digest(case.ids),
+        "prompts_sha256": prompts_digest(case.prompts),
         "passed_over": skipped.as_dict(),
-        "categories": dict(Counter(prompt.category for prompt in case.prompts)),
+        "categories": dict(Counter(prompt.category for prompt in case.asked)),
         "resumed": resumed,
         "greedy_equals_transformers": same,
         "methods": summary.rows,
@@ -232,10 +212,9 @@ def _results(case: _Case, skipped: SkippedPrompts, resumed: int, summary: Summar
     }
 
 
-def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
-    title = f"{recipe.target}, {results['prompts']} prompts of {recipe.prompts}"
-    console().print(method_table(title, results["methods"]).rich())
-    if recipe.show_categories:
+def _show(case: Case, results: dict[str, Any]) -> None:
+    console().print(method_table(case.title, results["methods"]).rich())
+    if case.recipe.show_categories:
         console().print(category_table(results["methods"]).rich())
     if unsteady := ", ".join(row["label"] for row in results["methods"] if row["steady"] is False):
         why = "something else ran here; measure again, or with more `repeats`"

@@ -6,16 +6,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from ....checkpoints.storage.locks import sole_writer
-from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...session.terminal import Advance, bar, log
+from ...session.terminal import log
 
 Line = TypeVar("Line")
 
@@ -131,23 +129,3 @@ def _remove_if_empty(folder: Path) -> None:
 def _told(name: str, before: Any, now: Any) -> str:
     """A setting that has changed, by both values where they are hashes."""
     return f"{name} ({before}, now {now})" if name.startswith("hash of ") else name
-
-
-@contextmanager
-def stoppable_bar(title: str, unit: str, signals: StopSignals, message: str) -> Iterator[Advance]:
-    """A progress bar that raises Interrupted once a signal has come, whose number stands for `{}` in the message."""
-    with bar(title, unit) as advance:
-
-        def watched(done: int, total: int, note: str = "") -> None:
-            advance(done, total, note)
-            stop_if_asked(signals, message)
-
-        yield watched
-
-
-def stop_if_asked(signals: StopSignals, message: str) -> None:
-    """Log and raise Interrupted once a signal has come."""
-    if signals.received is not None:
-        stopped = message.format(signals.received)
-        log(stopped)
-        raise Interrupted(signals.received, stopped)

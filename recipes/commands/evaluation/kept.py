@@ -7,23 +7,18 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ....train.parallel.interrupts import StopSignals
-from .journal import Journal, stop_if_asked
+from ...session.stopping import Stoppable
+from .journal import Journal
 
 Found = TypeVar("Found")
 
 
 class Kept:
-    """Does work, or finds what an earlier process made of it; ends before work where a signal has come.
+    """Does work, or finds what an earlier process made of it; ends before work where a signal has come. Raises
+    ValueError: a line of the journal that has another form."""
 
-    Args:
-        message: of the end, as `stop_if_asked` takes it.
-
-    Raises ValueError: a line of the journal that has another form.
-    """
-
-    def __init__(self, journal: Journal, signals: StopSignals, message: str) -> None:
-        self._journal, self._signals, self._message = journal, signals, message
+    def __init__(self, journal: Journal, signals: Stoppable) -> None:
+        self._journal, self._signals = journal, signals
         lines = journal.parsed(TypeAdapter(tuple[str, Any]))
         self._found = {name: (number, value) for number, (name, value) in enumerate(lines, 2)}
 
@@ -31,7 +26,7 @@ class Kept:
         """What the work of this name gives, of this form."""
         if name in self:
             return self.known(name, form)
-        stop_if_asked(self._signals, self._message)
+        self._signals.check()
         found = work()
         self.add(name, form, found)
         return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ....checkpoints.storage.atomic import atomic_text, check_writable
-from ....data.prompts import stop_ids
-from ....decode.engine import Limits
 from ....decode.evaluation.measure import BASELINE, Decoded, Entry, Run, RunKey, measure, sample_texts, steady
 from ....decode.evaluation.metrics import speedup_interval, total
 from ....decode.evaluation.quality import perplexity
@@ -39,18 +36,17 @@ from ....decode.evaluation.replay.tuning import (
     with_costs,
 )
 from ....decode.methods import METHODS, Parts, build_method
-from ....decode.models.base import LanguageModel
 from ....decode.proposers.ngrams import TableSource
 from ....decode.warpers import Sampling
-from ....train.parallel.interrupts import StopSignals
-from ...assemble.evaluation import identity_of, open_recipe, prompts_of
+from ...assemble.evaluation import Case, open_case
 from ...report.tune import describe_settings, show
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
 from ...session.machine import machine
-from ...session.terminal import Advance, console, log
+from ...session.stopping import Stoppable
+from ...session.terminal import console, log
 from .estimate import planned_time, time_words
-from .journal import Journal, stoppable_bar
+from .journal import Journal
 from .kept import Kept
 
 LeftOut = dict[str, str]
@@ -62,7 +58,6 @@ _CONFIRMED = 4  # methods whose best settings are decoded
 _CONFIRMED_OF_BEST = 3  # settings of the first of them
 _CONFIRMED_LOSSY = 3  # settings of each lossy method
 _PROBES = 4  # prompts that each method is decoded with to learn its overhead
-STOPPED = "tune: stopped by signal {}; the same command resumes from here"
 _BATCH = 8  # texts that the target writes together
 _TEXTS, _CHOICES = TypeAdapter(list[list[int]]), TypeAdapter(list[Choice])
 _CHOICE: TypeAdapter[Choice | None] = TypeAdapter(Choice | None)
@@ -70,21 +65,15 @@ _COSTS, _RUN = TypeAdapter(CostModel), TypeAdapter(Decoded)
 
 
 @dataclass(frozen=True)
-class _Case:
-    """What is tuned, opened."""
+class _Case(Case):
+    """What is tuned."""
 
-    recipe: EvaluateRecipe
-    target: LanguageModel
-    parts: Parts
-    prompts: list[list[int]]
-    limits: Limits
     sampling: Sampling
     space: Space
     fixed: Fixed
     """Of every method to tune."""
     kept: Kept
-    bar: Callable[[str, str], AbstractContextManager[Advance]]
-    """Progress that ends once a signal has come."""
+    signals: Stoppable
 
 
 def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, Any]:
@@ -101,19 +90,18 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     """
     folder, space = Path(recipe.out).with_suffix(".tune"), space or Space()
     check_writable(folder)
-    opened = open_recipe(recipe)
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
-    fixed, left_out = _methods_to_tune(recipe, opened.parts, sampling)
-    prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
-    limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
-    runs = _runs(fixed, len(prompts), recipe, space)
-    log(f"tune: {', '.join(fixed)}; {time_words(opened.target, runs, limits.max_new_tokens, max(map(len, prompts)))}")
-    identity = identity_of(recipe, prompts, opened) | {"space": asdict(space)}
-    with StopSignals() as signals, Journal(folder / "tune.json", "work", identity) as journal:
-        stopping = (Kept(journal, signals, STOPPED), partial(stoppable_bar, signals=signals, message=STOPPED))
-        case = _Case(recipe, opened.target, opened.parts, prompts, limits, sampling, space, fixed, *stopping)
-        about = {"machine": machine(opened.device), "artifacts": opened.artifacts()}
-        results = _tuned(case, left_out, about, folder)
+    opened = open_case(recipe)
+    target = opened.opened.target
+    fixed, left_out = _methods_to_tune(recipe, opened.opened.parts, sampling)
+    runs = _runs(fixed, len(opened.prompts), recipe, space)
+    log(f"tune: {', '.join(fixed)}; {time_words(target, runs, recipe.max_new_tokens, max(map(len, opened.prompts)))}")
+    identity = opened.identity | {"space": asdict(space)}
+    with Stoppable("tune") as signals, Journal(folder / "tune.json", "work", identity) as journal:
+        case = _Case(
+            **vars(opened), sampling=sampling, space=space, fixed=fixed, kept=Kept(journal, signals), signals=signals
+        )
+        results = _tuned(case, left_out, folder)
         journal.remove()
     show(results, folder)
     return results
@@ -139,12 +127,12 @@ def _runs(fixed: Fixed, prompts: int, recipe: EvaluateRecipe, space: Space) -> i
     return prompts + settings * min(space.decoded_prompts, prompts) + probed + winners * prompts * recipe.repeats
 
 
-def _tuned(case: _Case, left_out: LeftOut, about: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _tuned(case: _Case, left_out: LeftOut, folder: Path) -> dict[str, Any]:
     recipe, recording = case.recipe, _recording(case)
     lengths = [len(prompt) + len(text) / 2 for prompt, text in zip(case.prompts, recording.texts, strict=True)]
     log("tune: timing forwards")
     context = round(sum(lengths) / len(lengths))
-    forwards = case.kept("forwards", _COSTS, lambda: measure_forwards(case.target, case.parts, context))
+    forwards = case.kept("forwards", _COSTS, lambda: measure_forwards(case.opened.target, case.opened.parts, context))
     searched, nothing = _search(case, recording, forwards)
     costs, choices = _timed(case, forwards, searched)
     plain, confirmed = _confirm(case, choices)
@@ -153,7 +141,8 @@ def _tuned(case: _Case, left_out: LeftOut, about: dict[str, Any], folder: Path) 
     results = {
         "schema": 2,
         "kind": "tuning",
-        **about,
+        "machine": machine(case.opened.device),
+        "artifacts": case.opened.artifacts(),
         "recipe": recipe.recorded(),
         "prompts": len(case.prompts),
         "positions": recording.positions,
@@ -174,19 +163,21 @@ def _recording(case: _Case) -> Recording:
     """What replay needs of the target's own texts."""
     tables = [TableSource(1)]
     if "bigram" in case.fixed:
-        proposer = build_method("bigram", case.parts, case.sampling, **case.fixed["bigram"]).proposer
+        proposer = build_method("bigram", case.opened.parts, case.sampling, **case.fixed["bigram"]).proposer
         tables.append(proposer.source)  # type: ignore[attr-defined]
     texts, seed = list[list[int]](), case.recipe.seed
-    with case.bar("writing texts", "prompts") as advance:
+    with case.signals.bar("writing texts", "prompts") as advance:
         for first in range(0, len(case.prompts), _BATCH):
-            what = (case.target, case.prompts[first : first + _BATCH], case.limits, case.sampling)
+            what = (case.opened.target, case.prompts[first : first + _BATCH], case.limits, case.sampling)
             written = case.kept(f"texts {first}", _TEXTS, partial(sample_texts, *what, seed=seed + first))
             texts += written
             advance(len(texts), len(case.prompts))
     given: dict[str, Any] = {"candidates": case.space.candidates, "head_candidates": case.space.head_candidates}
     given |= {"tables": tables, "seed": seed}
-    with case.bar("recording", "prompts") as advance:
-        return record(case.target, case.parts, case.prompts, texts, case.sampling, progress=advance, **given)
+    with case.signals.bar("recording", "prompts") as advance:
+        return record(
+            case.opened.target, case.opened.parts, case.prompts, texts, case.sampling, progress=advance, **given
+        )
 
 
 def _search(case: _Case, recording: Recording, costs: CostModel) -> tuple[dict[str, list[Choice]], LeftOut]:
@@ -195,12 +186,12 @@ def _search(case: _Case, recording: Recording, costs: CostModel) -> tuple[dict[s
     for name, fixed in case.fixed.items():
         if name not in DECODED:
             log(f"tune: searching the settings of {name}")
-            given = (recording, case.parts, costs, name, fixed, case.space)
+            given = (recording, case.opened.parts, costs, name, fixed, case.space)
             choices[name] = case.kept(f"settings of {name}", _CHOICES, partial(tune_method, *given))
             continue
 
-        with case.bar(f"decoding settings of {name}", "settings") as advance:
-            what = (case.target, case.parts, recording, costs, name, case.limits, fixed, case.space)
+        with case.signals.bar(f"decoding settings of {name}", "settings") as advance:
+            what = (case.opened.target, case.opened.parts, recording, costs, name, case.limits, fixed, case.space)
             choices[name] = tune_decoded(
                 *what, seed=case.recipe.seed, progress=advance, keep=case.kept.each(f"setting of {name}", _CHOICE)
             )
@@ -216,14 +207,14 @@ def _timed(
     # A step of Medusa's costs what it costs, whichever way it accepts.
     known = [tried for name, tried in searched.items() if name != TYPICAL or "medusa" not in searched]
     timed = [(choice.method, choice.options) for tried in known for choice in probes(tried)]
-    given = (forwards, case.target, case.parts, timed, case.prompts[:_PROBES], case.limits, case.sampling)
-    with case.bar("timing steps", "runs") as advance:
+    given = (forwards, case.opened.target, case.opened.parts, timed, case.prompts[:_PROBES], case.limits, case.sampling)
+    with case.signals.bar("timing steps", "runs") as advance:
         costs = measure_overheads(
             *given, seed=case.recipe.seed, progress=advance, keep=case.kept.each("timed run", _RUN)
         )
     choices = {}
     for name, tried in searched.items():
-        fastest = with_costs(tried, case.parts, case.sampling, costs)
+        fastest = with_costs(tried, case.opened.parts, case.sampling, costs)
         choices[name] = frontier(fastest, _CONFIRMED_LOSSY) if name in LOSSY else fastest
     return costs, choices
 
@@ -244,11 +235,11 @@ def _confirm(case: _Case, choices: dict[str, list[Choice]]) -> tuple[dict[str, A
     names = {RunKey(*place): f"confirmed run {place}" for place in places}
     settings["finished"] = {key: case.kept.known(name, _RUN) for key, name in names.items() if name in case.kept}
     settings["on_run"] = lambda key, run: case.kept.add(names[key], _RUN, run)
-    with case.bar("confirming", "runs") as advance:
-        what = (case.target, case.parts, entries, case.prompts, case.limits)
+    with case.signals.bar("confirming", "runs") as advance:
+        what = (case.opened.target, case.opened.parts, entries, case.prompts, case.limits)
         runs = measure(*what, progress=advance, **settings)
     plain = {"label": BASELINE, "lossless": True, "speedup": 1.0}
-    plain["perplexity"] = perplexity(case.target, case.prompts, runs[BASELINE].ids)
+    plain["perplexity"] = perplexity(case.opened.target, case.prompts, runs[BASELINE].ids)
     return plain, [_confirmed(case, label, choice, runs) for label, choice in labelled.items()]
 
 
@@ -268,7 +259,7 @@ def _confirmed(case: _Case, label: str, choice: Choice, runs: Mapping[str, Run])
         "speedup_interval": interval,
         "steady": steady(run, base),
         "stepping_speedup": run.stepping_rate() / base.stepping_rate(),
-        "perplexity": None if choice.lossless else perplexity(case.target, case.prompts, run.ids),
+        "perplexity": None if choice.lossless else perplexity(case.opened.target, case.prompts, run.ids),
     }
 
 

@@ -20,11 +20,11 @@ from ....decode.evaluation.replay.replay import chances
 from ....decode.methods import Parts, build_method
 from ....decode.rng import Rng
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import entries_of
+from ...assemble.evaluation import Case, entries_of, open_case
 from ...schema.experiments import AcceptanceSettings
 from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
-from .bench import Bench, Row, check_parts, counted_table, open_bench, ratio_row, summed_by_text
+from .bench import Row, check_parts, counted_table, ratio_row, summed_by_text
 
 _BATCH = 8
 _TABLES = dict(zip(("unigram", "bigram"), TABLE_SOURCES, strict=True))
@@ -36,7 +36,7 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
     Metrics of sources: `alpha`, the probability that one of k candidates is accepted, drawn without replacement; for
     k > 1 also `with_replacement` and `naive` (MCNS); for k = 1 `variation`, E[TV], and `acceleration`, T / E[N_rej]
     (`theory.md`, point 1). Of methods: `accepted_per_step`, `tokens_per_step`, `alpha` (accepted ÷ examined) and
-    `rejections` a token. Raises ValueError: settings that there are not, a source without its part; what `open_bench`
+    `rejections` a token. Raises ValueError: settings that there are not, a source without its part; what `open_case`
     raises.
     """
     settings, evaluation = recipe.section(), recipe.evaluate
@@ -48,7 +48,7 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
         check_parts(evaluation, "drafter")
     if not set(_TABLES).isdisjoint(settings.sources):
         check_parts(evaluation, "table")
-    bench = open_bench(evaluation)
+    bench = open_case(evaluation)
     rows: list[Row] = []
     for temperature in settings.temperatures if settings.sources else ():
         sampling = Sampling(temperature, evaluation.top_k, evaluation.top_p)
@@ -57,13 +57,13 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
 
 
 def _source_rows(
-    bench: Bench, settings: AcceptanceSettings, sampling: Sampling, texts: Sequence[Sequence[int]]
+    bench: Case, settings: AcceptanceSettings, sampling: Sampling, texts: Sequence[Sequence[int]]
 ) -> list[Row]:
     """Of each source and number of candidates. The text is read once for each drafter, and once for all tables."""
     parts = bench.opened.parts
     tables = {source: _TABLES[source] for source in settings.sources if source in _TABLES}
     read: dict[str, tuple[str, Recording]] = {}
-    sizes: dict[str, Any] = {"candidates": max(settings.candidates), "seed": bench.seed}
+    sizes: dict[str, Any] = {"candidates": max(settings.candidates), "seed": bench.recipe.seed}
 
     def reading(needed: Parts) -> Recording:
         with bar("reading them", "prompts") as advance:
@@ -108,7 +108,7 @@ def _source_row(label: str, recording: Recording, source: str, candidates: int) 
     return ratio_row(label, by_text)
 
 
-def _decoded_rows(bench: Bench, entries: Sequence[Entry]) -> list[Row]:
+def _decoded_rows(bench: Case, entries: Sequence[Entry]) -> list[Row]:
     rows = []
     with bar("decoding", "prompts") as advance:
         for index, entry in enumerate(entries):
@@ -117,7 +117,7 @@ def _decoded_rows(bench: Bench, entries: Sequence[Entry]) -> list[Row]:
             for first in range(0, len(bench.prompts), _BATCH):
                 advance(index * len(bench.prompts) + first, len(entries) * len(bench.prompts), entry.label)
                 prompts = bench.prompts[first : first + _BATCH]
-                rng = Rng.for_rows(bench.seed + first, len(prompts), bench.opened.target.device)
+                rng = Rng.for_rows(bench.recipe.seed + first, len(prompts), bench.opened.target.device)
                 found = decode_side_by_side(bench.opened.target, method, prompts, bench.limits, entry.sampling, rng)
                 for tally, rejections in zip(found.tally, found.rejections_B.tolist(), strict=True):
                     counts.append((tally.tokens, tally.steps, tally.accepted, tally.examined, rejections))

@@ -1,4 +1,4 @@
-"""What the experiments with models share: an opened evaluation with its prompts, and ratios of sums as metrics.
+"""What the experiments with models share: parts that they need, tables that they count, ratios of sums as metrics.
 
 Shape letters: T positions of all texts one after another, P prompts, X anything.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....checkpoints.artifact.identity import source_state
-from ....data.prompts import stop_ids
-from ....decode.engine import Limits
-from ....decode.evaluation.measure import sample_texts
 from ....decode.evaluation.replay.recording import Recording
-from ....decode.warpers import Sampling
-from ...assemble.evaluation import LoadedPair, open_recipe, prompts_of
 from ...schema.loading import parse_recipe
 from ...schema.papers import PaperEvaluation
 from ...schema.training import TableRecipe
-from ...session.terminal import bar
 
 Row = dict[str, Any]
 Numbers = Sequence[float] | NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Bench:
-    """An opened evaluation and what it asks."""
-
-    opened: LoadedPair
-    prompts: list[list[int]]
-    categories: list[str]
-    """Of each prompt."""
-    limits: Limits
-    seed: int
-
-    def texts(self, sampling: Sampling) -> list[list[int]]:
-        """The target's own texts after the prompts."""
-        with bar(f"writing texts at temperature {sampling.temperature:g}", "prompts") as advance:
-            return sample_texts(
-                self.opened.target, self.prompts, self.limits, sampling, seed=self.seed, progress=advance
-            )
-
-
-def open_bench(evaluation: PaperEvaluation) -> Bench:
-    """Load what an evaluation names, and its prompts. Raises what `open_recipe` and `prompts_of` raise."""
-    opened = open_recipe(evaluation)
-    found = prompts_of(evaluation, opened.tokenizer)
-    limits = Limits(evaluation.max_new_tokens, stop_ids(opened.tokenizer))
-    return Bench(opened, [ids for _, ids in found], [prompt.category for prompt, _ in found], limits, evaluation.seed)
 
 
 def check_parts(evaluation: PaperEvaluation, *parts: str) -> None:

@@ -21,11 +21,12 @@ from ....decode.evaluation.replay.replay import predict
 from ....decode.methods import Parts, build_method
 from ....decode.warpers import Sampling
 from ...assemble.acceptance import decode_prompts
+from ...assemble.evaluation import Case, open_case
 from ...schema.experiments import CorrelationSettings, SaturationSettings
 from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
 from ..evaluation.energy import run_energy
-from .bench import Bench, Row, check_parts, counted_table, open_bench, ratio_row, summed_by_text
+from .bench import Row, check_parts, counted_table, ratio_row, summed_by_text
 
 _WITH, _WITHOUT = "with correlation", "without correlation"
 Flags = NDArray[np.bool_]
@@ -40,12 +41,12 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     where the correction turned a wrong token into the right one, and the other way round; `tokens_per_step` of SLiM
     with a single sequence as long as there are heads, by replay; with `categories`, `worst_gain` and `best_gain`, the
     least and the most that a category's `heads` gain, over its prompts. Raises ValueError: settings that there are not,
-    no heads or no table; what `open_bench` raises.
+    no heads or no table; what `open_case` raises.
     """
     settings = recipe.section()
     assert isinstance(settings, CorrelationSettings)
     check_parts(recipe.evaluate, "heads", "table")
-    bench = open_bench(recipe.evaluate)
+    bench = open_case(recipe.evaluate)
     parts, sampling = bench.opened.parts, Sampling()
     assert parts.table is not None
     texts = bench.texts(sampling)
@@ -66,7 +67,7 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
         replayed_row = ratio_row("", {"tokens_per_step": (recording.lengths, replayed.steps_by_text)})
         row["tokens_per_step"] = replayed_row["tokens_per_step"]
         row["pairs"] |= replayed_row["pairs"]
-    return _with_categories(rows, bench.categories, counts) if settings.categories else rows
+    return _with_categories(rows, [asked.category for asked in bench.asked], counts) if settings.categories else rows
 
 
 def corrected(
@@ -140,12 +141,12 @@ def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
 
     r = 1 takes the better of sequences of all lengths and of full length: among all lengths the shortest is always the
     likeliest, which hurts heads that are often right and helps those that are not. The tables are kept in the folder.
-    Raises ValueError: wrong settings, no heads; what `open_bench` and counting raise.
+    Raises ValueError: wrong settings, no heads; what `open_case` and counting raise.
     """
     settings, evaluation = recipe.section(), recipe.evaluate
     assert isinstance(settings, SaturationSettings)
     check_parts(evaluation, "heads")
-    bench = open_bench(evaluation.model_copy(update={"table": None}))
+    bench = open_case(evaluation.model_copy(update={"table": None}))
     limits = {f"part {number}": size for number, size in enumerate(settings.sizes, 1)} | {"all": None}
     folders = {name: counted_table(evaluation, settings.source, folder, limit) for name, limit in limits.items()}
     rows: list[Row] = []
@@ -165,7 +166,7 @@ def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
 
 
 def _tokens_and_steps(
-    bench: Bench, table: BigramTable | None, temperature: float, settings: SaturationSettings
+    bench: Case, table: BigramTable | None, temperature: float, settings: SaturationSettings
 ) -> tuple[list[float], list[float]]:
     """Tokens and steps of each prompt."""
     sampling, parts = Sampling(temperature), Parts(heads=bench.opened.parts.heads, table=table)
@@ -174,7 +175,7 @@ def _tokens_and_steps(
     found: list[tuple[list[float], list[float]]] = []
     for more in lengths:
         method = build_method("slim-s", parts, sampling, **options, **more)
-        decoded = decode_prompts(bench.opened.target, method, sampling, bench.prompts, bench.limits, bench.seed)
+        decoded = decode_prompts(bench.opened.target, method, sampling, bench.prompts, bench.limits, bench.recipe.seed)
         tallies = [each.tally for each in decoded]
         found.append(([float(tally.tokens) for tally in tallies], [float(tally.steps) for tally in tallies]))
     return max(found, key=lambda sides: sum(sides[0]) / sum(sides[1]))
@@ -183,9 +184,7 @@ def _tokens_and_steps(
 def energy(recipe: PaperRecipe, folder: Path) -> list[Row]:
     """Time and energy of a forward of the target for each batch size: rows `batch 4`. Energy is None where nothing
     measures it. Raises ValueError: settings that there are not; what `run_energy` raises."""
-    evaluation = recipe.evaluate
-    asked = recipe.section().model_dump() | evaluation.model_dump(include={"dtype", "device", "device_map", "seed"})
-    found = run_energy(evaluation.target, **asked, out=folder / "energy.json")
+    found = run_energy(recipe.evaluate, folder / "energy.json", **recipe.section().model_dump())
     rows: list[Row] = found["rows"]
     for row in rows:
         row["certain"] = ["batch", "inputs"]

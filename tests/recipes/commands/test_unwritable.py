@@ -15,7 +15,7 @@ from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.commands.artifacts.import_drafter import import_drafter
 from draftsmith.recipes.commands.artifacts.tables import prune_table
 from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
-from draftsmith.recipes.commands.evaluation.energy import run_energy
+from draftsmith.recipes.commands.evaluation.energy import energy_command
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.trace import run_trace
 from draftsmith.recipes.commands.evaluation.tune import run_tune
@@ -42,7 +42,7 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
     "tune": lambda out: run_tune(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "trace": lambda out: run_trace(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "diagnose": lambda out: run_diagnose(recipe("evaluate/all-methods", f"out={out}/r.json")),
-    "energy": lambda out: run_energy("no/where", batches=(1,), runs=1, context=1, out=Path(out) / "r.json"),
+    "energy": lambda out: energy_command("evaluate/all-methods", [f"out={out}/r.json"], None, "1", 1, 1),
     "papers": lambda out: run_paper(recipe("evaluate/slim/heads", f"out={out}/paper"), "slim/heads"),
     "train": lambda out: run_train(recipe("drafter/vicuna-68m", f"out={out}/drafter")),
     "train a table": lambda out: run_train(recipe("table/any-corpus", f"out={out}/table", "tokenizer=a/b")),

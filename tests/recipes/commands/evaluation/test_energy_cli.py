@@ -76,14 +76,13 @@ def test_numbers_have_three_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1,235 " in capsys.readouterr().out
 
 
-def test_too_large_a_batch_is_refused(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_batch_is_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(commanded, "batch_forward", full)
-    settings: dict[str, Any] = {"batches": [1, 64], "runs": 1, "context": 9, "device": "cpu"}
     with pytest.raises(ValueError, match=r"64 \(--batch\).* 9 \(--context\)"):
-        commanded.run_energy(target, **settings, out=tmp_path / "e.json")
+        energy_command("device=cpu", [], target, "1,64", 1, 9)
 
 
 def test_joules_are_those_of_one_forward(target: str) -> None:

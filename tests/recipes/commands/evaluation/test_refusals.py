@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.recipes.commands.evaluation.energy import energy_command, run_energy
+from draftsmith.recipes.commands.evaluation.energy import energy_command
 from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe, evaluation_or_paper
 
-BATCHES: dict[str, Any] = {"runs": 1, "context": 4, "batches": (1,), "out": Path("energy.json")}
 REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
-    ("energy: an empty batch", lambda target: run_energy(target, **BATCHES | {"batches": (1, 0)}), ("--batch", "0")),
-    ("energy: no context", lambda target: run_energy(target, **BATCHES | {"context": 0}), ("--context 0",)),
-    ("energy: too much context", lambda target: run_energy(target, **BATCHES | {"context": 512}), ("512", "512 pos")),
+    ("energy: an empty batch", lambda target: energy_command(None, [], target, "1,0", 1, 4), ("--batch", "0")),
+    ("energy: no context", lambda target: energy_command(None, [], target, "1", 1, 0), ("--context 0",)),
+    ("energy: too much context", lambda target: energy_command(None, [], target, "1", 1, 512), ("512", "512 pos")),
     ("energy: no numbers", lambda target: energy_command(None, [], target, "1;2", 1, 4), ("'1;2'",)),
     ("energy: no target", lambda target: energy_command(None, [], None, "1", 1, 4), ("--target T",)),
     (

@@ -19,9 +19,9 @@ from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifac
 from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
 from draftsmith.checkpoints.artifact.identity import identify
 from draftsmith.checkpoints.storage.atomic import atomic_dir
+from draftsmith.recipes.assemble import evaluation as assembling
 from draftsmith.recipes.assemble.evaluation import identity_of, open_recipe
 from draftsmith.recipes.commands.artifacts.publish import measured_of
-from draftsmith.recipes.commands.evaluation import evaluate as evaluating
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.journal import Journal
 from draftsmith.recipes.commands.evaluation.tune import run_tune
@@ -251,7 +251,7 @@ def test_a_line_of_another_form_is_damaged_too(recipe: Path, line: Any, monkeypa
     with Journal(recipe.parent / "results.json", "runs", {"seed": 1}) as journal:
         for each in (*LINES[:3], line):
             journal.add(each)
-    monkeypatch.setattr(evaluating, "identity_of", lambda *_: {"seed": 1})
+    monkeypatch.setattr(assembling, "identity_of", lambda *_: {"seed": 1})
     with pytest.raises(ValueError, match=r"runs\.jsonl:5 is damaged"):
         evaluate(recipe, "energy=off")
 

@@ -22,7 +22,7 @@ from draftsmith.decode.evaluation.replay.recording import HeadDrafts, Recording
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.commands.papers.bench import open_bench
+from draftsmith.recipes.assemble.evaluation import open_case
 from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
 from draftsmith.recipes.commands.papers.tables import corrected
 from draftsmith.recipes.schema.claims import NOT_JUDGED, judge, parse_claim
@@ -54,7 +54,7 @@ def known(pair: Row) -> Callable[[float], list[tuple[np.ndarray, np.ndarray, lis
     """Of every prompt the whole distributions of target and drafter, by transformers alone, and the text."""
 
     def read(temperature: float) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
-        bench = open_bench(recipe_of("acceptance", pair).evaluate)
+        bench = open_case(recipe_of("acceptance", pair).evaluate)
         models = [load_model(pair[part]) for part in ("target", "drafter")]
         found = []
         for prompt, text in zip(bench.prompts, bench.texts(Sampling(temperature)), strict=True):
@@ -82,7 +82,7 @@ def test_alpha_is_the_overlap_of_the_distributions(pair: Row, known: Any, tmp_pa
     assert row["pairs"]["alpha"]["over"] == pytest.approx([overlap.sum() for overlap in overlaps], abs=1e-5)
     assert row["variation"] == pytest.approx(1 - row["alpha"])
     assert row["acceleration"] == pytest.approx(1 / (1 - row["alpha"]))
-    table, bench = BigramTable.load(Path(pair["table"])), open_bench(recipe_of("acceptance", pair).evaluate)
+    table, bench = BigramTable.load(Path(pair["table"])), open_case(recipe_of("acceptance", pair).evaluate)
     unigram_V = (table.unigram.numpy() + 1) / (table.unigram.numpy() + 1).sum()
     counts_VV = np.zeros((len(unigram_V), len(unigram_V)))
     counts_VV[np.repeat(np.arange(len(unigram_V)), table.row_ptr.diff().numpy()), table.col.numpy()] = table.count
@@ -115,7 +115,7 @@ def test_methods_are_decoded_as_an_evaluation_decodes_them(pair: Row, tmp_path: 
     evaluate = pair | {"methods": methods, "temperature": 1.0, "top_k": 20, "seed": 5}
     found = rows_of("acceptance", evaluate, tmp_path, sources=[])
     assert list(found) == ["chain", "mjsd"]
-    bench = open_bench(recipe_of("acceptance", evaluate).evaluate)
+    bench = open_case(recipe_of("acceptance", evaluate).evaluate)
     sampling = Sampling(1.0, 20)
     for label, name, options in (("chain", "speculative", {"gamma": 3}), ("mjsd", "mjsd", {"gamma": 3, "beams": 2})):
         method = build_method(name, bench.opened.parts, sampling, **options)
@@ -190,7 +190,7 @@ def test_saturation_is_decoding_with_tables_of_growing_parts(pair: Row, tiny_pai
     settings = {"source": f"{tiny_pair}/answers.jsonl", "sizes": [5, 20], "sequences": 2, "candidates": 4}
     found = rows_of("saturation", evaluate, tmp_path, **settings)
     assert list(found) == ["r = 1", "part 1", "part 2", "all"]
-    bench = open_bench(recipe_of("saturation", evaluate, **settings).evaluate)
+    bench = open_case(recipe_of("saturation", evaluate, **settings).evaluate)
     tables = {path.parent: path.stat().st_mtime_ns for path in tmp_path.glob("counted-*/artifact.json")}
     assert len(tables) == 3
     for folder in tables:
