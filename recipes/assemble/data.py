@@ -65,8 +65,7 @@ class Prepared:
 
 def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: bool = False) -> Prepared:
     """Read, clean, render, split and pack a recipe's data, or reuse what an earlier run left where source files,
-    options, template and tokenizer are the same. With `streaming` only the held-out part is kept; `seed` orders. Raises
-    ValueError: what reading, rendering and packing raise; nothing held out; shares below the section's floors."""
+    options, template and tokenizer are the same. With `streaming` only the held-out part is kept; `seed` orders."""
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")
     identity = data_identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
@@ -103,8 +102,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
 
 
 def verify_data(prepared: Prepared, tokenizer: Any) -> None:
-    """Compare what is to be trained on with the hashes of its preparation; says so where that takes long. Raises what
-    `PreparedData.verify` raises."""
+    """Compare what is to be trained on with the hashes of its preparation; says so where that takes long."""
     start, tokens = time.monotonic(), 0
     for data in (prepared.train, prepared.heldout):
         if isinstance(data, PreparedData):

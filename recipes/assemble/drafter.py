@@ -85,8 +85,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
-    """Load or make the model. Raises ValueError: what `build_model` raises; a tokenizer with more tokens than the model
-    has; a template that is not for its kind of model; kernels that cannot be used."""
+    """Load or make the model."""
     trained = build_model(complete_section(recipe), recipe.target, recipe.train.seed)
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
@@ -98,8 +97,7 @@ def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
 def drafter_parts(
     recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, device: Any, trained: TrainableModel | None = None
 ) -> DrafterParts:
-    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with. Raises ValueError: what
-    `trainable`, `open_cache` and `DrafterTask` raise; vocabularies or kinds of models that do not go together."""
+    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with."""
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
     if (vocabulary := recipe.model.vocabulary) is not None:

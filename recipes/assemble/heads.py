@@ -101,8 +101,7 @@ def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> Non
 
 
 def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device: Any) -> HeadsParts:
-    """Load the target, and make heads for it. Raises ValueError: what loading the target, opening the cache of its
-    hidden states and `HeadsTask` raise; a tokenizer with more tokens than it."""
+    """Load the target, and make heads for it."""
 
     def load() -> tuple[Any, str]:
         target = load_trainable(recipe.target, decoder=True, device=str(device), dtype=recipe.target_dtype)

@@ -73,9 +73,7 @@ class TrainableModel:
 
 
 def build_model(section: ModelSection, target: str | None, seed: int) -> TrainableModel:
-    """The model of a recipe, on the CPU; `target` is that of `embeddings: target`, `seed` that of new weights. Raises
-    ValueError: no such model; a configuration that makes none; layers that the source does not have; embeddings of
-    other sizes; LoRA targets that are no linear layers; an attention kernel that cannot be used."""
+    """The model of a recipe, on the CPU; `target` is that of `embeddings: target`, `seed` that of new weights."""
     torch.manual_seed(seed)
     dtype = getattr(torch, section.dtype)
     attention = None if section.attention == "auto" else section.attention
@@ -93,7 +91,7 @@ def build_model(section: ModelSection, target: str | None, seed: int) -> Trainab
 
 
 def made_trainable(model: PreTrainedModel, section: ModelSection) -> TrainableModel:
-    """A model with what its section freezes and adds; raises ValueError for LoRA that cannot be had."""
+    """A model with what its section freezes and adds."""
     if section.freeze_embeddings:
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             part.requires_grad_(False)

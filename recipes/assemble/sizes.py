@@ -34,8 +34,7 @@ class RecipeSize:
 
 
 def size_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> RecipeSize:
-    """The size of a recipe, for the processes that were launched. Raises ValueError: a model whose configuration makes
-    no model; layers or adapters that it does not have; a global batch that cannot be split."""
+    """The size of a recipe, for the processes that were launched."""
     launch = _launch(accelerator)
     micro_steps(recipe.train.global_batch, recipe.train.micro_batch, launch.processes)
     return _heads(recipe, launch) if isinstance(recipe, HeadsRecipe) else _drafter(recipe, launch)

@@ -122,13 +122,12 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
 
 
 def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
-    """The cache of its teacher that a recipe names, for batches of its training data and of what is held out. Raises
-    ValueError: it has not been written yet; it is damaged; streamed data."""
+    """The cache of its teacher that a recipe names, for batches of its training data and of what is held out."""
     return CachedTeacher(*_opened(_cache_of(recipe), prepared))
 
 
 def open_hidden(recipe: HeadsRecipe, prepared: Prepared) -> CachedHidden:
-    """The same of the hidden states that a recipe names; raises what `open_cache` raises."""
+    """The same of the hidden states that a recipe names."""
     return CachedHidden(*_opened(_cache_of(recipe), prepared))
 
 
@@ -138,11 +137,6 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     A stopped or killed run is resumed; of a finished cache, missing and damaged files are written again. Under
     `accelerate launch` the processes share the work; they need one file system. Returns the folder of the training
     data's cache.
-
-    Raises:
-        ValueError: what `_cache_of` raises; a disk that is too small; what preparing the data and loading the target
-            raise.
-        Interrupted: a signal came; whole files stay.
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
     cache = together(state, partial(_cache_of, recipe))

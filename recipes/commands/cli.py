@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from ... import __version__
 from ...checkpoints.storage.messages import words
@@ -118,9 +118,7 @@ def corpora() -> None:
     """The corpora that are known by name: where they lie, what they are for, and on what terms."""
     from ...data.sources.registry import CORPORA
 
-    table = Table(box=None)
-    for heading in ("name", "hub id", "for", "licence", "note"):
-        table.add_column(heading, no_wrap=heading == "name")
+    table = Table(Column("name", no_wrap=True), "hub id", "for", "licence", "note", box=None)
     for corpus in CORPORA.values():
         note = "; ".join(filter(None, ["gated" if corpus.gated else "", corpus.note]))
         table.add_row(corpus.name, corpus.hub or "–", corpus.use, corpus.licence, note)

@@ -40,8 +40,7 @@ PACKAGE = "package:"
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
-    """Run what is not finished yet, then measure; the results. ValueError: `out` is that of other settings, or another
-    process is at it; a target that is not there."""
+    """Run what is not finished yet, then measure; the results."""
     out = Path(recipe.out)
     resolved = resolve(recipe)
     check_writable(out)
@@ -114,10 +113,7 @@ def find_target(name: str) -> Path:
 
 
 def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
-    """Conversations from the documentation of installed packages, and files: train.jsonl, heldout.jsonl, report.json.
-
-    Raises ValueError: what `read_conversations` raises.
-    """
+    """train.jsonl, heldout.jsonl and report.json of the documentation of installed packages, and of files."""
     report_file = folder / "report.json"
     if report_file.is_file():
         report = load_json(report_file, "conversations")

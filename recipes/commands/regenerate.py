@@ -50,14 +50,8 @@ _STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are TGI's
 
 def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
     """Answer every conversation of the source that `recipe.out` does not hold yet; what fails stands in
-    `<out>.errors.jsonl` and is tried again by the next run.
-
-    Raises:
-        ValueError: what reading, models and templates raise; `out` holds something else, or answers of other settings;
-            a server that refuses the key or the model.
-        ConnectionError: the server is not there, or fails at everything.
-        Interrupted: a signal came; all that was complete is written.
-    """
+    `<out>.errors.jsonl` and is tried again by the next run. Raises ConnectionError: the server is not there, or fails
+    at everything."""
     if recipe.template != OWN:
         get_template(recipe.template)  # a misspelt name is found before anything slow is loaded
     out = Path(recipe.out)

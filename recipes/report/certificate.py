@@ -35,12 +35,8 @@ def _is_certificate(certificate: Any) -> bool:
 
 
 def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
-    """The certificate as HTML.
-
-    Args:
-        recipe: of the evaluation that it lies beside: other artifacts or another type are noted, and artifacts that
-            changed since they were certified.
-    """
+    """The certificate as HTML; noted are artifacts and a type that are not those of the `recipe` which it lies beside,
+    and artifacts that changed since they were certified."""
     notes = []
     for name in (*SOURCES, "dtype"):
         theirs, here = ((each or {}).get(name) for each in (certificate.get("recipe"), recipe))

@@ -149,12 +149,7 @@ def best_points(points: Sequence[Point]) -> list[Point]:
 
 
 def stacked_bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, description: str) -> str:
-    """One bar a row, of segments that follow one another in the order of `PHASES`.
-
-    Args:
-        rows: label and lengths by phase.
-        unit: of the lengths.
-    """
+    """One bar a row (a label, and lengths by phase), of segments in the order of `PHASES`."""
     with _figure(9.0, 0.9 + 0.32 * len(rows), left=2.4, top=0.4) as figure:
         axes = figure.subplots()
         heights = range(len(rows))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...decode.evaluation.bootstrap import FEWEST, percentile_interval, resample_weights
+from ..schema.claims import ratio_of
 from .tables import DASH, Cell, Column, Table, number_cell
 
 BASELINE = "autoregressive"
@@ -49,10 +50,6 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
     Intervals are 95 % bootstrap intervals (percentile, 2,000 resamples of the prompts): paired where both sides decoded
     the same prompts, otherwise each side is resampled by itself, and a note says so. Speeds of different machines are
     not compared; speedups are, for each is over its own machine's baseline.
-
-    Args:
-        names: of the results, for people.
-        results: as `load_results` gives them, two at least.
 
     Raises ValueError: no method at the same temperature is in all of them.
     """
@@ -98,32 +95,31 @@ def change(metric: str, key: Key, first: Results, second: Results) -> Change | N
         return Change(ratio)
     paired = _same_prompts(first, second)
     drawn: list[NDArray[Any]] = []
-    for seed, results in enumerate((first, second)):
-        columns = _columns(metric, results, key)
-        if columns is None or columns.shape[1] < FEWEST:
-            return Change(ratio)
-        sums = columns @ resample_weights(columns.shape[1], 0 if paired else seed).T
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rate = sums[0] / sums[1]
-            drawn.append(rate / (sums[2] / sums[3]) if len(sums) == 4 else rate)
     with np.errstate(divide="ignore", invalid="ignore"):
+        for seed, results in enumerate((first, second)):
+            pairs = _pairs(metric, results, key)
+            if pairs is None or len(pairs["over"]) < FEWEST:
+                return Change(ratio)
+            drawn.append(ratio_of(pairs, resample_weights(len(pairs["over"]), 0 if paired else seed)))
         return Change(ratio, percentile_interval(drawn[1] / drawn[0]))
 
 
-def _columns(metric: str, results: Results, key: Key) -> NDArray[np.float64] | None:
-    """[2 or 4, prompts]: what a metric is a quotient of, prompt by prompt; None where that is not known."""
+def _pairs(metric: str, results: Results, key: Key) -> dict[str, list[Any]] | None:
+    """What a metric is a quotient of, prompt by prompt, as `ratio_of` takes it; None where that is not known."""
     rows = _rows(results)
-    sources = [rows[key]]
+    sources = {"": rows[key]}
     if metric == "speedup":
         base = [row for row in rows.values() if row.get("method") == BASELINE and row["temperature"] == key[1]]
         if not base:
             return None
-        sources.append(base[0])
-    columns = [[prompt.get(name) for prompt in row.get("by_prompt") or []] for row in sources
-               for name in METRICS[metric][1]]  # fmt: skip
-    if any(value is None for column in columns for value in column) or len({len(column) for column in columns}) != 1:
-        return None
-    return np.asarray(columns, dtype=np.float64)
+        sources["base_"] = base[0]
+    pairs = {
+        f"{side}{place}": [prompt.get(name) for prompt in row.get("by_prompt") or []]
+        for side, row in sources.items()
+        for place, name in zip(("over", "under"), METRICS[metric][1], strict=True)
+    }
+    known = all(value is not None for column in pairs.values() for value in column)
+    return pairs if known and len(set(map(len, pairs.values()))) == 1 else None
 
 
 def _same_prompts(one: Results, other: Results) -> bool:

@@ -44,14 +44,8 @@ def report_beside(results: Path) -> Path:
 
 
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report of one or more results files; several are also compared on the terminal.
-
-    Args:
-        paths: the first is what the others are compared with.
-        out: the page; by default it lies beside the first results.
-
-    Raises ValueError: results that cannot be read (see `load_results`), are named twice, or hold no method in common.
-    """
+    """Write the report of results files, by default beside the first; the others are also compared with that on the
+    terminal."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
     loaded = [load_results(path) for path in paths]

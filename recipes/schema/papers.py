@@ -83,8 +83,7 @@ class PaperRecipe(Section):
         return checked(SETTINGS[self.experiment], self.settings, "settings")
 
     def evaluations(self) -> dict[str, PaperEvaluation]:
-        """The evaluations of the experiment `evaluate`, by the names of their runs; one without runs is called "".
-        Raises ValueError: changes of a run that do not fit, with its name; two runs of one folder."""
+        """The evaluations of the experiment `evaluate`, by the names of their runs; one without runs is called ""."""
         settings = self.section()
         assert isinstance(settings, RunsSettings)
         base, runs = self.evaluate.model_dump(), settings.runs or {"": {}}
@@ -102,8 +101,7 @@ class PaperRecipe(Section):
 
     def on_pair(self, folder: str) -> PaperRecipe:
         """This recipe with the embedded pair of a folder in place of its models, tables and prompts, and at the size
-        that `small` says. Runs are those of `small` alone, for the recipe's own name other models. Raises ValueError: a
-        change of `small` that does not fit."""
+        that `small` says. Runs are those of `small` alone, for the recipe's own name other models."""
         small = filled(self.small, "{pair}", folder)
         settings = {key: value for key, value in self.settings.items() if key != "runs"}
         settings |= {key.removeprefix("settings."): small.pop(key) for key in [*small] if key.startswith("settings.")}

@@ -48,13 +48,7 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
-    """Count a recipe's corpus, resuming from what an earlier run has counted, and leave the artifact.
-
-    Raises:
-        ValueError: a tokenizer larger than `vocab_size`; too small a size to prune to; processes without a shared file
-            system; another run, or unfinished counts of other settings, in the same place; nothing to count or keep.
-        Interrupted: stopped by a signal after what was counted is on disk.
-    """
+    """Count a recipe's corpus, resuming from what an earlier run has counted, and leave the artifact."""
     count_corpus(recipe, together(accelerator, partial(load_tokenizer, recipe.tokenizer_source)), accelerator)
 
 

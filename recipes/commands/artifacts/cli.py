@@ -22,7 +22,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as it stands, in the newest schema.")] = False,
 ) -> None:
     """What an artifact is, what it was made for and from, and what it holds."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from ....checkpoints.artifact.artifact import load_manifest
     from ....checkpoints.artifact.locate import resolve
@@ -32,9 +32,7 @@ def show(
     if as_json:
         write_json(manifest.to_json())
         return
-    table = Table(show_header=False, box=None)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
+    table = Table(Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False, box=None)
     for name, value in _facts(place, manifest):
         table.add_row(name, value)
     console().print(table)

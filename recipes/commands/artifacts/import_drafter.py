@@ -73,8 +73,6 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
     Args:
         source: the folder as it was named, or a hub id; its files lie in `folder`.
         unpickle: convert pickled weights, of which only tensors are loaded.
-
-    Raises ValueError: no target; an artifact; what `whole_model` raises; what differs where the two are no pair.
     """
     if target is None:
         raise ValueError(f"say with --target which model {source} drafts for")

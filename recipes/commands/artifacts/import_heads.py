@@ -24,17 +24,12 @@ _SHAPES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_k
 def import_heads(
     source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
 ) -> None:
-    """Write an artifact of kind heads from published ones; see `layouts.read_heads` for what is read.
+    """Write an artifact of kind heads from published ones (folder or hub id); see `layouts.read_heads`.
 
     Args:
-        source: folder, or hub id (`user/name[@revision]`) where there is no such folder.
-        out: a new or empty folder.
-        target: folder or hub id of the model that the heads are for; by default the whole model that they lie beside.
+        target: the model that the heads are for; by default the whole model that they lie beside.
         unpickle: read pickled files as well.
         states: what the heads read of the target, where their own config does not say it.
-
-    Raises ValueError: what `read_heads` raises; a target that is not named, not there, or of another hidden or
-    vocabulary size.
     """
     check_new(out)
     stored = read_heads(_folder(source, unpickle), unpickle=unpickle, states=states)

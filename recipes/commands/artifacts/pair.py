@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ....checkpoints.artifact.artifact import load_manifest
@@ -33,8 +32,7 @@ from ....data.tokenizers import load_tokenizer
 from ...session.terminal import console, log, write_json
 from .import_drafter import PICKLED, whole_model
 
-_COLOURS = {"fault": "red", "weakness": "yellow", "works": "green", "works but": "yellow"}
-_COLOURS |= {"refused": "red"}
+_COLOURS = {"fault": "red", "weakness": "yellow", "works": "green", "works but": "yellow", "refused": "red"}
 _MUST_WORK = ("transformers", "draftsmith")
 
 
@@ -86,32 +84,21 @@ def _open_drafter(drafter: str, is_repaired: bool) -> Iterator[tuple[Side, Path 
 
 def show(diagnosis: Diagnosis) -> None:
     """The facts, the findings and the verdicts, as tables."""
-    out = console()
-    facts = Table(box=None, title="compared", title_justify="left")
-    for heading in ("", f"target {diagnosis.target}", f"drafter {diagnosis.drafter}"):
-        facts.add_column(heading, overflow="fold")
+    facts = _table("compared", "", f"target {diagnosis.target}", f"drafter {diagnosis.drafter}")
     for name, mine, theirs in diagnosis.facts:
         facts.add_row(name, mine, theirs, style=None if mine == theirs else "bold")
-    out.print(facts)
-    _show_findings(diagnosis, out)
-    verdicts = Table(box=None, title="verdicts", title_justify="left")
-    for heading in ("", "verdict", "why, and what that was read of"):
-        verdicts.add_column(heading, no_wrap=len(heading) < 10)
-    for name, verdict in diagnosis.verdicts.items():
-        why = Text("".join(f"{reason}; " for reason in verdict.reasons))
-        colour = _COLOURS[verdict.outcome]
-        verdicts.add_row(name, Text(verdict.outcome, colour), why.append(CONSUMERS[name], "dim"))
-    out.print(verdicts)
-
-
-def _show_findings(diagnosis: Diagnosis, out: Console) -> None:
-    if not diagnosis.findings:
-        out.print("nothing differs that matters\n")
-        return
-    table = Table(box=None, title="findings", title_justify="left")
-    for heading in ("", "check", "what", "target", "drafter"):
-        table.add_column(heading, no_wrap=heading == "", overflow="fold")
+    findings = _table("findings", Column(no_wrap=True), "check", "what", "target", "drafter")
     for finding in sorted(diagnosis.findings, key=lambda one: one.severity):
         state = Text(finding.severity, _COLOURS[finding.severity])
-        table.add_row(state, finding.check, finding.what, finding.target, finding.drafter)
-    out.print(table)
+        findings.add_row(state, finding.check, finding.what, finding.target, finding.drafter)
+    short = Column(no_wrap=True), Column("verdict", no_wrap=True)
+    verdicts = _table("verdicts", *short, "why, and what that was read of")
+    for name, verdict in diagnosis.verdicts.items():
+        why = Text("".join(f"{reason}; " for reason in verdict.reasons))
+        verdicts.add_row(name, Text(verdict.outcome, _COLOURS[verdict.outcome]), why.append(CONSUMERS[name], "dim"))
+    console().print(facts, findings if diagnosis.findings else "nothing differs that matters\n", verdicts, sep="\n")
+
+
+def _table(title: str, *columns: Column | str) -> Table:
+    whole = [Column(each, overflow="fold") if isinstance(each, str) else each for each in columns]
+    return Table(*whole, box=None, title=title, title_justify="left")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from ....checkpoints.artifact.card import Evidence, Measured, base_model, data_sources
 from ....checkpoints.artifact.manifest import Manifest
@@ -116,10 +116,8 @@ def show_plan(plan: Plan) -> None:
     branch = f"branch {plan.branch}" + (", to be begun" if plan.new_branch else "")
     out = console()
     out.print(f"{where} ({kind}, {state}, {branch})", soft_wrap=True)
-    files = Table(box=None)
-    files.add_column("file", overflow="fold")
-    files.add_column("bytes", justify="right", no_wrap=True)
-    files.add_column("", no_wrap=True)
+    columns = (Column("file", overflow="fold"), Column("bytes", justify="right", no_wrap=True), Column(no_wrap=True))
+    files = Table(*columns, box=None)
     for name, file in sorted(plan.files.items()):
         state = "is sent" if name in plan.sent else "is there already"
         files.add_row(name, f"{file.upload_info.size:,}", state)

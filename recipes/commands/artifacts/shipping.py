@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from ...session.terminal import console, log
 
@@ -53,9 +53,8 @@ def export(
     from ....checkpoints.export.forms import FORMS, option_name
 
     if artifact is None:
-        table = Table(box=None)
-        for heading in ("format", "for", "what", "read by", "options"):
-            table.add_column(heading, no_wrap=heading in ("format", "for"))
+        short = (Column(heading, no_wrap=True) for heading in ("format", "for"))
+        table = Table(*short, "what", "read by", "options", box=None)
         for form in FORMS.values():
             typed = " ".join(map(option_name, form.options))
             table.add_row(form.name, form.kind, form.summary, form.readers, typed)

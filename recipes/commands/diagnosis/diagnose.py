@@ -88,17 +88,11 @@ class _Case(Case):
 
 def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | None = None) -> dict[str, Any]:
     """Measure each part of an evaluation from its training to real decoding, show where acceptance is lost and write
-    it.
+    it. A part is decoded with the options and the temperature of the recipe's first row of its chain method.
 
     Args:
-        recipe: models, artifacts, prompts and settings. A part is decoded with the options and the temperature of the
-            recipe's first row of its chain method, with its default options if there is none.
         parts: drafter, heads, table; by default all that the recipe names.
-        out: the file; by default `diagnosis.json` beside the recipe's results.
-
-    Raises:
-        ValueError: a part that the recipe does not name; an `out` that is no .json; what an evaluation raises.
-        Interrupted: a signal came; the parts that had finished are in the file.
+        out: the file (.json); by default `diagnosis.json` beside the recipe's results.
     """
     path = out or beside(Path(recipe.out), KIND)
     if path.suffix != ".json" or path.is_dir():

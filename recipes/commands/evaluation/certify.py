@@ -48,11 +48,6 @@ def run_certify(
         batch: prompts decoded together.
         out: the file; by default beside the recipe's results.
         plan_only: print how long each would take, and no more.
-
-    Raises:
-        ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, an impossible plan,
-            a damaged journal.
-        Interrupted: a signal came; the texts that were written are kept.
     """
     out = out or beside(Path(recipe.out), KIND)
     check_writable(out)

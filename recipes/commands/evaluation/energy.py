@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from ....checkpoints.storage.atomic import atomic_text, check_writable
@@ -130,9 +130,8 @@ def _energies(model: LanguageModel, calls: dict[int, Callable[[], Tensor]], seed
 
 def _show(results: dict[str, Any]) -> None:
     title = f"{results['target']}: forwards of one new token with {results['context']} tokens behind it"
-    table = Table(box=None, pad_edge=False)
-    for heading in ("batch", "J/run", "J/input", "J/run above idle", "ms/run", "ms/input"):
-        table.add_column(heading, justify="right")
+    headings = ("batch", "J/run", "J/input", "J/run above idle", "ms/run", "ms/input")
+    table = Table(*(Column(heading, justify="right") for heading in headings), box=None, pad_edge=False)
     for row in results["rows"]:
         joules = (row[f"joules_per_{name}"] for name in ("run", "input", "run_above_idle"))
         times = (1e3 * row[f"seconds_per_{name}"] for name in ("run", "input"))

@@ -65,12 +65,7 @@ _LINES: TypeAdapter[_RunLine | _EnergyLine] = TypeAdapter(_RunLine | _EnergyLine
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     """Measure every method of the recipe, print the table and write the results; resume where a killed run stopped.
-
-    Raises:
-        ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, a damaged journal,
-            or a lossless method whose output at temperature 0 differs from the target's own.
-        Interrupted: a signal came; the runs that had finished are kept.
-    """
+    Raises ValueError, once all is written: a lossless method whose output at temperature 0 is not the target's own."""
     out, skipped = Path(recipe.out), SkippedPrompts()
     check_writable(out)
     case, entries = open_case(recipe, skipped), entries_of(recipe)

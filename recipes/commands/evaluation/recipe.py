@@ -52,8 +52,6 @@ def evaluate_recipe(
         name: a recipe's file or name, of which `evaluate/` may be left out; None, or a change (`key=value`): none.
         overrides: `key.path=value`, values in YAML; they come after `given`.
         given: target, drafter, heads, table, prompts, out and other keys by name; None: not given.
-
-    Raises ValueError: neither a recipe nor a target; what `load_recipe` raises.
     """
     recipe = evaluation_or_paper(name, overrides, given, None, command, ["evaluate"], rows)
     assert isinstance(recipe, EvaluateRecipe)
@@ -70,9 +68,7 @@ def evaluation_or_paper(
     rows: Rows = AS_IT_IS,
 ) -> EvaluateRecipe | PaperRecipe:
     """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
-    evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`. Raises
-    ValueError: `pair` beside a target, drafter, heads, table or prompts; `rows` of a paper, or rows that there are not;
-    what `evaluate_recipe` raises."""
+    evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`."""
     own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
     if pair is not None and own:
         raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
@@ -109,7 +105,7 @@ def evaluation_or_paper(
 
 
 def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
-    """The rows that are asked for. Raises ValueError: both of `names` and `every`; what `named_rows` raises."""
+    """The rows that are asked for."""
     if rows == AS_IT_IS:
         return recipe.methods
     if rows.names and rows.every:

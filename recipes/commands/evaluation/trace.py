@@ -31,12 +31,9 @@ def run_trace(
     """Decode a few prompts, show every step on the terminal and keep `trace.json` beside the recipe's results.
 
     Args:
-        methods: rows of the recipe by label, or methods by name, with their default settings where the recipe has no
-            row of them; by default the recipe's first row that drafts.
+        methods: as `named_rows` takes them; by default the recipe's first row that drafts.
         question: asked instead of the recipe's prompts.
         limit: of the recipe's prompts.
-
-    Raises ValueError: an unknown method, and what an evaluation of the recipe raises.
     """
     path = beside(Path(recipe.out), "trace")
     check_writable(path)

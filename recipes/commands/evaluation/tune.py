@@ -82,11 +82,6 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
 
     Methods of the recipe that can be tuned are; their settings that are not searched stay as they are. A recipe with
     the baseline alone has every method tuned that its parts allow.
-
-    Raises:
-        ValueError: what an evaluation raises for its artifacts and prompts; no method that can be tuned; a damaged
-            journal.
-        Interrupted: a signal came; what had been decoded is kept.
     """
     folder, space = Path(recipe.out).with_suffix(".tune"), space or Space()
     check_writable(folder)

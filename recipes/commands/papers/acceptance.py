@@ -36,8 +36,7 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
     Metrics of sources: `alpha`, the probability that one of k candidates is accepted, drawn without replacement; for
     k > 1 also `with_replacement` and `naive` (MCNS); for k = 1 `variation`, E[TV], and `acceleration`, T / E[N_rej]
     (`theory.md`, point 1). Of methods: `accepted_per_step`, `tokens_per_step`, `alpha` (accepted ÷ examined) and
-    `rejections` a token. Raises ValueError: settings that there are not, a source without its part; what `open_case`
-    raises.
+    `rejections` a token.
     """
     settings, evaluation = recipe.section(), recipe.evaluate
     assert isinstance(settings, AcceptanceSettings)

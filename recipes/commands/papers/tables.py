@@ -40,8 +40,7 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     end are not counted. Metrics: `head_1` …, `heads` (all of them); `mended` and `spoiled`, the shares of all positions
     where the correction turned a wrong token into the right one, and the other way round; `tokens_per_step` of SLiM
     with a single sequence as long as there are heads, by replay; with `categories`, `worst_gain` and `best_gain`, the
-    least and the most that a category's `heads` gain, over its prompts. Raises ValueError: settings that there are not,
-    no heads or no table; what `open_case` raises.
+    least and the most that a category's `heads` gain, over its prompts.
     """
     settings = recipe.section()
     assert isinstance(settings, CorrelationSettings)
@@ -73,11 +72,7 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
 def corrected(
     recording: Recording, table: BigramTable, settings: CorrelationSettings
 ) -> tuple[Flags, Flags, NDArray[np.bool_]]:
-    """Which heads' best tokens are right, with the table and without, and which positions lie in a text; [T, H] each.
-
-    Raises:
-        ValueError: what `BigramTable.correlation` raises.
-    """
+    """[T, H] each: which heads' best tokens are right, with the table and without; which positions lie in a text."""
     heads = recording.heads
     assert heads is not None
     depth = heads.token_THC.shape[1]
@@ -141,7 +136,6 @@ def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
 
     r = 1 takes the better of sequences of all lengths and of full length: among all lengths the shortest is always the
     likeliest, which hurts heads that are often right and helps those that are not. The tables are kept in the folder.
-    Raises ValueError: wrong settings, no heads; what `open_case` and counting raise.
     """
     settings, evaluation = recipe.section(), recipe.evaluate
     assert isinstance(settings, SaturationSettings)
@@ -183,7 +177,7 @@ def _tokens_and_steps(
 
 def energy(recipe: PaperRecipe, folder: Path) -> list[Row]:
     """Time and energy of a forward of the target for each batch size: rows `batch 4`. Energy is None where nothing
-    measures it. Raises ValueError: settings that there are not; what `run_energy` raises."""
+    measures it."""
     found = run_energy(recipe.evaluate, folder / "energy.json", **recipe.section().model_dump())
     rows: list[Row] = found["rows"]
     for row in rows:

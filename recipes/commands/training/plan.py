@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from ....data.blocks.prepared import PreparedData
 from ....data.tokenizers import load_tokenizer
@@ -77,8 +77,7 @@ class Plan:
 
 def plan_recipe(recipe: TrainingRecipe) -> Plan:
     """Plan a recipe of kind drafter or heads. Under `accelerate launch` all processes call it. Raises ValueError: it
-    does not fit into memory or onto the disk, with both numbers; a recipe for a table; what checking the recipe,
-    preparing its data and loading its models raise."""
+    does not fit into memory or onto the disk, with both numbers; a recipe for a table."""
     accelerator = run_on_all(partial(_accelerator, recipe))
     assert isinstance(recipe, DrafterRecipe | HeadsRecipe)
     on_main(accelerator, partial(check_out, Path(recipe.out), recipe))
@@ -123,9 +122,8 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
 
 def show(plan: Plan) -> None:
     """Print a plan as a table on standard output."""
-    table = Table(box=None, title=f"plan: {plan.kind}", title_justify="left")
-    for heading, side in (("what", "left"), ("how much", "right"), ("", "left")):
-        table.add_column(heading, justify=side, no_wrap=heading != "")  # type: ignore[arg-type]
+    columns = (Column("what", no_wrap=True), Column("how much", justify="right", no_wrap=True), "")
+    table = Table(*columns, box=None, title=f"plan: {plan.kind}", title_justify="left")
     for row in _rows(plan):
         table.add_row(*row)
     console().print(table)
@@ -155,7 +153,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _accelerator(recipe: TrainingRecipe) -> Any:
-    """Raises ValueError where there is nothing to plan, and what `make_accelerator` raises."""
+    """Raises ValueError where there is nothing to plan."""
     if recipe.kind == "table":
         raise ValueError(
             "--plan is for recipes that train, and a table is counted in one pass over the data, at about the speed of "

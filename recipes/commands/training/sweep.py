@@ -83,8 +83,7 @@ def plan_sweep(name: str, overrides: Sequence[str], options: Sequence[str]) -> S
 
 def run_sweep(sweep: Sweep) -> None:
     """Run what is not finished, one after the other; then show all in a table. Under `accelerate launch` all processes
-    call it. `<out>-sweep.json` holds what is finished, after each run; raises what `run_train` raises, and the same
-    command goes on from there."""
+    call it. `<out>-sweep.json` holds what is finished, after each run, from which the same command goes on."""
     from .train import run_train
 
     rows: list[dict[str, Any]] = []

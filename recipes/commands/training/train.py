@@ -18,10 +18,8 @@ from ...session.terminal import log
 
 
 def run_train(recipe: TrainingRecipe) -> Path:
-    """Run a training recipe to its artifact, or find that it is there already; the artifact's folder. Raises
-    ValueError: another process trains into the same folder, or an artifact of another recipe stands there; whatever
-    data, models and training raise. Of several processes the main one raises it, and the others leave with its exit
-    code."""
+    """Run a training recipe to its artifact, or find that it is there already; the artifact's folder. Of several
+    processes the main one raises what goes wrong, and the others leave with its exit code."""
     out = Path(recipe.out)
     accelerator = run_on_all(lambda: accelerator_for(recipe))
     with ExitStack() as stack:
