@@ -76,9 +76,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
             save_speculation(folder)
 
     def finish() -> None:
-        target = None
-        if recipe.target is not None:
-            target = target_record(recipe.target, parts.fingerprint)
+        target = None if recipe.target is None else target_record(recipe.target, parts.fingerprint)
         run.save(result, write, trained.shapes(), target)
 
     on_main(accelerator, finish)

@@ -31,7 +31,7 @@ from ...decode.models.base import LanguageModel, check_same_vocabulary
 from ...decode.models.loading import load_model, wrap_model
 from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
-from ..schema.evaluation import EvaluateRecipe
+from ..schema.evaluation import EvaluateRecipe, RegenerateRecipe
 from ..session.machine import machine
 from ..session.terminal import Advance, bar, log
 
@@ -154,7 +154,7 @@ def prompts_of(
     )
 
 
-def device_of(recipe: EvaluateRecipe) -> str:
+def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
     """Where a recipe decodes: what it says, or a GPU if there is one. Raises ValueError: a GPU that there is not."""
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"`device` is {recipe.device!r}, and torch finds no GPU here")

@@ -53,11 +53,7 @@ def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
         decodes = bool(recipe.measure.prompts) and decodes_fast(meta)
     if recipe.target is not None and recipe.model.embeddings == "target":
         loading = max(loading, model_size(meta_model(recipe.target, "auto")).weights)
-    train, block_tokens = recipe.train, recipe.data.block_tokens
-    demand = Demand(
-        model, target, taught, 0, block_tokens, train.micro_batch, train.global_batch,
-        train.gradient_checkpointing, train.precision, loading, launch, decodes,
-    )  # fmt: skip
+    demand = Demand(model, target, taught, 0, *_of_loop(recipe), loading, launch, decodes)
     return RecipeSize(demand, _exported_bytes(trained, model), model.weights)
 
 
@@ -79,12 +75,14 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
     model = heads_size(heads, target, base)
     taught = recipe.hidden.cache is None and base is None
     decodes = base is None and bool(recipe.measure.prompts) and decodes_fast(meta)
-    train, block_tokens = recipe.train, recipe.data.block_tokens
-    demand = Demand(
-        model, None if base else target, taught, recipe.num_heads, block_tokens, train.micro_batch, train.global_batch,
-        train.gradient_checkpointing, train.precision, 0, launch, decodes,
-    )  # fmt: skip
+    demand = Demand(model, None if base else target, taught, recipe.num_heads, *_of_loop(recipe), 0, launch, decodes)
     return RecipeSize(demand, exported, model.trained_weights)
+
+
+def _of_loop(recipe: DrafterRecipe | HeadsRecipe) -> tuple[int, int, int, bool, str]:
+    train = recipe.train
+    batches = (recipe.data.block_tokens, train.micro_batch, train.global_batch)
+    return *batches, train.gradient_checkpointing, train.precision
 
 
 def _meta_trainable(section: ModelSection) -> tuple[TrainableModel, int]:

@@ -23,9 +23,8 @@ from ...train.parallel.processes import StoppedError, lost_another
 from ..session.launch import destroy_process_group, is_first, refuse_several, run_on_all
 from ..session.terminal import console, log
 from ..session.typed import typed_command
-from .artifacts.cli import artifact_app
+from .artifacts.cli import artifact_app, table_app
 from .artifacts.shipping import doctor, export, pull, push
-from .artifacts.tables_cli import table_app
 from .evaluation_cli import Overrides, certify, diagnose, energy, evaluate, papers, report, trace, tune
 
 app = typer.Typer(
@@ -80,13 +79,8 @@ def quickstart(
 def prepare(
     recipe: RecipeName,
     overrides: Overrides = None,
-    lint: Annotated[
-        bool, typer.Option("--lint", help="Decode what every row teaches; show three; fail on faults.")
-    ] = False,
-    teacher: Annotated[
-        bool,
-        typer.Option("--teacher", help="Also write the cache of the target's most likely tokens, or hidden states."),
-    ] = False,
+    lint: Annotated[bool, typer.Option("--lint", help="Decode what rows teach, show three; fail on faults.")] = False,
+    teacher: Annotated[bool, typer.Option("--teacher", help="Also write the cache of what the target says.")] = False,
 ) -> None:
     """Read, clean, render and pack a training recipe's data, and report what became of it."""
     from ..schema.loading import load_training
@@ -129,9 +123,7 @@ def corpora() -> None:
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Only say what it will take of memory, disk and time, and whether it fits.")
-    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what memory, disk and time it takes.")] = False,
     sweep: Annotated[
         list[str] | None,
         typer.Option("--sweep", help="key.path=value,value: a run with each; given again, all combinations."),
@@ -166,29 +158,16 @@ for _command in (evaluate, papers, certify, tune, energy, report, trace, diagnos
 
 @app.command("import")
 def import_(
-    source: Annotated[
-        str, typer.Argument(help="A drafter, a LoRA adapter or heads (folder or hub id), or a GGUF file.")
-    ],
+    source: Annotated[str, typer.Argument(help="Folder or hub id of a model, a LoRA adapter or heads; a GGUF file.")],
     out: Annotated[Path, typer.Option(help="Folder of the artifact, or of the GGUF file's model.")],
-    target: Annotated[
-        str | None, typer.Option(help="The model it is for; by default one that lies with heads.")
-    ] = None,
+    target: Annotated[str | None, typer.Option(help="What it is for; by default what lies with heads.")] = None,
     unpickle: Annotated[
         bool, typer.Option("--unpickle", help="Also read pickled files (.pt, .bin), of which only tensors are loaded.")
     ] = False,
-    states: Annotated[
-        str | None, typer.Option(help="Hidden states that they read, where their config is silent: before-norm.")
-    ] = None,
+    states: Annotated[str | None, typer.Option(help="What heads read, if their config is silent: before-norm.")] = None,
 ) -> None:
     """Make an artifact of a drafter, or of prediction heads (Medusa) in any layout that FasterDecoding has used; of a
     GGUF file, a plain model folder."""
-    from ...checkpoints.storage.gguf import is_gguf
-
-    if is_gguf(source):
-        from .artifacts.import_gguf import import_gguf
-
-        import_gguf(Path(source).expanduser(), out, target)
-        return
     from .artifacts.import_drafter import import_published
 
     import_published(source, out, target, unpickle=unpickle, states=states)

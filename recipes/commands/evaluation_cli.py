@@ -13,7 +13,6 @@ import typer
 
 if TYPE_CHECKING:
     from ..schema.evaluation import EvaluateRecipe
-    from .evaluation.recipe import Rows
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
 RecipeOrTarget = Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")]
@@ -38,10 +37,13 @@ class Evaluation:
     overrides: list[str]
     given: dict[str, str | None]
 
-    def load(self, command: str, rows: Rows | None = None, **more: str | None) -> EvaluateRecipe:
-        from .evaluation.recipe import AS_IT_IS, evaluate_recipe
+    def load(
+        self, command: str, method: list[str] | None = None, every: bool = False, **more: str | None
+    ) -> EvaluateRecipe:
+        from .evaluation.recipe import Rows, evaluate_recipe
 
-        return evaluate_recipe(self.recipe, self.overrides, self.given | more, command, rows or AS_IT_IS)
+        rows = Rows(tuple(method or ()), every)
+        return evaluate_recipe(self.recipe, self.overrides, self.given | more, command, rows)
 
 
 def _evaluation(
@@ -131,9 +133,7 @@ def certify(
 ) -> None:
     """Test that methods write what the target alone would write, on a small pair of six tokens and on yours; exit code
     1 where one should and does not, or where that stays undecided."""
-    from .evaluation.recipe import Rows
-
-    loaded = asked.load("certify", Rows(tuple(method or ()), every))
+    loaded = asked.load("certify", method, every)
     from .evaluation.certify import run_certify
 
     if any(certificate.failed for certificate in run_certify(loaded, tokens, batch, out, plan)):
@@ -146,9 +146,7 @@ def tune(
 ) -> None:
     """Find each method's best settings by replay under measured costs, and confirm the winners by decoding; what is
     found lies beside the results file. Resumes where it was stopped."""
-    from .evaluation.recipe import Rows
-
-    loaded = asked.load("tune", Rows(tuple(method or ()), every), out=out)
+    loaded = asked.load("tune", method, every, out=out)
     from .evaluation.tune import run_tune, show_plan
 
     if plan:
@@ -189,9 +187,7 @@ def trace(
     limit: Annotated[int, typer.Option(min=1, help="Of the recipe's prompts.")] = 2,
 ) -> None:
     """Decode a few prompts and show which tokens were accepted, rejected and corrected."""
-    from .evaluation.recipe import Rows
-
-    loaded = asked.load("trace", Rows(every=bool(method)))
+    loaded = asked.load("trace", every=bool(method))
     from .evaluation.trace import run_trace
 
     run_trace(loaded, method or [], prompt, limit)

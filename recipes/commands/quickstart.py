@@ -29,7 +29,7 @@ from ..schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ..schema.loading import parse_recipe, read_recipe, write_recipe
 from ..schema.papers import filled
 from ..session.terminal import bar, log
-from .artifacts.import_gguf import import_gguf
+from .artifacts.import_drafter import import_gguf
 from .evaluation.evaluate import run_evaluate
 from .regenerate import run_regenerate
 from .training.train import run_train

@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...checkpoints.artifact.fingerprints import model_fingerprint
 from ...checkpoints.artifact.identity import identify, load_identified
 from ...checkpoints.artifact.locate import at_revision
@@ -33,10 +31,11 @@ from ...decode.models.seq2seq import Seq2SeqModel
 from ...decode.pool import Pool
 from ...decode.rng import Rng
 from ...decode.warpers import Sampling
-from ...train.parallel.interrupts import Interrupted, StopSignals
+from ..assemble.evaluation import device_of
 from ..schema.data import PlaceSection
 from ..schema.evaluation import RegenerateRecipe, ServerSection
 from ..schema.loading import write_recipe
+from ..session.stopping import Stoppable
 from ..session.terminal import bar, log
 
 _RETRIES = 4
@@ -56,23 +55,15 @@ def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
         get_template(recipe.template)  # a misspelt name is found before anything slow is loaded
     out = Path(recipe.out)
     check_writable(out)
-    with StopSignals() as signals, Store(out, _settings(recipe)) as store:
-
-        def stopping() -> bool:
-            return signals.received is not None
-
+    with Stoppable("regenerate") as stopping, Store(out, _settings(recipe)) as store:
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         left = _count(recipe, store, stopping)
-        start = time.monotonic()
-        report = RegenerationReport()
+        start, report = time.monotonic(), RegenerationReport()
         if left and not stopping():
             with bar("regenerating", "conversations") as advance:
                 report = asyncio.run(_answer_all(recipe, store, stopping, lambda done: advance(done, left)))
         _log_report(report, store, time.monotonic() - start)
-    if signals.received is not None:
-        message = f"regenerate: stopped by signal {signals.received}; the same command resumes from here"
-        log(message)
-        raise Interrupted(signals.received, message)
+    stopping.check()
     return report
 
 
@@ -143,11 +134,10 @@ class LocalTarget:
     own."""
 
     def __init__(self, recipe: RegenerateRecipe) -> None:
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if recipe.device == "auto" else recipe.device
         target = str(recipe.target)
 
         def load() -> tuple[Any, Any]:
-            return load_tokenizer(target), load_model(target, dtype=recipe.dtype, device=device)
+            return load_tokenizer(target), load_model(target, dtype=recipe.dtype, device=device_of(recipe))
 
         identity, (self._tokenizer, model) = load_identified(target, load, content=True)
         self.hashes = {"hash of the target": identity.hash}

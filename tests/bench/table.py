@@ -42,7 +42,7 @@ from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from draftsmith.data.conversations import write_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.assemble.table.count import count_corpus
+from draftsmith.recipes.assemble.table.count import run_table
 from draftsmith.recipes.commands.training.train import accelerator_for
 from draftsmith.recipes.schema.training import TableRecipe
 from draftsmith.recipes.session.restart import restart_where_sorting_is_slow
@@ -221,7 +221,7 @@ def text(folder: Path, quick: bool) -> dict[str, Any]:
     def count() -> int:
         out = folder / f"table-{next(numbers)}"
         recipe = TableRecipe(kind="table", out=str(out), tokenizer=str(tokenizer_folder), data=data)
-        count_corpus(recipe, tokenizer, accelerator_for(recipe))
+        run_table(recipe, accelerator_for(recipe))
         return int(load_manifest(out).data["tokens"])
 
     ways = raw_tokenizers(tokenizer, tokenizer_folder, texts)

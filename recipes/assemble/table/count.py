@@ -25,7 +25,6 @@ from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....data.conversations import Conversation, CorpusReport, rarely_collected
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
-from ....train.parallel.interrupts import Interrupted, StopSignals
 from ....train.parallel.processes import StoppedError, on_main, together
 from ....train.table.counting import PairCounter
 from ....train.table.documents import pack_documents, token_documents
@@ -34,6 +33,7 @@ from ...report.table import log_report
 from ...schema.data import DataSection
 from ...schema.loading import write_recipe
 from ...schema.training import TableRecipe
+from ...session.stopping import Stoppable
 from ...session.terminal import counter, log
 from ...session.typed import typed_command
 from ..artifact import check_out, differences, state_folder
@@ -47,13 +47,10 @@ _NOT_COUNTED = {"clean", "heldout_limit"}
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
-    """Count a recipe's corpus, resuming from what an earlier run has counted, and leave the artifact."""
-    count_corpus(recipe, together(accelerator, partial(load_tokenizer, recipe.tokenizer_source)), accelerator)
-
-
-def count_corpus(recipe: TableRecipe, tokenizer: Any, accelerator: Any) -> None:
-    """`run_table` with the recipe's tokenizer. A table to be pruned is counted into a folder of its own, and stays."""
+def run_table(recipe: TableRecipe, accelerator: Any) -> None:
+    """Count a recipe's corpus, resuming from what an earlier run has counted, and leave the artifact. A table to be
+    pruned is counted into a folder of its own, and stays."""
+    tokenizer = together(accelerator, partial(load_tokenizer, recipe.tokenizer))
     vocab_size = together(accelerator, partial(table_vocabulary, recipe, tokenizer))
     if recipe.prune is None:
         _count_whole(recipe, tokenizer, vocab_size, accelerator)
@@ -262,15 +259,12 @@ def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share
     is_main = accelerator.is_main_process
     if pairs.tokens and is_main:
         log(f"table: resuming after {pairs.tokens:,} tokens that are counted already")
-    with StopSignals() as signals, counter("table", "tokens") as advance, rarely_collected():
+    stopping = Stoppable("table", "; the same command resumes from what is counted")
+    with stopping, counter("table", "tokens") as advance, rarely_collected():
         work = count_share(recipe, tokenizer, pairs, share, advance if is_main else lambda done, total: None)
-        stopped = _in_step(accelerator, work, lambda: signals.received is not None)
+        stopped = _in_step(accelerator, work, stopping)
         pairs.spill()
-    if signals.received is not None:
-        message = f"table: stopped by signal {signals.received}; the same command resumes from what is counted"
-        if is_main:
-            log(message)
-        raise Interrupted(signals.received, message)
+    stopping.check(report=is_main)
     if stopped:
         raise StoppedError("counting was stopped by another process; the same command resumes")
 

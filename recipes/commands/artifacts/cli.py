@@ -1,8 +1,9 @@
-"""`draftsmith artifact`: artifacts shown and verified."""
+"""`draftsmith artifact` and `draftsmith table`: what is finished shown and verified; tables merged and pruned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,8 +12,11 @@ if TYPE_CHECKING:
     from ....checkpoints.artifact.manifest import Manifest
 
 artifact_app = typer.Typer(help="Show and verify artifacts: folders, or hub ids.", no_args_is_help=True)
+table_app = typer.Typer(help="Show, merge and prune finished correlation tables.", no_args_is_help=True)
 
 Place = Annotated[str, typer.Argument(help="An artifact's folder, or user/name[@revision] on the hub.")]
+TableFolder = Annotated[Path, typer.Argument(help="A table's folder.")]
+TableOut = Annotated[Path, typer.Option(help="Folder of the new table.")]
 _SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "versions")
 
 
@@ -88,3 +92,44 @@ def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
     for number, (name, entry) in enumerate(manifest.files.items()):
         yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
     yield "", "recipe, nested and empty values: --json"
+
+
+@table_app.command("show")
+def show_counts(
+    table: TableFolder,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Shows tokens as text; by default the recipe's, where it lies here.")
+    ] = None,
+) -> None:
+    """Sizes, sources and the most extreme correlations of a table."""
+    from .table_show import show_table
+
+    show_table(table, tokenizer)
+
+
+@table_app.command()
+def merge(
+    tables: Annotated[list[Path], typer.Argument(help="Folders of two tables or more.")],
+    out: TableOut,
+    again: Annotated[bool, typer.Option("--again", help="Also tables that were counted from the same data.")] = False,
+) -> None:
+    """The table of all their documents together; counts add up exactly."""
+    from .tables import merge_tables
+
+    merge_tables(tables, out, again=again)
+
+
+@table_app.command()
+def prune(
+    table: TableFolder,
+    out: TableOut,
+    min_count: Annotated[int, typer.Option(min=1, help="Keep pairs that were seen at least so often.")] = 1,
+    top: Annotated[int, typer.Option(min=0, help="Keep so many pairs a left token, the most frequent; 0: all.")] = 0,
+    megabytes: Annotated[
+        float | None, typer.Option(help="Keep the most frequent pairs that fit into a file of this size.")
+    ] = None,
+) -> None:
+    """A smaller table; the whole one stays as it is."""
+    from .tables import prune_table
+
+    prune_table(table, out, min_count=min_count, top=top, megabytes=megabytes)

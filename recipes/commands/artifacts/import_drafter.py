@@ -1,4 +1,5 @@
-"""A drafter that was made elsewhere, made an artifact: compared with its target, copied or converted, written."""
+"""A drafter that was made elsewhere, made an artifact: compared with its target, copied or converted, written; and a
+GGUF file, made a model folder that everything here, and transformers, can load."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ....checkpoints.artifact.artifact import save_artifact
-from ....checkpoints.artifact.compat import read_config
+from ....checkpoints.artifact.compat import patch_model, patch_tokenizer, read_config
 from ....checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from ....checkpoints.artifact.locate import target_record
 from ....checkpoints.heads.layouts import holds_heads
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, Side, find_folder, open_side
+from ....checkpoints.storage.atomic import atomic_dir
+from ....checkpoints.storage.gguf import convert_gguf, is_gguf
 from ....checkpoints.storage.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import UNPICKLE, copy_files
 from ....checkpoints.verify.model_files import (
@@ -43,7 +46,11 @@ PICKLED = "pytorch_model*.bin"
 def import_published(
     source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
 ) -> None:
-    """Write an artifact of a drafter or of prediction heads, by what lies in a folder or in a repository of the hub."""
+    """Write an artifact of a drafter or of prediction heads, by what lies in a folder or in a repository of the hub; of
+    a GGUF file a plain model."""
+    if is_gguf(source):
+        import_gguf(Path(source).expanduser(), out, target)
+        return
     folder = find_folder(source, [CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", "medusa_lm_head.safetensors"])
     is_model = _may_be_model(folder) and not holds_heads(folder, unpickle=unpickle)
     if is_model:
@@ -55,6 +62,18 @@ def import_published(
     if states is not None:
         raise ValueError(f"--states is for heads, and {source} holds a model")
     import_drafter(source, folder, out, target, unpickle=unpickle)
+
+
+def import_gguf(file: Path, out: Path, target: str | None = None) -> None:
+    """Write the model of a GGUF file to a new folder, in float32, as a plain model that is for no `target`."""
+    if target is not None:
+        raise ValueError(f"--target {target}: {file} becomes a plain model folder, which is for no other model")
+    check_new(out)
+    with atomic_dir(out) as folder:
+        convert_gguf(file, folder)
+        patch_model(folder)
+        patch_tokenizer(folder)
+    log(f"model: wrote {out}")
 
 
 def _may_be_model(folder: Path) -> bool:

@@ -59,7 +59,14 @@ def run_certify(
     work.say_how_long(small, entries, plan_only)
     if plan_only:
         return []
-    head = _head(case, plan)
+    head = {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "machine": machine(case.opened.device),
+        "artifacts": case.opened.artifacts(),
+        "recipe": recipe.recorded(),
+        "plan": asdict(plan) | {"whole_level": LEVEL},
+    }
     certificates: list[Certificate] = []
     with Stoppable("certify") as signals, Journal(out, "texts", case.identity | {"plan": head["plan"]}) as journal:
         with signals.bar("certifying on a small pair", "methods") as advance:
@@ -81,18 +88,6 @@ def run_certify(
         console().print(line)
     console().print(f"certificate: {out}")
     return certificates
-
-
-def _head(case: Case, plan: Plan) -> dict[str, Any]:
-    """What a certificate is of."""
-    return {
-        "schema": SCHEMA,
-        "kind": KIND,
-        "machine": machine(case.opened.device),
-        "artifacts": case.opened.artifacts(),
-        "recipe": case.recipe.recorded(),
-        "plan": asdict(plan) | {"whole_level": LEVEL},
-    }
 
 
 def _with(certificate: Certificate, tried: Sequence[Certificate]) -> Certificate:

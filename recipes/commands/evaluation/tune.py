@@ -46,8 +46,7 @@ from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console, log
 from .estimate import planned_time, time_words
-from .journal import Journal
-from .kept import Kept
+from .journal import Journal, Kept
 
 LeftOut = dict[str, str]
 """Why, by method, or by the name of a row."""
@@ -103,8 +102,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
 
 
 def show_plan(recipe: EvaluateRecipe) -> None:
-    """Print what would be tuned and how long that takes, of which the target alone is loaded. Raises ValueError: no
-    method that can be tuned."""
+    """Print what would be tuned and how long that takes, of which the target alone is loaded."""
     named: Any = recipe  # which has names where parts would be
     fixed, left_out = _methods_to_tune(recipe, named, Sampling(recipe.temperature, recipe.top_k, recipe.top_p))
     time = planned_time(recipe, _runs(fixed, recipe.limit, recipe, Space()))

@@ -92,8 +92,9 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
     config = together(accelerator, partial(fit_config, recipe, prepared, measured))
     checkpoint = checkpoint_bytes(size.demand.model, size.stored_weights, size.demand.launch) + _SMALL_FILES // 2
     out, kept = Path(recipe.out), _kept(config)
+    there = sum(path.stat().st_size for path in (state_folder(out) / "checkpoints").rglob("*") if path.is_file())
     disk = {
-        "checkpoints": max(0, kept * checkpoint - _bytes_in(state_folder(out) / "checkpoints")),
+        "checkpoints": max(0, kept * checkpoint - there),
         "artifact": size.artifact_bytes + _SMALL_FILES,
     }
     free_disk = shutil.disk_usage(next(path for path in out.absolute().parents if path.exists())).free
@@ -212,10 +213,6 @@ def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
             f"the run writes {gigabytes(sum(disk.values()))} below {out.parent} ({shown}), and {gigabytes(free)} are "
             "free there: choose a folder on another disk, or a smaller `train.keep_checkpoints`"
         )
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _probe(

@@ -52,7 +52,7 @@ def _run(recipe: TrainingRecipe, out: Path, accelerator: Any) -> None:
     else:
         from ...assemble.table.count import run_table
 
-        run_table(recipe, out, accelerator)
+        run_table(recipe, accelerator)
 
 
 def accelerator_for(recipe: TrainingRecipe) -> Any:

@@ -14,7 +14,7 @@ from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.draft_vocabulary import kept_tokens
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.commands.artifacts.import_gguf import import_gguf
+from draftsmith.recipes.commands.artifacts.import_drafter import import_gguf
 from draftsmith.recipes.commands.quickstart import run_quickstart
 from draftsmith.recipes.schema.loading import load_recipe
 
