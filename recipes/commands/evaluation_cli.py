@@ -95,7 +95,7 @@ def evaluate(
     given = asked.given | {"out": out, "show_categories": categories, "predict": predict}
     loaded = evaluation_or_paper(asked.recipe, asked.overrides, given, folder, rows=Rows(tuple(method or ()), every))
     if plan:
-        from .papers.plan import show_plan
+        from .evaluation.estimate import show_plan
 
         show_plan(loaded, folder)
     elif isinstance(loaded, PaperRecipe):

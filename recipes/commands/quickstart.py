@@ -44,33 +44,29 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     out = Path(recipe.out)
     resolved = resolve(recipe)
     check_writable(out)
-    with sole_writer(out):
-        return _run(recipe, resolved, out)
-
-
-def _run(recipe: QuickstartRecipe, resolved: QuickstartRecipe, out: Path) -> dict[str, Any]:
-    _check_folder(out, recipe)
     target, start = out / "target", time.monotonic()
-    named = resolved.target if isinstance(resolved.target, str) and not target.is_dir() else None
-    found = None if named is None else find_target(named)
-    write_recipe(recipe, out / "quickstart.yaml")
-    make_corpus(recipe, out / "corpus")
-    if found is not None:
-        log(f"— target: {found} → {target}")
-        import_gguf(found, target) if is_gguf(found) else target.symlink_to(found.resolve())
-    if recipe.corpus.vocab_size is not None:
-        make_tokenizer(recipe.corpus.vocab_size, out / "corpus", out / "tokenizer")
-    for name in STAGES:
-        stage: Any = getattr(resolved, name)
-        if stage is None or isinstance(stage, str):
-            continue
-        log(f"\n— {name} → {stage.out}")
-        if isinstance(stage, RegenerateRecipe):
-            run_regenerate(stage)
-        else:
-            run_train(stage)
-    log(f"\n— evaluation → {resolved.evaluate.out}")
-    results = run_evaluate(resolved.evaluate)
+    with sole_writer(out):
+        _check_folder(out, recipe)
+        named = resolved.target if isinstance(resolved.target, str) and not target.is_dir() else None
+        found = None if named is None else find_target(named)
+        write_recipe(recipe, out / "quickstart.yaml")
+        make_corpus(recipe, out / "corpus")
+        if found is not None:
+            log(f"— target: {found} → {target}")
+            import_gguf(found, target) if is_gguf(found) else target.symlink_to(found.resolve())
+        if recipe.corpus.vocab_size is not None:
+            make_tokenizer(recipe.corpus.vocab_size, out / "corpus", out / "tokenizer")
+        for name in STAGES:
+            stage: Any = getattr(resolved, name)
+            if stage is None or isinstance(stage, str):
+                continue
+            log(f"\n— {name} → {stage.out}")
+            if isinstance(stage, RegenerateRecipe):
+                run_regenerate(stage)
+            else:
+                run_train(stage)
+        log(f"\n— evaluation → {resolved.evaluate.out}")
+        results = run_evaluate(resolved.evaluate)
     log(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
     return results
 

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Column, Table
+
+from ....checkpoints.storage.messages import shown
+from ...session.terminal import console, gigabytes, write_json
 
 if TYPE_CHECKING:
     from ....checkpoints.artifact.manifest import Manifest
@@ -26,11 +30,8 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as it stands, in the newest schema.")] = False,
 ) -> None:
     """What an artifact is, what it was made for and from, and what it holds."""
-    from rich.table import Column, Table
-
     from ....checkpoints.artifact.artifact import load_manifest
     from ....checkpoints.artifact.locate import resolve
-    from ...session.terminal import console, write_json
 
     manifest = load_manifest(resolve(place))
     if as_json:
@@ -46,9 +47,7 @@ def show(
 def verify(places: Annotated[list[str], typer.Argument(help="Artifacts' folders, or hub ids.")]) -> None:
     """Look for everything that is wrong with artifacts; exit code 1 where there is something."""
     from ....checkpoints.artifact.locate import resolve
-    from ....checkpoints.storage.messages import shown
     from ....checkpoints.verify.inspect import find_faults
-    from ...session.terminal import gigabytes
 
     wrong = False
     for place in places:
@@ -57,26 +56,18 @@ def verify(places: Annotated[list[str], typer.Argument(help="Artifacts' folders,
         except ValueError as error:
             manifest, faults = None, [str(error)]
         for fault in faults:
-            _print(f"fault: {shown(fault)}")
+            console().print(f"fault: {shown(fault)}", soft_wrap=True)
         if manifest is not None and not faults:
             size = gigabytes(sum(entry["bytes"] for entry in manifest.files.values()))
-            _print(f"{shown(place)}: {manifest.role}, {len(manifest.files)} files of {size}, nothing wrong")
+            whole = f"{manifest.role}, {len(manifest.files)} files of {size}, nothing wrong"
+            console().print(f"{shown(place)}: {whole}", soft_wrap=True)
         wrong = wrong or bool(faults)
     if wrong:
         raise typer.Exit(1)
 
 
-def _print(line: str) -> None:
-    from ...session.terminal import console
-
-    console().print(line, soft_wrap=True)
-
-
 def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """What is said of an artifact, by heading; of long lists and texts the beginning."""
-    from ....checkpoints.storage.messages import shown
-    from ...session.terminal import gigabytes
-
     total = sum(entry["bytes"] for entry in manifest.files.values())
     made = f", an export in the format {manifest.export['format']}" if manifest.export is not None else ""
     yield "what", f"{manifest.role}{shown(made)}, {len(manifest.files)} files of {gigabytes(total)} in {place}"

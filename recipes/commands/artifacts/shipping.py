@@ -10,11 +10,11 @@ from rich.table import Column, Table
 
 from ...session.terminal import console, log
 
+Replace = Annotated[bool, typer.Option("--replace", help="Also where something else stands; that is deleted.")]
+
 
 def doctor(
-    target: Annotated[
-        str | None, typer.Argument(help="Folder or hub id of a target; without one, this machine is looked at.")
-    ] = None,
+    target: Annotated[str | None, typer.Argument(help="A target (folder or hub id); by default this machine.")] = None,
     drafter: Annotated[str | None, typer.Argument(help="Folder or hub id of a drafter for it.")] = None,
     fix: Annotated[Path | None, typer.Option(help="Write a drafter that fits to this new folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: the pair's findings as JSON.")] = False,
@@ -87,9 +87,7 @@ def push(
         Path | None, typer.Option(help="Results of `draftsmith evaluate` about this artifact, for its card.")
     ] = None,
     message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Also where the repository holds something else; that is deleted.")
-    ] = False,
+    replace: Replace = False,
 ) -> None:
     """Publish an artifact on the hub, with a card that has its evidence; shows what would be done, and stops."""
     from ....checkpoints.artifact.card import model_card
@@ -116,9 +114,7 @@ def push(
 def pull(
     repo: Annotated[str, typer.Argument(help="The repository on the hub: user/name, or user/name@revision.")],
     out: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Also where another artifact stands at OUT; that is deleted.")
-    ] = False,
+    replace: Replace = False,
 ) -> None:
     """Fetch an artifact from the hub: with the hash of every file as it should be, or not at all."""
     from ....checkpoints.hub.push_pull import pull as download

@@ -86,10 +86,9 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     check_writable(folder)
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
     opened = open_case(recipe)
-    target = opened.opened.target
     fixed, left_out = _methods_to_tune(recipe, opened.opened.parts, sampling)
-    runs = _runs(fixed, len(opened.prompts), recipe, space)
-    log(f"tune: {', '.join(fixed)}; {time_words(target, runs, recipe.max_new_tokens, max(map(len, opened.prompts)))}")
+    runs, longest = _runs(fixed, len(opened.prompts), recipe, space), max(map(len, opened.prompts))
+    log(f"tune: {', '.join(fixed)}; {time_words(opened.opened.target, runs, recipe.max_new_tokens, longest)}")
     identity = opened.identity | {"space": asdict(space)}
     with Stoppable("tune") as signals, Journal(folder / "tune.json", "work", identity) as journal:
         case = _Case(

@@ -19,6 +19,7 @@ from ....decode.evaluation.replay.recording import Recording
 from ...schema.loading import parse_recipe
 from ...schema.papers import PaperEvaluation
 from ...schema.training import TableRecipe
+from ..training.train import run_train
 
 Row = dict[str, Any]
 Numbers = Sequence[float] | NDArray[Any]
@@ -35,8 +36,6 @@ def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit:
     """The folder of the table of a corpus, or of its first `limit` rows, counted as the evaluation's target and
     template read it into `folder/counted-…` unless it is there. The name goes with what is counted: a corpus that has
     changed is counted again."""
-    from ..training.train import run_train
-
     states = [source, source_state(source), evaluation.target, source_state(evaluation.target), evaluation.template]
     digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
     out = folder / (f"counted-{digest}" if limit is None else f"counted-{digest}-{limit}")

@@ -12,6 +12,9 @@ from ....checkpoints.storage.names import MANIFEST_FILE
 from ....train.parallel.accelerate import make_accelerator
 from ....train.parallel.processes import on_main
 from ...assemble.artifact import check_out, state_folder
+from ...assemble.drafter import run_drafter
+from ...assemble.heads import run_heads
+from ...assemble.table.count import run_table
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe, role_of
 from ...session.launch import run_on_all
 from ...session.terminal import log
@@ -35,24 +38,14 @@ def run_train(recipe: TrainingRecipe) -> Path:
             if accelerator.is_main_process:
                 log(f"{role_of(recipe)}: {out} is finished, reusing it")
             return out
-        _run(recipe, out, accelerator)
+        if isinstance(recipe, DrafterRecipe):
+            run_drafter(recipe, out, accelerator)
+        elif isinstance(recipe, HeadsRecipe):
+            run_heads(recipe, out, accelerator)
+        else:
+            run_table(recipe, accelerator)
         accelerator.wait_for_everyone()
     return out
-
-
-def _run(recipe: TrainingRecipe, out: Path, accelerator: Any) -> None:
-    if isinstance(recipe, DrafterRecipe):
-        from ...assemble.drafter import run_drafter
-
-        run_drafter(recipe, out, accelerator)
-    elif isinstance(recipe, HeadsRecipe):
-        from ...assemble.heads import run_heads
-
-        run_heads(recipe, out, accelerator)
-    else:
-        from ...assemble.table.count import run_table
-
-        run_table(recipe, accelerator)
 
 
 def accelerator_for(recipe: TrainingRecipe) -> Any:

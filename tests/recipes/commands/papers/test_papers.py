@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
+from draftsmith.recipes.commands.evaluation.estimate import show_plan
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
 from draftsmith.recipes.commands.papers import papers
 from draftsmith.recipes.commands.papers.papers import run_paper, run_papers, shipped_papers
-from draftsmith.recipes.commands.papers.plan import show_plan
 from draftsmith.recipes.report.papers import title_of
 from draftsmith.recipes.schema.claims import HELD, NOT_HELD, NOT_JUDGED, judge, metric_of, parse_claim
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
