@@ -32,7 +32,7 @@ def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **as
     source = None if caller is None else caller.get("custom_generate")
     if not isinstance(source, str):
         source, revision = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
-    folder = resolve(source, revision=revision)
+    folder = resolve(source if revision is None else f"{source}@{revision}")
     custom = _loaded(folder.resolve(), json.dumps(read_settings(folder), sort_keys=True))
     return type(model).generate(model, inputs, custom_generate=custom, **asked)
 

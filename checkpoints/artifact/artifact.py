@@ -41,13 +41,9 @@ def save_artifact(
     command: str | None = None,
     export: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Write an artifact to `out_dir`, whole or not at all (`atomic_dir`), replacing one that stands there.
-
-    Args:
-        write: given an empty folder, writes the artifact's own files into it.
-        card: text of README.md; by default a small card made from the manifest.
-
-    The others are the manifest's fields, without secrets; see `Manifest`.
+    """Write an artifact to `out_dir`, whole or not at all (`atomic_dir`), replacing one that stands there. `write`
+    fills an empty folder with its own files, `card` is the text of README.md, by default one made from the manifest;
+    the others are the fields of `Manifest`, without secrets.
 
     Raises ValueError: an unknown kind, values that JSON cannot hold, files that are links or have names that not every
     system knows, or an `out_dir` that holds other files.
@@ -194,12 +190,8 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
 
 
 def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, what: str) -> None:
-    """Raises ValueError, which names both sides, where an artifact's vocabulary size or tokenizer is not the target's.
-
-    Args:
-        tokenizer_fingerprint: None, here or in the manifest, where it is not known.
-        what: the artifact's name in messages, such as "the heads runs/quickstart/heads".
-    """
+    """Raises ValueError, which names both sides, where an artifact's vocabulary size or tokenizer, if that is known of
+    both, is not the target's. `what` is its name in messages, such as "the heads runs/quickstart/heads"."""
     if manifest.vocab_size != vocab_size:
         # A padded embedding has rows for tokens that no text holds; a table can be counted with as many.
         padded = manifest.kind == "table" and manifest.vocab_size < vocab_size

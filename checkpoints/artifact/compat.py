@@ -48,11 +48,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def patch_tokenizer(folder: Path) -> None:
-    """Rewrite a folder's `tokenizer_config.json` where older readers would refuse it. Newer ones load the same from it.
-
-    Only that of a `tokenizer.json`: other tokenizers (sentencepiece's) keep their files as they are. Raises ValueError:
-    a file that cannot be read.
-    """
+    """Rewrite the `tokenizer_config.json` beside a `tokenizer.json` where older readers would refuse it; newer ones
+    load the same from it. Raises ValueError: a file that cannot be read."""
     path = folder / CONFIG_FILE
     if not (folder / "tokenizer.json").is_file() or not path.is_file():
         return

@@ -39,13 +39,9 @@ class Identity:
 
 
 def load_identified(source: str, load: Callable[[], Loaded], *, content: bool = False) -> tuple[Identity, Loaded]:
-    """Load something and say what was loaded: where its files change meanwhile, it is loaded again.
-
-    Args:
-        content: go by the files of a model though a manifest lies beside them, with which they are compared.
-
-    Raises ValueError: what `load` raises; files that are not as a manifest says, or change all the time.
-    """
+    """Load something and say what was loaded: where its files change meanwhile, it is loaded again. With `content` by
+    the files of a model though a manifest lies beside them, with which they are compared. Raises ValueError: what
+    `load` raises; files that are not as a manifest says, or change all the time."""
     folder = here(at_revision(source))
     if folder is None or not folder.is_dir():
         loaded = load()  # which fetches what is on the hub

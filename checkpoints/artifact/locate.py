@@ -25,23 +25,20 @@ _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 _LONGEST_REASON = 300
 
 
-def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
+def resolve(place: str | Path, kind: str | None = None) -> Path:
     """The folder of an artifact, or of what others publish in its place.
 
     Args:
         place: a folder, `user/name` or `user/name@revision` on the hub. A folder that is here comes first, unverified.
         kind: that an artifact on the hub must be. Of a repository without `artifact.json` only its files are fetched.
-        revision: branch, tag or commit on the hub.
 
     Raises ValueError: no such folder, repository or revision; one that is gated or out of reach; a damaged artifact, or
     one of another kind.
     """
     folder = here(place)
     if folder is not None:
-        if revision is not None:
-            raise ValueError(f"{place} is here, where it has no revisions: leave out {revision!r}, or name the hub's")
         return folder
-    repo, revision = hub_place(str(place), revision)
+    repo, revision = hub_place(str(place))
     folder = fetch(repo, [MANIFEST_FILE], revision)
     if not (folder / MANIFEST_FILE).is_file():
         return fetch(repo, _PLAIN_FILES.get(str(kind), _MODEL_FILES), revision)
@@ -65,12 +62,8 @@ def model_source(place: str) -> str:
 @cache
 def at_revision(place: str, *, weights: bool = True) -> str:
     """What transformers is to load a model from: of `user/name@revision` the folder of that commit, fetched once in a
-    process; of a GGUF file the folder that it was converted to; anything else as it is. Raises what `resolve` raises;
-    ValueError: a path at which nothing stands.
-
-    Args:
-        weights: without them, configuration and tokenizer alone are fetched.
-    """
+    process, or of it configuration and tokenizer without the `weights`; of a GGUF file the folder that it was converted
+    to; anything else as it is. Raises what `resolve` raises; ValueError: a path at which nothing stands."""
     repo, revision = split_revision(place)
     if revision is None:
         if is_gguf(place):

@@ -155,12 +155,8 @@ def _check_types(values: dict[str, Any]) -> None:
 
 
 def to_json_safe(value: Any) -> Any:
-    """A value as JSON can hold it, without secrets.
-
-    Paths become text, tuples and sets lists, array scalars numbers; numbers that are not finite become null. Text under
-    a key that names a secret, and secrets in texts, are struck out; see `redacted`. Raises ValueError: a value that has
-    no plain form.
-    """
+    """A value as JSON can hold it, `without_secrets`: paths become text, tuples and sets lists, array scalars numbers,
+    and numbers that are not finite null. Raises ValueError: a value that has no plain form."""
     return without_secrets(_plain(value))
 
 

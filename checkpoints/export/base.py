@@ -93,9 +93,8 @@ def export_artifact(
 ) -> list[str]:
     """Write an artifact in another form to `out`, whole or not at all; a line for each thing that was found equal.
 
-    Raises ValueError: an unknown form, or one for another kind of artifact; a damaged artifact, or one that does not
-    fit; an option that the form does not have; an `out` that holds something else; an export that differs from its
-    artifact."""
+    Raises ValueError: an unknown form or option, or one for another kind; an artifact that is damaged or does not fit;
+    an `out` that holds something else; an export that differs from its artifact."""
     options, artifact, out = options or ExportOptions(), Path(artifact), Path(out)
     if form not in formats:
         raise ValueError(f"unknown format {form!r}.{did_you_mean(form, formats)} Known: {', '.join(sorted(formats))}")

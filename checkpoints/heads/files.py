@@ -32,10 +32,8 @@ def save_heads(
     number of heads under both names in use, and FasterDecoding's `version`: "1" with own projections, "2" with the
     target's.
 
-    Args:
-        state: the heads' tensors, where they are not in the module itself (as with ZeRO-3).
-
-    Raises ValueError: a tensor that is missing, of another shape, without values or with some that are not finite.
+    `state` has the heads' tensors where they are not in the module itself, as with ZeRO-3. Raises ValueError: a tensor
+    that is missing, of another shape, without values or with some that are not finite.
     """
     found = heads.state_dict() if state is None else dict(state)
     _check_complete(heads, found)

@@ -72,10 +72,7 @@ class StoredHeads:
 
     def build(self, vocab_size: int | None = None) -> PredictionHeads:
         """The heads as a module, in the tensors' widest type; files that the tensors are mapped from may change.
-
-        Args:
-            vocab_size: the target's, for heads that reuse its projection; None: as the config has it.
-        """
+        `vocab_size` is the target's, for heads that reuse its projection; None: as the config has it."""
         sizes = (self.num_heads, self.num_layers, self.hidden_size, vocab_size or self.vocab_size)
         with torch.device("meta"):
             heads = PredictionHeads(*sizes, self.projection, self.rank, self.states, self.scale)

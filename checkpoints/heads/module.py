@@ -126,14 +126,9 @@ class PredictionHeads(nn.Module):
         dtype: torch.dtype | None = None,
         scale: float = 1.0,
     ) -> Self:
-        """Heads that all begin as the target's own projection, on its device.
-
-        Own projections begin as copies of it. Low-rank ones begin as its best approximation of their rank (see
-        `best_factors`). With "target" the weight itself is attached.
-
-        Args:
-            dtype: of the heads; None: that of the weight.
-        """
+        """Heads that all begin as the target's own projection, on its device and, without a `dtype`, of its type: own
+        projections as copies of it, low-rank ones as its best approximation of their rank (see `best_factors`); with
+        "target" the weight itself is attached."""
         vocab_size, hidden_size = lm_head_weight_VD.shape
         with torch.device("meta"):
             heads = cls(num_heads, num_layers, hidden_size, vocab_size, projection, rank, states, scale)
@@ -222,10 +217,8 @@ class PredictionHeads(nn.Module):
         return F.linear(features_XD.to(weight_VD.dtype), weight_VD)
 
     def features(self, hidden_XD: Tensor) -> Tensor:
-        """[..., D] hidden states to what each head projects, [..., K, D]; low-rank: [..., K, R], after `down`.
-
-        Head k's logits are features[..., k, :] times `projection(k)`, transposed.
-        """
+        """[..., D] hidden states to what each head projects, [..., K, D]; low-rank: [..., K, R], after `down`. Head k's
+        logits are features[..., k, :] times `projection(k)`, transposed."""
         return torch.stack([self._features(k, hidden_XD) for k in range(self.num_heads)], -2)
 
     def forward(self, hidden_XD: Tensor) -> Tensor:

@@ -184,9 +184,7 @@ class Pulled(NamedTuple):
 def pull(repo: str, out: Path, revision: str | None = None, *, replace_other: bool = False) -> Pulled:
     """Fetch an artifact from the hub to `out`, whole and with every hash checked, or not at all.
 
-    Args:
-        replace_other: also where another artifact stands at `out`; other files are never replaced.
-
+    With `replace_other` also where another artifact stands at `out`; other files are never replaced.
     Raises ValueError: a name or revision that is none, an `out` that holds something else, a repository without an
     artifact, files that differ from their manifest, a hub that cannot be asked.
     """

@@ -27,12 +27,8 @@ os.register_at_fork(after_in_child=_let_go)
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
     """Keep other processes from what stands at `path` while the block runs; see `locked`. Where the file system has no
-    locks nobody is kept out, and a warning says so.
-
-    Raises:
-        ValueError: another process is at it, whose number and machine are named.
-        OSError: the lock's file cannot be made.
-    """
+    locks nobody is kept out, and a warning says so. Raises ValueError: another process is at it, whose number and
+    machine are named; OSError: the lock's file cannot be made."""
     with locked(path) as is_locked:
         if not is_locked:
             warnings.warn(f"{path}.lock cannot be locked here: start nothing else that writes {path}", stacklevel=3)

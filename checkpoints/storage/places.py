@@ -49,20 +49,17 @@ def here(place: str | Path) -> Path | None:
     return gguf_folder(folder) if is_gguf(folder) else folder
 
 
-def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Name and revision of `user/name[@revision]`. Raises ValueError: a path, two revisions, or not allowed."""
-    repo, at, named = place.partition("@")
+def hub_place(place: str) -> tuple[str, str | None]:
+    """Name and revision of `user/name[@revision]`. Raises ValueError: a path, or not allowed."""
+    repo, at, revision = place.partition("@")
     check_place(repo)
-    if at and revision not in (None, named):
-        raise ValueError(f"{place} names the revision {named!r}, and {revision!r} was asked for: which one?")
     try:
         check_repository_name(repo)
-        revision = named if at else revision
-        if revision is not None:
+        if at:
             check_revision(revision)
     except ValueError as error:
         raise ValueError(f"there is no folder {place!a}, and on the hub it cannot be: {error}") from error
-    return repo, revision
+    return repo, revision if at else None
 
 
 def is_path(place: str) -> bool:

@@ -96,13 +96,8 @@ class OtherSchemaError(ValueError):
 
 
 def read_document(path: Path, what: str, command: str, schema: int, fits: Callable[[Any], bool]) -> dict[str, Any]:
-    """What a command wrote as JSON, where it `fits` that schema; ValueError, naming the file, where it is something
-    else.
-
-    Args:
-        what: it is, for the message.
-        fits: may raise what a value of another form raises.
-    """
+    """What a command wrote as JSON, where it `fits` that schema, which may raise what a value of another form raises;
+    ValueError, naming the file and `what` it should be, where it is something else."""
     try:
         found = read_json(path)
     except ValueError as error:

@@ -38,9 +38,8 @@ def write_table(
     right, int64 [V], the sums of the whole counts' rows and columns. Their order in the file is safetensors' own.
     `parts` are as `merge_runs` yields them, `metadata` stands beside `format` and `vocab_size`.
 
-    Raises:
-        ValueError: a pair seen more often than an int32 can hold; counts for another vocabulary.
-        OSError: the disk is full, or the like; what stood at `path` is untouched.
+    Raises ValueError: a pair seen more often than an int32 can hold; counts for another vocabulary; OSError: a full
+    disk.
     """
     key_dtype(vocab_size)
     sums = {"left": left_V, "right": right_V, "unigram": unigram_V}

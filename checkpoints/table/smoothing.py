@@ -20,10 +20,8 @@ DEFAULT_K = 0.01
 
 @dataclass(frozen=True)
 class Smoothed:
-    """p(y | x) = (max(n(x, y) − d, 0) + w(x) u(y)) s(x): counts, less a discount, and mass spread over all tokens.
-
-    n is 0 for pairs that the table does not hold. All kinds of smoothing have this form.
-    """
+    """p(y | x) = (max(n(x, y) − d, 0) + w(x) u(y)) s(x): counts, 0 of pairs that the table does not hold, less a
+    discount, and mass spread over all tokens. All kinds of smoothing have this form."""
 
     discount: float
     """d, at most 1: no entry falls below 0."""

@@ -170,11 +170,8 @@ def only_safetensors(source: str, config: Any = None) -> bool | None:
     """`use_safetensors` for transformers' `from_pretrained`: True, or None where pickles are allowed.
 
     Looks at what True does not keep transformers and peft from: an adapter's weights, and files that a configuration or
-    an index names. Raises ValueError: the weights are pickled, or some of them.
-
-    Args:
-        source: folder or hub id of a model or an adapter.
-        config: the model's; None for an adapter.
+    an index names. `source` is a folder or hub id, `config` the model's, or None for an adapter. Raises ValueError: the
+    weights are pickled, or some of them.
     """
     if pickles_allowed():
         return None
@@ -198,11 +195,8 @@ def only_safetensors(source: str, config: Any = None) -> bool | None:
 
 
 def weights_fault(folder: Path, source: str, config: Any) -> str:
-    """Why `load_whole` would not get as far as a model's tensors; nothing where it would.
-
-    Args:
-        folder: where its files lie, of `source` on the hub the small ones alone.
-    """
+    """Why `load_whole` would not get as far as a model's tensors; nothing where it would. Its files lie in the folder,
+    of a `source` on the hub the small ones alone."""
     names = _names(str(folder))
     if here(source) is None:
         names += _names(split_revision(source)[0])

@@ -115,7 +115,7 @@ class CustomGenerate:
     def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
         """What `save_pretrained` wrote, from a folder or the hub's `user/name` at a revision. Nothing there is run.
         Raises ValueError: there is no such thing, or it is damaged, or its parts do not fit each other."""
-        folder = resolve(source, revision=revision)
+        folder = resolve(source if revision is None else f"{source}@{revision}")
         return read_consistent(folder, lambda: cls._read(folder))
 
     @classmethod
