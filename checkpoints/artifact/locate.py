@@ -75,14 +75,21 @@ def at_revision(place: str, *, weights: bool = True) -> str:
 
 def settings_of(place: str) -> Path | None:
     """The folder of a model's configuration and tokenizer, here, in the cache or on the hub; None where neither is."""
-    folder = here(place)
-    if folder is not None:
-        return folder
     try:
-        repo, revision = hub_place(place)
-        return fetch(repo, _SETTINGS, revision)
+        return find_folder(place, _SETTINGS)
     except ValueError:
         return None
+
+
+def find_folder(source: str, files: Sequence[str]) -> Path:
+    """The folder itself, or that of the fetched files of a hub id; ValueError where there is neither."""
+    folder = here(source)
+    if folder is None:
+        repo, revision = hub_place(source)
+        return fetch(repo, files, revision)
+    if not folder.is_dir():
+        raise ValueError(f"{source} is a file: a model is a folder")
+    return folder
 
 
 def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:

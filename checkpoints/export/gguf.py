@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..artifact.compat import read_config
-from ..pairs.sides import find_folder
+from ..artifact.locate import find_folder
 from ..storage.gguf import read_gguf
 from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE

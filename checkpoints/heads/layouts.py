@@ -148,10 +148,7 @@ def holds_heads(directory: Path, *, unpickle: bool = False) -> bool:
         return bool(shards_of_heads(path))
     if path.name in PICKLED_WHOLE_FILES:
         return unpickle and bool(_read_pickled(path, _is_of_heads))
-    try:
-        return any(map(_is_of_heads, check_safetensors(path)))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return any(map(_is_of_heads, check_safetensors(path)))
 
 
 def _is_of_heads(name: str) -> bool:

@@ -18,14 +18,14 @@ from transformers import AutoConfig
 from ..artifact.artifact import file_faults, save_artifact
 from ..artifact.compat import patch_model, patch_tokenizer
 from ..artifact.fingerprints import tokenizer_fingerprint
-from ..artifact.locate import target_record
+from ..artifact.locate import find_folder, target_record
 from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
 from ..verify.draft_vocabulary import OUTER, TOKENS, read_vocabulary, write_vocabulary
 from ..verify.model_files import model_class, only_safetensors
 from ..verify.tensors import describe
 from .checks import other_fingerprint
-from .sides import KEPT_FILES, WEIGHTS, Finding, Side, find_folder
+from .sides import KEPT_FILES, WEIGHTS, Finding, Side
 from .speculation import generation_settings, speculation, write_settings
 
 NEVER = -1e4

@@ -6,7 +6,7 @@ read only to compare an artifact that lies here with its manifest (`checks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from ..artifact.artifact import inside, load_manifest
 from ..artifact.fingerprints import weight_files
-from ..artifact.locate import fetch
+from ..artifact.locate import find_folder
 from ..artifact.manifest import Manifest
 from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
@@ -219,17 +219,6 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         manifest=manifest,
         weights_fault=weights_fault(folder, source, whole),
     )
-
-
-def find_folder(source: str, files: Sequence[str]) -> Path:
-    """The folder itself, or that of the fetched files of a hub id; ValueError where there is neither."""
-    folder = here(source)
-    if folder is None:
-        repo, revision = hub_place(source)
-        return fetch(repo, files, revision)
-    if not folder.is_dir():
-        raise ValueError(f"{source} is a file: a model is a folder")
-    return folder
 
 
 def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from .messages import brief
+from .messages import brief, first_line
 
 UNREADABLE = (SafetensorError, OSError, RuntimeError)
 """What reading safetensors ends in; the last is torch's, where a file goes away while it is opened."""
@@ -256,11 +256,13 @@ def is_blob(folder: Path, path: Path) -> bool:
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Names, dtypes and shapes of the tensors in a file. Raises ValueError: not a whole safetensors file; not named."""
-    os.close(open_file(path))
+    """Names, dtypes and shapes of the tensors in a file. Raises ValueError, naming it: no whole safetensors file."""
     try:
+        os.close(open_file(path))
         with safe_open(path, framework="np") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dictionary)
             return {name: (str(part.get_dtype()), list(part.get_shape())) for name, part in parts.items()}
     except SafetensorError as error:
-        raise ValueError(f"it is not a safetensors file, or not the whole of one: {error}") from error
+        raise ValueError(f"{path}: it is not a safetensors file, or not the whole of one: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {first_line(error)}") from error

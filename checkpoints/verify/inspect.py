@@ -79,7 +79,7 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
                 gone = [shard for shard in shards if str(within / shard) not in manifest.files]
                 faults += [f"{path} names {shard!r}, which is not there" for shard in gone]
         except (ValueError, *UNREADABLE) as error:
-            faults.append(f"{path}: {first_line(error)}")
+            faults.append(first_line(error))
     return faults
 
 

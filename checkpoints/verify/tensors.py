@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..artifact.fingerprints import weight_files
 from ..artifact.manifest import Manifest
-from ..storage.messages import first_line, shown
+from ..storage.messages import shown
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from ..storage.safe_read import check_safetensors, read_json
 from ..table.checks import DTYPES, MARGINALS
@@ -102,10 +102,7 @@ def header_shapes(files: list[Path]) -> Shapes:
     """Shapes by name. Raises ValueError for a file that is none of safetensors."""
     shapes: Shapes = {}
     for path in files:
-        try:
-            shapes |= {name: tuple(shape) for name, (_, shape) in check_safetensors(path).items()}
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path}: {first_line(error)}") from error
+        shapes |= {name: tuple(shape) for name, (_, shape) in check_safetensors(path).items()}
     return shapes
 
 
@@ -117,15 +114,17 @@ def adapter_faults(folder: Path) -> list[str]:
         return []  # which is another fault
     if settings.get("peft_type") != "LORA":
         return []
-    path = folder / ADAPTER_FILE
-    halves = {name: name.replace(".lora_A.", ".lora_B.") for name in shapes if ".lora_A." in name}
-    halves |= {name: name.replace(".lora_B.", ".lora_A.") for name in shapes if ".lora_B." in name}
-    lonely = [name for name, half in sorted(halves.items()) if half not in shapes]
+    path, faults = folder / ADAPTER_FILE, []
     if not any(".lora_" in name for name in shapes):
         return [f"{path} holds no tensors of a LoRA adapter"]
-    faults = [f"{path} lacks the other half of {shown(name)}" for name in lonely]
-    both = [(name, shapes[name], shapes[halves[name]]) for name in halves if ".lora_A." in name and name not in lonely]
-    return faults + [f"{path}: {shown(name)} is {a}, its other half {b}" for name, a, b in both if a[:1] != b[1:2]]
+    for name in sorted(shapes):
+        half = name.replace(".lora_A.", ".lora_B.")
+        half = half if half != name else name.replace(".lora_B.", ".lora_A.")
+        if half not in shapes:
+            faults.append(f"{path} lacks the other half of {shown(name)}")
+        elif ".lora_A." in name and shapes[name][:1] != shapes[half][1:2]:
+            faults.append(f"{path}: {shown(name)} is {shapes[name]}, its other half {shapes[half]}")
+    return faults
 
 
 def _heads_faults(directory: Path) -> list[str]:
@@ -134,7 +133,7 @@ def _heads_faults(directory: Path) -> list[str]:
         return []
     try:
         check_safetensors(path)
-    except (ValueError, OSError):
+    except ValueError:
         return []  # which is another fault
     from ..heads.layouts import read_heads
 
@@ -146,7 +145,7 @@ def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
         return
     try:
         stored = check_safetensors(path)
-    except (ValueError, OSError):
+    except ValueError:
         return
     counts = BigramCounts.read(path)
     if counts.vocab_size != vocab_size:

@@ -200,10 +200,7 @@ def _read_parts(path: Path, parts: list[Any], listed_in: Path) -> dict[str, Any]
         raise ValueError(f"{listed_in}: parts names {unknown[0]!r}, expected some of {', '.join(_PARTS)}")
     if not parts:
         return {}
-    try:
-        names = check_safetensors(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    names = check_safetensors(path)
     if strange := sorted(name for name in names if name.partition(".")[0] not in parts):
         raise ValueError(f"{path} holds {strange[0]}, which is of none of the parts {', '.join(parts)}")
     heads = _read_heads(path) if "heads" in parts else None

@@ -13,10 +13,10 @@ from typing import Any
 from ....checkpoints.artifact.artifact import save_artifact
 from ....checkpoints.artifact.compat import patch_model, patch_tokenizer, read_config
 from ....checkpoints.artifact.fingerprints import tokenizer_fingerprint
-from ....checkpoints.artifact.locate import target_record
+from ....checkpoints.artifact.locate import find_folder, target_record
 from ....checkpoints.heads.layouts import holds_heads
 from ....checkpoints.pairs.checks import examine
-from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, Side, find_folder, open_side
+from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, Side, open_side
 from ....checkpoints.storage.atomic import atomic_dir
 from ....checkpoints.storage.gguf import convert_gguf, is_gguf
 from ....checkpoints.storage.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_FILES

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ....checkpoints.artifact.artifact import load_manifest
+from ....checkpoints.artifact.locate import find_folder
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.repair import repair
 from ....checkpoints.pairs.sides import (
@@ -22,7 +23,6 @@ from ....checkpoints.pairs.sides import (
     WORKS,
     Diagnosis,
     Side,
-    find_folder,
     open_side,
 )
 from ....checkpoints.storage.names import MANIFEST_FILE, TOKENIZER_FILES
