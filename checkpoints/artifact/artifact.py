@@ -25,7 +25,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def save_artifact(
-    out_dir: Path,
+    out: Path,
     *,
     kind: str,
     write: Callable[[Path], None],
@@ -41,14 +41,13 @@ def save_artifact(
     command: str | None = None,
     export: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Write an artifact to `out_dir`, whole or not at all (`atomic_dir`), replacing one that stands there. `write`
+    """Write an artifact to `out`, whole or not at all (`atomic_dir`), replacing one that stands there. `write`
     fills an empty folder with its own files, `card` is the text of README.md, by default one made from the manifest;
     the others are the fields of `Manifest`, without secrets.
 
     Raises ValueError: an unknown kind, values that JSON cannot hold, files that are links or have names that not every
-    system knows, or an `out_dir` that holds other files.
+    system knows, or an `out` that holds other files.
     """
-    out = Path(out_dir)
     if kind not in KINDS:
         raise ValueError(f"unknown kind of artifact {kind!r}, expected one of {', '.join(KINDS)}")
     check_replaceable(out)
@@ -93,7 +92,6 @@ def _fill(folder: Path, manifest: Manifest, write: Callable[[Path], None], card:
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
     """An artifact's manifest; the other files are not looked at. Raises ValueError: none, a damaged one, another
     `kind`."""
-    directory = Path(directory)
     manifest = read_consistent(directory, lambda: _read_manifest(directory))
     if kind is not None and manifest.kind != kind:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
@@ -136,7 +134,6 @@ def inside(directory: Path) -> str:
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
     """Check every file but hidden ones at the top. Raises ValueError: what `load_manifest` raises; `file_faults`."""
-    directory = Path(directory)
 
     def verify() -> Manifest:
         manifest = load_manifest(directory, kind)
@@ -150,7 +147,6 @@ def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
 
 def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
     """Verify an artifact and load it: both of the same one, though writers replace it (`read_consistent`)."""
-    directory = Path(directory)
     return read_consistent(directory, lambda: (verify_artifact(directory, kind), load(directory)))
 
 

@@ -188,7 +188,6 @@ def pull(repo: str, out: Path, revision: str | None = None, *, replace_other: bo
     Raises ValueError: a name or revision that is none, an `out` that holds something else, a repository without an
     artifact, files that differ from their manifest, a hub that cannot be asked.
     """
-    out = Path(out)
     check_repository_name(repo)
     if revision is not None:
         check_revision(revision)

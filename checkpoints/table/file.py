@@ -47,7 +47,6 @@ def write_table(
         if counts_V is not None and counts_V.shape != (vocab_size,):
             raise ValueError(f"{name} is {list(counts_V.shape)}, expected one count for each of {vocab_size} tokens")
     texts = {"format": "pt", "vocab_size": str(vocab_size)} | dict(metadata or {})
-    path = Path(path)
     counts = path.with_name(f".{path.name}.{os.getpid()}.counts")
     try:
         with atomic_file(path) as out, counts.open("wb+") as aside:

@@ -141,24 +141,20 @@ class BigramTable(BigramCounts):
 
 
 def merged_runs(tables: Sequence[BigramTable], entries: int = CHUNK) -> Iterator[Run]:
-    """The pairs of all tables together as consecutive parts of a run, of about so many entries; for `write_table`."""
-    check_mergeable(tables)
-    ranges = row_ranges(np.sum([table.row_ptr.numpy() for table in tables], axis=0), entries)
-    return (
-        part
-        for first, end in ranges
-        for part in merge_runs((table.run(first, end) for table in tables), tables[0].vocab_size)
-    )
-
-
-def check_mergeable(tables: Sequence[BigramTable]) -> None:
-    """ValueError for no table, different vocabularies, and a pruned table, whose lost pairs the sum would lack."""
+    """The pairs of all tables together as consecutive parts of a run, of about so many entries; for `write_table`.
+    Raises ValueError: no table, different vocabularies, a pruned table."""
     if not tables:
         raise ValueError("there are no tables to merge")
     for table in tables:
         if table.vocab_size != tables[0].vocab_size:
             both = f"{tables[0].vocab_size} and {table.vocab_size} tokens"
             raise ValueError(f"tables of different vocabularies cannot be merged: {both}")
-        if table.pruning is not None:
+        if table.pruning is not None:  # the sum would lack the pairs that are lost
             kept = f"{table.entries} of {table.pruning['entries']} entries"
             raise ValueError(f"a pruned table cannot be merged: it holds {kept}; merge the whole counts, prune the sum")
+    ranges = row_ranges(np.sum([table.row_ptr.numpy() for table in tables], axis=0), entries)
+    return (
+        part
+        for first, end in ranges
+        for part in merge_runs((table.run(first, end) for table in tables), tables[0].vocab_size)
+    )

@@ -39,7 +39,6 @@ _NUMBERS_AT_ONCE = 1 << 24
 
 def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | None, list[str]]:
     """The manifest, where it can be read, and a sentence for each fault: files, tensors, shards that are not there."""
-    directory = Path(directory)
 
     def find() -> tuple[Manifest | None, list[str]]:
         try:
