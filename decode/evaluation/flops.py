@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...checkpoints.heads.files import PredictionHeads
 from ..methods import Method
 from ..models.base import LanguageModel
-from .profile import raw_forward
+from .profile import isolated_forward
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite", "olmo2")
 FAMILIES = (*_GATED, "opt", "gpt_neox", "gpt2", "t5", "mt5", "umt5")
@@ -119,7 +118,7 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
     there."""
     scored = (target, max(1, round(nodes)))
     forwards = Counter([scored, *((model or target, count) for model, count in method.proposer.forwards(nodes))])
-    counted = {each: count_flops(_forward(target, *each, context)) for each in forwards}
+    counted = {each: count_flops(isolated_forward(target, *each, context)) for each in forwards}
     total = sum(times * counted[each] for each, times in forwards.items())
     known = step_flops(target, method, nodes, context)
     if known is None:
@@ -127,13 +126,6 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
     by_shapes = [(times, part_flops(*each, context)) for each, times in forwards.items()]
     shaped = sum(times * part["total"] for times, part in by_shapes if part is not None)
     return known._replace(checked=shaped / total if total else None)
-
-
-def _forward(target: LanguageModel, part: Any, width: int, context: int) -> Callable[[], Any]:
-    """A forward of a model on top of `context` tokens, or of heads on one state."""
-    if isinstance(part, LanguageModel):
-        return raw_forward(part, width, context)
-    return partial(part, torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device))
 
 
 def step_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops | None:

@@ -1,5 +1,5 @@
 """Where the time of a step goes: drafting, scoring, verifying, committing, and what happens between the steps; how much
-of it the forwards take within.
+of it the forwards take within; what those of a proposal cost in isolation.
 
 Shape letters: B batch, N nodes.
 """
@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..methods import Method
 from ..models.base import LanguageModel
 
+_RUNS = 6  # of each forward in isolation, all in turn; medians are taken
 PHASES = ("draft", "score", "verify", "commit", "host")
 
 
@@ -157,6 +161,36 @@ def synchronise(model: LanguageModel) -> None:
     """Wait for a model's device, before a clock is read."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
+
+
+@torch.inference_mode()
+def drafting_cost(
+    target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 6
+) -> tuple[float, int]:
+    """Seconds of a proposal's forwards in isolation, over those of a one-token forward of the target; how many they
+    are.
+
+    Args:
+        nodes: how many nodes the target scores an iteration.
+        context: how many tokens are committed.
+    """
+    drafts = Counter[tuple[Any, int]]((model or target, count) for model, count in method.proposer.forwards(nodes))
+    calls = {each: isolated_forward(target, *each, context) for each in ((target, 1), *drafts)}
+    seconds: dict[Any, list[float]] = {each: [] for each in calls}
+    for _ in range(_RUNS):
+        for each, call in calls.items():
+            call()  # finds what other forwards have left
+            seconds[each].append(time_call(target, call))
+    median = {each: statistics.median(series) for each, series in seconds.items()}
+    drafting = sum(times * median[each] for each, times in drafts.items())
+    return drafting / median[target, 1], drafts.total()
+
+
+def isolated_forward(target: LanguageModel, part: Any, width: int, context: int) -> Callable[[], Any]:
+    """A forward of a model on top of `context` tokens, or of heads on one state, ready to be timed."""
+    if isinstance(part, LanguageModel):
+        return raw_forward(part, width, context)
+    return partial(part, torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device))
 
 
 def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:

@@ -14,6 +14,7 @@ from .energy import Energy
 from .flops import StepFlops, measured_flops
 from .measure import BASELINE, REFERENCE, Entry, Run, profile_steps, steady
 from .metrics import impossible, speedup_interval, tokens_per_step_interval, total
+from .profile import drafting_cost
 from .quality import nearly_tied, perplexity_of, rouge_l, self_consistency, surprisal
 
 
@@ -54,6 +55,8 @@ class _Step:
     """Of one entry's steps."""
 
     flops: StepFlops
+    drafting: float
+    """A proposal's forwards in isolation, over a one-token forward of the target."""
     forwards: float
     """The share of their time that forwards of target, drafter and heads take, the median step's."""
 
@@ -109,7 +112,9 @@ class Summariser:
         lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
         nodes, context = counts.nodes / max(1, counts.rounds), round(statistics.mean(lengths))
         profile = profile_steps(self.target, self.parts, entry, prompts, self.limits, self.seed)
-        step = _Step(measured_flops(self.target, method, nodes, context), statistics.median(profile.shares))
+        drafting, forwards = drafting_cost(self.target, method, nodes, context)
+        flops = measured_flops(self.target, method, nodes, context)
+        step = _Step(flops, drafting, statistics.median(profile.shares))
         quality = _Quality(
             [surprisal(self.target, prompt, ids) for prompt, ids in zip(prompts, run.ids, strict=True)],
             [
@@ -127,6 +132,7 @@ class Summariser:
             "slowdown": run.slowdown(),
             "steady": steady(run, base),
             "near_ties": 0 if entry.sampling.greedy and method.verifier.lossless else None,
+            "cost_ratio": drafting / forwards if forwards else None,
             "phases_us": profile.summary(),
             "prediction": None,
             # None, never 0, where nothing counted
@@ -157,6 +163,7 @@ class Summariser:
         part["speedup_over_transformers"] = _speeds(run, reference.only(chosen))["speedup"] if reference else None
         part["identical_to_greedy"] = identical(run, base) if entry.sampling.greedy else None
         part |= _bounds(part["speedup"], run, step.forwards)
+        part["ideal"] = counts.tokens / counts.rounds / (1 + step.drafting)
         part["flops_per_token"] = step.flops.per_token(counts.tokens / counts.rounds)
         part["perplexity"] = perplexity_of([quality.nats[index] for index in chosen], map(len, run.ids))
         part["rouge_l"] = _mean([quality.rouge[index] for index in chosen])

@@ -186,6 +186,8 @@ def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
         _metric("accepted at k", "acceptance_at_k", unit="share of levels"),
         *flops,
         _metric("energy", "joules_per_token", 3, joules),
+        _metric("cost ratio", "cost_ratio", unit="c"),
+        _metric("ideal", "ideal", unit="τ ÷ (1 + cγ), ×"),
     )
 
 

@@ -59,6 +59,8 @@ class Metrics(_Checked):
     """The same over transformers.generate; null unless greedy."""
     identical_to_greedy: Pair | None
     """[prompts, of how many] with greedy decoding's very tokens; null unless greedy."""
+    ideal: float
+    """The papers' bound: the speedup if a step were its drafting and one one-token forward of the target."""
     bound: float
     """The speedup if steps took no longer than their forwards of target, drafter and heads did."""
     efficiency: float
@@ -111,6 +113,8 @@ class MethodRow(Metrics):
     """Whether the method promises the target's own distribution."""
     near_ties: Count | None
     """Prompts that differ where the target is all but undecided; null if not lossless."""
+    cost_ratio: float | None
+    """A drafter's forward over a one-token forward of the target, both in isolation."""
     runs: Count | None
     """Timed runs of each prompt: the recipe's `repeats`, and those that unsteady times took."""
     slowdown: float | None

@@ -109,6 +109,7 @@ def test_an_iteration_of_beams_is_all_its_forwards_of_the_target(models: tuple[A
         counts = sum(runs[row["label"]].tallies, Tally())
         assert counts.steps == (depth + 1) * counts.iterations
         kept = counts.tokens / counts.iterations
+        assert row["ideal"] == pytest.approx(kept / (depth + 1), rel=1e-6)
         beams = row["options"]["beams"]
         read = 1 + beams * (depth - 1) + depth + 1  # tokens that an iteration runs the target on
         assert 1 < row["flops_per_token"]["total"] / (alone * read / kept) < 1.2  # attention sees the draft as well
