@@ -164,9 +164,7 @@ def synchronise(model: LanguageModel) -> None:
 
 
 @torch.inference_mode()
-def drafting_cost(
-    target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 6
-) -> tuple[float, int]:
+def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: int) -> tuple[float, int]:
     """Seconds of a proposal's forwards in isolation, over those of a one-token forward of the target; how many they
     are.
 
