@@ -26,9 +26,22 @@ FAMILIES = (*_GATED, "opt", "gpt_neox", "gpt2", "t5", "mt5", "umt5")
 """Model types whose FLOPs follow from their configuration."""
 
 
+class Flops(NamedTuple):
+    """Of a forward."""
+
+    layers: float
+    """Of attention, of what projects into it and out of it, and of feed-forward layers; of heads all."""
+    head: float = 0.0
+    """Of the vocabulary projection."""
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.head
+
+
 def forward_flops(
     config: Any, new_tokens: float, context_tokens: float, *, rows: int = 1, source_tokens: float = 0
-) -> dict[str, float]:
+) -> Flops:
     """FLOPs of a decoder's forward of new tokens on top of cached ones, each projected to the vocabulary.
 
     Args:
@@ -38,11 +51,6 @@ def forward_flops(
         rows: of the batch.
         source_tokens: of an encoder-decoder, what each new token attends to in the source; the encoder's forward is not
             counted.
-
-    Returns:
-        `attention`, the products of queries with keys and of weights with values; `mlp`, the feed-forward layers;
-        `projections`, what makes queries, keys and values and mixes the heads, with those between embeddings and layers
-        of another width; `head`, the vocabulary projection; and their `total`.
     """
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     hidden, heads = text.hidden_size, text.num_attention_heads
@@ -62,13 +70,8 @@ def forward_flops(
     projections = layers * tokens * hidden * width * mixed
     if embedded != hidden:  # into the layers' width, and back
         projections += 2 * tokens * embedded * hidden
-    found = {
-        "attention": 2 * (2 * layers * pairs * (heads * width)),
-        "mlp": 2 * (layers * tokens * hidden * inner * (3 if gated else 2)),
-        "projections": 2 * projections,
-        "head": 2 * (tokens * embedded * text.vocab_size),
-    }
-    return found | {"total": sum(found.values())}
+    attention, mlp = 2 * layers * pairs * heads * width, layers * tokens * hidden * inner * (3 if gated else 2)
+    return Flops(2 * (attention + mlp + projections), 2 * tokens * embedded * text.vocab_size)
 
 
 def heads_flops(heads: PredictionHeads, rows: float = 1) -> float:
@@ -78,21 +81,19 @@ def heads_flops(heads: PredictionHeads, rows: float = 1) -> float:
     return 2 * rows * blocks + 2 * rows * heads.num_heads * each
 
 
-def part_flops(part: Any, new_tokens: float, context_tokens: float, *, rows: int = 1) -> dict[str, float] | None:
+def part_flops(part: Any, new_tokens: float, context_tokens: float, *, rows: int = 1) -> Flops | None:
     """FLOPs of a forward of a scorer or of prediction heads; None where they do not follow from shapes.
 
     Of an encoder-decoder's prompt, source and decoded tokens are both taken to be `context_tokens` long.
     """
     if isinstance(part, PredictionHeads):
-        return {"total": heads_flops(part, rows)}
+        return Flops(heads_flops(part, rows))
     if not isinstance(part, LanguageModel) or part.config is None or part.config.model_type not in FAMILIES:
         return None
     source = context_tokens if part.config.is_encoder_decoder else 0
     found = forward_flops(part.config, new_tokens, context_tokens, rows=rows, source_tokens=source)
-    if part.head_weights is None:
-        return found
-    head = 2 * rows * new_tokens * part.head_weights
-    return found | {"head": head, "total": found["total"] - found["head"] + head}
+    head = found.head if part.head_weights is None else 2 * rows * new_tokens * part.head_weights
+    return Flops(found.layers, head)
 
 
 class StepFlops(NamedTuple):
@@ -124,7 +125,7 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
     if known is None:
         return StepFlops(counted[scored], total - counted[scored])
     by_shapes = [(times, part_flops(*each, context)) for each, times in forwards.items()]
-    shaped = sum(times * part["total"] for times, part in by_shapes if part is not None)
+    shaped = sum(times * part.total for times, part in by_shapes if part is not None)
     return known._replace(checked=shaped / total if total else None)
 
 
@@ -142,18 +143,18 @@ def step_flops(target: LanguageModel, method: Method, nodes: float, context: int
     scored = part_flops(target, nodes, context)
     if scored is None:
         return None
-    verification, tree = scored["total"], getattr(proposer, "tree", None)
+    verification, tree = scored.total, getattr(proposer, "tree", None)
     if getattr(proposer, "by_path", False) and tree is not None and not tree.is_chain:
         # Each path is a row of its own; the vocabulary projection is done once a node.
         leaves = int((tree.depth_BN[0] == tree.max_depth).sum())
         paths = part_flops(target, tree.max_depth + 1, context, rows=leaves)
         assert paths is not None
-        verification = paths["total"] - paths["head"] + scored["head"]
+        verification = paths.layers + scored.head
     for model, count in proposer.forwards(nodes):
         drafted = part_flops(model or target, count, context + before[id(model)])
         if drafted is None:
             return None
-        drafting += drafted["total"]
+        drafting += drafted.total
         before[id(model)] += count
     return StepFlops(verification, drafting)
 

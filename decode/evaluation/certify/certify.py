@@ -68,10 +68,6 @@ class Plan:
         if min(self.tokens, self.batch) < 1:
             raise ValueError(f"tokens and batch must be at least 1, got {self.tokens} and {self.batch}")
 
-    def test_level(self, tests: int) -> float:
-        """What is left of the level for one of so many tests at one look."""
-        return self.level / (tests * len(LOOKS + MORE))
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -200,12 +196,9 @@ class _Run:
     tests: list[dict[str, Any]] = field(default_factory=list)
     outcomes: list[tuple[int, int]] = field(default_factory=list)
     laws: list[np.ndarray] = field(default_factory=list)
-    start: float = field(init=False)
-    uniform: np.random.Generator = field(init=False)
-    spare: np.random.Generator = field(init=False)
+    start: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.start = time.monotonic()
         self.claimed = self.method.verifier.lossless
         # Whatever the text is drawn from, it is not drawn from these.
         self.uniform = np.random.default_rng([self.plan.seed, 1])
@@ -315,7 +308,7 @@ class _Run:
         if self.reference.vocab_size**LENGTH <= MOST:
             # As many rows as there must be: what they say does not decide how many are looked at.
             found.append(("all continuations", self.joint(tokens // self.limits.max_new_tokens)))
-        level = self.plan.test_level(len(found))
+        level = self.plan.level / (len(found) * len(LOOKS + MORE))
         self.tests = [{"order": order} | result._asdict() | {"level": level} for order, result in found]
 
     def joint(self, rows: int) -> Result:

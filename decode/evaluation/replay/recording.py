@@ -119,8 +119,12 @@ def record(
     """
     if len(prompts) != len(texts) or not any(map(len, texts)):
         raise ValueError(f"{len(prompts)} prompts and {len(texts)} texts: expected as many, and one that is not empty")
-    sizes = (candidates, draws)
-    reader = _Reader(target, parts, sampling, sizes, head_candidates, tuple(tables), seed)
+    for other, what in ((parts.drafter, "drafter"), (parts.table, "table")):
+        if other is not None:
+            check_same_vocabulary(target, other, what)
+    drafts = {} if parts.table is None else {each: each.drafts(parts.table, target.device) for each in tables}
+    width, generator = min(head_candidates, target.vocab_size), torch.Generator().manual_seed(seed)
+    reader = _Reader(target, parts, sampling, candidates, draws, width, drafts, generator)
     for done, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         if text:
             reader.read(prompt, text, chunk)
@@ -130,64 +134,53 @@ def record(
     return Recording(sampling, given, written, *reader.result())
 
 
+@dataclass
 class _Reader:
     """Reads text by text, chunk by chunk, and keeps the numbers."""
 
-    def __init__(
-        self,
-        target: LanguageModel,
-        parts: Parts,
-        sampling: Sampling,
-        sizes: tuple[int, int],
-        head_candidates: int,
-        tables: tuple[TableSource, ...],
-        seed: int,
-    ) -> None:
-        self._target, self._drafter, self._heads = target, parts.drafter, parts.heads
-        self._sampling, self._sizes = sampling, sizes
-        self._width = min(head_candidates, target.vocab_size)
-        self._generator = torch.Generator().manual_seed(seed)
-        self._tables: dict[TableSource, TableDrafts] = {}
-        self._found: dict[str, list[dict[str, Tensor]]] = {}
-        self._head_rows: list[tuple[Tensor, Tensor, Tensor]] = []
-        for other, what in ((parts.drafter, "drafter"), (parts.table, "table")):
-            if other is not None:
-                check_same_vocabulary(target, other, what)
-        if parts.table is not None:
-            self._tables = {each: each.drafts(parts.table, target.device) for each in tables}
+    target: LanguageModel
+    parts: Parts
+    sampling: Sampling
+    candidates: int
+    draws: int
+    width: int
+    """Candidates of a head."""
+    tables: dict[TableSource, TableDrafts]
+    generator: torch.Generator
+    found: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
+    head_rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def read(self, prompt: Sequence[int], text: Sequence[int], chunk: int) -> None:
         """Read one text."""
-        ids = torch.tensor([*self._target.begin([prompt], 0)[0][0], *text], device=self._target.device)
+        ids = torch.tensor([*self.target.begin([prompt], 0)[0][0], *text], device=self.target.device)
         first = len(ids) - len(text)
-        passes = [_states(self._target, prompt, ids, first, chunk)]
-        if self._drafter is not None:
-            passes.append(_states(self._drafter, prompt, ids, first, chunk))
-        before_BD = torch.zeros(1, self._target.hidden_size, dtype=self._target.dtype, device=self._target.device)
+        passes = [_states(self.target, prompt, ids, first, chunk)]
+        if self.parts.drafter is not None:
+            passes.append(_states(self.parts.drafter, prompt, ids, first, chunk))
+        before_BD = torch.zeros(1, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
         for start, hiddens in zip(range(first, len(ids), chunk), zip(*passes, strict=True), strict=True):
             token_T = ids[start : start + chunk]
             roots_T = ids[start - 1 : start - 1 + len(token_T)]
             # One more state than positions: the first chunk brings the state before the first root, if there is one.
             hidden_TD = hiddens[0] if len(hiddens[0]) > len(token_T) else torch.cat((before_BD, hiddens[0]))
             before_BD = hidden_TD[-1:]
-            logits_TV = self._target.logits(hidden_TD[1:])
-            target_TV = warp(logits_TV, self._sampling)
-            if not bool((target_TV.gather(1, token_T[:, None]) > 0).all()) and not self._sampling.greedy:
+            logits_TV = self.target.logits(hidden_TD[1:])
+            target_TV = warp(logits_TV, self.sampling)
+            if not bool((target_TV.gather(1, token_T[:, None]) > 0).all()) and not self.sampling.greedy:
                 raise ValueError("a text holds a token of probability 0 under the target: it was not drawn from it")
-            if self._drafter is not None:
-                draft_TV = self._drafter.logits(hiddens[1][-len(token_T) :])
+            if self.parts.drafter is not None:
+                draft_TV = self.parts.drafter.logits(hiddens[1][-len(token_T) :])
                 self._keep("drafter", target_TV, draft_TV, token_T)
-            for source, table in self._tables.items():
+            for source, table in self.tables.items():
                 self._keep(source.name, target_TV, table.logits(roots_T), token_T, table.best(roots_T))
-            if self._heads is not None:
-                self._keep_heads(self._heads, hidden_TD[:-1], roots_T)
+            if self.parts.heads is not None:
+                self._keep_heads(self.parts.heads, hidden_TD[:-1], roots_T)
 
     def _keep(
         self, name: str, target_TV: Tensor, draft_logits_TV: Tensor, token_T: Tensor, best_T: Tensor | None = None
     ) -> None:
         """`best_T`: what a table drafts at temperature 0, which need not be the first of the most likely tokens."""
-        count, draws = self._sizes
-        draft_TV = warp(draft_logits_TV, self._sampling)
+        draft_TV = warp(draft_logits_TV, self.sampling)
         token_T1 = token_T[:, None]
         rank_T = _rank(draft_logits_TV, token_T1)
         if best_T is not None:
@@ -198,30 +191,31 @@ class _Reader:
             "rank_T": rank_T,
             "variation_T": (target_TV - draft_TV).abs().sum(1) / 2,
         }
-        if self._sampling.greedy or best_T is not None:
+        if self.sampling.greedy or best_T is not None:
             numbers |= dict.fromkeys(_BY_CANDIDATES, target_TV[:, :0])
         else:
             judged = Candidates(target_TV, draft_TV, token_T)
-            numbers["scale_TK"], numbers["left_TK"] = judged.scales(count)
-            numbers["without_TK"] = judged.without_replacement(count, draws, self._generator)
-            numbers["drawn_TK"] = judged.drawn_without_replacement(count, draws, self._generator)
-        self._found.setdefault(name, []).append({key: value.cpu() for key, value in numbers.items()})
+            drawn = (self.candidates, self.draws, self.generator)
+            numbers["scale_TK"], numbers["left_TK"] = judged.scales(self.candidates)
+            numbers["without_TK"] = judged.without_replacement(*drawn)
+            numbers["drawn_TK"] = judged.drawn_without_replacement(*drawn)
+        self.found.setdefault(name, []).append({key: value.cpu() for key, value in numbers.items()})
 
     def _keep_heads(self, heads: HeadModule, hidden_TD: Tensor, roots_T: Tensor) -> None:
         logits_THV = heads(hidden_TD)
-        top = logits_THV.softmax(-1, dtype=torch.float32).topk(self._width, -1)
-        self._head_rows.append((roots_T.int().cpu(), top.indices.int().cpu(), top.values.log().cpu()))
+        top = logits_THV.softmax(-1, dtype=torch.float32).topk(self.width, -1)
+        self.head_rows.append((roots_T.int().cpu(), top.indices.int().cpu(), top.values.log().cpu()))
 
     def result(self) -> tuple[dict[str, Drafts], HeadDrafts | None]:
         """All that was kept."""
         drafts = {}
-        for name, rows in self._found.items():
+        for name, rows in self.found.items():
             columns = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
             narrow = {key: each.float() if each.is_floating_point() else each.int() for key, each in columns.items()}
             drafts[name] = Drafts(**{key: each.numpy() for key, each in narrow.items()})
         heads = None
-        if self._head_rows:
-            heads = HeadDrafts(*(torch.cat(column).numpy() for column in zip(*self._head_rows, strict=True)))
+        if self.head_rows:
+            heads = HeadDrafts(*(torch.cat(column).numpy() for column in zip(*self.head_rows, strict=True)))
         return drafts, heads
 
 

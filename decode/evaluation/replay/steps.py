@@ -48,10 +48,12 @@ def replay_chances(recording: Recording, accept_KT: Floats, nodes: float) -> Pre
     Args:
         accept_KT: [K, T] P(the token of position t is an accepted draft | the text), if drafted at depth i.
     """
-    reach_BT = np.ones((len(recording.lengths), int(recording.lengths.max())))
+    longest = int(recording.lengths.max())
+    reach_BT = np.ones((len(recording.lengths), longest))
     yields, reached = [], []
     for level, accept_T in enumerate(accept_KT):
-        chance_BT = shift(by_text(accept_T, recording.lengths), level)
+        later_BT = by_text(accept_T, recording.lengths)[:, level:]
+        chance_BT = np.pad(later_BT, ((0, 0), (0, longest - later_BT.shape[1])))  # beyond the end, where it counts not
         yields.append(reach_BT * (1 - chance_BT))
         reached.append(reach_BT)
         reach_BT = reach_BT * chance_BT
@@ -135,11 +137,3 @@ def by_text(values_T: NDArray[Any], lengths_B: NDArray[np.int64]) -> NDArray[Any
     padded_BT = np.zeros((len(lengths_B), int(lengths_B.max())), dtype=values_T.dtype)
     padded_BT[np.arange(padded_BT.shape[1]) < lengths_B[:, None]] = values_T
     return padded_BT
-
-
-def shift(values_BT: Floats, offset: int) -> Floats:
-    """values[:, t + offset]; 0 beyond the end, where it does not matter: the text has ended there."""
-    shifted_BT = np.zeros_like(values_BT)
-    if offset < values_BT.shape[1]:
-        shifted_BT[:, : values_BT.shape[1] - offset] = values_BT[:, offset:]
-    return shifted_BT

@@ -77,9 +77,8 @@ def test_a_plain_forward_costs_what_torchs_counter_says(name: str) -> None:
         with FlopCounterMode(display=False) as counter:
             model(torch.ones(batch, length, dtype=torch.int64))
         found = forward_flops(model.config, length, 0, rows=batch)
-        assert found["total"] == pytest.approx(counter.get_total_flops(), rel=0.005)
-        assert found["total"] == sum(found[part] for part in ("attention", "mlp", "projections", "head"))
-        assert min(found.values()) > 0
+        assert found.total == pytest.approx(counter.get_total_flops(), rel=0.005)
+        assert min(found) > 0
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -93,7 +92,7 @@ def test_a_scorers_forward_on_a_cache_costs_what_the_counter_says(name: str) -> 
         found = part_flops(scorer, nodes, context)
         assert found is not None
         counted = count_flops(raw_forward(scorer, nodes, context))
-        assert found["total"] == pytest.approx(counted, rel=0.005), (nodes, context)
+        assert found.total == pytest.approx(counted, rel=0.005), (nodes, context)
 
 
 @pytest.mark.parametrize(("tokens", "rank"), [(9, None), (None, 5), (9, 5)])
@@ -108,8 +107,8 @@ def test_less_than_a_whole_output_layer_costs_less(tokens: int | None, rank: int
     scorer = wrap_model(model, fast=fast, check=False)
     found, plain = part_flops(scorer, 4, 20), forward_flops(model.config, 4, 20)
     assert found is not None
-    assert found["head"] == count_flops(lambda: scorer.logits(torch.ones(1, 4, scorer.hidden_size)))
-    assert found["total"] == plain["total"] - plain["head"] + found["head"] < plain["total"]
+    assert found.head == count_flops(lambda: scorer.logits(torch.ones(1, 4, scorer.hidden_size)))
+    assert found.total == plain.total - plain.head + found.head < plain.total
 
 
 @torch.inference_mode()
@@ -172,7 +171,7 @@ def test_a_step_costs_what_the_counter_sees_in_decoding(
     caught_up = 0.0
     if found.drafting and given.drafter is not None and first.accepted[0]:  # a drafter reads what it had not drafted
         models = {id(model): model for model, _ in method.proposer.forwards(5) if hasattr(model, "extend")}
-        caught_up = sum(part_flops(model, 1, 60)["total"] for model in models.values())
+        caught_up = sum(part_flops(model, 1, 60).total for model in models.values())
     wanted = found.verification + found.drafting
     assert 0.98 * wanted <= counted <= 1.02 * wanted + caught_up
 
@@ -183,9 +182,9 @@ def test_rows_give_flops_by_the_token_and_what_they_were_checked_with(parts: tup
     method = build_method("multi-candidate", given, Sampling(), k_config="2x2x1")
     costs = measured_flops(target, method, 11, 30)
     config, drafter = target.config, given.drafter.config  # type: ignore[union-attr]
-    assert costs.verification == forward_flops(config, 11, 30)["total"]
+    assert costs.verification == forward_flops(config, 11, 30).total
     widths = [(1, 30), (2, 31), (4, 33)]
-    assert costs.drafting == sum(forward_flops(drafter, *each)["total"] for each in widths)
+    assert costs.drafting == sum(forward_flops(drafter, *each).total for each in widths)
     assert costs.checked == pytest.approx(1, abs=0.005)
     found = costs.per_token(1.6)
     assert found["verification"] == costs.verification / 1.6
