@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from ...checkpoints.table.table import BigramTable
 from ...data.prompts import load_prompts, stop_ids
 from ...decode.engine import Limits
-from ...decode.evaluation.measure import Decoded, decode
+from ...decode.evaluation.measure import decode
 from ...decode.evaluation.metrics import total
-from ...decode.methods import Method, Parts, build_method
+from ...decode.methods import Parts, build_method
 from ...decode.models.base import LanguageModel
 from ...decode.models.loading import wrap_model
 from ...decode.proposers.head_trees import attach_projection
@@ -122,18 +122,6 @@ def _acceptance(
     sampling = Sampling(temperature=section.temperature)
     method = build_method(name, parts, sampling, **options)
     limits = Limits(section.new_tokens, stop_ids(tokenizer))
-    metrics = total(found.tally for found in decode_prompts(scorer, method, sampling, prompts, limits)).metrics()
+    found = (decode(scorer, method, sampling, seed, prompt, limits) for seed, prompt in enumerate(prompts))
+    metrics = total(each.tally for each in found).metrics()
     return {key: float(metrics[key]) for key in ("tokens_per_step", "acceptance_rate")}  # type: ignore[arg-type]
-
-
-def decode_prompts(
-    scorer: LanguageModel,
-    method: Method,
-    sampling: Sampling,
-    prompts: Sequence[Sequence[int]],
-    limits: Limits,
-    seed: int = 0,
-) -> Iterator[Decoded]:
-    """Prompts one after the other; prompt i draws the numbers of `seed` + i, whatever decodes it."""
-    for index, prompt in enumerate(prompts):
-        yield decode(scorer, method, sampling, seed + index, prompt, limits)

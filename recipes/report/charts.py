@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
@@ -88,8 +88,7 @@ def _svg(figure: Figure, description: str) -> str:
 
 def scatter_with_diagonal(points: Sequence[Point], x_title: str, y_title: str, description: str, diagonal: str) -> str:
     """Numbered points with intervals and bounds, from 0 on, and the line y = x, which stands for `diagonal`."""
-    with _figure_of_points(points) as figure:
-        axes = _axes_of_points(figure, points, x_title, y_title)
+    with _chart_of_points(points, x_title, y_title) as (figure, axes):
         axes.set(xlim=(0, None), ylim=(0, None))
         end = max(axes.get_xlim()[1], axes.get_ylim()[1])
         axes.autoscale(False)
@@ -100,8 +99,7 @@ def scatter_with_diagonal(points: Sequence[Point], x_title: str, y_title: str, d
 
 def scatter_with_frontier(points: Sequence[Point], x_title: str, y_title: str, description: str) -> str:
     """Numbered points, one at least, with intervals and bounds; those of `best_points` are joined."""
-    with _figure_of_points(points) as figure:
-        axes = _axes_of_points(figure, points, x_title, y_title)
+    with _chart_of_points(points, x_title, y_title) as (figure, axes):
         best = best_points(points)
         right = axes.get_xlim()[1]
         axes.autoscale(False)
@@ -110,22 +108,19 @@ def scatter_with_frontier(points: Sequence[Point], x_title: str, y_title: str, d
         return _svg(figure, description)
 
 
-def _figure_of_points(points: Sequence[Point]) -> AbstractContextManager[Figure]:
-    """With space at the right for the names of all points, one below the other."""
-    return _figure(8.2, max(3.9, 0.8 + _LINE * len(points)), right=2.6)
-
-
-def _axes_of_points(figure: Figure, points: Sequence[Point], x_title: str, y_title: str) -> Axes:
-    axes = figure.subplots()
-    axes.set(xlabel=x_title, ylabel=y_title)
-    for point in points:
-        _draw_point(axes, point)
-    for line, point in enumerate(points):
-        name, place = f"{point.number}  {_shortened(point.label, 34)}", (10, -6 - 72 * _LINE * line)
+@contextmanager
+def _chart_of_points(points: Sequence[Point], x_title: str, y_title: str) -> Iterator[tuple[Figure, Axes]]:
+    """With the names of all points at the right, one below the other."""
+    with _figure(8.2, max(3.9, 0.8 + _LINE * len(points)), right=2.6) as figure:
+        axes = figure.subplots()
+        axes.set(xlabel=x_title, ylabel=y_title)
         look: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
-        axes.annotate(name, (1, 1), place, va="top", fontsize=8, color=_BLUE if point.filled else _RED, **look)
-    axes.margins(0.12)
-    return axes
+        for line, point in enumerate(points):
+            _draw_point(axes, point)
+            name, place = f"{point.number}  {_shortened(point.label, 34)}", (10, -6 - 72 * _LINE * line)
+            axes.annotate(name, (1, 1), place, va="top", fontsize=8, color=_BLUE if point.filled else _RED, **look)
+        axes.margins(0.12)
+        yield figure, axes
 
 
 def _draw_point(axes: Axes, point: Point) -> None:

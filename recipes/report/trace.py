@@ -122,11 +122,8 @@ def _shown(token: Mapping[str, Any]) -> str:
 
 
 def step_line(number: int, before: str, step: Mapping[str, Any], marks: bool) -> Text:
-    """One step: its number, accepted of proposed tokens, the end of the text so far, and what became of each token.
-
-    Args:
-        marks: write marks around tokens, for terminals without styles.
-    """
+    """One step: its number, accepted of proposed tokens, the end of the text so far, and what became of each token;
+    with `marks` around tokens, for terminals without styles."""
     line = Text(f"{number:4} {step['accepted']:2}/{step['proposed']:<3}", no_wrap=False)
     tail = visible(before)
     line.append(("…" + tail[-_BEFORE:]) if len(tail) > _BEFORE else tail, "dim")

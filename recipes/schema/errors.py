@@ -25,11 +25,8 @@ def checked(model: type[Model], values: Any, under: str = "") -> Model:
 
 
 def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
-    """A fault that pydantic found in a section, for people: with its key's path, and the nearest right name.
-
-    Args:
-        under: the path of the section itself.
-    """
+    """A fault that pydantic found in a section (whose own path is `under`), for people: with its key's path, and the
+    nearest right name."""
     path = [*([under] if under else []), *(part for part in map(str, fault["loc"]) if not part.endswith(_BRANCH))]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":

@@ -87,12 +87,8 @@ def _may_be_model(folder: Path) -> bool:
 
 
 def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, unpickle: bool = False) -> None:
-    """Write an artifact of kind drafter from a model's folder, or from a LoRA adapter's, merged into its model.
-
-    Args:
-        source: the folder as it was named, or a hub id; its files lie in `folder`.
-        unpickle: convert pickled weights, of which only tensors are loaded.
-    """
+    """Write an artifact of kind drafter from the folder of a model, called `source`, or of a LoRA adapter, merged into
+    its model; with `unpickle` also of pickled weights, of which only tensors are loaded."""
     if target is None:
         raise ValueError(f"say with --target which model {source} drafts for")
     check_new(out)

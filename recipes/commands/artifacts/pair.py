@@ -38,10 +38,7 @@ _MUST_WORK = ("transformers", "draftsmith")
 
 def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bool = False) -> bool:
     """Compare a target and a drafter, and show what was found; with `fix`, write a repaired drafter and compare that.
-
-    Returns:
-        Whether transformers and this engine both take the pair, the repaired one with `fix`, without a "but".
-    """
+    Whether transformers and this engine both take the pair, without a "but"."""
     with ExitStack() as stack:
         with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
             mine = open_side(target, load_tokenizer)

@@ -29,12 +29,8 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.jso
 def evidence_of(
     artifact: Path, manifest: Manifest, licence: str | None = None, results: Path | None = None
 ) -> Evidence:
-    """What a card can say besides its manifest: licences of the data, a model on the hub, and results.
-
-    Args:
-        licence: of the artifact, as the hub names it (apache-2.0, mit, …).
-        results: of `draftsmith evaluate`, about this artifact; ValueError where they are of another one.
-    """
+    """What a card can say besides its manifest: the artifact's licence as the hub names it, those of the data, a model
+    on the hub, and results of `draftsmith evaluate`. Raises ValueError: the results are of another artifact."""
     licences, datasets = {}, []
     for found in data_sources(manifest):
         corpus = None if found["hub"] is None else find_corpus(found["hub"])

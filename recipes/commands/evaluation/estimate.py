@@ -19,11 +19,8 @@ _CONTEXT = 64  # tokens of a prompt, where none has been read
 
 
 def time_words(target: LanguageModel, runs: int, new_tokens: int, context: int = _CONTEXT) -> str:
-    """What so many runs take where every text has `new_tokens` and is written as fast as the target alone writes it.
-
-    Args:
-        context: tokens of a prompt.
-    """
+    """What so many runs take where every text has `new_tokens`, after a prompt of `context` tokens, and is written as
+    fast as the target alone writes it."""
     context = max(1, min(context, (target.max_positions - 1) // 2))
     forward = measure_forwards(target, Parts(), context, target_nodes=(1, context), runs=3).target
     seconds = runs * (forward(context) + new_tokens * forward(1))

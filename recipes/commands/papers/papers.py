@@ -43,12 +43,8 @@ def shipped_papers() -> list[str]:
 
 def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: Path | None = None) -> dict[str, Any]:
     """Run a paper's table, judge its claims, print both and write `paper.json` and `report.html`. A recipe that has
-    finished with the same settings and artifacts is only read and judged again.
-
-    Args:
-        pair: folder of the embedded pair, to run on that at small size.
-        folder: of the results; by default the recipe's, with `-quickstart` for a pair.
-    """
+    finished with the same settings and artifacts is only read and judged again. `pair`: folder of the embedded pair, to
+    run on that at small size; `folder`: of the results, by default `folder_of`."""
     used = recipe.on_pair(pair) if pair is not None else recipe
     folder = folder or folder_of(recipe, pair)
     check_writable(folder)

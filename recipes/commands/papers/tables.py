@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.table.table import BigramTable
+from ....decode.evaluation.measure import decode
 from ....decode.evaluation.replay.recording import Recording, record
 from ....decode.evaluation.replay.replay import predict
 from ....decode.methods import Parts, build_method
 from ....decode.warpers import Sampling
-from ...assemble.acceptance import decode_prompts
 from ...assemble.evaluation import Case, open_case
 from ...schema.experiments import CorrelationSettings, SaturationSettings
 from ...schema.papers import PaperRecipe
@@ -169,8 +169,10 @@ def _tokens_and_steps(
     found: list[tuple[list[float], list[float]]] = []
     for more in lengths:
         method = build_method("slim-s", parts, sampling, **options, **more)
-        decoded = decode_prompts(bench.opened.target, method, sampling, bench.prompts, bench.limits, bench.recipe.seed)
-        tallies = [each.tally for each in decoded]
+        tallies = [
+            decode(bench.opened.target, method, sampling, bench.recipe.seed + index, prompt, bench.limits).tally
+            for index, prompt in enumerate(bench.prompts)
+        ]
         found.append(([float(tally.tokens) for tally in tallies], [float(tally.steps) for tally in tallies]))
     return max(found, key=lambda sides: sum(sides[0]) / sum(sides[1]))
 
