@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ def run_certify(
     entries = _distinct(_both_ways(entries_of(recipe), case.opened.parts))
     small = _distinct([replace(entry, label=f"{entry.label}, small pair", sampling=Sampling()) for entry in entries])
     plan = Plan(tokens, LEVEL / (len(entries) + len(small)), batch, recipe.seed)
-    work = _Work(case, plan)
+    work = _Work(**vars(case), plan=plan)
     work.say_how_long(small, entries, plan_only)
     if plan_only:
         return []
@@ -130,37 +131,37 @@ class _TextsLine(NamedTuple):
     seconds: float
 
 
-@dataclass
-class _Work:
-    """An evaluation, and how it is judged."""
+@dataclass(frozen=True)
+class _Work(Case):
+    """What is certified."""
 
-    case: Case
     plan: Plan
+    rounding: dict[Sampling, Rounding] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
-        self.judge = judge_of(self.case.opened.model, states_of(self.case.opened.parts.heads))
-        self.rounding: dict[Sampling, Rounding] = {}
+    @cached_property
+    def judge(self) -> Any:
+        """transformers' own forward: where the fast one of decoding were wrong, it would show."""
+        return judge_of(self.opened.model, states_of(self.opened.parts.heads))
 
     def amount(self, entry: Entry) -> int:
         """Tokens that are judged of an entry, unless something is found."""
-        most = len(self.case.prompts) * self.case.limits.max_new_tokens if entry.sampling.greedy else self.plan.tokens
+        most = len(self.prompts) * self.limits.max_new_tokens if entry.sampling.greedy else self.plan.tokens
         return min(self.plan.tokens, most)
 
     def certify(self, entry: Entry, plan: Plan, limits: Limits, **hooks: Any) -> Certificate:
         """Judge an entry; rounding is measured once for each way of sampling."""
-        target, sampling = self.case.opened.target, entry.sampling
+        target, sampling = self.opened.target, entry.sampling
         if sampling not in self.rounding:
-            self.rounding[sampling] = measure_rounding(target, self.case.prompts, sampling, reference=self.judge)
+            self.rounding[sampling] = measure_rounding(target, self.prompts, sampling, reference=self.judge)
         hooks |= {"reference": self.judge, "rounding": self.rounding[sampling]}
-        return certify_method(target, self.case.opened.parts, entry, self.case.prompts, limits, plan, **hooks)
+        return certify_method(target, self.opened.parts, entry, self.prompts, limits, plan, **hooks)
 
     def say_how_long(self, small: Sequence[Entry], entries: Sequence[Entry], each: bool) -> None:
         """Say how many minutes all of it may take, and `each` of it, by trying a little."""
-        limits = replace(self.case.limits, max_new_tokens=min(_SHORT, self.case.limits.max_new_tokens))
+        limits = replace(self.limits, max_new_tokens=min(_SHORT, self.limits.max_new_tokens))
         minutes = dict.fromkeys([entry.label for entry in [*small, *entries]], 0.0)
         for entry in small:  # by the first of the checks above temperature 0
-            for one in itertools.islice(stress_method(entry, replace(self.plan, tokens=1), self.case.opened.device), 1):
+            for one in itertools.islice(stress_method(entry, replace(self.plan, tokens=1), self.opened.device), 1):
                 minutes[entry.label] = one.seconds / 60 * max(3.0, 3 * SHARE * self.plan.tokens / one.tokens)
         for entry in entries:
             tried = self.certify(entry, replace(self.plan, tokens=1), limits)
@@ -168,7 +169,7 @@ class _Work:
         if each:
             rows = [[Cell(label), number_cell(value)] for label, value in minutes.items()]
             console().print(Table("", [Column("method", numeric=False), Column("minutes", "about")], rows).rich())
-        log(f"certify: about {sum(minutes.values()):.1f} minutes on {self.case.opened.device}")
+        log(f"certify: about {sum(minutes.values()):.1f} minutes on {self.opened.device}")
 
     def small(self, entries: Sequence[Entry], advance: Advance) -> list[Certificate]:
         """Methods on the small pair."""
@@ -178,7 +179,7 @@ class _Work:
             def progress(*_: int, number: int = number, label: str = entry.method) -> None:
                 advance(number, len(entries), label)
 
-            found += stress_method(entry, self.plan, self.case.opened.device, progress)
+            found += stress_method(entry, self.plan, self.opened.device, progress)
         return found
 
 
@@ -198,7 +199,5 @@ def _certify_all(entries: Sequence[Entry], work: _Work, journal: Journal, advanc
             journal.add([label, *written])
 
         written = [DecodedBatch(line.outputs, line.seconds) for line in texts if line.label == label]
-        yield work.certify(
-            entry, work.plan, work.case.limits, written=written, on_written=on_written, progress=progress
-        )
+        yield work.certify(entry, work.plan, work.limits, written=written, on_written=on_written, progress=progress)
         before += amount

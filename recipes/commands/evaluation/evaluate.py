@@ -78,7 +78,8 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
     with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity) as journal:
-        results, broken = _measured(_Work(case, entries, journal, signals), skipped)
+        work = _Case(**vars(case), entries=entries, journal=journal, signals=signals)
+        results, broken = _measured(work, skipped)
         write_results(out, results)
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
@@ -91,29 +92,27 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Case(Case):
     """What is measured, and where what is finished stands."""
 
-    case: Case
     entries: list[Entry]
     journal: Journal
     signals: Stoppable
 
 
-def _measured(work: _Work, skipped: SkippedPrompts) -> tuple[dict[str, Any], list[str]]:
+def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], list[str]]:
     """All that is measured; and the broken promises of losslessness."""
-    case, entries = work.case, work.entries
-    opened, recipe = case.opened, case.recipe
+    opened, recipe, entries = case.opened, case.recipe, case.entries
     finished = {
         RunKey(line.label, line.prompt, line.repeat): Decoded(line.ids, line.tally, line.seconds, line.reading)
-        for line in work.journal.parsed(_LINES)
+        for line in case.journal.parsed(_LINES)
         if isinstance(line, _RunLine)
     }
 
     def on_run(key: RunKey, run: Decoded) -> None:
-        work.journal.add([*key, run.ids, asdict(run.tally), run.seconds, run.reading])
+        case.journal.add([*key, run.ids, asdict(run.tally), run.seconds, run.reading])
 
-    with work.signals.bar("evaluating", "runs") as advance:
+    with case.signals.bar("evaluating", "runs") as advance:
         runs = measure(
             opened.target,
             opened.parts,
@@ -128,7 +127,7 @@ def _measured(work: _Work, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
             on_run=on_run,
             progress=advance,
         )
-    energies = _energies(work) if recipe.energy != "off" else {}
+    energies = _energies(case) if recipe.energy != "off" else {}
 
     def text_of(ids: Sequence[int]) -> str:
         return str(opened.tokenizer.decode(ids, skip_special_tokens=True))
@@ -139,7 +138,7 @@ def _measured(work: _Work, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
     ]
     more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies}
     summariser = Summariser(opened.target, opened.parts, prompts, runs, case.limits, **more)
-    with work.signals.bar("timing steps, reading texts", "methods") as advance:
+    with case.signals.bar("timing steps, reading texts", "methods") as advance:
         summary = summariser.summarise(entries, advance)
     if recipe.predict:
         log("evaluate: predicting the rows by replay of the target's own texts")
@@ -151,12 +150,12 @@ def _measured(work: _Work, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
     return _results(case, skipped, len(finished), summary), summary.broken
 
 
-def _energies(work: _Work) -> dict[str, Energy]:
+def _energies(case: _Case) -> dict[str, Energy]:
     """Joules a token by label, as far as they can be counted; those that the journal holds are not counted again. What
     counts them and how long that takes is logged, or why nothing does."""
-    case, opened = work.case, work.case.opened
-    found = {line.label: line.energy for line in work.journal.parsed(_LINES) if isinstance(line, _EnergyLine)}
-    left = [entry for entry in work.entries if entry.label not in found]
+    opened = case.opened
+    found = {line.label: line.energy for line in case.journal.parsed(_LINES) if isinstance(line, _EnergyLine)}
+    left = [entry for entry in case.entries if entry.label not in found]
     if not left:
         return found
     meter, words = open_meter(devices_of(opened.target, opened.parts))
@@ -168,7 +167,7 @@ def _energies(work: _Work) -> dict[str, Energy]:
         f"evaluate: counting joules of {words} ({meter.source}): {len(left)} rows, {least} or more in all; "
         "`energy: off` leaves them out"
     )
-    with meter, work.signals.bar("counting joules", "windows") as advance:
+    with meter, case.signals.bar("counting joules", "windows") as advance:
         try:
             idle = meter.idle_watts()
             for number, entry in enumerate(left):
@@ -178,7 +177,7 @@ def _energies(work: _Work) -> dict[str, Energy]:
 
                 what = (opened.target, opened.parts, entry, case.prompts, case.limits, meter, idle)
                 found[entry.label] = energy_of(*what, seed=case.recipe.seed, progress=progress)
-                work.journal.add({"label": entry.label, "energy": asdict(found[entry.label])})
+                case.journal.add({"label": entry.label, "energy": asdict(found[entry.label])})
         except CounterError as error:
             missing = ", ".join(entry.label for entry in left if entry.label not in found)
             log(f"evaluate: no joules of {missing}: {error}")
