@@ -27,7 +27,7 @@ from ...data.tokenizers import load_tokenizer
 from ...decode.models.loading import load_model
 from ...train.loop.checkpoints import data_fingerprint
 from ...train.parallel.accelerate import make_accelerator
-from ...train.parallel.interrupts import Interrupted, StopSignals
+from ...train.parallel.interrupts import Interrupted
 from ...train.parallel.processes import on_main, together
 from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows, HiddenSource
 from ...train.teachers.row_cache import RowCache, Source
@@ -35,6 +35,7 @@ from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, 
 from ...train.teachers.teacher import CachedTeacher, load_teacher
 from ...train.teachers.top_k_cache import CacheSource, TeacherCache, top_rows
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
+from ..session.stopping import Stoppable
 from ..session.terminal import bar, gigabytes, log
 from .artifact import prepare_once
 from .data import Prepared
@@ -249,7 +250,7 @@ def _write_share(cache: _TargetCache, writers: Sequence[CacheWriter], make_rows:
     missing = [(writer, shard) for writer in writers for shard in writer.missing()]
     missing = [each for each in missing if each[1].number % state.num_processes == state.process_index]
     total, done = sum(shard.rows for _, shard in missing), 0
-    with StopSignals() as signals, bar(f"{cache.word}: writing the cache", "positions") as advance:
+    with Stoppable(cache.word) as stopping, bar(f"{cache.word}: writing the cache", "positions") as advance:
 
         def progress(rows: int) -> None:
             nonlocal done
@@ -257,14 +258,11 @@ def _write_share(cache: _TargetCache, writers: Sequence[CacheWriter], make_rows:
             if state.is_main_process:
                 advance(done, total)
 
-        def stopping() -> bool:
-            return signals.received is not None
-
         for writer, shard in missing:
             if not writer.write(shard, make_rows, state.device, cache.batch, progress, stopping):
-                assert signals.received is not None
-                words = f"stopped by {signal.Signals(signals.received).name} after {done:,} of {total:,} positions"
-                raise Interrupted(signals.received, f"{cache.word}: {words}; the same command resumes")
+                assert stopping.received is not None
+                words = f"stopped by {signal.Signals(stopping.received).name} after {done:,} of {total:,} positions"
+                raise Interrupted(stopping.received, f"{cache.word}: {words}; the same command resumes")
 
 
 def _check_disk(cache: _TargetCache, writers: Sequence[CacheWriter]) -> None:

@@ -93,10 +93,7 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
     checkpoint = checkpoint_bytes(size.demand.model, size.stored_weights, size.demand.launch) + _SMALL_FILES // 2
     out, kept = Path(recipe.out), _kept(config)
     there = sum(path.stat().st_size for path in (state_folder(out) / "checkpoints").rglob("*") if path.is_file())
-    disk = {
-        "checkpoints": max(0, kept * checkpoint - there),
-        "artifact": size.artifact_bytes + _SMALL_FILES,
-    }
+    disk = {"checkpoints": max(0, kept * checkpoint - there), "artifact": size.artifact_bytes + _SMALL_FILES}
     free_disk = shutil.disk_usage(next(path for path in out.absolute().parents if path.exists())).free
     on_main(accelerator, partial(_check_disk, out, disk, free_disk))
     found, evaluation_seconds = _probe(recipe, config, prepared, tokenizer, accelerator, needed, free)
