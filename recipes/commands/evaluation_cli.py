@@ -33,9 +33,18 @@ Pair = Annotated[
 class Evaluation:
     """What the commands that evaluate are given: a recipe with changes, and what replaces its own by name."""
 
-    recipe: str | None
-    overrides: list[str]
-    given: dict[str, str | None]
+    recipe: RecipeOrTarget = None
+    overrides: Overrides = None
+    target: Target = None
+    drafter: Annotated[str | None, typer.Option(help="Folder or hub id of a drafter.")] = None
+    heads: Annotated[str | None, typer.Option(help="Folder or hub id of prediction heads.")] = None
+    table: Annotated[str | None, typer.Option(help="Folder or hub id of a correlation table.")] = None
+    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None
+
+    @property
+    def given(self) -> dict[str, str | None]:
+        """What replaces the recipe's own."""
+        return {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
 
     def load(
         self, command: str, method: list[str] | None = None, every: bool = False, **more: str | None
@@ -43,30 +52,17 @@ class Evaluation:
         from .evaluation.recipe import Rows, evaluate_recipe
 
         rows = Rows(tuple(method or ()), every)
-        return evaluate_recipe(self.recipe, self.overrides, self.given | more, command, rows)
-
-
-def _evaluation(
-    recipe: RecipeOrTarget = None,
-    overrides: Overrides = None,
-    target: Target = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or hub id of a drafter.")] = None,
-    heads: Annotated[str | None, typer.Option(help="Folder or hub id of prediction heads.")] = None,
-    table: Annotated[str | None, typer.Option(help="Folder or hub id of a correlation table.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None,
-) -> Evaluation:
-    given = {"target": target, "drafter": drafter, "heads": heads, "table": table, "prompts": prompts}
-    return Evaluation(recipe, overrides or [], given)
+        return evaluate_recipe(self.recipe, self.overrides or [], self.given | more, command, rows)
 
 
 def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the parameters of `_evaluation` in place of its first one, which gets their `Evaluation`."""
-    common = inspect.signature(_evaluation, eval_str=True).parameters
+    """A command with the fields of an `Evaluation` in place of its first parameter, which gets that."""
+    common = inspect.signature(Evaluation, eval_str=True).parameters
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)
     def called(**values: Any) -> None:
-        command(_evaluation(**{name: values.pop(name) for name in common}), **values)
+        command(Evaluation(**{name: values.pop(name) for name in common}), **values)
 
     del called.__wrapped__  # typer would read its parameters
     parameters = [*common.values(), *own]
@@ -93,7 +89,9 @@ def evaluate(
 
     folder = None if pair is None else pair_folder(pair)
     given = asked.given | {"out": out, "show_categories": categories, "predict": predict}
-    loaded = evaluation_or_paper(asked.recipe, asked.overrides, given, folder, rows=Rows(tuple(method or ()), every))
+    loaded = evaluation_or_paper(
+        asked.recipe, asked.overrides or [], given, folder, rows=Rows(tuple(method or ()), every)
+    )
     if plan:
         from .evaluation.estimate import show_plan
 
