@@ -65,7 +65,8 @@ class Prepared:
 
 def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: bool = False) -> Prepared:
     """Read, clean, render, split and pack a recipe's data, or reuse what an earlier run left where source files,
-    options, template and tokenizer are the same. With `streaming` only the held-out part is kept; `seed` orders."""
+    options, template and tokenizer are the same. With `streaming` only the held-out part is kept; `seed` orders. Raises
+    ValueError: nothing held out; a share of trained tokens below the section's floor."""
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")
     identity = data_identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})

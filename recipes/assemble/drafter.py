@@ -83,7 +83,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
-    """Load or make the model."""
+    """Load or make the model. Raises ValueError: a template, or kernels, that are not for it."""
     trained = build_model(complete_section(recipe), recipe.target, recipe.train.seed)
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
@@ -95,7 +95,8 @@ def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
 def drafter_parts(
     recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, device: Any, trained: TrainableModel | None = None
 ) -> DrafterParts:
-    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with."""
+    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with. Raises ValueError: a drafter's
+    vocabulary for an encoder-decoder."""
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
     if (vocabulary := recipe.model.vocabulary) is not None:

@@ -40,7 +40,7 @@ PACKAGE = "package:"
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
-    """Run what is not finished yet, then measure; the results."""
+    """Run what is not finished yet, then measure; the results. Raises ValueError: `out` is that of other settings."""
     out = Path(recipe.out)
     resolved = resolve(recipe)
     check_writable(out)

@@ -45,7 +45,7 @@ def report_beside(results: Path) -> Path:
 
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of results files, by default beside the first; the others are also compared with that on the
-    terminal."""
+    terminal. Raises ValueError: the same results twice."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
     loaded = [load_results(path) for path in paths]

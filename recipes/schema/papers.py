@@ -83,7 +83,8 @@ class PaperRecipe(Section):
         return checked(SETTINGS[self.experiment], self.settings, "settings")
 
     def evaluations(self) -> dict[str, PaperEvaluation]:
-        """The evaluations of the experiment `evaluate`, by the names of their runs; one without runs is called ""."""
+        """The evaluations of the experiment `evaluate`, by the names of their runs; one without runs is called "".
+        Raises ValueError: two runs of one folder."""
         settings = self.section()
         assert isinstance(settings, RunsSettings)
         base, runs = self.evaluate.model_dump(), settings.runs or {"": {}}

@@ -88,7 +88,8 @@ def _may_be_model(folder: Path) -> bool:
 
 def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, unpickle: bool = False) -> None:
     """Write an artifact of kind drafter from the folder of a model, called `source`, or of a LoRA adapter, merged into
-    its model; with `unpickle` also of pickled weights, of which only tensors are loaded."""
+    its model; with `unpickle` also of pickled weights, of which only tensors are loaded. Raises ValueError: no
+    target; an artifact already; what differs where the two are no pair."""
     if target is None:
         raise ValueError(f"say with --target which model {source} drafts for")
     check_new(out)

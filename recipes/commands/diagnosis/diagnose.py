@@ -93,6 +93,8 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
     Args:
         parts: drafter, heads, table; by default all that the recipe names.
         out: the file (.json); by default `diagnosis.json` beside the recipe's results.
+
+    Raises ValueError: a part that the recipe does not name; another kind of file.
     """
     path = out or beside(Path(recipe.out), KIND)
     if path.suffix != ".json" or path.is_dir():

@@ -68,7 +68,8 @@ def evaluation_or_paper(
     rows: Rows = AS_IT_IS,
 ) -> EvaluateRecipe | PaperRecipe:
     """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
-    evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`."""
+    evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`. Raises
+    ValueError: `pair` beside models or prompts of one's own; `rows` of a paper; neither a recipe nor a target."""
     own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
     if pair is not None and own:
         raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
@@ -105,7 +106,7 @@ def evaluation_or_paper(
 
 
 def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
-    """The rows that are asked for."""
+    """The rows that are asked for. Raises ValueError: both of `names` and `every`."""
     if rows == AS_IT_IS:
         return recipe.methods
     if rows.names and rows.every:

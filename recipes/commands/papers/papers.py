@@ -96,7 +96,7 @@ def judged(recipe: PaperRecipe, rows: Sequence[dict[str, Any]]) -> list[dict[str
 
 def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list[str]:
     """Run all shipped paper recipes, or those named, and write `papers.json` and `papers.html` after each; the names of
-    those that failed, which do not keep the others from running."""
+    those that failed, which do not keep the others from running. Raises ValueError: two would write to one folder."""
     recipes = [(short_name(name), paper_recipe(name)) for name in names or shipped_papers()]
     folders = [out / short if out is not None else folder_of(recipe, pair) for short, recipe in recipes]
     double = next((folder for folder in folders if folders.count(folder) > 1), None)
