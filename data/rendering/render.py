@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -180,8 +181,8 @@ class Layout:
         specials = sorted(special_strings(encoder.tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.bos = _array([] if template.writes_bos else encoder.bos)
-        self.start = self._split_long(self.lead(template.start))
-        self._leads: dict[tuple[str | None, str], _Lead] = {(None, ""): self.start}
+        self._leads = lru_cache(_REMEMBERED_SYSTEMS)(self._first_lead)  # many rows have the same one
+        self.start = self._leads(None, "")
         self.behind_question, rest = self._head(template.middle)
         self.answer = self._constant(rest)
         self.behind_answer, rest = self._head(template.end)
@@ -242,13 +243,8 @@ class Layout:
         return list(np.concatenate(pieces).tolist())
 
     def first_lead(self, parts: _Parts) -> _Lead:
-        """What stands before the first question, tools and system text included. Many rows have the same one."""
-        key = (parts.system, parts.conversation.tools)
-        if key not in self._leads:
-            if len(self._leads) >= _REMEMBERED_SYSTEMS:
-                self._leads = {(None, ""): self.start}
-            self._leads[key] = self._first_lead(*key)
-        return self._leads[key]
+        """What stands before the first question, tools and system text included."""
+        return self._leads(parts.system, parts.conversation.tools)
 
     def _first_lead(self, system: str | None, tools: str) -> _Lead:
         template = with_tools(self.template, self.encoder.tokenizer, tools) if tools else self.template

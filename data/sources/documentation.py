@@ -142,16 +142,13 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
     """(name inside the module, conversation) of what one source file documents."""
     try:
         source = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return
-    prose = sum(len(text) for text in _TRIPLE_QUOTED.findall(source))
-    if prose < _MIN_FILE_PROSE or prose < _MIN_FILE_SHARE * len(source):
-        return
-    try:
+        prose = sum(len(text) for text in _TRIPLE_QUOTED.findall(source))
+        if prose < _MIN_FILE_PROSE or prose < _MIN_FILE_SHARE * len(source):
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other people's invalid escape sequences
             tree = ast.parse(source)
-    except SyntaxError:
+    except (UnicodeDecodeError, SyntaxError):
         return
     module = _module_name(package, path)
     is_private = path.stem.startswith("_") and path.stem != "__init__"

@@ -72,7 +72,6 @@ class PairCounter:
         self._workers = [_Worker(self.folder, vocab_size, size, budget) for _ in range(threads)]
         self._keys_T: NDArray[Any] = np.empty(size, dtype)
         self._filled, self._cross_document = 0, 0
-        self._broken = False
 
     def add(self, tokens_T: NDArray[Any], starts_D: NDArray[Any], position: Any) -> None:
         """Count documents that follow each other; runs may be spilled, with `position` as how far the source is read.
@@ -82,15 +81,12 @@ class PairCounter:
             starts_D: where each document begins, ascending from 0.
             position: a JSON value that is kept with the counts.
         """
-        self._check_usable()
         check_documents(tokens_T, starts_D, self.vocab_size, self.documents)
         size = len(tokens_T)
-        self._broken = True  # until all of it is counted
         if size:
             ends_C = np.append(inner_ends(starts_D, size), size - 1)
             np.add.at(self._ends_V, tokens_T[ends_C].astype(np.int64), 1)
             self._fill(tokens_T, ends_C)
-        self._broken = False
         self.tokens += size
         self.documents += len(starts_D)
         self.position = position
@@ -99,7 +95,6 @@ class PairCounter:
 
     def spill(self) -> None:
         """Write everything counted so far to the disk, together with its position."""
-        self._check_usable()
         if self._filled:
             self._send()
         for worker in self._workers:
@@ -115,7 +110,6 @@ class PairCounter:
 
     def close(self) -> None:
         """End the background work without spilling; what was spilled stays."""
-        self._broken = True
         for worker in self._workers:
             worker.close()
         self._lock.close()
@@ -125,10 +119,6 @@ class PairCounter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_usable(self) -> None:
-        if self._broken:
-            raise RuntimeError(f"the counter of {self.folder} is closed or has failed; open the folder again")
 
     def _fill(self, tokens_T: NDArray[Any], ends_C: Ints) -> None:
         """Put the keys of neighbours into the buffer, and hand over full ones."""

@@ -177,10 +177,6 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
         PairCounter(501, tmp_path)
     with PairCounter(500, tmp_path), pytest.raises(ValueError, match=str(tmp_path)):
         PairCounter(500, tmp_path)
-    counter = PairCounter(500, tmp_path, 1e-6)
-    counter.close()
-    with pytest.raises(RuntimeError, match=str(tmp_path)):
-        counter.add(*packed([[1]]), 1)
 
 
 def test_runs_that_lack_counts_are_refused(tmp_path: Path) -> None:
