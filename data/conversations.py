@@ -29,13 +29,11 @@ class Turn:
 class Conversation:
     """Turns that alternate user, assistant, …, end with an assistant turn, and may begin with one system turn.
 
-    A row of bare text is one assistant turn alone: everything in it is to be learned. `number` is that of the row it
-    was made of, in the whole source.
+    A row of bare text is one assistant turn alone: everything in it is to be learned.
     """
 
     id: str
     turns: tuple[Turn, ...]
-    number: int = field(default=0, compare=False)
     tools: str = ""
     """What it may call, as JSON of a list ("[]": it calls, of what is not said), shown by the tokenizer's own chat
     template; "" where it calls nothing."""
@@ -46,8 +44,7 @@ class Dialogue:
     """A row as it was written, before any cleaning.
 
     `messages` are (role, content) pairs of whatever stood there; a row of bare text is one message of the role
-    "text". `form` names the columns that they were read from, `unused` those that hold something and were not;
-    `number` counts the rows of the whole source from 0.
+    "text". `form` names the columns that they were read from, `unused` those that hold something and were not.
     """
 
     id: str
@@ -55,7 +52,6 @@ class Dialogue:
     form: str
     category: str = ""
     references: tuple[str, ...] = ()
-    number: int = 0
     tools: str = ""
     unused: tuple[str, ...] = ()
 

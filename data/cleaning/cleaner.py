@@ -108,7 +108,7 @@ class Cleaner:
         self._count_exchanges(dialogue, _exchanges([turn.role for turn in turns]), "empty messages cut")
         calls = any(str(role).lower() in TOOL_TAGS for role, _ in dialogue.messages)
         tools = (encodable(dialogue.tools) or "[]" * calls) if self._tools else ""
-        return Conversation(encodable(dialogue.id), tuple(turns), dialogue.number, tools)
+        return Conversation(encodable(dialogue.id), tuple(turns), tools)
 
     def _turns(self, dialogue: Dialogue, changes: set[str]) -> list[Turn]:
         bare = len(dialogue.messages) == 1 and dialogue.messages[0][0] == "text"

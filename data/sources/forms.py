@@ -98,10 +98,9 @@ def read_dialogue(row: Row) -> Dialogue:
     """The messages of a row, by the form of its columns; a row that is a text alone is a prompt, a list of
     messages is a conversation. ValueError, with its location, for what has no form."""
     if isinstance(row.value, str):
-        return Dialogue(row.name, (("user", row.value),), "a prompt a row", number=row.number)
+        return Dialogue(row.name, (("user", row.value),), "a prompt a row")
     if _is_message_list(row.value):
-        messages = tuple(_message_list(row, "the row", row.value))
-        return Dialogue(row.name, messages, "a list of messages a row", number=row.number)
+        return Dialogue(row.name, tuple(_message_list(row, "the row", row.value)), "a list of messages a row")
     if not isinstance(row.value, Mapping):
         raise ValueError(f"{row.location}: expected an object, found {type(row.value).__name__}")
     named = _named(tuple(map(str, row.value)))
@@ -125,7 +124,6 @@ def read_dialogue(row: Row) -> Dialogue:
         " + ".join(taken),
         category if isinstance(category, str) else "",
         references,
-        row.number,
         _tools(row, columns["tools"]) if "tools" in taken else "",
         tuple(named[name] for name in columns if name not in (*taken, *_USED) and columns[name] not in _EMPTY),
     )

@@ -85,7 +85,7 @@ def _question(row: Row, prompt: str, *references: str) -> Dialogue:
     columns = row.value
     identity = columns["id"] if columns.get("id") is not None else row.name
     known = tuple(text for text in references if text)
-    return Dialogue(str(identity), (("user", prompt),), "", "", known, row.number)
+    return Dialogue(str(identity), (("user", prompt),), "", "", known)
 
 
 def _summary(corpus: Corpus, row: Row) -> Dialogue:

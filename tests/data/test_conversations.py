@@ -19,17 +19,18 @@ def _roles(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in pairs]}
 
 
-def test_a_row_keeps_its_number_in_every_form_and_shard(tmp_path: Path) -> None:
+def test_a_row_is_called_by_its_number_in_every_form_and_shard(tmp_path: Path) -> None:
     turns = _roles(("user", "hello"), ("assistant", "hi"))["messages"]
     rows = ["hello", turns, {"messages": turns}, {"prompt": "a", "response": "b"}, {"text": "c"}, {"turns": ["d"]}]
     _jsonl(tmp_path / "a.jsonl", *rows)
     _jsonl(tmp_path / "b.jsonl", *rows)
-    assert [dialogue.number for dialogue in open_dialogues(str(tmp_path))] == [*range(12)]
-    assert [dialogue.number for dialogue in open_dialogues(str(tmp_path), shard=(1, 5))] == [1, 6, 11]
+    names = [f"{'a' if number <= 6 else 'b'}-{number}" for number in range(1, 13)]
+    assert [dialogue.id for dialogue in open_dialogues(str(tmp_path))] == names
+    assert [dialogue.id for dialogue in open_dialogues(str(tmp_path), shard=(1, 5))] == names[1::5]
     chats = read_conversations(str(tmp_path), shard=(0, 2))
-    assert [(chat.number, len(chat.turns)) for chat in chats] == [(2, 2), (4, 1), (8, 2), (10, 1)]
+    assert [(chat.id, len(chat.turns)) for chat in chats] == [("a-3", 2), ("a-5", 1), ("b-9", 2), ("b-11", 1)]
     summaries = _jsonl(tmp_path / "c.jsonl", *[{"article": "a", "highlights": "b"}] * 3)
-    assert [dialogue.number for dialogue in open_dialogues("cnn-dailymail", path=summaries)] == [0, 1, 2]
+    assert [dialogue.id for dialogue in open_dialogues("cnn-dailymail", path=summaries)] == ["c-1", "c-2", "c-3"]
 
 
 def test_limit_counts_conversations_not_rows(tmp_path: Path) -> None:

@@ -19,22 +19,13 @@ class Curve:
     """y(x) = limit − drop · x^(−exponent), x in tokens trained on; what scaling curves of loss look like (Kaplan et al.
     2020, arXiv 2001.08361, section 3) turned upside down."""
 
-    limit: float
-    drop: float
-    exponent: float
+    now: float
+    """y at the last point."""
+    gain: float
+    """How much y rises with as many tokens again."""
     error: float
     """Root mean square of what the curve leaves unexplained, in y's unit."""
     points: int
-    tokens: int
-    """Of the last point."""
-
-    def at(self, tokens: float) -> float:
-        """y after so many tokens."""
-        return float(self.limit - self.drop * tokens**-self.exponent)
-
-    def doubled(self) -> float:
-        """How much y rises with as many tokens again."""
-        return self.at(2 * self.tokens) - self.at(self.tokens)
 
 
 def fit_curve(tokens: Sequence[int], values: Sequence[float]) -> Curve | None:
@@ -51,4 +42,4 @@ def fit_curve(tokens: Sequence[int], values: Sequence[float]) -> Curve | None:
     error_E = np.sqrt(np.square(limit_E[:, None] + drop_E[:, None] * falling_EX - y).mean(1))
     best = int(error_E.argmin())
     limit, drop, exponent, error = (float(each[best]) for each in (limit_E, drop_E, _EXPONENTS, error_E))
-    return Curve(limit, drop * float(x[-1]) ** exponent, exponent, error, len(kept), int(x[-1]))
+    return Curve(limit - drop, drop * (1 - 2**-exponent), error, len(kept))

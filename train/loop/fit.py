@@ -427,10 +427,10 @@ class _Run:
         if curve is None:
             return None
         report.line(
-            f"{self.title}: {name} {curve.at(curve.tokens):.4g} after {curve.tokens:,} tokens; by a curve through "
-            f"{curve.points} evaluations (error {curve.error:.2g}) as many again add {curve.doubled():.2g}"
+            f"{self.title}: {name} {curve.now:.4g} after {points[-1][0]:,} tokens; by a curve through "
+            f"{curve.points} evaluations (error {curve.error:.2g}) as many again add {curve.gain:.2g}"
         )
-        return {"now": curve.at(curve.tokens), "gain": curve.doubled(), "error": curve.error}
+        return {"now": curve.now, "gain": curve.gain, "error": curve.error}
 
     def _result(self, position: Position, report: Report) -> FitResult:
         extrapolation = self._extrapolation(report)

@@ -201,6 +201,6 @@ def test_where_calls_are_written_otherwise_nothing_is_learned() -> None:
     ):  # fmt: skip
         tokenizer = _tokenizer(chat_template)
         with pytest.raises(ValueError, match=f"{needle}.*columns: {{tools: null}}"):
-            render(Conversation("c", turns, 0, json.dumps(TOOLS)), get_template("tokenizer", tokenizer), tokenizer)
+            render(Conversation("c", turns, json.dumps(TOOLS)), get_template("tokenizer", tokenizer), tokenizer)
     with pytest.raises(ValueError, match=r"chatml.*template: tokenizer"):
-        render(Conversation("c", turns, 0, json.dumps(TOOLS)), get_template("chatml"), tokenizer)
+        render(Conversation("c", turns, json.dumps(TOOLS)), get_template("chatml"), tokenizer)
