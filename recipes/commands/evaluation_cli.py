@@ -25,7 +25,7 @@ Every = Annotated[bool, typer.Option("--all", help="Every method that the artifa
 Plan = Annotated[bool, typer.Option("--plan", help="Only say what would be decoded, and how long it takes.")]
 Pair = Annotated[
     str | None,
-    typer.Option(help="quickstart[=FOLDER]: on the embedded pair that the quickstart left, at small size."),
+    typer.Option(metavar="NAME[=FOLDER]", help="On a finished pair, by default in runs/NAME, at small size."),
 ]
 
 
@@ -85,21 +85,21 @@ def evaluate(
     """Decode held-out prompts with several methods and compare them, or run a paper's table again; resumes where it
     was stopped. Without a recipe: plain decoding and one method of each artifact."""
     from ..schema.papers import PaperRecipe
-    from .evaluation.recipe import Rows, evaluation_or_paper, pair_folder
+    from .evaluation.recipe import Rows, evaluation_or_paper, find_pair
 
-    folder = None if pair is None else pair_folder(pair)
+    found = None if pair is None else find_pair(pair)
     given = asked.given | {"out": out, "show_categories": categories, "predict": predict}
     loaded = evaluation_or_paper(
-        asked.recipe, asked.overrides or [], given, folder, rows=Rows(tuple(method or ()), every)
+        asked.recipe, asked.overrides or [], given, found, rows=Rows(tuple(method or ()), every)
     )
     if plan:
         from .evaluation.estimate import show_plan
 
-        show_plan(loaded, folder)
+        show_plan(loaded, found)
     elif isinstance(loaded, PaperRecipe):
         from .papers.papers import run_paper, short_name
 
-        run_paper(loaded, short_name(str(asked.recipe)), folder, Path(out) if out else None)
+        run_paper(loaded, short_name(str(asked.recipe)), found, Path(out) if out else None)
     else:
         from .evaluation.evaluate import run_evaluate
 
@@ -112,10 +112,10 @@ def papers(
     out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
 ) -> None:
     """Run the papers' tables again and say which of their claims held; what is finished is kept."""
-    from .evaluation.recipe import pair_folder
+    from .evaluation.recipe import find_pair
     from .papers.papers import run_papers
 
-    if run_papers(names or [], None if pair is None else pair_folder(pair), out):
+    if run_papers(names or [], None if pair is None else find_pair(pair), out):
         raise typer.Exit(1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,21 @@ from .experiments import SETTINGS, RunsSettings
 
 PARTS = ("drafter", "heads", "table")
 LONGEST_PROMPT = 512
-"""Tokens: the embedded pair reads 1,024 with the answer."""
+"""Tokens: the quickstart's pair reads 1,024 with the answer."""
+
+
+class Pair(NamedTuple):
+    """A finished quickstart of any recipe, in place of a paper's models and prompts."""
+
+    name: str
+    """Of the results' folders."""
+    folder: str
+    prompts: str
+    template: str
+    first: str
+    """The drafter before distillation; of a pair without a second stage its only one."""
+    heads: int
+    """How many."""
 
 
 class ClaimSection(Section):
@@ -69,8 +83,8 @@ class PaperRecipe(Section):
     evaluate: PaperEvaluation
     """Models, prompts and methods."""
     small: dict[str, Any] = Field({})
-    """Changes for a run on the embedded pair: keys of `evaluate`, and `settings.KEY`. `{pair}` in a text stands for the
-    pair's folder."""
+    """Changes for a run on a pair: keys of `evaluate`, and `settings.KEY`. `{pair}` in a text stands for the pair's
+    folder, `{pair}/drafter-stage1` for the drafter before distillation."""
     theirs: dict[str, dict[str, float]] = Field({})
     """The paper's numbers: metrics by label."""
     claims: list[ClaimSection] = Field([])
@@ -100,33 +114,53 @@ class PaperRecipe(Section):
         counted = [self.settings[key] for key in ("source", "counted") if self.settings.get(key)]
         return list(dict.fromkeys([*(source for each in evaluations for source in each.sources()), *counted]))
 
-    def on_pair(self, folder: str) -> PaperRecipe:
-        """This recipe with the embedded pair of a folder in place of its models, tables and prompts, and at the size
-        that `small` says. Runs are those of `small` alone, for the recipe's own name other models."""
-        small = filled(self.small, "{pair}", folder)
+    def on_pair(self, pair: Pair) -> PaperRecipe:
+        """This recipe with a pair in place of its models, tables and prompts, and at the size that `small` says. Runs
+        are those of `small` alone, for the recipe's own name other models. Rows that ask for what the pair lacks are
+        left out, and `not_rerun` says so."""
+        small = filled(filled(self.small, "{pair}/drafter-stage1", pair.first), "{pair}", pair.folder)
         settings = {key: value for key, value in self.settings.items() if key != "runs"}
         settings |= {key.removeprefix("settings."): small.pop(key) for key in [*small] if key.startswith("settings.")}
         named = [self.evaluate.model_dump()]
         if self.experiment == "evaluate":
             named += [each.model_dump() for each in self.evaluations().values()]
         parts = [part for part in PARTS if any(each[part] for each in named)]
-        evaluate = checked(PaperEvaluation, pair_values(self.evaluate, folder, parts) | small, "small")
-        return self.model_copy(update={"evaluate": evaluate, "settings": settings, "small": {}})
+        evaluate = checked(PaperEvaluation, pair_values(self.evaluate, pair, parts) | small, "small")
+        lacks = [self.not_rerun] if self.not_rerun else []
+        if evaluate.drafter in evaluate.more_drafters:
+            evaluate = evaluate.model_copy(update={"more_drafters": []})
+            lacks.append("The pair has one drafter: rows of a second are left out.")
+        rows = dict(zip(evaluate.labels(), evaluate.methods, strict=True))
+        deep = [label for label, row in rows.items() if _depth(row.options) > pair.heads]
+        if deep:
+            evaluate = evaluate.model_copy(update={"methods": [rows[label] for label in rows if label not in deep]})
+            lacks.append(f"The pair has {pair.heads} heads: {', '.join(deep)} ask for more and are left out.")
+        about = {"settings": settings, "small": {}, "not_rerun": " ".join(lacks) or None}
+        return self.model_copy(update=about | {"evaluate": evaluate})
 
     @model_validator(mode="after")
     def _whole(self) -> PaperRecipe:
-        for recipe in (self, self.on_pair("PAIR")):
+        for recipe in (self, self.on_pair(_ANY_PAIR)):
             recipe.section()
             if self.experiment == "evaluate":
                 recipe.evaluations()
         return self
 
 
-def pair_values(evaluate: EvaluateRecipe, folder: str, parts: Sequence[str]) -> dict[str, Any]:
-    """An evaluation's values with the embedded pair's target, prompts and those parts in place of its own."""
-    own: dict[str, Any] = {"target": f"{folder}/target", "prompts": f"{folder}/corpus/heldout.jsonl"}
-    own |= {part: f"{folder}/{part}" if part in parts else None for part in PARTS}
-    own |= {"template": "chatml", "more_drafters": [], "prompts_path": None, "groups": [], "device_map": None}
+_ANY_PAIR = Pair("", "PAIR", "PAIR/prompts", "plain", "PAIR/drafter-stage1", 4)
+
+
+def _depth(options: dict[str, Any]) -> int:
+    """How many heads a method's options ask for."""
+    depth = options.get("depth")
+    return max(depth if isinstance(depth, int) else 0, str(options.get("tree")).count("x") + 1)
+
+
+def pair_values(evaluate: EvaluateRecipe, pair: Pair, parts: Sequence[str]) -> dict[str, Any]:
+    """An evaluation's values with a pair's target, prompts and those parts in place of its own."""
+    own: dict[str, Any] = {"target": f"{pair.folder}/target", "prompts": pair.prompts, "template": pair.template}
+    own |= {part: f"{pair.folder}/{part}" if part in parts else None for part in PARTS}
+    own |= {"more_drafters": [], "prompts_path": None, "groups": [], "device_map": None}
     own |= {"dtype": "auto", "max_prompt_tokens": min(evaluate.max_prompt_tokens, LONGEST_PROMPT)}
     return evaluate.model_dump() | own
 

@@ -87,7 +87,7 @@ def random_llama(
 
 
 class Pair:
-    """A finished quickstart: recipes, models, parts and held-out prompts of up to 128 tokens."""
+    """A finished quickstart of any recipe: recipes, models, parts and its own prompts."""
 
     def __init__(self, folder: Path, prompts: int) -> None:
         if not (folder / "drafter").is_dir():
@@ -95,14 +95,15 @@ class Pair:
         self.folder = folder
         self.tokenizer = load_tokenizer(str(folder / "target"))
         self.stop = tuple(stop_ids(self.tokenizer))
-        heldout = str(folder / "corpus" / "heldout.jsonl")
-        self.prompts = [ids for _, ids in load_prompts(heldout, "chatml", self.tokenizer, prompts, 128)]
+        asked = self.recipes.evaluate
+        sizes = prompts, asked.max_prompt_tokens
+        self.prompts = [ids for _, ids in load_prompts(asked.prompts, asked.template, self.tokenizer, *sizes)]
 
     @cached_property
     def recipes(self) -> Any:
         found = parse_recipe(read_recipe(self.folder / "quickstart.yaml"), "quickstart")
         assert isinstance(found, QuickstartRecipe)
-        return resolve(found)
+        return resolve(found.model_copy(update={"out": str(self.folder)}))
 
     @cached_property
     def target_model(self) -> Any:

@@ -65,7 +65,7 @@ class Bench(Pair):
     """The pair, its data and its prompts."""
 
     def prepare(self, own: Path, questions: int) -> None:
-        section = self.recipes.distilled.data
+        section = self.recipes.drafter.data.model_copy(update={"source": self.recipes.answers.source})
         self.source = str(self.folder / "target")
         regenerated = RegenerateRecipe(
             kind="regenerate", out=str(own), source=str(section.source), limit=questions, target=self.source,

@@ -3,10 +3,11 @@
     python tests/bench/objectives.py --pair runs/quickstart [--seeds 3] [--steps 320] [--rows NAME …] [--quick]
 
 Every row trains the stage-1 drafter of a finished quickstart (cross entropy, 160 steps) on for so many steps with the
-settings of its second stage, and decodes held-out prompts at temperatures 0 and 1 (gamma 4). Rows differ in the
-objective alone, two also in the learning rate; seeds change the order of the blocks and the random numbers. Intervals:
-95 %, bootstrap over seeds and prompts together; `gain`: over plain fine-tuning with the better of its learning rates at
-that temperature, over the same prompts and seeds. The last line is one JSON object.
+settings of its second stage, or, of a pair without one, the drafter from its start, and decodes held-out prompts at
+temperatures 0 and 1 (gamma 4). Rows differ in the objective alone, two also in the learning rate; seeds change the
+order of the blocks and the random numbers. Intervals: 95 %, bootstrap over seeds and prompts together; `gain`: over
+plain fine-tuning with the better of its learning rates at that temperature, over the same prompts and seeds. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from common import Pair, Trained, bootstrap, by_seed, finish, parser_of, per_step, train_steps
-from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.recipes.assemble.data import prepare_data
+from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.train.losses.drafter import TopK
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.on_policy import OnPolicy
@@ -48,12 +49,16 @@ class Bench(Pair):
     """The pair, its data and its prompts."""
 
     def prepare(self) -> None:
-        self.recipe = self.recipes.distilled
-        self.data = prepare_data(self.recipe.data, load_tokenizer(str(self.folder / "tokenizer")), quiet=True)
+        self.recipe = self.recipes.distilled or self.recipes.drafter
+        self.data = prepare_data(self.recipe.data, self.tokenizer, quiet=True)
         self.known = rows(self.stop)
 
     def start(self) -> Any:
-        return load_model(str(self.folder / "drafter-stage1"))
+        if self.recipes.distilled is not None:
+            return load_model(str(self.folder / "drafter-stage1"))
+        unmeasured = {"objective": {PLAIN: 1.0}, "measure": self.recipe.measure.model_copy(update={"prompts": 0})}
+        start = drafter_parts(self.recipe.model_copy(update=unmeasured), self.tokenizer, self.data, "cpu")
+        return start.trained.model
 
     def run(self, name: str, steps: int, seed: int) -> Trained:
         """A drafter trained on from the start, and what its drafts are worth."""

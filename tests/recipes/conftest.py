@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from draftsmith.recipes.schema.loading import find_recipe
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
@@ -149,6 +151,7 @@ def tiny_pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus").mkdir()
     for name in ("corpus/heldout.jsonl", "corpus/train.jsonl", "answers.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copy(find_recipe("quickstart"), folder / "quickstart.yaml")
     return folder
 
 

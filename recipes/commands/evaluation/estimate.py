@@ -12,7 +12,7 @@ from ....decode.models.loading import wrap_model
 from ...assemble.evaluation import load_target
 from ...report.tables import Cell, Column, Table, options_text
 from ...schema.evaluation import EvaluateRecipe
-from ...schema.papers import PaperRecipe
+from ...schema.papers import Pair, PaperRecipe
 from ...session.terminal import console, duration
 
 _CONTEXT = 64  # tokens of a prompt, where none has been read
@@ -45,14 +45,14 @@ def evaluation_runs(recipe: EvaluateRecipe, prompts: int) -> int:
     return rows * prompts * recipe.repeats + len(recipe.methods) * min(PROFILED, prompts)
 
 
-def show_plan(recipe: EvaluateRecipe | PaperRecipe, pair: str | None = None) -> None:
+def show_plan(recipe: EvaluateRecipe | PaperRecipe, pair: Pair | None = None) -> None:
     """Print models, prompts, rows, the most tokens that they decode and the time."""
     if isinstance(recipe, EvaluateRecipe):
         _show_evaluation("", recipe)
         return
     used = recipe.on_pair(pair) if pair is not None else recipe
     lines = [f"{recipe.where} of {recipe.paper}: experiment {recipe.experiment}, {len(recipe.claims)} claims"]
-    lines += [f"not run again: {recipe.not_rerun}"] if recipe.not_rerun else []
+    lines += [f"not run again: {used.not_rerun}"] if used.not_rerun else []
     if used.experiment != "evaluate":
         lines += [f"{key}: {value}" for key, value in used.settings.items()]
     console().print("\n".join(lines))

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import check_place
-from ...schema.evaluation import EvaluateRecipe, MethodSection
-from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended
-from ...schema.papers import PARTS, PaperRecipe, pair_values
+from ...schema.evaluation import EvaluateRecipe, MethodSection, QuickstartRecipe
+from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, read_recipe
+from ...schema.papers import PARTS, Pair, PaperRecipe, filled, pair_values
 from ...session.terminal import log
 
 EVALUATIONS = "evaluate/"
 BASE = f"{EVALUATIONS}all-methods"
 PROMPTS = "spec-bench"
-PAIR = "quickstart"
 BASELINE = "autoregressive"
 
 
@@ -62,13 +61,13 @@ def evaluation_or_paper(
     name: str | None,
     overrides: Sequence[str],
     given: Mapping[str, str | bool | None],
-    pair: str | None,
+    pair: Pair | None,
     command: str = "evaluate",
     kinds: Sequence[str] = ("evaluate", "paper"),
     rows: Rows = AS_IT_IS,
 ) -> EvaluateRecipe | PaperRecipe:
-    """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
-    evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`. Raises
+    """What `draftsmith evaluate` runs: as `evaluate_recipe`, with a `pair` in place of an evaluation's own models;
+    or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`. Raises
     ValueError: `pair` beside models or prompts of one's own; `rows` of a paper; neither a recipe nor a target."""
     own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
     if pair is not None and own:
@@ -101,7 +100,7 @@ def evaluation_or_paper(
         return recipe
     parts = [part for part in PARTS if getattr(recipe, part) is not None]
     out = Path(recipe.out)
-    moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{PAIR}{out.suffix}"))
+    moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{pair.name}{out.suffix}"))
     return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
 
 
@@ -149,19 +148,24 @@ def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSecti
     return list(chosen.values())
 
 
-def pair_folder(pair: str) -> str:
-    """The folder that `--pair quickstart[=FOLDER]` means. Raises ValueError: another word, or no finished quickstart
-    lies there."""
-    word, _, folder = pair.partition("=")
-    if word != PAIR:
-        raise ValueError(f"--pair is quickstart or quickstart=FOLDER, got {pair!r}")
-    found = Path(folder or "runs/quickstart")
-    wanted = [found / "target" / "config.json", found / "corpus" / "heldout.jsonl"]
-    wanted += [found / part / "artifact.json" for part in PARTS]
+def find_pair(words: str) -> Pair:
+    """What `--pair NAME[=FOLDER]` means: the finished quickstart in a folder, by default `runs/NAME`, whose recipe says
+    template, prompts and stages. Raises ValueError: none lies there."""
+    name, _, place = words.partition("=")
+    folder = Path(place or f"runs/{name}")
+    wanted = [folder / "quickstart.yaml", folder / "target" / "config.json"]
+    wanted += [folder / part / "artifact.json" for part in PARTS]
     missing = [path for path in wanted if not path.is_file()]
     if missing:
-        raise ValueError(f"there is no embedded pair in {found} (no {missing[0]}): run `draftsmith quickstart` first")
-    return str(found)
+        raise ValueError(
+            f"--pair {words!r}: no finished pair lies in {folder} (no {missing[0]}): run `draftsmith quickstart` "
+            "first, or name its folder: --pair NAME=FOLDER"
+        )
+    recipe = parse_recipe(read_recipe(wanted[0]), str(wanted[0]), kinds=["quickstart"])
+    assert isinstance(recipe, QuickstartRecipe)
+    prompts = filled(recipe.evaluate.prompts, "{out}", str(folder))
+    first = "drafter" if recipe.distilled is None else "drafter-stage1"
+    return Pair(name, str(folder), prompts, recipe.evaluate.template, f"{folder}/{first}", recipe.heads.num_heads)
 
 
 def paper_recipe(name: str, overrides: Sequence[str] = ()) -> PaperRecipe:

@@ -2,7 +2,7 @@
 
 Each recipe leaves a folder with `report.html` and `paper.json`: `schema` (1) and `kind` ("paper"); `name`, `paper`,
 `where`, `experiment`, `not_rerun` and `theirs` as in the recipe; `identity`, sha256 of the settings, of what they name
-and of the machine (the same is not run twice); `pair`, the embedded pair's folder, or null; `machine` as in
+and of the machine (the same is not run twice); `pair`, a pair's folder, or null; `machine` as in
 `results.json`; `rows`: label, metrics, and their numbers by prompt (see `claims.judge`); `claims`: says, where, holds,
 ours (the sides in numbers), status, why, and paper, paper_status, paper_why: the same by the paper's own numbers.
 
@@ -24,11 +24,11 @@ from ...report.page import write_page, write_report
 from ...report.papers import claims_table, numbers_table, papers_body, title_of
 from ...schema.claims import judge, parse_claim
 from ...schema.loading import read_extended, shipped_recipes, write_recipe
-from ...schema.papers import PaperRecipe
+from ...schema.papers import Pair, PaperRecipe
 from ...schema.results import load_results, write_results
 from ...session.machine import machine
 from ...session.terminal import console, log
-from ..evaluation.recipe import EVALUATIONS, PAIR, paper_recipe
+from ..evaluation.recipe import EVALUATIONS, paper_recipe
 from .experiments import EXPERIMENTS, identity_of, read_finished, results_of
 
 SCHEMA = 1
@@ -41,10 +41,10 @@ def shipped_papers() -> list[str]:
     return [name for name, path in shipped_recipes().items() if read_extended(path).get("kind") == "paper"]
 
 
-def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: Path | None = None) -> dict[str, Any]:
+def run_paper(recipe: PaperRecipe, name: str, pair: Pair | None = None, folder: Path | None = None) -> dict[str, Any]:
     """Run a paper's table, judge its claims, print both and write `paper.json` and `report.html`. A recipe that has
-    finished with the same settings and artifacts is only read and judged again. `pair`: folder of the embedded pair, to
-    run on that at small size; `folder`: of the results, by default `folder_of`."""
+    finished with the same settings and artifacts is only read and judged again. `pair`: what it runs on, at small size;
+    `folder`: of the results, by default `folder_of`."""
     used = recipe.on_pair(pair) if pair is not None else recipe
     folder = folder or folder_of(recipe, pair)
     check_writable(folder)
@@ -60,15 +60,15 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     else:
         log(f"papers: {name} had finished already")
         rows = earlier["rows"]
-    result: dict[str, Any] = {"schema": SCHEMA, "kind": "paper", "identity": identity, "pair": pair, "name": name}
-    result |= recipe.recorded(include={"paper", "where", "experiment", "not_rerun", "theirs"})
+    result: dict[str, Any] = {"schema": SCHEMA, "kind": "paper", "identity": identity, "name": name}
+    result["pair"] = pair.folder if pair is not None else None
+    result |= used.recorded(include={"paper", "where", "experiment", "not_rerun", "theirs"})
     result |= {"machine": machine(device_of(used.evaluate)), "rows": rows, "claims": []}
     _write(folder / "paper.json", result)  # what was measured stands, whatever becomes of the claims
     result["claims"] = judged(recipe, rows)
     _write(folder / "paper.json", result)
     _report(folder, result, used)
-    on_pair = " on the embedded pair" if pair is not None else ""
-    console().print(f"{name}: {title_of(result)}{on_pair}")
+    console().print(f"{name}: {title_of(result)}{f' on {pair.folder}' if pair else ''}")
     console().print(numbers_table(result, result["rows"]).rich())
     if result["claims"]:
         console().print(claims_table([result]).rich())
@@ -94,7 +94,7 @@ def judged(recipe: PaperRecipe, rows: Sequence[dict[str, Any]]) -> list[dict[str
     return found
 
 
-def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list[str]:
+def run_papers(names: Sequence[str], pair: Pair | None, out: Path | None) -> list[str]:
     """Run all shipped paper recipes, or those named, and write `papers.json` and `papers.html` after each; the names of
     those that failed, which do not keep the others from running. Raises ValueError: two would write to one folder."""
     recipes = [(short_name(name), paper_recipe(name)) for name in names or shipped_papers()]
@@ -102,7 +102,7 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
     double = next((folder for folder in folders if folders.count(folder) > 1), None)
     if double is not None:
         raise ValueError(f"two of the recipes would both write to {double}: run them one by one")
-    root = out or Path(f"{FOLDER}-{PAIR}" if pair is not None else FOLDER)
+    root = out or Path(f"{FOLDER}-{pair.name}" if pair is not None else FOLDER)
     done: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     for index, ((name, recipe), folder) in enumerate(zip(recipes, folders, strict=True), 1):
@@ -130,9 +130,9 @@ def short_name(name: str) -> str:
     return Path(name).stem if Path(name).is_file() else short
 
 
-def folder_of(recipe: PaperRecipe, pair: str | None) -> Path:
+def folder_of(recipe: PaperRecipe, pair: Pair | None) -> Path:
     """Where a recipe's results lie unless another folder is given."""
-    return Path(f"{recipe.out}-{PAIR}" if pair is not None else recipe.out)
+    return Path(f"{recipe.out}-{pair.name}" if pair is not None else recipe.out)
 
 
 def _report(folder: Path, result: dict[str, Any], used: PaperRecipe) -> None:

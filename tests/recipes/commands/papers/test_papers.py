@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
@@ -13,16 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact
+from draftsmith.data.rendering.templates import CHATML_JINJA
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.models.draft_vocabulary import keep_tokens, save_vocabulary
+from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.commands.evaluation.estimate import show_plan
-from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
+from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, find_pair, paper_recipe
 from draftsmith.recipes.commands.papers import papers
-from draftsmith.recipes.commands.papers.papers import run_paper, run_papers, shipped_papers
+from draftsmith.recipes.commands.papers.papers import folder_of, run_paper, run_papers, shipped_papers
 from draftsmith.recipes.report.papers import title_of
 from draftsmith.recipes.schema.claims import HELD, NOT_HELD, NOT_JUDGED, judge, metric_of, parse_claim
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import find_recipe
-from draftsmith.recipes.schema.papers import PaperRecipe
+from draftsmith.recipes.schema.papers import Pair, PaperRecipe
 from draftsmith.recipes.schema.results import MethodRow, load_results
 
 NAMES = shipped_papers()
@@ -36,6 +43,12 @@ SMALLEST: dict[str, dict[str, Any]] = {
 
 MEDUSA = ("{method: autoregressive}", "{method: autoregressive}\n    - {method: medusa}")
 """A method that the recipe has no heads for."""
+
+ANY = Pair("any", "PAIR", "PAIR/prompts", "plain", "PAIR/drafter", 4)
+
+
+def quickstart(folder: Path) -> Pair:
+    return find_pair(f"quickstart={folder}")
 
 
 @cache
@@ -74,7 +87,7 @@ def test_a_shipped_recipe_means_what_it_says(name: str) -> None:
         assert status in wanted, section
     if recipe.experiment == "evaluate":
         check_names(recipe)
-    on_pair = recipe.on_pair("PAIR")
+    on_pair = recipe.on_pair(ANY)
     assert all(source.startswith("PAIR/") for source in on_pair.sources())  # nothing is asked of a hub
     assert on_pair.evaluate.device_map is None
     values = yaml.safe_load(yaml.safe_dump(recipe.model_dump(mode="json")))
@@ -83,7 +96,7 @@ def test_a_shipped_recipe_means_what_it_says(name: str) -> None:
 
 def check_names(recipe: PaperRecipe) -> None:
     """A wrong name in a claim would never be judged, one in the paper's numbers never be shown."""
-    evaluations = [*recipe.evaluations().items(), *recipe.on_pair("PAIR").evaluations().items()]
+    evaluations = [*recipe.evaluations().items(), *recipe.on_pair(ANY).evaluations().items()]
     labels = {label for _, each in evaluations for label in each.labels()}
     labels |= {f"{run}: {label}" for run, each in evaluations for label in each.labels()}
     metrics = {*MethodRow.model_fields, "closed_form", "flops_per_step", "seconds_per_step"}
@@ -104,7 +117,7 @@ FIRST = {(shipped(name).paper, shipped(name).experiment): name for name in rever
 )
 def test_each_shipped_recipe_runs_on_the_pair(name: str, tiny_pair: Path, tmp_path: Path) -> None:
     recipe = smallest(shipped(name))
-    result = run_paper(recipe, name, str(tiny_pair), tmp_path / "out")
+    result = run_paper(recipe, name, quickstart(tiny_pair), tmp_path / "out")
     assert [claim["says"] for claim in result["claims"]] == [claim.says for claim in recipe.claims]
     labels = [row["label"] for row in result["rows"]]
     assert len(labels) == len(set(labels)) >= 2
@@ -128,6 +141,54 @@ def ratio(pairs: Mapping[str, Any]) -> float:
     return math.exp(value) if pairs.get("exp") else value
 
 
+@pytest.fixture
+def real_pair(tiny_pair: Path, tmp_path: Path) -> Pair:
+    """A pair as the recipe `realpair` leaves it: the target's own template, one drafter, of 200 tokens."""
+    folder = shutil.copytree(tiny_pair, tmp_path / "pair", ignore=shutil.ignore_patterns("drafter-stage1"))
+    shutil.copy(find_recipe("realpair"), folder / "quickstart.yaml")
+    tokenizer = load_tokenizer(str(folder / "target"))
+    tokenizer.chat_template = CHATML_JINJA
+    tokenizer.save_pretrained(folder / "target")
+    model, manifest = load_model(str(folder / "drafter")), load_manifest(folder / "drafter")
+    keep_tokens(model, torch.arange(200))
+
+    def write(place: Path) -> None:
+        model.save_pretrained(place)
+        save_vocabulary(model, place)
+
+    about = {name: getattr(manifest, name) for name in ("target", "recipe", "data", "training")}
+    about |= {"vocab_size": manifest.vocab_size, "tokenizer_fingerprint": manifest.tokenizer_fingerprint}
+    save_artifact(folder / "drafter", kind="drafter", write=write, shapes={"proposed_tokens": 200}, **about)
+    return find_pair(f"realpair={folder}")
+
+
+REAL = ("evaluate/multi-candidate/drafters", "evaluate/slides/alpha", "evaluate/theory/pair", "evaluate/mjsd/beams")
+
+
+@pytest.mark.parametrize("name", [*REAL, *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n not in REAL)])
+def test_each_shipped_recipe_runs_on_a_pair_of_one_stage(name: str, real_pair: Pair, tmp_path: Path) -> None:
+    recipe = smallest(shipped(name))
+    used = recipe.on_pair(real_pair)
+    assert (used.evaluate.template, used.evaluate.prompts) == ("tokenizer", f"{real_pair.folder}/corpus/heldout.jsonl")
+    result = run_paper(recipe, name, real_pair, tmp_path / "out")
+    missing = {claim["says"] for claim in result["claims"] if "no row" in claim["why"]}
+    if name == REAL[0]:
+        second = {claim.says for claim in recipe.claims if '"drafter 2' in claim.holds or '"drafter 3' in claim.holds}
+        assert missing == second, "what needs another drafter is not judged"
+        assert result["not_rerun"].startswith(str(recipe.not_rerun))
+        assert result["not_rerun"] != recipe.not_rerun
+    else:
+        assert result["not_rerun"] == recipe.not_rerun
+    assert str(folder_of(recipe, real_pair)) == f"{recipe.out}-realpair"
+
+
+def test_rows_of_more_heads_than_there_are_are_left_out() -> None:
+    used = shipped("evaluate/slim/heads").on_pair(ANY._replace(heads=2))
+    assert used.evaluate.labels() == ["autoregressive", "SLiM 1", "SLiM 2"]
+    assert used.not_rerun is not None
+    assert "SLiM 3, SLiM 4, Medusa 4" in used.not_rerun
+
+
 def test_the_real_recipe_for_t5_runs_with_encoder_decoders(stand_ins: Any, tmp_path: Path) -> None:
     """Without a pair: the recipe's own template, runs and rows, with tiny models in place of its large ones."""
     target, drafter = stand_ins.target("google-t5/t5-3b"), stand_ins.drafter("google-t5/t5-small")
@@ -147,7 +208,7 @@ def test_the_real_recipe_for_t5_runs_with_encoder_decoders(stand_ins: Any, tmp_p
 
 def run_small(own: Path, pair: Path, folder: Path, **changes: Any) -> dict[str, dict[str, Any]]:
     recipe = paper_recipe(str(own)).model_copy(update={"small": changes})
-    return {row["label"]: row for row in run_paper(recipe, "own", str(pair), folder)["rows"]}
+    return {row["label"]: row for row in run_paper(recipe, "own", quickstart(pair), folder)["rows"]}
 
 
 def test_rows_of_several_runs_are_pooled_prompt_by_prompt(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
@@ -186,7 +247,7 @@ def test_what_has_finished_is_kept_until_something_changes(
     own: Path, tiny_pair: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def run() -> tuple[str, float]:
-        assert run_papers([str(own)], str(tiny_pair), tmp_path / "out") == []
+        assert run_papers([str(own)], quickstart(tiny_pair), tmp_path / "out") == []
         return capfd.readouterr().err, (tmp_path / "out" / "own" / "evaluated.json").stat().st_mtime_ns
 
     text = own.read_text()
@@ -220,7 +281,7 @@ def test_what_was_measured_stands_though_it_cannot_be_judged(
 
     monkeypatch.setattr(papers, "judged", fail)
     with pytest.raises(ValueError, match="no judge"):
-        run_paper(paper_recipe(str(own)), "own", str(tiny_pair), tmp_path / "out")
+        run_paper(paper_recipe(str(own)), "own", quickstart(tiny_pair), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "paper.json").read_text())["rows"]
 
 
@@ -231,10 +292,12 @@ def test_a_run_that_finished_before_the_others_is_not_decoded_again(
     runs = {"first": {}, "second": {"drafter": str(tmp_path / "missing")}}
     broken = recipe.model_copy(update={"small": {"settings.runs": runs}})
     with pytest.raises(ValueError, match="missing"):
-        run_paper(broken, "own", str(tiny_pair), tmp_path / "out")
+        run_paper(broken, "own", quickstart(tiny_pair), tmp_path / "out")
     when = (tmp_path / "out" / "first" / "results.json").stat().st_mtime_ns
     runs["second"] = {"drafter": "{pair}/drafter-stage1"}
-    run_paper(recipe.model_copy(update={"small": {"settings.runs": runs}}), "own", str(tiny_pair), tmp_path / "out")
+    run_paper(
+        recipe.model_copy(update={"small": {"settings.runs": runs}}), "own", quickstart(tiny_pair), tmp_path / "out"
+    )
     assert (tmp_path / "out" / "first" / "results.json").stat().st_mtime_ns == when
     assert "first/results.json had finished already" in capfd.readouterr().err
     page = (tmp_path / "out" / "report.html").read_text()
@@ -247,7 +310,7 @@ def test_one_that_fails_does_not_keep_others_out_of_the_tables(
 ) -> None:
     bad = own.with_name("bad.yaml")
     bad.write_text(own.read_text().replace(*MEDUSA))
-    assert run_papers([str(bad), str(own)], str(tiny_pair), tmp_path / "out") == ["bad"]
+    assert run_papers([str(bad), str(own)], quickstart(tiny_pair), tmp_path / "out") == ["bad"]
     result, results = (
         json.loads((tmp_path / "out" / "own" / f"{name}.json").read_text()) for name in ("paper", "results")
     )
@@ -269,17 +332,16 @@ def test_a_plan_shows_rows_and_tokens(own: Path, tiny_pair: Path, capsys: pytest
     show_plan(recipe)
     shown = " ".join(capsys.readouterr().out.split())
     assert all(text in shown for text in ("no/target", "no/drafter", "mt-bench", f"{3 * 4 * 8 * 2} tokens"))
-    show_plan(recipe, str(tiny_pair))
+    show_plan(recipe, quickstart(tiny_pair))
     assert "heldout.jsonl" in capsys.readouterr().out
     for name in NAMES:
         show_plan(shipped(name))
 
 
 def test_an_evaluation_of_ones_own_takes_the_pair_too(tiny_pair: Path) -> None:
-    pair = str(tiny_pair)
-    swapped = evaluation_or_paper("evaluate/all-methods", ["limit=3"], {}, pair)
+    swapped = evaluation_or_paper("evaluate/all-methods", ["limit=3"], {}, quickstart(tiny_pair))
     assert isinstance(swapped, EvaluateRecipe)
-    assert (swapped.target, swapped.limit) == (f"{pair}/target", 3)
+    assert (swapped.target, swapped.limit) == (f"{tiny_pair}/target", 3)
     assert swapped.out == "runs/evaluate/all-methods/results-quickstart.json"
     paper = evaluation_or_paper("slim/heads", ["evaluate.limit=7"], {"target": "t", "out": "o"}, None)
     assert isinstance(paper, PaperRecipe)

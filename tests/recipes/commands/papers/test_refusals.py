@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, pair_folder, paper_recipe
+from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, find_pair, paper_recipe
 from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
 from draftsmith.recipes.commands.papers.papers import run_paper, run_papers
 from draftsmith.recipes.schema.papers import PaperRecipe
@@ -71,21 +71,21 @@ def test_recipes_that_would_write_to_one_folder(own: Path, tiny_pair: Path, tmp_
         path.write_text(own.read_text())
     for second, out, folder in ((twin, tmp_path / "out", "own"), (other, None, "runs/own-quickstart")):
         with pytest.raises(ValueError, match=folder):
-            run_papers([str(own), str(second)], str(tiny_pair), out)
+            run_papers([str(own), str(second)], find_pair(f"quickstart={tiny_pair}"), out)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_pair_that_is_not_there(tiny_pair: Path, tmp_path: Path) -> None:
-    assert pair_folder(f"quickstart={tiny_pair}") == str(tiny_pair)
-    for given, named in (("quick", "'quick'"), (f"quickstart={tmp_path}", str(tmp_path))):
+    pair = find_pair(f"quickstart={tiny_pair}")
+    for given, named in (("quick", "'quick'.*runs/quick"), (f"quickstart={tmp_path}", str(tmp_path))):
         with pytest.raises(ValueError, match=named):
-            pair_folder(given)
+            find_pair(given)
     with pytest.raises(ValueError, match="drafter"):
-        evaluation_or_paper("evaluate/all-methods", [], {"drafter": "d"}, str(tiny_pair))
+        evaluation_or_paper("evaluate/all-methods", [], {"drafter": "d"}, pair)
 
 
 def test_a_gpu_that_is_not_there(own: Path, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = paper_recipe(str(own), ["evaluate.device=cuda"])
     with pytest.raises(ValueError, match="`device` is 'cuda'"):
-        run_paper(recipe, "own", str(tiny_pair), tmp_path)
+        run_paper(recipe, "own", find_pair(f"quickstart={tiny_pair}"), tmp_path)

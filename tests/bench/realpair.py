@@ -1,0 +1,332 @@
+"""The evidence of a real pair: every method on Spec-Bench, the same beside transformers, and what training tokens buy.
+
+    python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--groups qa rag] [--rows medusa]
+    python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32]
+    python tests/bench/realpair.py --pair runs/realpair --curve runs/drafter-1 runs/drafter-2 runs/heads-1
+
+The pair is a finished quickstart of any recipe. Each part says first how long it takes, goes on where it was stopped
+(`--work`, by default PAIR/bench) and puts what it found beside what lies in `--out` (tests/bench/results/
+realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts of 16 tokens.
+
+Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
+prediction. Peers: greedily and in turns prompt by prompt, in float32 and bfloat16, each at the γ that was its fastest
+on the first prompts; the assistant of transformers is the padded export of the drafter; all texts end where this
+engine's own do. vLLM and llama.cpp: see engines.py. Curve: tokens per step of finished artifacts by replay of the
+target's own texts, against the tokens that they were trained on, those of the artifacts that they went on from
+included. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHARED, finish, parser_of
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
+from draftsmith.checkpoints.storage.atomic import atomic_text
+from draftsmith.decode.evaluation.replay.recording import record
+from draftsmith.decode.evaluation.replay.replay import predict
+from draftsmith.decode.methods import METHODS
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
+from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.commands.evaluation.estimate import evaluation_runs, time_words
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.commands.evaluation.journal import Journal, Kept
+from draftsmith.recipes.commands.evaluation.recipe import find_pair
+from draftsmith.recipes.commands.papers.experiments import identity_of, read_finished
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.papers import PARTS, pair_values
+from draftsmith.recipes.schema.results import load_results
+from draftsmith.recipes.session.machine import machine
+from draftsmith.recipes.session.stopping import Stoppable
+from peers import GAMMAS, TUNED, of_format, print_peers, ways
+from pydantic import TypeAdapter
+
+SPEC_BENCH = SHARED / "eval" / "spec_bench_question.jsonl"
+LOSSY = ("beam", "mjgd", "bild", "relaxed-opt", "relaxed-uno")
+"""Left out; MJSD is lossy too, and stays."""
+BASELINE = {"method": "autoregressive"}
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("speculative", {"gamma": 2}),
+    ("speculative", {"gamma": 3}),
+    ("prompt-lookup", {"gamma": 8}),
+    ("multi-candidate", {"k_config": "2x1x1"}),
+    ("medusa", {"tree": "2x1"}),
+    ("slim-s", {"sequences": 4}),
+]
+"""Rows beside those of all methods with their default settings."""
+NUMBERS = (
+    "tokens_per_step", "tokens_per_step_interval", "acceptance_rate", "acceptance_by_depth", "nodes_per_step",
+    "speedup", "speedup_interval", "ideal", "bound", "efficiency",
+)  # fmt: skip
+"""Of a row, as a whole and by group."""
+MORE_NUMBERS = (
+    "method", "options", "lossless", "tokens_per_second", "speedup_over_transformers", "identical_to_greedy",
+    "near_ties", "cost_ratio", "steady", "slowdown", "phases_us", "perplexity",
+)  # fmt: skip
+CURVE = {
+    "drafter": [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4, 8)],
+    "heads": [("bpd", {}), ("medusa", {}), ("medusa", {"tree": "2x1"})],
+}
+"""By kind of artifact, the methods of a learning curve."""
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **more: Any) -> Any:
+    """An evaluation of the pair on the prompts that are asked for."""
+    values = {"kind": "evaluate", "out": str(options.work / f"T{temperature:g}.json"), "target": "", "prompts": ""}
+    first = EvaluateRecipe.model_validate(values | {"methods": methods})
+    asked: dict[str, Any] = {"prompts": str(options.prompts)}
+    if "spec_bench" in options.prompts.name:
+        asked = {"prompts": "spec-bench", "prompts_path": str(options.prompts)}  # whose groups come in turn
+    asked |= {"groups": options.groups, "limit": options.limit, "max_prompt_tokens": options.prompt_tokens}
+    asked |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
+    asked |= {"energy": "off", "predict": True, "show_categories": True}
+    return EvaluateRecipe.model_validate(pair_values(first, options.found, PARTS) | asked | more)
+
+
+def rows_of(chosen: Sequence[str]) -> list[dict[str, Any]]:
+    """The baseline and the rows, all of them or those named by label or method."""
+    rows = [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
+    found = [BASELINE]
+    for name, options in rows:
+        label = " ".join([name, *map(str, options.values())])
+        if not chosen or label in chosen or name in chosen:
+            found.append({"method": name, "label": label, "options": options})
+    if len(found) == 1:
+        raise SystemExit(f"--rows {' '.join(chosen)}: there is none of {', '.join(METHODS)}")
+    return found
+
+
+def said_first(options: argparse.Namespace, what: str, case: Case, runs: int) -> bool:
+    """Print how long something takes at most; whether that is all that was asked for."""
+    longest = max(map(len, case.prompts))
+    print(f"{what}: {len(case.prompts)} prompts, {time_words(case.opened.target, runs, options.tokens, longest)}")
+    return bool(options.plan)
+
+
+def journal_of(options: argparse.Namespace, name: str, case: Case) -> Journal:
+    identity = {key: value for key, value in case.identity.items() if key not in ("methods", "repeats")}
+    return Journal(options.work / f"{name}.json", "runs", identity | {"threads": torch.get_num_threads()})
+
+
+def rounded(value: Any) -> Any:
+    """Four digits that count."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+def methods(options: argparse.Namespace) -> dict[str, Any]:
+    """Every row at every temperature."""
+    found = {}
+    for temperature in options.temperatures:
+        recipe = recipe_of(options, temperature, rows_of(options.rows))
+        if options.plan:
+            case = open_case(recipe)
+            said_first(options, f"methods, T={temperature:g}", case, evaluation_runs(recipe, len(case.prompts)))
+            continue
+        results = evaluated(recipe)
+        of_rows = {row["label"]: numbers_of(row) for row in results["methods"]}
+        print_rows(f"T={temperature:g}, {results['prompts']} prompts", of_rows)
+        found[f"T={temperature:g}"] = {
+            **{key: results[key] for key in ("prompts", "prompts_sha256", "categories", "errors")},
+            "greedy_equals_transformers": results["greedy_equals_transformers"],
+            "rows": of_rows,
+        }
+    return found
+
+
+def evaluated(recipe: EvaluateRecipe) -> dict[str, Any]:
+    """The results of an evaluation, which is not run where the same has finished."""
+    out = Path(recipe.out)
+    stamp, parts = out.with_suffix(".stamp.json"), (recipe.drafter, recipe.heads, recipe.table)
+    identity = identity_of(recipe.recorded(), [recipe.target, *filter(None, parts)], recipe)
+    if out.is_file() and read_finished(stamp, identity) is not None:
+        print(f"{out} had finished already")
+        return load_results(out)
+    out.unlink(missing_ok=True)
+    try:
+        results = run_evaluate(recipe)
+    except ValueError as error:
+        if not out.is_file():
+            raise
+        print(f"error: {error}")  # a lossless method that is none: its numbers are there
+        results = load_results(out)
+    atomic_text(stamp, json.dumps({"identity": identity}) + "\n")
+    return results
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a row of results."""
+    kept = {key: row[key] for key in (*MORE_NUMBERS, *NUMBERS)}
+    kept["predicted"] = (row["prediction"] or {}).get("tokens_per_step")
+    kept["groups"] = {
+        name: {key: part[key] for key in ("prompts", *NUMBERS)} for name, part in row["by_category"].items()
+    }
+    return dict(rounded(kept))
+
+
+def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """The rows, then tokens per step and speedup of each by group."""
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    def span(interval: Sequence[float] | None) -> str:
+        return "" if interval is None else f"({interval[0]:.2f}–{interval[1]:.2f})"
+
+    print(f"{title}\n{'':26}tokens/step            predicted  speedup              bound  efficiency  greedy text")
+    for label, row in rows.items():
+        same = "{:g}/{:g}".format(*row["identical_to_greedy"]) if row["identical_to_greedy"] else ""
+        print(
+            f"{label:26}{number(row['tokens_per_step']):>5} {span(row['tokens_per_step_interval']):16}"
+            f"{number(row['predicted']):>10}  {number(row['speedup']):>7} {span(row['speedup_interval']):14}"
+            f"{number(row['bound']):>5}{number(row['efficiency']):>12}  {same}"
+        )
+    groups = list(next(iter(rows.values()))["groups"])
+    print(f"{'tokens/step, speedup':26}" + "".join(f"{group:>20}" for group in groups))
+    for label, row in rows.items():
+        parts = [row["groups"][group] for group in groups]
+        cells = [f"{number(part['tokens_per_step'])} {number(part['speedup'])} x" for part in parts]
+        print(f"{label:26}" + "".join(f"{cell:>20}" for cell in cells))
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def peers(options: argparse.Namespace) -> dict[str, Any]:
+    """Rates by number format."""
+    case = open_case(recipe_of(options, 0.0, [BASELINE], heads=None, table=None, drafter=None))
+    kinds, tuned = 6, 4 * len(options.gammas) * min(TUNED, len(case.prompts))
+    if said_first(options, "peers", case, len(options.dtypes) * (kinds * len(case.prompts) * options.repeats + tuned)):
+        return {}
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch, Stoppable("peers") as signals:
+        exported = Path(scratch) / "drafter"
+        source = Path(options.found.folder) / "drafter"
+        digest = load_manifest(source).digest
+        export_artifact(source, "transformers", exported, FORMATS, ExportOptions(target=case.recipe.target))
+        with journal_of(options, "peers", case) as journal:
+            kept = Kept(journal, signals)
+            for dtype in options.dtypes:
+                known = ways(Path(options.found.folder), exported, dtype, options.gammas)
+                found[dtype] = rounded(of_format(known, case, kept, f"{dtype} {digest}", options.repeats))
+                print_peers(dtype, found[dtype])
+    return found
+
+
+# --- curve ------------------------------------------------------------------------------------------------------------
+
+
+def trained_tokens(folder: Path) -> int:
+    """Tokens that an artifact was trained on, and those before it that it went on from."""
+    manifest = load_manifest(folder)
+    source = (manifest.recipe.get("model") or {}).get("source")
+    before = trained_tokens(Path(source)) if source and (Path(source) / "artifact.json").is_file() else 0
+    return before + int(manifest.training["tokens"])
+
+
+def curve(options: argparse.Namespace) -> dict[str, Any]:
+    """By artifact: tokens of training, what it measured, tokens per step at both temperatures."""
+    base = recipe_of(options, 0.0, [BASELINE], drafter=None, heads=None, table=None)
+    case = open_case(base)
+    if said_first(options, "curve", case, len(options.temperatures) * len(case.prompts)):
+        return {}
+    found: dict[str, Any] = {}
+    with Stoppable("curve") as signals, journal_of(options, "curve", case) as journal:
+        kept = Kept(journal, signals)
+        texts = {
+            t: kept(f"texts {t:g}", TypeAdapter(list[list[int]]), lambda t=t: case.texts(Sampling(t)))
+            for t in options.temperatures
+        }
+        for folder in options.curve:
+            manifest = load_manifest(folder)
+
+            def work(folder: Path = folder, kind: str = manifest.kind) -> dict[str, dict[str, float]]:
+                opened = open_recipe(base.model_copy(update={kind: str(folder)}))
+                measured = {}
+                for t, written in texts.items():
+                    given = (opened.target, opened.parts, case.prompts, written, Sampling(t))
+                    recording = record(*given, tables=())
+                    measured[f"T={t:g}"] = {
+                        " ".join([name, *map(str, asked.values())]): predicted.tokens_per_step
+                        for name, asked in CURVE[kind]
+                        if (predicted := predict(recording, opened.parts, name, asked)) is not None
+                    }
+                return measured
+
+            steps = kept(f"curve {manifest.digest}", TypeAdapter(dict[str, dict[str, float]]), work)
+            row = {"kind": manifest.kind, "tokens": trained_tokens(folder), **steps, "measured": manifest.evaluation}
+            found[str(folder)] = rounded(row)
+    for name, row in sorted(found.items(), key=lambda item: (item[1]["kind"], item[1]["tokens"])):
+        loss = (row["measured"] or {}).get("heldout_loss")
+        cells = [f"{t} {' '.join(f'{value:.2f}' for value in row[t].values())}" for t in row if t.startswith("T=")]
+        print(f"{name:32} {row['tokens']:>12,} tokens  held-out loss {loss}  tokens/step {'  '.join(cells)}")
+    return found
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def merged(old: dict[str, Any], part: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What lies in the file with what was found: rows of the same prompts stay beside one another."""
+    kept = dict(old.get(part, {}))
+    for key, value in found.items():
+        before = kept.get(key, {})
+        if "prompts_sha256" in value and before.get("prompts_sha256") == value["prompts_sha256"]:
+            value = value | {"rows": before["rows"] | value["rows"]}
+        kept[key] = value
+    about = {"date": datetime.now(UTC).date().isoformat(), "machine": machine("cpu")}
+    command = " ".join(["python", "tests/bench/realpair.py", *sys.argv[1:]])
+    return old | {part: kept, "about": old.get("about", {}) | {part: about | {"command": command}}}
+
+
+def main() -> None:
+    parser = parser_of(
+        __doc__, "two prompts of 16 tokens", limit=80, tokens=96, prompt_tokens=1024, repeats=1, threads=0
+    )
+    parser.add_argument("--pair", type=Path, default=Path("runs/realpair"), help="a finished quickstart's folder")
+    parser.add_argument("--prompts", type=Path, default=SPEC_BENCH, help="questions; those of Spec-Bench by default")
+    parser.add_argument("--groups", nargs="+", default=[], help="only these groups of the prompts")
+    parser.add_argument("--rows", nargs="+", default=[], help="only these, by label or method")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--peers", action="store_true", help="beside transformers, and nothing else")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of --peers")
+    parser.add_argument("--gammas", nargs="+", type=int, default=list(GAMMAS), help="of --peers")
+    parser.add_argument("--curve", nargs="+", type=Path, help="finished drafters and heads, and nothing else")
+    parser.add_argument("--work", type=Path, help="where what is finished is kept; by default PAIR/bench")
+    parser.add_argument("--out", type=Path, help="the file (.json) that takes the results")
+    parser.add_argument("--plan", action="store_true", help="only say how long it takes")
+    options = parser.parse_args()
+    if options.quick:
+        options.limit, options.tokens = 2, 16
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    options.found = find_pair(f"{options.pair.name}={options.pair}")
+    options.work = options.work or options.pair / "bench"
+    part = curve if options.curve else peers if options.peers else methods
+    found = part(options)
+    if options.out is not None and not options.plan:
+        old = json.loads(options.out.read_text()) if options.out.is_file() else {}
+        atomic_text(options.out, json.dumps(merged(old, part.__name__, found), indent=1) + "\n")
+    finish({part.__name__: found})
+
+
+if __name__ == "__main__":
+    main()
