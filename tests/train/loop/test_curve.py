@@ -14,9 +14,9 @@ def test_a_power_law_is_found_again(limit: float, drop: float, exponent: float):
     curve = fit_curve(tokens, values)
     assert curve is not None
     assert curve.error < 1e-3
-    assert curve.at(200_000) == pytest.approx(values[-1], abs=1e-3)
+    assert curve.now == pytest.approx(values[-1], abs=1e-3)
     expected = drop * (200_000**-exponent - 400_000**-exponent)
-    assert curve.doubled() == pytest.approx(expected, rel=0.05)
+    assert curve.gain == pytest.approx(expected, rel=0.05)
 
 
 def test_noise_is_told_from_the_curve_and_a_fall_promises_nothing():
@@ -28,7 +28,7 @@ def test_noise_is_told_from_the_curve_and_a_fall_promises_nothing():
     assert 0.01 < curve.error < 0.03
     falling = fit_curve([1, 2, 3, 4], [2.0, 1.9, 1.8, 1.7])
     assert falling is not None
-    assert falling.doubled() == 0
+    assert falling.gain == 0
 
 
 def test_few_points_say_nothing():
