@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -150,8 +150,7 @@ def certify_method(
     method: Method | None = None,
     reference: LanguageModel | None = None,
     rounding: Rounding | None = None,
-    written: Iterable[DecodedBatch] = (),
-    on_written: Callable[[DecodedBatch], None] | None = None,
+    keep: Callable[[int, Callable[[], DecodedBatch]], DecodedBatch] = lambda _, work: work(),
     progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     """Run a method and judge what it writes.
@@ -160,15 +159,14 @@ def certify_method(
         method: a proposer and a verifier; by default those of the entry.
         reference: judges; by default the target. Another scorer of its weights tests the target's forward too.
         rounding: of the target and the reference under this sampling; measured here by default.
-        written: what the method wrote already, of the same plan and prompts; it is judged first.
-        on_written: gets every further text.
+        keep: has texts written, from the row of a number on, or knows what was written before.
         progress: gets the tokens judged and planned.
 
     Methods that do not claim to be lossless run to the end, whatever is found.
     """
     method = method or build_method(entry.method, parts, entry.sampling, **entry.options)
     rounding = rounding or measure_rounding(target, prompts, entry.sampling, reference=reference)
-    hooks = (iter(written), on_written, progress or (lambda *_: None))
+    hooks = (keep, progress or (lambda *_: None))
     run = _Run(target, entry, prompts, limits, plan, method, reference or target, rounding, *hooks)
     return run.greedy() if entry.sampling.greedy else run.sampled()
 
@@ -185,8 +183,7 @@ class _Run:
     method: Method
     reference: LanguageModel
     rounding: Rounding
-    written: Iterator[DecodedBatch]
-    on_written: Callable[[DecodedBatch], None] | None
+    keep: Callable[[int, Callable[[], DecodedBatch]], DecodedBatch]
     progress: Callable[[int, int], None]
     findings: list[Finding] = field(default_factory=list)
     faults: int = 0
@@ -220,16 +217,15 @@ class _Run:
 
     def write(self, prompts: list[Sequence[int]]) -> list[list[int]]:
         """What the method writes after each prompt, or wrote before."""
-        written = next(self.written, None)
-        if written is not None:
-            self.start -= written.seconds
-        else:
-            start = time.monotonic()
+
+        def work() -> DecodedBatch:
             rng = Rng.for_rows(self.plan.seed + self.rows, len(prompts), self.target.device)
             outputs = decode_texts(self.target, *self.method, prompts, self.limits, self.entry.sampling, rng)
-            written = DecodedBatch(outputs, time.monotonic() - start)
-            if self.on_written:
-                self.on_written(written)
+            return DecodedBatch(outputs, time.monotonic() - start)
+
+        start = time.monotonic()
+        written = self.keep(self.rows, work)
+        self.start += time.monotonic() - start - written.seconds  # of texts that were kept, what they took then
         self.rows += len(prompts)
         self.tokens += sum(map(len, written.outputs))
         return written.outputs

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -29,11 +29,12 @@ from ...schema.results import beside
 from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import Advance, console, log
-from .journal import Journal
+from .journal import Journal, Kept
 
 LEVEL = 1e-6
 """Probability of a false alarm anywhere in the certificate."""
 TOKENS, BATCH = 4_000, 8
+_TEXTS = TypeAdapter(DecodedBatch)
 _SHORT = 16  # tokens of a text that only says how long others will take
 
 
@@ -73,7 +74,7 @@ def run_certify(
         with signals.bar("certifying on a small pair", "methods") as advance:
             tried = work.small(small, advance)
         with signals.bar("certifying", "tokens") as advance:
-            for certificate in _certify_all(entries, work, journal, advance):
+            for certificate in _certify_all(entries, work, Kept(journal, signals), advance):
                 certificates.append(_with(certificate, tried))
                 body = {
                     "complete": len(certificates) == len(entries),
@@ -121,14 +122,6 @@ def _distinct(entries: Sequence[Entry]) -> list[Entry]:
     for entry in entries:
         found.setdefault(json.dumps([entry.method, entry.options, asdict(entry.sampling)], sort_keys=True), entry)
     return list(found.values())
-
-
-class _TextsLine(NamedTuple):
-    """Of the journal: what a method wrote. Which prompts it belongs to follows from those before it."""
-
-    label: str
-    outputs: list[list[int]]
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -183,9 +176,8 @@ class _Work(Case):
         return found
 
 
-def _certify_all(entries: Sequence[Entry], work: _Work, journal: Journal, advance: Advance) -> Iterator[Certificate]:
+def _certify_all(entries: Sequence[Entry], work: _Work, kept: Kept, advance: Advance) -> Iterator[Certificate]:
     """A certificate of each entry."""
-    texts = journal.parsed(TypeAdapter(_TextsLine))
     amounts = [work.amount(entry) for entry in entries]
     before = 0
     for entry, amount in zip(entries, amounts, strict=True):
@@ -195,9 +187,6 @@ def _certify_all(entries: Sequence[Entry], work: _Work, journal: Journal, advanc
         def progress(done: int, _: int, *, start: int = before, label: str = label) -> None:
             advance(start + done, sum(amounts), label)
 
-        def on_written(written: DecodedBatch, label: str = label) -> None:
-            journal.add([label, *written])
-
-        written = [DecodedBatch(line.outputs, line.seconds) for line in texts if line.label == label]
-        yield work.certify(entry, work.plan, work.limits, written=written, on_written=on_written, progress=progress)
+        keep = kept.each(f"texts of {label}", _TEXTS)
+        yield work.certify(entry, work.plan, work.limits, keep=keep, progress=progress)
         before += amount

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -16,15 +17,12 @@ from ....data.prompts import SkippedPrompts
 from ....decode.evaluation.energy import CounterError, Energy, open_meter
 from ....decode.evaluation.measure import (
     BASELINE,
-    Decoded,
     Entry,
-    RunKey,
     check_capacity,
     devices_of,
     energy_of,
     measure,
 )
-from ....decode.evaluation.metrics import Tally
 from ....decode.evaluation.replay.replay import predict_entries, record_entries
 from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
 from ...assemble.evaluation import Case, entries_of, open_case, prompts_digest
@@ -37,30 +35,9 @@ from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console, duration, log
 from .estimate import evaluation_runs, time_words
-from .journal import Journal
+from .journal import Journal, Kept
 
-
-class _RunLine(NamedTuple):
-    """Of the journal: a run, a list."""
-
-    label: str
-    prompt: int
-    repeat: int
-    ids: list[int]
-    tally: Tally
-    seconds: float
-    reading: float
-
-
-@dataclass(frozen=True)
-class _EnergyLine:
-    """Of the journal: joules of an entry, an object."""
-
-    label: str
-    energy: Energy
-
-
-_LINES: TypeAdapter[_RunLine | _EnergyLine] = TypeAdapter(_RunLine | _EnergyLine)
+_ENERGY = TypeAdapter(Energy)
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -78,7 +55,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
     with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity) as journal:
-        work = _Case(**vars(case), entries=entries, journal=journal, signals=signals)
+        work = _Case(**vars(case), entries=entries, kept=Kept(journal, signals), signals=signals)
         results, broken = _measured(work, skipped)
         write_results(out, results)
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
@@ -93,25 +70,17 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Case(Case):
-    """What is measured, and where what is finished stands."""
+    """What is measured, and what is finished of it."""
 
     entries: list[Entry]
-    journal: Journal
+    kept: Kept
     signals: Stoppable
 
 
 def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], list[str]]:
     """All that is measured; and the broken promises of losslessness."""
     opened, recipe, entries = case.opened, case.recipe, case.entries
-    finished = {
-        RunKey(line.label, line.prompt, line.repeat): Decoded(line.ids, line.tally, line.seconds, line.reading)
-        for line in case.journal.parsed(_LINES)
-        if isinstance(line, _RunLine)
-    }
-
-    def on_run(key: RunKey, run: Decoded) -> None:
-        case.journal.add([*key, run.ids, asdict(run.tally), run.seconds, run.reading])
-
+    kept = case.kept.runs("run")
     with case.signals.bar("evaluating", "runs") as advance:
         runs = measure(
             opened.target,
@@ -123,9 +92,8 @@ def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
             repeats=recipe.repeats,
             again=recipe.again,
             seed=recipe.seed,
-            finished=finished,
-            on_run=on_run,
             progress=advance,
+            **kept,
         )
     energies = _energies(case) if recipe.energy != "off" else {}
 
@@ -147,14 +115,15 @@ def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
         predictions = predict_entries(recordings, opened.parts, entries)
         for row in summary.rows:
             row["prediction"] = predictions[row["label"]]
-    return _results(case, skipped, len(finished), summary), summary.broken
+    return _results(case, skipped, len(kept["finished"]), summary), summary.broken
 
 
 def _energies(case: _Case) -> dict[str, Energy]:
     """Joules a token by label, as far as they can be counted; those that the journal holds are not counted again. What
     counts them and how long that takes is logged, or why nothing does."""
     opened = case.opened
-    found = {line.label: line.energy for line in case.journal.parsed(_LINES) if isinstance(line, _EnergyLine)}
+    names = {entry.label: f"joules of {entry.label}" for entry in case.entries}
+    found = {label: case.kept.known(name, _ENERGY) for label, name in names.items() if name in case.kept}
     left = [entry for entry in case.entries if entry.label not in found]
     if not left:
         return found
@@ -176,8 +145,8 @@ def _energies(case: _Case) -> dict[str, Energy]:
                     advance(number * trials + trial, len(left) * trials, label)
 
                 what = (opened.target, opened.parts, entry, case.prompts, case.limits, meter, idle)
-                found[entry.label] = energy_of(*what, seed=case.recipe.seed, progress=progress)
-                case.journal.add({"label": entry.label, "energy": asdict(found[entry.label])})
+                work = partial(energy_of, *what, seed=case.recipe.seed, progress=progress)
+                found[entry.label] = case.kept(names[entry.label], _ENERGY, work)
         except CounterError as error:
             missing = ", ".join(entry.label for entry in left if entry.label not in found)
             log(f"evaluate: no joules of {missing}: {error}")

@@ -14,12 +14,14 @@ from typing import Any, BinaryIO, Self, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from ....checkpoints.storage.locks import sole_writer
+from ....decode.evaluation.measure import Decoded, RunKey
 from ...session.stopping import Stoppable
 from ...session.terminal import log
 
-Line = TypeVar("Line")
 Found = TypeVar("Found")
 
+RUN = TypeAdapter(Decoded)
+_LINE = TypeAdapter(tuple[str, Any])
 _OLDER = b'{"schema": 1, '  # of 0.1, whose lines had no hashes
 
 
@@ -49,15 +51,12 @@ class Journal:
         if self.lines:
             log(f"resuming; {len(self.lines)} {name} of an earlier process are kept")
 
-    def parsed(self, adapter: TypeAdapter[Line]) -> list[Line]:
-        """The lines as what they were written from. Raises ValueError for the first that has another form."""
-        found = []
-        for number, line in enumerate(self.lines, 2):
-            try:
-                found.append(adapter.validate_python(line))
-            except ValidationError as error:
-                raise self.damaged(number, "it has another form") from error
-        return found
+    def parsed(self, number: int, line: Any, form: TypeAdapter[Found]) -> Found:
+        """A line, or what stands in it, as what it was written from. Raises ValueError: it has another form."""
+        try:
+            return form.validate_python(line)
+        except ValidationError as error:
+            raise self.damaged(number, "it has another form") from error
 
     def damaged(self, number: int, why: str) -> ValueError:
         """What to raise for a line; 1 is the first, which names what the others belong to."""
@@ -129,8 +128,10 @@ class Kept:
 
     def __init__(self, journal: Journal, signals: Stoppable) -> None:
         self._journal, self._signals = journal, signals
-        lines = journal.parsed(TypeAdapter(tuple[str, Any]))
-        self._found = {name: (number, value) for number, (name, value) in enumerate(lines, 2)}
+        self._found: dict[str, tuple[int, Any]] = {}
+        for number, line in enumerate(journal.lines, 2):
+            name, value = journal.parsed(number, line, _LINE)
+            self._found[name] = number, value
 
     def __call__(self, name: str, form: TypeAdapter[Found], work: Callable[[], Found]) -> Found:
         """What the work of this name gives, of this form."""
@@ -145,16 +146,18 @@ class Kept:
         """The same of works with numbers."""
         return lambda number, work: self(f"{name} {number}", form, work)
 
+    def runs(self, name: str) -> dict[str, Any]:
+        """What `measure` is given: the runs that are finished, and what keeps the others."""
+        names = [each for each in self._found if each.startswith(f"{name} [")]
+        finished = {RunKey(*json.loads(each.removeprefix(name))): self.known(each, RUN) for each in names}
+        return {"finished": finished, "on_run": lambda key, run: self.add(f"{name} {json.dumps(key)}", RUN, run)}
+
     def __contains__(self, name: str) -> bool:
         return name in self._found
 
     def known(self, name: str, form: TypeAdapter[Found]) -> Found:
         """What an earlier process found."""
-        number, value = self._found[name]
-        try:
-            return form.validate_python(value)
-        except ValidationError as error:
-            raise self._journal.damaged(number, "it has another form") from error
+        return self._journal.parsed(*self._found[name], form)
 
     def add(self, name: str, form: TypeAdapter[Found], found: Found) -> None:
         """Keep what was found."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ....checkpoints.storage.atomic import atomic_text, check_writable
-from ....decode.evaluation.measure import BASELINE, Decoded, Entry, Run, RunKey, measure, sample_texts, steady
+from ....decode.evaluation.measure import BASELINE, Entry, Run, measure, sample_texts, steady
 from ....decode.evaluation.metrics import speedup_interval, total
 from ....decode.evaluation.quality import perplexity
 from ....decode.evaluation.replay.costs import PROBE_REPEATS, CostModel, measure_forwards, measure_overheads
@@ -46,7 +45,7 @@ from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console, log
 from .estimate import planned_time, time_words
-from .journal import Journal, Kept
+from .journal import RUN, Journal, Kept
 
 LeftOut = dict[str, str]
 """Why, by method, or by the name of a row."""
@@ -60,7 +59,7 @@ _PROBES = 4  # prompts that each method is decoded with to learn its overhead
 _BATCH = 8  # texts that the target writes together
 _TEXTS, _CHOICES = TypeAdapter(list[list[int]]), TypeAdapter(list[Choice])
 _CHOICE: TypeAdapter[Choice | None] = TypeAdapter(Choice | None)
-_COSTS, _RUN = TypeAdapter(CostModel), TypeAdapter(Decoded)
+_COSTS = TypeAdapter(CostModel)
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def _timed(
     given = (forwards, case.opened.target, case.opened.parts, timed, case.prompts[:_PROBES], case.limits, case.sampling)
     with case.signals.bar("timing steps", "runs") as advance:
         costs = measure_overheads(
-            *given, seed=case.recipe.seed, progress=advance, keep=case.kept.each("timed run", _RUN)
+            *given, seed=case.recipe.seed, progress=advance, keep=case.kept.each("timed run", RUN)
         )
     choices = {}
     for name, tried in searched.items():
@@ -222,11 +221,7 @@ def _confirm(case: _Case, choices: dict[str, list[Choice]]) -> tuple[dict[str, A
     entries = [Entry(BASELINE, BASELINE, {}, case.sampling)]
     entries += [Entry(label, choice.method, choice.options, case.sampling) for label, choice in labelled.items()]
     settings: dict[str, Any] = case.recipe.model_dump(include={"repeats", "again", "seed"})
-    times = range(case.recipe.repeats + case.recipe.again)
-    places = itertools.product(labelled.keys() | {BASELINE}, range(len(case.prompts)), times)
-    names = {RunKey(*place): f"confirmed run {place}" for place in places}
-    settings["finished"] = {key: case.kept.known(name, _RUN) for key, name in names.items() if name in case.kept}
-    settings["on_run"] = lambda key, run: case.kept.add(names[key], _RUN, run)
+    settings |= case.kept.runs("confirmed run")
     with case.signals.bar("confirming", "runs") as advance:
         what = (case.opened.target, case.opened.parts, entries, case.prompts, case.limits)
         runs = measure(*what, progress=advance, **settings)

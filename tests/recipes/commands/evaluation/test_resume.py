@@ -55,8 +55,8 @@ def test_a_killed_evaluation_goes_on(recipe: Path, stop: Any, capsys: pytest.Cap
     assert (code, out.exists()) == (-signal.SIGKILL, False)
     with journal.open("a") as file:
         file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
-    kept = [json.loads(line)[0] for line in lines[1:]]
-    kept = [row for row in kept if isinstance(row, list)]
+    work = dict(json.loads(line)[0] for line in lines[1:])
+    kept = {tuple(json.loads(name.removeprefix("run"))): run for name, run in work.items() if name.startswith("run ")}
     assert 9 <= len(kept) < 4 * PROMPTS
     evaluate(recipe)
     captured = capsys.readouterr()
@@ -68,7 +68,7 @@ def test_a_killed_evaluation_goes_on(recipe: Path, stop: Any, capsys: pytest.Cap
     assert not journal.parent.exists()
     rows = {row["label"]: row for row in results["methods"]}
     assert {label for label, *_ in kept} <= {*rows, "transformers"}
-    for label, place, _, ids, _, seconds, _ in kept:
+    for (label, place, _), (ids, _, seconds, _) in kept.items():
         if label in rows:
             part = rows[label]["by_prompt"][place]
             assert (part["seconds"], part["tokens"]) == (seconds, len(ids))
@@ -83,7 +83,7 @@ def test_killed_tuning_goes_on(recipe: Path, stop: Any, capsys: pytest.CaptureFi
     assert (code, (folder / "tune.json").exists()) == (-signal.SIGKILL, False)
     kept = dict(json.loads(line)[0] for line in journal.read_text().splitlines()[1:])
     assert {"texts 0", "texts 8", "forwards", "settings of speculative", "timed run 0"} < set(kept)
-    assert "confirmed run ('autoregressive', 0, 0)" not in kept
+    assert 'confirmed run ["autoregressive", 0, 0]' not in kept
     loaded = load_recipe(str(recipe))
     assert isinstance(loaded, EvaluateRecipe)
     results = run_tune(loaded)
@@ -205,8 +205,8 @@ def test_what_was_loaded_does_not_change_with_its_files(tiny_pair: Path, corpus:
     assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
 
 
-LINES: list[Any] = [["a\nb", place, 0, [place, 7], {"tokens": 2}, 0.1 * place, 0.0] for place in range(3)]
-LINES.append({"label": "a\nb", "energy": {"joules": 2.0}})
+LINES: list[Any] = [[f'run ["a", {place}, 0]', [[place, 7], {"tokens": 2}, 0.1 * place, 0.0]] for place in range(3)]
+LINES.append(["joules of a\nb", {"joules": 2.0}])
 
 
 def written(folder: Path) -> Path:
@@ -246,7 +246,7 @@ def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path) -> None:
         assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("line", [3, ["a", 0], ["a", 0, 0, 7, {}, 0.1, 0.0], {"label": "a", "energy": None}, {}])
+@pytest.mark.parametrize("line", [3, ["a"], ['run ["a", 0, 1]', [7, {}, 0.1, 0.0]], [None, {}], {}])
 def test_a_line_of_another_form_is_damaged_too(recipe: Path, line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with Journal(recipe.parent / "results.json", "runs", {"seed": 1}) as journal:
         for each in (*LINES[:3], line):
