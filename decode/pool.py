@@ -100,7 +100,7 @@ class Pool:
         free = [index for index, row in enumerate(self._rows) if row.ticket is None]
         while free and self._waiting:
             ticket, prompt, seed = self._waiting.popleft()
-            shared = {index: _common(self._rows[index].ids, prompt) - 1 for index in free}
+            shared = {index: common_prefix(self._rows[index].ids, prompt) - 1 for index in free}
             index = max(free, key=lambda index: (shared[index], -len(self._rows[index].ids)))
             free.remove(index)
             self._read(index, prompt, max(shared[index], 0))
@@ -128,8 +128,7 @@ class Pool:
         return sum(row.ticket is not None for row in self._rows)
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens come before the first difference."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(first), len(second)))

@@ -102,35 +102,23 @@ class Tree:
         return same_BNN.tril(-1).sum(-1)
 
     @cached_property
-    def child_count_BN(self) -> Tensor:
-        """int64; how many children a node has."""
-        counts_BN = torch.zeros_like(self.parents_BN)
-        has_parent_BN = self.parents_BN >= 0
-        return counts_BN.scatter_add_(1, self.parents_BN.clamp(min=0), has_parent_BN.long())
-
-    @cached_property
-    def children_BNC(self) -> Tensor:
-        """int64; a node's children in order, padded with -1."""
-        width = max(1, int(self.child_count_BN.max()))
-        children_BNC = self.parents_BN.new_full((*self.parents_BN.shape, width), -1)
-        rows_B, nodes_B = torch.nonzero(self.parents_BN >= 0, as_tuple=True)
-        children_BNC[rows_B, self.parents_BN[rows_B, nodes_B], self.rank_BN[rows_B, nodes_B]] = nodes_B
-        return children_BNC
-
-    @cached_property
     def inner_children(self) -> tuple[Tensor, Tensor]:
         """Of the first row's nodes that have children: those, [M, C] int64 padded with 0, and which of them exist.
 
         For a tree whose nodes with children stand before those without.
         """
-        inner = int((self.child_count_BN[0] > 0).sum())
-        children_MC = self.children_BNC[0, :inner]
-        return children_MC.clamp(min=0), children_MC >= 0
+        is_child_NN = self.parents_BN[0] == torch.arange(self.nodes, device=self.parents_BN.device)[:, None]
+        count_N = is_child_NN.sum(1)
+        exists_MC = torch.arange(int(count_N.max()), device=count_N.device) < count_N[count_N > 0, None]
+        children_first_NN = is_child_NN.int().sort(dim=1, descending=True, stable=True).indices
+        return children_first_NN[: len(exists_MC), : exists_MC.shape[1]] * exists_MC, exists_MC
 
     @cached_property
     def widths(self) -> list[int]:
-        """The most children of a node of the first row, by depth."""
-        return [int(self.child_count_BN[0, self.depth_BN[0] == depth].max()) for depth in range(self.max_depth)]
+        """The most children of a node of `inner_children`, by depth."""
+        count_M = self.inner_children[1].sum(1)
+        depth_M = self.depth_BN[0, : len(count_M)]
+        return [int(count_M[depth_M == depth].max()) for depth in range(self.max_depth)]
 
     @cached_property
     def _biases(self) -> dict[tuple[int, int], Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models.base import LanguageModel
+from ..pool import common_prefix
 
 _POSITIONS_AT_ONCE = 256  # the logits of more would fill the memory where vocabularies are large
 _WORD = re.compile(r"[a-z0-9]+")
@@ -81,12 +82,6 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
         matched = row & indices.get(word, 0)
         row = ((row + matched) | (row - matched)) & ones
     return len(first) - row.bit_count()
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens come before the first difference."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(first), len(second)))
 
 
 def self_consistency(text: Sequence[int], greedy: Sequence[int]) -> float:

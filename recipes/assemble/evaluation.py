@@ -68,9 +68,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     load = partial(load_model, dtype=recipe.dtype, device=device)
     identities: dict[str, Identity] = {}
     identities["target"], (tokenizer, model) = load_identified(
-        recipe.target,
-        lambda: (load_tokenizer(recipe.target), load_target(recipe)),
-        content=True,
+        recipe.target, lambda: (load_tokenizer(recipe.target), load_target(recipe)), content=True
     )
     heads = table = None
     if recipe.heads is not None:  # which decide what hidden states the target must give

@@ -35,9 +35,11 @@ def test_trees_are_what_their_branching_says(branching: tuple[int, ...]) -> None
         assert set(torch.nonzero(tree.ancestors_BNN[0, node])[:, 0].tolist()) == line
         assert len(line) == depth + 1
         wanted = branching[depth] if depth < len(branching) else 0
-        assert int(tree.child_count_BN[0, node]) == wanted
-        children = [child for child in tree.children_BNC[0, node].tolist() if child >= 0]
+        children = torch.nonzero(tree.parents_BN[0] == node)[:, 0].tolist()
         assert [int(tree.rank_BN[0, child]) for child in children] == list(range(wanted))
+        if wanted:
+            inner_MC, exists_MC = tree.inner_children
+            assert inner_MC[node][exists_MC[node]].tolist() == children
     lines = [torch.nonzero(tree.ancestors_BNN[0, node])[:, 0].tolist() for node in range(tree.nodes)]
     path_LP, leaf_N = tree.leaf_paths
     assert path_LP.tolist() == [line for line in lines if len(line) == len(branching) + 1]

@@ -35,6 +35,7 @@ _TOKENS_A_FORWARD = 8192
 _NUMBERS_A_CHUNK = 1 << 22
 WIDTHS = (1, 4, 16, 64)
 _SAFETY = 4.0
+_TEXTS, _TOKENS = 4, 64  # that rounding is measured on
 
 
 class Reading(NamedTuple):
@@ -183,27 +184,19 @@ class Rounding(NamedTuple):
 
 @torch.inference_mode()
 def measure_rounding(
-    target: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    reference: LanguageModel | None = None,
-    tokens: int = 64,
-    rows: int = 4,
+    target: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling, reference: LanguageModel | None = None
 ) -> Rounding:
-    """Compare the target's forwards of 1, 4, 16 and 64 tokens with one wide forward of `rows` texts side by side.
+    """Compare the target's forwards of 1, 4, 16 and 64 tokens with one wide forward of a few texts of its own.
 
     A near-tie is a difference of up to four times the largest that was seen, at least one unit in the last place of the
     largest logit, and no more than the root of the dtype's precision times that logit.
 
     Args:
         reference: makes the wide forward; by default the target.
-        tokens: length of the texts, which the target writes itself.
-        rows: how many prompts.
     """
     reference = reference or target
-    prompts = list(prompts[:rows])
-    outputs = sample_texts(target, prompts, Limits(tokens), sampling, batch=rows)
+    prompts = list(prompts[:_TEXTS])
+    outputs = sample_texts(target, prompts, Limits(_TOKENS), sampling, batch=_TEXTS)
     wide_XV = reference.logits(read_back(reference, prompts, outputs).hidden_XD).float()
     finite_XV = wide_XV.isfinite()  # a model may rule tokens out by minus infinity
     spread, distance = 0.0, 0.0

@@ -20,10 +20,8 @@ _PRUNED_ROWS = 256  # positions whose trees are searched at a time
 
 
 def head_ranks(recording: Recording) -> NDArray[np.int64]:
-    """[T, H] the place of each following token among the head's candidates; C where it is not one, or the text ends.
-    Raises ValueError: a recording without heads."""
-    if recording.heads is None:
-        raise ValueError("no prediction heads were recorded")
+    """[T, H] the place of each following token among the head's candidates; C where it is not one, or the text ends."""
+    assert recording.heads is not None
     token_THC = recording.heads.token_THC
     follows_TH = _following(recording, token_THC.shape[1])
     match_THC = token_THC == follows_TH[..., None]

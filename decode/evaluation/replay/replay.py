@@ -27,7 +27,7 @@ from ...verifiers.lossless import ExactChain, GreedyMatch, MultiCandidate, Sampl
 from ...warpers import Sampling
 from ..measure import Entry
 from .heads import head_tree, pruned_tree
-from .recording import Drafts, Recording, record
+from .recording import Recording, record
 from .steps import Floats, Prediction, replay_chances, replay_tokens
 
 
@@ -119,7 +119,7 @@ def chances(recording: Recording, source: str, candidates: int, rule: str) -> Fl
 
     Raises ValueError: more candidates than were recorded.
     """
-    drafts = _drafts(recording, source)
+    drafts = recording.drafts[source]
     if recording.sampling.greedy:
         # Independent draws from a one-hot distribution are all the same token.
         return np.asarray(drafts.rank_T < (1 if "without" not in rule else candidates), dtype=np.float64)
@@ -135,12 +135,6 @@ def chances(recording: Recording, source: str, candidates: int, rule: str) -> Fl
         return np.asarray(np.minimum(1, drafts.scale_TK[:, candidates - 1] * draft_T / target_T))
     column_TK = drafts.without_TK if rule == "without" else drafts.drawn_TK
     return column_TK[:, candidates - 1].astype(np.float64)
-
-
-def _drafts(recording: Recording, source: str) -> Drafts:
-    if source not in recording.drafts:
-        raise ValueError(f"no drafts of {source!r} were recorded; there are: {', '.join(recording.drafts) or 'none'}")
-    return recording.drafts[source]
 
 
 def _nothing(recording: Recording, proposer: NoDraft, verifier: Verifier) -> Prediction:

@@ -131,7 +131,7 @@ def best_head_trees(recording: Recording, sizes: Sequence[int], rounds: int = 3)
     """Medusa trees of so many nodes (the root not counted) that accept the most of the recorded texts.
 
     A path is worth how often the text follows it from where steps begin; the worthiest paths make a tree. Where steps
-    begin depends on the tree, so it is built a few times over. Raises ValueError for a recording without heads.
+    begin depends on the tree, so it is built a few times over.
     """
     rank_TH = head_ranks(recording)
     assert recording.heads is not None

@@ -10,11 +10,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ....checkpoints.artifact.artifact import load_manifest, save_artifact
 from ....checkpoints.storage.atomic import atomic_text
@@ -144,8 +143,7 @@ def _count_whole(recipe: TableRecipe, tokenizer: Any, vocab_size: int, accelerat
             opening = partial(PairCounter, vocab_size, folder / f"rank-{rank}-of-{world}", recipe.count.memory_mb)
             with together(accelerator, opening) as pairs:
                 together(accelerator, partial(_count, recipe, tokenizer, pairs, share, accelerator))
-            stats = share.gather()
-            on_main(accelerator, partial(_finish, recipe, tokenizer, vocab_size, folder, identity, stats))
+            on_main(accelerator, partial(_finish, recipe, tokenizer, vocab_size, folder, identity, share.gather()))
         except (ValueError, OSError):
             if is_main:
                 with suppress(ValueError, OSError):
@@ -205,53 +203,47 @@ def counted_tokens(folder: Path) -> int:
     return sum(int(load_json(index, "tokens")["tokens"]) for index in indices if index.is_file())
 
 
-@dataclass
-class CorpusStats:
-    """What was read of a section's corpora: a report of each, the conversations to count, and those held out."""
+class Share:
+    """The conversations that a process counts: of its own rows where each row can be judged by itself; else each
+    `world`-th of the whole corpus, which then every process reads. On the way it finds a report of each corpus, the
+    number of conversations to count, and of those held out."""
 
-    reports: list[CorpusReport]
-    conversations: int = 0
-    held_out: int = 0
+    def __init__(self, section: DataSection, rank: int, world: int, log_forms: bool) -> None:
+        self._section, self._rank, self._world, self._log_forms = section, rank, world, log_forms
+        self._by_row = not section.clean.get("duplicates") and all(part.limit is None for part in section.parts())
+        self.reports = [CorpusReport() for _ in section.parts()]
+        self.conversations = self.held_out = 0
 
-    def add(self, other: CorpusStats) -> None:
+    def __iter__(self) -> Iterator[Conversation]:
+        shard = (self._rank, self._world) if self._by_row else (0, 1)
+        found = training_conversations(
+            self._section, self.reports, log_forms=self._log_forms, hold=self._hold, shard=shard
+        )
+        for number, conversation in enumerate(found):
+            self.conversations += 1
+            if self._by_row or number % self._world == self._rank:
+                yield conversation
+
+    def _hold(self, _: Conversation) -> None:
+        self.held_out += 1
+
+    def add(self, other: Share) -> None:
+        """Take over what another has found."""
         for report, more in zip(self.reports, other.reports, strict=True):
             report.merge(more)
         self.conversations += other.conversations
         self.held_out += other.held_out
 
+    def gather(self) -> Share:
+        """With what all processes have found together."""
+        if not self._by_row or self._world == 1:
+            return self
+        from accelerate.utils import gather_object
 
-class Share:
-    """The conversations that a process counts: of its own rows where each row can be judged by itself; else each
-    `world`-th of the whole corpus, which then every process reads. `stats` fills on the way."""
-
-    def __init__(self, section: DataSection, rank: int, world: int, log_forms: bool) -> None:
-        self._section, self._rank, self._world, self._log_forms = section, rank, world, log_forms
-        self._by_row = not section.clean.get("duplicates") and all(part.limit is None for part in section.parts())
-        self.stats = CorpusStats([CorpusReport() for _ in section.parts()])
-
-    def __iter__(self) -> Iterator[Conversation]:
-        shard = (self._rank, self._world) if self._by_row else (0, 1)
-        found = training_conversations(
-            self._section, self.stats.reports, log_forms=self._log_forms, hold=self._hold, shard=shard
-        )
-        for number, conversation in enumerate(found):
-            self.stats.conversations += 1
-            if self._by_row or number % self._world == self._rank:
-                yield conversation
-
-    def _hold(self, _: Conversation) -> None:
-        self.stats.held_out += 1
-
-    def gather(self) -> CorpusStats:
-        """What all processes have read together."""
-        stats = self.stats
-        if self._by_row and self._world > 1:
-            from accelerate.utils import gather_object
-
-            stats, *others = gather_object([stats])
-            for other in others:
-                stats.add(other)
-        return stats
+        whole, *others = gather_object([self])
+        for other in others:
+            whole.add(other)
+        return cast(Share, whole)
 
 
 def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, accelerator: Any) -> None:
@@ -315,21 +307,21 @@ def _in_step(accelerator: Any, work: Iterator[bool], stopping: Callable[[], bool
 
 
 def _finish(
-    recipe: TableRecipe, tokenizer: Any, vocab_size: int, folder: Path, identity: dict[str, Any], stats: CorpusStats
+    recipe: TableRecipe, tokenizer: Any, vocab_size: int, folder: Path, identity: dict[str, Any], share: Share
 ) -> None:
     """Merge all counts, write the artifact, and delete the state."""
     parts, file = recipe.data.parts(), folder / TABLE_FILE
-    refuse_none(recipe.data, stats.reports)
-    for part, report in zip(parts, stats.reports, strict=True):
+    refuse_none(recipe.data, share.reports)
+    for part, report in zip(parts, share.reports, strict=True):
         log(f"data: {part.source}: {report.summary()}")
-    log(f"table: {stats.conversations:,} conversations are counted, {stats.held_out:,} are held out")
+    log(f"table: {share.conversations:,} conversations are counted, {share.held_out:,} are held out")
     tokens, documents = merge_counts(_rank_folders(folder), vocab_size, file)
     if not documents:
         names = ", ".join(part.source for part in parts)
-        raise ValueError(f"there is nothing to count: {stats.conversations} conversations of {names} are left")
+        raise ValueError(f"there is nothing to count: {share.conversations} conversations of {names} are left")
     data = {"source": identity, "documents": documents, "tokens": tokens}
-    data |= {"conversations": stats.conversations, "held_out": stats.held_out}
-    data |= {"corpus": all_reports(parts, stats.reports)}
+    data |= {"conversations": share.conversations, "held_out": share.held_out}
+    data |= {"corpus": all_reports(parts, share.reports)}
     _save(recipe, lambda out: file.rename(out / TABLE_FILE), BigramTable.load(folder), tokenizer, data)
     _forget(folder)
 

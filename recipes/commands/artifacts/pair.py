@@ -17,14 +17,7 @@ from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import find_folder
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.repair import repair
-from ....checkpoints.pairs.sides import (
-    CONSUMERS,
-    WEIGHTS,
-    WORKS,
-    Diagnosis,
-    Side,
-    open_side,
-)
+from ....checkpoints.pairs.sides import CONSUMERS, WEIGHTS, WORKS, Diagnosis, Side, open_side
 from ....checkpoints.storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import pickles_allowed
 from ....checkpoints.verify.model_files import is_adapter

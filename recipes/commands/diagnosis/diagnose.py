@@ -38,14 +38,7 @@ import torch
 
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.messages import did_you_mean
-from ....decode.evaluation.diagnose.agreement import (
-    Passage,
-    Source,
-    drafter_source,
-    heads_source,
-    score,
-    table_source,
-)
+from ....decode.evaluation.diagnose.agreement import Passage, Source, drafter_source, heads_source, score, table_source
 from ....decode.evaluation.diagnose.attempts import DraftAttempt, cells, draft_attempts
 from ....decode.evaluation.diagnose.stages import Stage, decoding_stage, findings, gaps, scored_stage
 from ....decode.evaluation.diagnose.token_classes import classify

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.decode.evaluation.quality import (
-    common_prefix,
     common_subsequence,
     nearly_tied,
     perplexity,
@@ -20,6 +19,7 @@ from draftsmith.decode.evaluation.quality import (
     surprisal,
 )
 from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.pool import common_prefix
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
 
 LENGTHS = [(1, 1), (7, 1), (1, 9), (12, 40), (5, 300)]

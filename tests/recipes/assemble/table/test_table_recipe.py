@@ -265,9 +265,9 @@ def test_the_shares_of_all_processes_are_the_corpus(
     own = [list(share) for share in shares]
     assert own == [list(Share(section, rank, len(shares), False)) for rank in range(len(shares))], "always the same"
     assert Counter(chain(*own)) == Counter(whole)
-    seen = shares[0].stats
+    seen = shares[0]
     for share in shares[1:] if by_row else ():
-        seen.add(share.stats)
+        seen.add(share)
     assert [report.as_dict() for report in seen.reports] == [report.as_dict() for report in reports]
     assert (seen.conversations, seen.held_out) == (len(whole), len(held))
 
