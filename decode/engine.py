@@ -306,11 +306,8 @@ def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tup
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run all committed tokens but the last of each row; the last becomes the root of the first tree.
-
-    Returns:
-        [B, D] hidden state of the last token that was run (zeros for a row of one token). Nothing is projected.
-    """
+    """Run all committed tokens but the last of each row; the last becomes the root of the first tree. Returns [B, D],
+    the hidden state of the last token that was run (zeros for a row of one token); nothing is projected."""
     longest = max(lengths) - 1
     rows = len(lengths)
     hidden_BD = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
@@ -334,12 +331,8 @@ def generate(
     rng: Rng,
     profile: Profile | None = None,
 ) -> Iterator[Step]:
-    """Decode a batch of prompts; yields after each step: a forward of the target, and those that its proposal took.
-
-    Args:
-        target: the model whose output is wanted.
-        proposer: grows token trees. Each call restarts it.
-        prompts: token ids of each row, at least one token each; what the encoder reads, where there is one.
+    """Decode a batch of prompts (token ids of each row; what the encoder reads, where there is one); yields after each
+    step: a forward of the target, and those that its proposal took.
 
     Raises ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no space in the
     model's positions for the new tokens and the tree; a drafter, heads or a table of another target; logits that are

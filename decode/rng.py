@@ -39,12 +39,8 @@ class Rng:
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
-    """One token a row, [...] int64, by inverting the distribution function; never one of probability 0.
-
-    Args:
-        probs_XV: [..., V], not necessarily normalised, with a positive sum.
-        uniform_X: [...] in [0, 1).
-    """
+    """One token a row, [...] int64, by inverting the distribution function of [..., V], which need not be normalised;
+    never one of probability 0. `uniform_X` lies in [0, 1)."""
     return draw_many(probs_XV, uniform_X[..., None])[0][..., 0]
 
 

@@ -166,15 +166,11 @@ def parse_branching(text: str) -> tuple[int, ...]:
 
 
 def parse_tree(text: str) -> tuple[Tree, Tensor]:
-    """A tree whose nodes take candidates by rank: a k-configuration, or a list of paths.
+    """A tree whose nodes take candidates by rank: a k-configuration, or a list of paths; and each node's rank [N] (0 at
+    the root). Raises ValueError: where the text is neither.
 
     A list such as `0, 1, 0.0, 0.2` names each node by the ranks on its path (Medusa's sparse trees): the best and the
     second of the first head, then, after the best, the best and the third of the second head. Prefixes are added.
-
-    Returns:
-        The tree, and each node's rank [N] (0 at the root).
-
-    Raises ValueError: where the text is neither.
     """
     if not set(text) & set(",."):
         tree = Tree.k_ary(parse_branching(text))

@@ -101,14 +101,8 @@ class _Window(NamedTuple):
 
 
 class EnergyMeter:
-    """A counter, read by the rules above.
-
-    Args:
-        joules: of all devices since some moment; raises CounterError.
-        source, covers: see `Energy`; what is counted, for people.
-        close: lets go of the counter.
-        clock, sleep: of the time that the counter lives in.
-    """
+    """A counter, read by the rules above: `joules` of all devices since some moment, which raises CounterError;
+    `source` and `covers` see `Energy`. `clock` and `sleep` are of the time that the counter lives in."""
 
     def __init__(
         self,
@@ -151,13 +145,8 @@ class EnergyMeter:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Energy:
-        """Joules of a unit of work, by the three rules. Raises CounterError.
-
-        Args:
-            work: does some and returns how many units; it has waited for the devices when it returns.
-            seed: of the random waits before the trials.
-            progress: gets how many trials are done, of how many.
-        """
+        """Joules of a unit of work, by the three rules. `work` does some and returns how many units; it has waited for
+        the devices when it returns. `seed` is of the random waits before the trials. Raises CounterError."""
         rng, timing = random.Random(seed), self.timing
         trials, times = [], []
         for trial in range(timing.trials):
@@ -227,11 +216,8 @@ class RaplCounter:
 
 
 def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str]:
-    """What counts the energy of these devices: GPUs without their processor where there are any, else the processor.
-
-    Returns:
-        The meter and what it covers; or None, and why there is none.
-    """
+    """What counts the energy of these devices: GPUs without their processor where there are any, else the processor;
+    and what it covers, or None, and why there is none."""
     kinds = {device.type for device in devices} - {"meta"}
     if "cuda" in kinds:
         return _open_nvml(sorted({cuda_uuid(device) for device in devices if device.type == "cuda"}))

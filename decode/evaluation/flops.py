@@ -42,16 +42,9 @@ class Flops(NamedTuple):
 def forward_flops(
     config: Any, new_tokens: float, context_tokens: float, *, rows: int = 1, source_tokens: float = 0
 ) -> Flops:
-    """FLOPs of a decoder's forward of new tokens on top of cached ones, each projected to the vocabulary.
-
-    Args:
-        config: a transformers configuration of one of `FAMILIES`.
-        new_tokens: M of a row; a mean over steps may be given.
-        context_tokens: cached tokens of a row, so that S is M more.
-        rows: of the batch.
-        source_tokens: of an encoder-decoder, what each new token attends to in the source; the encoder's forward is not
-            counted.
-    """
+    """FLOPs of a decoder's forward of M new tokens a row (or a mean over steps) on top of cached ones, each projected
+    to the vocabulary, for a transformers configuration of one of `FAMILIES`. Of an encoder-decoder, `source_tokens` are
+    what each new token attends to in the source; the encoder's forward is not counted."""
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     hidden, heads = text.hidden_size, text.num_attention_heads
     layers = text.num_decoder_layers if text.is_encoder_decoder else text.num_hidden_layers
@@ -130,15 +123,8 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
 
 
 def step_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops | None:
-    """FLOPs of a step: the target's forward of its nodes, and every forward of the proposal at its width.
-
-    Args:
-        nodes: that the target scores, on average.
-        context: committed tokens.
-
-    Returns:
-        None where those of a model do not follow from shapes.
-    """
+    """FLOPs of a step: the target's forward of its nodes (a mean), and every forward of the proposal at its width; None
+    where those of a model do not follow from shapes."""
     proposer, drafting, before = method.proposer, 0.0, Counter[int]()
     scored = part_flops(target, nodes, context)
     if scored is None:

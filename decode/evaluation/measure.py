@@ -238,19 +238,14 @@ def measure(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Run]:
     """Decode every prompt with every entry, `repeats` times, in an order that changes from prompt to prompt (see
-    `turn`); then entries whose times are unsteady once more, in turn with their baselines.
+    `turn`); then entries whose times are unsteady once more, in turn with their baselines, `again` times at most.
+    Returns runs by label.
 
     A prompt's tokens are drawn by `seed` and its index alone: each repeat writes the same.
 
     Args:
         reference: a transformers model; it is run greedily as one more row where an entry is greedy.
-        again: how many more times at most.
-        finished: runs of an interrupted evaluation; they are not done again.
-        on_run: gets every run that was done.
-        progress: gets how many runs are done, of how many, and the label of the next.
-
-    Returns:
-        Runs by label.
+        finished: runs of an interrupted evaluation; they are not done again. `on_run` gets every other.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
     labels, warm_up = list(jobs), Limits(min(8, limits.max_new_tokens), limits.stop_ids)

@@ -98,11 +98,7 @@ def speedup_interval(
     tokens: Sequence[int], seconds: Sequence[float], base_tokens: Sequence[int], base_seconds: Sequence[float]
 ) -> tuple[float, Interval | None]:
     """Throughput over the baseline's on the same prompts, and its 95 % bootstrap interval over prompts (None for fewer
-    than 3).
-
-    Args:
-        tokens, seconds: of the method, by prompt. base_tokens, base_seconds: of autoregressive decoding.
-    """
+    than 3)."""
     over_P2 = np.array([tokens, base_tokens], dtype=np.float64).T
     under_P2 = np.array([seconds, base_seconds], dtype=np.float64).T
     mine, theirs = over_P2.sum(0) / under_P2.sum(0)

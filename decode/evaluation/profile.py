@@ -165,13 +165,8 @@ def synchronise(model: LanguageModel) -> None:
 
 @torch.inference_mode()
 def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: int) -> tuple[float, int]:
-    """Seconds of a proposal's forwards in isolation, over those of a one-token forward of the target; how many they
-    are.
-
-    Args:
-        nodes: how many nodes the target scores an iteration.
-        context: how many tokens are committed.
-    """
+    """Seconds of a proposal's forwards in isolation, over those of a one-token forward of the target, behind `context`
+    committed tokens; how many they are. `nodes`: that the target scores an iteration."""
     drafts = Counter[tuple[Any, int]]((model or target, count) for model, count in method.proposer.forwards(nodes))
     calls = {each: isolated_forward(target, *each, context) for each in ((target, 1), *drafts)}
     seconds: dict[Any, list[float]] = {each: [] for each in calls}

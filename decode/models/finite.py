@@ -39,12 +39,8 @@ class Watch:
         return torch.cat([number_BX.flatten() for _, number_BX, _ in self._seen]).float()
 
     def end_step(self, on_host: Sequence[float], ended: Sequence[bool], lengths: Sequence[int]) -> None:
-        """Forget this step's numbers.
-
-        Args:
-            on_host: what `seen` gave.
-            ended: rows that are not looked at.
-            lengths: how many tokens each row had before this step.
+        """Forget this step's numbers: `on_host` is what `seen` gave, `ended` says which rows are not looked at,
+        `lengths` how many tokens each row had before.
 
         Raises ValueError: the first logits of this step that are NaN or infinite, whose they are, and where.
         """

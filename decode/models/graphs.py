@@ -142,19 +142,14 @@ class _Slab:
 
 
 class GraphedModel(LanguageModel):
-    """A model on one CUDA device whose forwards of few tokens are replayed.
+    """A decoder on one CUDA device whose forwards of few tokens are replayed; weights may change in place, but not
+    move.
 
     The first call of a shape (batch, new tokens, width of the tree, slots to attend to) runs eagerly, the second is
     captured. Prompts, more than `max_tokens` new tokens, and everything inside a `TorchDispatchMode` take the model's
-    own path. Not for several threads or streams at a time. A cache's memory goes to the next user with its graphs.
-
-    Args:
-        model: a decoder whose forward never waits for the device; weights may change in place, but not move.
-        capture: by default as CUDA graphs.
-        max_graphs: how many shapes each cache remembers.
-        stride: a power of two; see `round_up`.
-
-    Raises ValueError: the model is not on one CUDA device.
+    own path. Not for several threads or streams at a time. A cache's memory goes to the next user with its graphs, of
+    `max_graphs` shapes; `stride`, a power of two, see `round_up`. Raises ValueError: the model is not on one CUDA
+    device.
     """
 
     def __init__(

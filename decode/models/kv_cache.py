@@ -143,11 +143,8 @@ class KVCache:
             )
 
     def move_to_front(self, path_BK: Tensor) -> None:
-        """Put node `path[b, i]` of each row where node i + 1 stands, for all layers at once.
-
-        Args:
-            path_BK: [B, K] node indices, at least i + 1 in column i; a column that is not kept names itself (i + 1).
-        """
+        """Put node `path[b, i]` of each row where node i + 1 stands, for all layers at once; it is at least i + 1. A
+        column that is not kept names itself."""
         depth = path_BK.shape[1]
         for keys_LBHSE, values_LBHSE in self._stacks:
             nodes_BK = path_BK.to(keys_LBHSE.device)

@@ -16,11 +16,8 @@ from .kv_cache import KVCache
 
 
 def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree: Tree) -> Tensor:
-    """Run all nodes of a tree whose leaves lie equally deep; `LanguageModel.extend` does the same by tree attention.
-
-    Returns:
-        [B, N, D] last hidden states. Keys and values stand behind the committed ones, node by node.
-    """
+    """Run all nodes of a tree whose leaves lie equally deep, [B, N, D]; `LanguageModel.extend` does the same by tree
+    attention. Keys and values stand behind the committed ones, node by node."""
     if tree.is_chain:
         return model.extend(cache, tokens_BN, tree)
     assert len(tree.parents_BN) == 1, "one topology for all rows"

@@ -32,15 +32,11 @@ class HeadModule(Protocol):
 
 
 class HeadTree(Proposer):
-    """A fixed tree: each node holds the candidate of a given rank of its depth's head.
+    """A fixed tree, see `tree.parse_tree`: each node holds the candidate of a given rank of its depth's head.
 
-    Source: Medusa, as in `slim.txt`, sections 2 and 4.1. One candidate a level is blockwise parallel decoding.
-
-    Args:
-        shape: a k-configuration or a list of paths, see `tree.parse_tree`.
-
-    Raises ValueError: a shape that does not parse, or that is deeper than there are heads; at the start of decoding,
-    heads of another target or of other states of it.
+    Source: Medusa, as in `slim.txt`, sections 2 and 4.1. One candidate a level is blockwise parallel decoding. Raises
+    ValueError: a shape that does not parse, or that is deeper than there are heads; at the start of decoding, heads of
+    another target or of other states of it.
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:

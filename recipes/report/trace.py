@@ -38,14 +38,11 @@ _BEFORE = 60
 
 
 class TokenTexts:
-    """Texts of tokens one after another: what each adds, given those before it.
+    """Texts of tokens one after another, behind the ids `before`: what each adds, given those before it.
 
     Where a token ends inside a character, the character goes to the token that completes it. A U+FFFD of the text's own
-    looks unfinished until the text goes on. Joined, with `rest` behind them, the texts are those of all ids together.
-
-    Args:
-        tokenizer: with `decode`.
-        before: ids that the text follows, the prompt's last ones.
+    looks unfinished until the text goes on. Joined, with `rest` behind them, the texts are those of all ids
+    together.
     """
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:

@@ -11,12 +11,7 @@ from .terminal import Advance, bar, log
 
 
 class Stoppable(StopSignals):
-    """Signals that come meanwhile.
-
-    Args:
-        what: ends here, for people: "evaluate".
-        further: what then is to be done.
-    """
+    """Signals that come meanwhile and end `what` (for people: "evaluate"); `further`: what then is to be done."""
 
     def __init__(self, what: str, further: str = "; the same command resumes from here") -> None:
         super().__init__()

@@ -153,16 +153,13 @@ def certify_method(
     keep: Callable[[int, Callable[[], DecodedBatch]], DecodedBatch] = lambda _, work: work(),
     progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
-    """Run a method and judge what it writes.
+    """Run a method and judge what it writes. One that does not claim to be lossless runs to the end, whatever is found.
 
     Args:
         method: a proposer and a verifier; by default those of the entry.
         reference: judges; by default the target. Another scorer of its weights tests the target's forward too.
         rounding: of the target and the reference under this sampling; measured here by default.
         keep: has texts written, from the row of a number on, or knows what was written before.
-        progress: gets the tokens judged and planned.
-
-    Methods that do not claim to be lossless run to the end, whatever is found.
     """
     method = method or build_method(entry.method, parts, entry.sampling, **entry.options)
     rounding = rounding or measure_rounding(target, prompts, entry.sampling, reference=reference)
@@ -413,12 +410,8 @@ def _positions(numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> list
 
 
 def within_rounding(logits_V: Tensor, token: int, sampling: Sampling, near_tie: float) -> bool:
-    """Whether top-k and top-p would keep a token if every logit were wrong by up to half of `near_tie`; False where
-    neither is set.
-
-    Args:
-        logits_V: [V] of the unwarped target.
-    """
+    """Whether top-k and top-p would keep a token if every logit [V] of the unwarped target were wrong by up to half of
+    `near_tie`; False where neither is set."""
     own = logits_V[token]
     if 0 < sampling.top_k < len(logits_V) and own < logits_V.topk(sampling.top_k).values[-1] - near_tie:
         return False

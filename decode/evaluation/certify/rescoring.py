@@ -130,13 +130,11 @@ def proposers_view(
     reading: Reading,
     vocab: int,
 ) -> View | None:
-    """What a proposer's drafter, heads or table hold likely as each next token, given the text before it.
+    """A function from a slice of the tokens to [C, V], what a proposer's drafter, heads or table hold likely as each
+    next token, given the text before it; None for proposers without any such part.
 
     The mean of several drafters; of heads the first; of prompt look-up all on the token that it finds. It only orders
     the vocabulary: a deeper head proposes other tokens too.
-
-    Returns:
-        A function from a slice of the tokens to [C, V] probabilities; None for proposers without any such part.
     """
     if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
@@ -186,13 +184,11 @@ class Rounding(NamedTuple):
 def measure_rounding(
     target: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling, reference: LanguageModel | None = None
 ) -> Rounding:
-    """Compare the target's forwards of 1, 4, 16 and 64 tokens with one wide forward of a few texts of its own.
+    """Compare the target's forwards of 1, 4, 16 and 64 tokens with one wide forward of a few texts of its own, by
+    `reference` or the target itself.
 
     A near-tie is a difference of up to four times the largest that was seen, at least one unit in the last place of the
     largest logit, and no more than the root of the dtype's precision times that logit.
-
-    Args:
-        reference: makes the wide forward; by default the target.
     """
     reference = reference or target
     prompts = list(prompts[:_TEXTS])

@@ -68,12 +68,8 @@ class World(NamedTuple):
 def stress_method(
     entry: Entry, plan: Plan, device: str = "cpu", progress: Callable[[int, int], None] | None = None
 ) -> Iterator[Certificate]:
-    """Judge a method with its options under every one of `CHECKS` in which it calls itself lossless.
-
-    Args:
-        entry: label, method and options; its sampling plays no part.
-        plan: tokens and level, which is that of all checks together; the checks have batches of their own.
-    """
+    """Judge an entry's method with its options under every one of `CHECKS` in which it calls itself lossless; the
+    plan's level is that of all checks together."""
     world = make_world(*_sizes(method_options(entry.method, entry.options)), device)
     for check in CHECKS:
         options = _short(method_options(entry.method, entry.options)) if check.short else entry.options

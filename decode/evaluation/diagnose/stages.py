@@ -115,16 +115,9 @@ def _resampled(stage: Stage) -> Floats | None:
 
 
 def findings(stages: Sequence[Stage], other_target: bool, other_template: bool, rounds: bool) -> list[dict[str, Any]]:
-    """The causes of lost acceptance that are certain and large enough, the largest first.
-
-    Args:
-        other_target: the artifact was made for another target than this one.
-        other_template: conversations were written otherwise for its training.
-        rounds: training's measurement or this one was taken in 16 bits.
-
-    Returns:
-        `lost` is None where training measured something else than the acceptance that the files are judged by.
-    """
+    """The causes of lost acceptance that are certain and large enough, the largest first; `lost` is None where training
+    measured something else than the acceptance that the files are judged by. For its training the artifact may have had
+    another target or template; `rounds`: something was measured in 16 bits."""
     by_key, found = {stage.key: stage for stage in stages}, []
 
     def note(cause: str, lost: float | None, span: Any, numbers: str = "") -> None:

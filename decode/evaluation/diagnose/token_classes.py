@@ -33,12 +33,8 @@ _SEEN = 16
 
 
 def classify(pieces: Sequence[str], special: Sequence[bool]) -> list[str]:
-    """The class of each token of an answer, one of `CLASSES`; the first that fits, in their order.
-
-    Args:
-        pieces: the texts that the tokens add, one after another; "" for a token that ends inside a character.
-        special: whether a token is a special one. As many as there are pieces.
-    """
+    """The class of each token of an answer, one of `CLASSES`; the first that fits, in their order. `pieces` are the
+    texts that the tokens add, one after another; "" for a token that ends inside a character."""
     assert len(pieces) == len(special)
     text = "".join(pieces)
     inside = _code_letters(text)

@@ -25,12 +25,8 @@ _TINY = 1e-30
 
 
 class Candidates:
-    """What candidates drawn from q are worth at each of many positions whose token is known.
-
-    Args:
-        target_TV, draft_TV: [T, V] warped distributions, any float type.
-        token_T: int64 [T]; the tokens that were emitted.
-    """
+    """What candidates drawn from q are worth at each of many positions whose emitted token is known; [T, V] warped
+    distributions, any float type."""
 
     def __init__(self, target_TV: Tensor, draft_TV: Tensor, token_T: Tensor) -> None:
         target_TV, draft_TV = target_TV.double(), draft_TV.double()

@@ -103,16 +103,15 @@ def record(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Recording:
-    """Read the texts once with the target and with every source of drafts that `parts` holds.
+    """Read the texts, drawn from the target with this `sampling`, once with it and with every source of drafts that
+    `parts` holds.
 
     Args:
-        texts: new tokens after each prompt, drawn from the target with this `sampling` (`measure.sample_texts`).
         candidates: K, the most candidates a position that replay shall know of.
         head_candidates: C, how many of each head's tokens to keep.
         draws: sequences of refused candidates per position, without replacement (`acceptance.Candidates`).
         tables: ways to draft from `parts.table`; of these the numbers of several candidates are not kept.
         chunk: positions of which whole distributions are held at a time.
-        seed: of these draws.
 
     Raises ValueError: other numbers of prompts and texts, no text at all, a text whose token the target cannot have
     drawn, parts of another vocabulary.

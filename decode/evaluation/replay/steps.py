@@ -43,11 +43,8 @@ class Prediction:
 
 
 def replay_chances(recording: Recording, accept_KT: Floats, nodes: float) -> Prediction:
-    """Steps whose token at depth i is accepted with a chance of its own at every position.
-
-    Args:
-        accept_KT: [K, T] P(the token of position t is an accepted draft | the text), if drafted at depth i.
-    """
+    """Steps whose token at depth i is accepted with a chance of its own at every position: [K, T] P(the token of
+    position t is an accepted draft | the text), if drafted at depth i."""
     longest = int(recording.lengths.max())
     reach_BT = np.ones((len(recording.lengths), longest))
     yields, reached = [], []

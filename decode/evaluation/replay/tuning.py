@@ -172,11 +172,8 @@ def tree_text(paths: Paths) -> str:
 def settings_of(
     name: str, sampling: Sampling, parts: Parts, space: Space, recording: Recording | None = None
 ) -> list[Options]:
-    """Settings of a method to be tried: by replay, or decoded for those of `DECODED`.
-
-    Args:
-        recording: says which of the heads' trees; None: sizes stand for them, to be counted.
-    """
+    """Settings of a method to be tried: by replay, or decoded for those of `DECODED`. The recording says which of the
+    heads' trees; without one sizes stand for them, to be counted."""
     grid = _decoded_grid(name, sampling, space) if name in DECODED else _replayed_grid(name, parts, space)
     if "tree" in grid:
         sizes = [size for size in grid["tree"] if size < space.nodes]
@@ -232,11 +229,8 @@ def tune_method(
     fixed: Mapping[str, Any] | None = None,
     space: Space | None = None,
 ) -> list[Choice]:
-    """Every setting of a method that was tried, the fastest first; of equally fast ones the smaller tree.
-
-    Args:
-        fixed: settings that are not tuned, such as `replacement`; those that are tuned replace them.
-    """
+    """Every setting of a method that was tried, the fastest first; of equally fast ones the smaller tree. `fixed` are
+    settings that are not tuned, such as `replacement`; those that are tuned replace them."""
     choices = []
     space = space or Space()
     for options in settings_of(name, recording.sampling, parts, space, recording):
@@ -282,14 +276,9 @@ def tune_decoded(
     progress: Callable[[int, int], None] | None = None,
     keep: Callable[[int, Callable[[], Choice | None]], Choice | None] = lambda _, work: work(),
 ) -> list[Choice]:
-    """Every setting of a method that was decoded, the fastest first; of lossy ones with the perplexity.
-
-    Args:
-        recording: gives the prompts and the sampling; `limits` are those of its texts.
-        fixed: settings that are not tuned; those that are replace them.
-        seed: prompt i draws from seed + i.
-        keep: does the work of a setting, by its number, or knows what came of it.
-    """
+    """Every setting of a method that was decoded, the fastest first; of lossy ones with the perplexity. Prompts and
+    sampling are the recording's, `limits` those of its texts, `fixed` as in `tune_method`; prompt i draws from seed +
+    i. `keep` does the work of a setting, by its number, or knows what came of it."""
     space, sampling = space or Space(), recording.sampling
     prompts = recording.prompts[: space.decoded_prompts]
 

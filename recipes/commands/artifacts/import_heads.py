@@ -24,13 +24,8 @@ _SHAPES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_k
 def import_heads(
     source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
 ) -> None:
-    """Write an artifact of kind heads from published ones (folder or hub id); see `layouts.read_heads`.
-
-    Args:
-        target: the model that the heads are for; by default the whole model that they lie beside.
-        unpickle: read pickled files as well.
-        states: what the heads read of the target, where their own config does not say it.
-    """
+    """Write an artifact of kind heads from published ones (folder or hub id), which are for `target`, by default the
+    whole model that they lie beside; see `layouts.read_heads`."""
     check_new(out)
     stored = read_heads(_folder(source, unpickle), unpickle=unpickle, states=states)
     log(_description(source, stored))

@@ -80,15 +80,10 @@ class _Case(Case):
 
 
 def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | None = None) -> dict[str, Any]:
-    """Measure each part of an evaluation from its training to real decoding, show where acceptance is lost and write
-    it. A part is decoded with the options and the temperature of the recipe's first row of its chain method.
-
-    Args:
-        parts: drafter, heads, table; by default all that the recipe names.
-        out: the file (.json); by default `diagnosis.json` beside the recipe's results.
-
-    Raises ValueError: a part that the recipe does not name; another kind of file.
-    """
+    """Measure each part of an evaluation (by default all that the recipe names) from its training to real decoding,
+    show where acceptance is lost and write it, by default to `diagnosis.json` beside the results. A part is decoded
+    with the options and the temperature of the recipe's first row of its chain method. Raises ValueError: a part that
+    the recipe does not name; another kind of file."""
     path = out or beside(Path(recipe.out), KIND)
     if path.suffix != ".json" or path.is_dir():
         raise ValueError(f"--out must be a .json file, got {path}")

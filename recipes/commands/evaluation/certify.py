@@ -42,14 +42,12 @@ def run_certify(
     recipe: EvaluateRecipe, tokens: int = TOKENS, batch: int = BATCH, out: Path | None = None, plan_only: bool = False
 ) -> list[Certificate]:
     """Certify every method of a recipe, first on a small pair of its own (`stress.py`), then on the recipe's; rows are
-    decoded at temperature 1 too where all are at 0. Print a table and write the certificate after each; resume where a
-    killed run stopped.
+    decoded at temperature 1 too where all are at 0. Print a table and write the certificate after each, by default
+    beside the results; resume where a killed run stopped. With `plan_only` print how long each would take, and no more.
 
     Args:
         tokens: to judge for each method above temperature 0; on the small pair `SHARE` times as many a check.
         batch: prompts decoded together.
-        out: the file; by default beside the recipe's results.
-        plan_only: print how long each would take, and no more.
     """
     out = out or beside(Path(recipe.out), KIND)
     check_writable(out)

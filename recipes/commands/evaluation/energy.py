@@ -35,17 +35,10 @@ from .recipe import BASE, BASELINE, evaluate_recipe
 
 
 def run_energy(recipe: EvaluateRecipe, out: Path, *, batches: Sequence[int], runs: int, context: int) -> dict[str, Any]:
-    """Time forwards of a recipe's target at several batch sizes, count their joules where something counts them, print
-    the table and write it to `out`.
-
-    Args:
-        batches: inputs of a forward.
-        runs: forwards that are timed at each batch size; joules are counted over windows of their own.
-        context: tokens that each input has behind it.
-
-    Raises ValueError: a number below 1, more context than the target has positions, too large a batch for the device's
-    memory.
-    """
+    """Time forwards of a recipe's target at several batch sizes with `context` tokens behind each input, count their
+    joules (over windows of their own) where something counts them, print the table and write it to `out`. Raises
+    ValueError: a number below 1, more context than the target has positions, too large a batch for the device's
+    memory."""
     if min(runs, context, *batches) < 1:
         raise ValueError(f"all must be at least 1: --runs {runs}, --context {context}, --batch {[*batches]}")
     check_writable(out)

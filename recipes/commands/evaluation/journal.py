@@ -30,12 +30,9 @@ class Journal:
 
     A line is written and flushed when its work is done; a half last line, which a killed writer leaves, is cut off.
     Each stands with 16 digits of a SHA-256 of itself and of the digits before it, so that one that was changed, moved
-    or taken out is noticed. Lines that belong to something else are dropped. Which it was is logged.
-
-    Attributes:
-        lines: what earlier processes wrote, in order.
-
-    Raises ValueError: another process is writing; a damaged or changed line that is not the last, with its number.
+    or taken out is noticed. Lines that belong to something else are dropped. Which it was is logged. `lines` are what
+    earlier processes wrote, in order. Raises ValueError: another process is writing; a damaged or changed line that is
+    not the last, with its number.
     """
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any]) -> None:

@@ -44,14 +44,10 @@ def evaluate_recipe(
     command: str = "evaluate",
     rows: Rows = AS_IT_IS,
 ) -> EvaluateRecipe:
-    """The recipe of an evaluation. Without one there must be a target; `evaluate/all-methods` is then run with the
-    parts that are given, on `spec-bench` and with the tokenizer's chat template unless others are given.
-
-    Args:
-        name: a recipe's file or name, of which `evaluate/` may be left out; None, or a change (`key=value`): none.
-        overrides: `key.path=value`, values in YAML; they come after `given`.
-        given: target, drafter, heads, table, prompts, out and other keys by name; None: not given.
-    """
+    """The recipe of an evaluation, with changes: `given` (by key; None: not given), then `overrides`
+    (`key.path=value`). Without a `name`, or with a change in its place, there must be a target; `evaluate/all-methods`
+    is then run with the parts that are given, on `spec-bench` and with the tokenizer's chat template unless others are
+    given."""
     recipe = evaluation_or_paper(name, overrides, given, None, command, ["evaluate"], rows)
     assert isinstance(recipe, EvaluateRecipe)
     return recipe

@@ -28,13 +28,8 @@ from .recipe import named_rows
 def run_trace(
     recipe: EvaluateRecipe, methods: Sequence[str] = (), question: str | None = None, limit: int = 2
 ) -> dict[str, Any]:
-    """Decode a few prompts, show every step on the terminal and keep `trace.json` beside the recipe's results.
-
-    Args:
-        methods: as `named_rows` takes them; by default the recipe's first row that drafts.
-        question: asked instead of the recipe's prompts.
-        limit: of the recipe's prompts.
-    """
+    """Decode a few prompts, or one `question` instead, show every step on the terminal and keep `trace.json` beside the
+    recipe's results. `methods` are as `named_rows` takes them; by default the recipe's first row that drafts."""
     path = beside(Path(recipe.out), "trace")
     check_writable(path)
     drafting = next((row for row in recipe.methods if row.method != BASELINE), recipe.methods[0])
