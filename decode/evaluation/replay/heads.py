@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...engine import Verifier
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...tree import Tree
 from .recording import Recording
@@ -37,7 +36,7 @@ def _following(recording: Recording, depth: int) -> NDArray[np.int64]:
     return np.stack(rows)
 
 
-def head_tree(recording: Recording, proposer: HeadTree, verifier: Verifier) -> Prediction:
+def head_tree(recording: Recording, proposer: HeadTree) -> Prediction:
     assert recording.heads is not None
     width, known = 1 + int(proposer.ranks_N.max()), recording.heads.token_THC.shape[2]
     if width > known:
@@ -55,7 +54,7 @@ def walk_tree(recording: Recording, tree: Tree, ranks_N: Tensor) -> tuple[NDArra
     return _walk(tree.parents_BN, tokens_TN, torch.from_numpy(_following(recording, tree.max_depth)))
 
 
-def pruned_tree(recording: Recording, proposer: PrunedHeadTree, verifier: Verifier) -> Prediction:
+def pruned_tree(recording: Recording, proposer: PrunedHeadTree) -> Prediction:
     """SLiM: the real search over the recorded candidates, a few hundred positions at a time."""
     heads = recording.heads
     assert heads is not None

@@ -11,7 +11,7 @@ Shape letters: T positions (all texts' one after another), K depth, S a whole te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,19 +95,22 @@ def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str,
     proposer, verifier = build_method(name, parts, recording.sampling, **options)
     if not verifier.lossless:
         return None
-    replay = _REPLAYS.get(type(proposer))
-    if replay is None or not _recorded(recording, proposer):
-        return None
-    return replay(recording, proposer, verifier)
-
-
-def _recorded(recording: Recording, proposer: Proposer) -> bool:
-    """Whether what the proposer drafts from was looked at."""
-    if isinstance(proposer, (DraftTree, DraftChains)):
-        return "drafter" in recording.drafts
-    if isinstance(proposer, TableChain):
-        return proposer.source.name in recording.drafts
-    return recording.heads is not None or not isinstance(proposer, (HeadTree, PrunedHeadTree))
+    match proposer:
+        case NoDraft():
+            return replay_chances(recording, np.zeros((0, recording.positions)), 1)
+        case DraftTree() if "drafter" in recording.drafts:
+            return _draft_tree(recording, proposer, verifier)
+        case DraftChains() if "drafter" in recording.drafts:
+            return _chains(recording, proposer)
+        case TableChain() if proposer.source.name in recording.drafts:
+            return _table_chain(recording, proposer)
+        case PromptLookup():
+            return _prompt_lookup(recording, proposer)
+        case HeadTree() if recording.heads is not None:
+            return head_tree(recording, proposer)
+        case PrunedHeadTree() if recording.heads is not None:
+            return pruned_tree(recording, proposer)
+    return None
 
 
 def chances(recording: Recording, source: str, candidates: int, rule: str) -> Floats:
@@ -137,10 +140,6 @@ def chances(recording: Recording, source: str, candidates: int, rule: str) -> Fl
     return column_TK[:, candidates - 1].astype(np.float64)
 
 
-def _nothing(recording: Recording, proposer: NoDraft, verifier: Verifier) -> Prediction:
-    return replay_chances(recording, np.zeros((0, recording.positions)), 1)
-
-
 def _draft_tree(recording: Recording, proposer: DraftTree, verifier: Verifier) -> Prediction | None:
     replacement = "with" if proposer.replacement else "without"
     rules = {GreedyMatch: "without", ExactChain: "with", MultiCandidate: replacement}
@@ -151,12 +150,12 @@ def _draft_tree(recording: Recording, proposer: DraftTree, verifier: Verifier) -
     return replay_chances(recording, np.stack([widths[width] for width in proposer.branching]), proposer.tree.nodes)
 
 
-def _table_chain(recording: Recording, proposer: TableChain, verifier: Verifier) -> Prediction | None:
+def _table_chain(recording: Recording, proposer: TableChain) -> Prediction:
     accept_T = chances(recording, proposer.source.name, 1, "without" if recording.sampling.greedy else "with")
     return replay_chances(recording, np.tile(accept_T, (proposer.gamma, 1)), proposer.gamma + 1)
 
 
-def _chains(recording: Recording, proposer: DraftChains, verifier: Verifier) -> Prediction | None:
+def _chains(recording: Recording, proposer: DraftChains) -> Prediction | None:
     """Chains of one drafter at temperature 0, where all of them are the same."""
     if len(proposer.models) > 1 or not recording.sampling.greedy:
         return None
@@ -165,7 +164,7 @@ def _chains(recording: Recording, proposer: DraftChains, verifier: Verifier) -> 
     return replay_chances(recording, np.tile(accept_T, (proposer.gamma, 1)), nodes)
 
 
-def _prompt_lookup(recording: Recording, proposer: PromptLookup, verifier: Verifier) -> Prediction:
+def _prompt_lookup(recording: Recording, proposer: PromptLookup) -> Prediction:
     accepted, nodes = [], []
     for prompt, text in zip(recording.prompts, recording.texts, strict=True):
         ids_1S = np.array([[*prompt, *text]], dtype=np.int64)
@@ -179,14 +178,3 @@ def _prompt_lookup(recording: Recording, proposer: PromptLookup, verifier: Verif
     accepted_T, nodes_T = np.array(accepted), np.array(nodes)
     tried_T = np.minimum(accepted_T + 1, nodes_T - 1)
     return replay_tokens(recording, accepted_T, tried_T, proposer.gamma, nodes_T.astype(np.float64))
-
-
-_REPLAYS: dict[type[Proposer], Callable[..., Prediction | None]] = {
-    NoDraft: _nothing,
-    DraftTree: _draft_tree,
-    TableChain: _table_chain,
-    DraftChains: _chains,
-    PromptLookup: _prompt_lookup,
-    HeadTree: head_tree,
-    PrunedHeadTree: pruned_tree,
-}
