@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,19 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ..artifact.compat import patch_model, patch_tokenizer
-from ..artifact.locate import at_revision
 from ..pairs.repair import arranged
 from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation, write_settings
-from ..storage.messages import install_hint
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.safe_read import check_safetensors, read_json
 from ..verify.draft_vocabulary import TOKENS, read_vocabulary
 from ..verify.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    UNLOADABLE,
     base_of,
     is_adapter,
     load_config,
-    load_whole,
-    model_class,
-    only_safetensors,
-    reason,
+    load_language_model,
+    with_adapter,
 )
 from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
 from .target import check_vocabulary
@@ -46,37 +42,15 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 """Of logits, as a share of the largest: what merging an adapter into weights of a type may change by rounding."""
 
 
-def load_drafter(source: str | Path) -> Any:
-    """A model in evaluation mode, without remote code or unasked pickles. Raises ValueError: it cannot be loaded."""
-    source = at_revision(str(source))
-    config = load_config(source)
-    safe = only_safetensors(source, config)
-    try:
-        kind = model_class(config)
-        return load_whole(kind, source, dtype="auto", use_safetensors=safe, trust_remote_code=False).eval()
-    except UNLOADABLE as error:
-        raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
-
-
-def with_adapter(folder: Path, *, merged: bool) -> Any:
-    """An adapter's model with it beside the weights or `merged`. Raises ValueError: no peft, or it does not fit."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: {install_hint('train')}") from error
-    base = base_of(folder)
-    try:
-        model = PeftModel.from_pretrained(load_drafter(base), str(folder))
-    except UNLOADABLE as error:
-        why = reason(str(folder), error)
-        raise ValueError(f"the adapter in {folder} cannot be put on its model {base}: {why}") from error
-    return (model.merge_and_unload() if merged else model).eval()
+def load_drafter(folder: Path, *, merged: bool = True) -> Any:
+    """The model in a folder, an adapter in it `merged` or beside the weights; see `load_language_model`."""
+    load = partial(load_language_model, dtype="auto")
+    return with_adapter(folder, load, merged=merged) if is_adapter(folder) else load(folder)
 
 
 def load_merged(source: Source) -> Any:
     """The model of an artifact as other programs shall read it: an adapter merged, an output layer padded."""
-    folder = source.folder
-    model = with_adapter(folder, merged=True) if is_adapter(folder) else load_drafter(folder)
+    model = load_drafter(source.folder)
     if (ids_R := proposed_tokens(source)) is not None:
         _pad(model, ids_R)
     return model
@@ -123,7 +97,7 @@ def write_whole(source: Source, folder: Path, *, merge: bool = True) -> None:
             )
     names = [name for name in source.manifest.files if name not in _OURS]
     if merge and is_adapter(source.folder):
-        with_adapter(source.folder, merged=True).save_pretrained(folder)
+        load_drafter(source.folder).save_pretrained(folder)
         names = [name for name in names if name not in (ADAPTER_CONFIG, ADAPTER_FILE) and not (folder / name).exists()]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -163,14 +137,14 @@ def _compare_adapter(source: Source, folder: Path) -> list[str]:
     expected, found = load_file(source.folder / ADAPTER_FILE), load_file(folder / ADAPTER_FILE)
     check_same_tensors(found, expected, folder)
     lines = [f"all {len(found)} tensors of the adapter, bit by bit"]
-    lines += _compare_logits(source, with_adapter(folder, merged=False), folder)
+    lines += _compare_logits(source, load_drafter(folder, merged=False), folder)
     return [*lines, *compare_tokenizers(source.folder, folder)]
 
 
 def _compare_logits(source: Source, made: Any, folder: Path) -> Iterator[str]:
     """ValueError for logits that differ, of a merged model by more than rounding; of a padded one, for a likeliest
     token that is never proposed."""
-    mine = with_adapter(source.folder, merged=False) if is_adapter(source.folder) else load_drafter(source.folder)
+    mine = load_drafter(source.folder, merged=False)
     mine_BTV, made_BTV = random_logits(mine), random_logits(made)
     tokens = f"logits of {mine_BTV.shape[0] * mine_BTV.shape[1]} random tokens"
     if (ids_R := proposed_tokens(source)) is not None and not is_adapter(folder):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from ..artifact.artifact import file_faults, save_artifact
 from ..artifact.compat import patch_model, patch_tokenizer
@@ -22,7 +21,7 @@ from ..artifact.locate import find_folder, target_record
 from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
 from ..verify.draft_vocabulary import OUTER, TOKENS, read_vocabulary, write_vocabulary
-from ..verify.model_files import model_class, only_safetensors
+from ..verify.model_files import load_config, load_language_model
 from ..verify.tensors import describe
 from .checks import other_fingerprint
 from .sides import KEPT_FILES, WEIGHTS, Finding, Side
@@ -187,11 +186,10 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
 
 def _write_weights(rows: list[int | None], drafter: Side, weights: Path, folder: Path) -> None:
     """The model anew, with its rows moved."""
-    config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
-    safe = {"use_safetensors": only_safetensors(str(weights), config), "trust_remote_code": False}
+    config = load_config(weights)
     if drafter.rows is not None:
         config.get_text_config(decoder=True).vocab_size = drafter.rows  # what is stored, whatever it says
-    model = model_class(config).from_pretrained(weights, config=config, dtype="auto", **safe)
+    model = load_language_model(weights, config=config, dtype="auto")
     _move_rows(model, rows, drafter)
     model.save_pretrained(folder)
 

@@ -6,7 +6,7 @@ Letters: V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,9 +22,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import cached_file, logging
 
+from ..artifact.artifact import inside
+from ..artifact.compat import read_config
 from ..artifact.fingerprints import is_parameter
 from ..artifact.locate import at_revision
-from ..storage.messages import first_line
+from ..storage.messages import first_line, install_hint
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
 from ..storage.places import adapter_base, here, out_of_reach, split_revision
 from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
@@ -87,6 +89,39 @@ def quietly() -> Iterator[None]:
 def model_class(config: Any) -> Any:
     """The class that loads such a model."""
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
+    """A causal LM or an encoder-decoder in evaluation mode, with `settings` of transformers' `from_pretrained`; never
+    with remote code, unasked pickles or weights that are made up. Raises ValueError: it cannot be loaded."""
+    source = at_revision(str(source))
+    config = load_config(source)
+    try:
+        safe = {"use_safetensors": only_safetensors(source, config), "trust_remote_code": False}
+        return load_whole(model_class(config), source, **safe, **settings).eval()
+    except UNLOADABLE as error:
+        raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}") from error
+
+
+def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged: bool = True) -> Any:
+    """The model that an adapter was made for, as `load` gives it, changed by it: for good, or with it beside the
+    weights. Raises ValueError: no peft; pickled weights; an adapter that does not fit."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: {install_hint('train')}") from error
+    base = base_of(folder)
+    try:
+        only_safetensors(str(folder))
+    except ValueError as error:
+        raise ValueError(f"the adapter in {folder} cannot be loaded: {error}") from error
+    whole = load(base)
+    try:
+        model = PeftModel.from_pretrained(whole, str(folder))
+        return (model.merge_and_unload() if merged else model).eval()
+    except UNLOADABLE as error:
+        why = reason(str(folder), error)
+        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {why}") from error
 
 
 def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
@@ -155,14 +190,20 @@ def load_config(source: str | Path) -> Any:
         check_config(Path(place) / "config.json")
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except UNLOADABLE as error:
-        raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
+        hint = "" if (Path(place) / "config.json").is_file() else inside(Path(place))
+        why = f"{reason(str(source), error)}{hint}"
+        raise ValueError(f"no language model could be loaded from {str(source)!r}: {why}") from error
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter is for. Raises ValueError where it does not say."""
-    base = adapter_base(read_json(folder / ADAPTER_CONFIG))
-    if base is None:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for")
+    """The model that an adapter is for. Raises ValueError: it names none, or an adapter."""
+    path = folder / ADAPTER_CONFIG
+    settings = read_config(path)
+    base = adapter_base(settings)
+    if base is None or Path(base).resolve() == folder.resolve():
+        raise ValueError(f"{path} names no model for the adapter, got {settings.get('base_model_name_or_path')!r}")
+    if is_adapter(Path(base)):
+        raise ValueError(f"{path} names {base!r}, an adapter itself: merge that one into its model")
     return base
 
 

@@ -5,28 +5,16 @@ Shape letters: N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...checkpoints.artifact.artifact import inside
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.atomic import read_consistent
-from ...checkpoints.storage.messages import install_hint
-from ...checkpoints.storage.names import ADAPTER_CONFIG
-from ...checkpoints.storage.places import adapter_base
-from ...checkpoints.storage.safe_read import read_json
-from ...checkpoints.verify.model_files import (
-    UNLOADABLE,
-    check_config,
-    is_adapter,
-    load_whole,
-    model_class,
-    only_safetensors,
-    reason,
-)
+from ...checkpoints.verify.model_files import is_adapter, load_language_model, with_adapter
 from ..tree import Tree
 from .base import LanguageModel, TransformersModel, bare_model
 from .draft_vocabulary import kept_tokens, load_vocabulary
@@ -124,8 +112,9 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "cpu",
-    device_map: str | None = None,
+    device_map: str | dict[str, str] | None = None,
     attention: str | None = None,
+    **settings: Any,
 ) -> PreTrainedModel:
     """A causal LM or an encoder-decoder from a folder or a hub id (`user/name`, `user/name@revision`), in evaluation
     mode; never with remote code. A folder with a LoRA adapter gives the model that it was made for, merged with it.
@@ -133,71 +122,30 @@ def load_model(
     Args:
         device_map: spread it over several devices instead, as accelerate does: auto, balanced, sequential …
         attention: transformers' name of an attention kernel; None: its own choice, SDPA where the model has it.
+        settings: more of transformers' `from_pretrained`.
 
     Raises ValueError: no such folder or model on the hub; an attention kernel that is not there; an adapter without
     peft; weights that its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1`.
     """
     source = at_revision(source)
     folder = Path(source)
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
+    options = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention} | settings
     if not folder.is_dir():
         return _load(source, **options)
 
     def load() -> PreTrainedModel:
-        model = _with_adapter(folder, **options) if is_adapter(folder) else _load(source, **options)
+        adapted = is_adapter(folder)
+        model = with_adapter(folder, partial(load_model, **options)) if adapted else _load(source, **options)
         load_vocabulary(model, folder)
         return model
 
     return read_consistent(folder, load)
 
 
-def _load(source: str, *, dtype: Any, device: str, device_map: str | None, attention: str | None) -> PreTrainedModel:
-    try:
-        check_config(Path(source) / "config.json")
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        model = load_whole(
-            model_class(config),
-            source,
-            dtype=dtype,
-            device_map=device_map,
-            attn_implementation=attention,
-            trust_remote_code=False,
-            use_safetensors=only_safetensors(source, config),
-        )
-    except UNLOADABLE as error:
-        hint = "" if (Path(source) / "config.json").is_file() else inside(Path(source))
-        raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}{hint}") from error
-    model = model.eval() if device_map else model.to(device).eval()
+def _load(source: str, *, device: str, device_map: Any, attention: str | None, **settings: Any) -> PreTrainedModel:
+    model = load_language_model(source, device_map=device_map, attn_implementation=attention, **settings)
+    model = model if device_map else model.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu":  # mapped: what is written to the file would change the model
             tensor.data = tensor.data.clone()
     return model
-
-
-def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model that an adapter was made for, changed by it for good."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: {install_hint('train')}") from error
-    try:
-        settings = read_json(folder / ADAPTER_CONFIG)
-    except ValueError as error:
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: {error}") from error
-    base = adapter_base(settings)
-    if base is None or Path(base).resolve() == folder.resolve():
-        said = settings.get("base_model_name_or_path")
-        raise ValueError(f"{folder / ADAPTER_CONFIG} names no model for the adapter, got {said!r}")
-    if is_adapter(Path(base)):
-        raise ValueError(f"{folder / ADAPTER_CONFIG} names {base!r}, an adapter itself: merge that one into its model")
-    try:
-        only_safetensors(str(folder))
-    except ValueError as error:
-        raise ValueError(f"the adapter in {folder} cannot be loaded: {error}") from error
-    whole = load_model(base, **options)
-    try:
-        model = PeftModel.from_pretrained(whole, str(folder)).merge_and_unload()
-    except UNLOADABLE as error:
-        said = reason(str(folder), error)
-        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {said}") from error
-    return model.eval()

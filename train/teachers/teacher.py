@@ -5,15 +5,12 @@ Letters: B batch (blocks), T tokens, X = B · T flattened positions, K tokens ke
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 from ...checkpoints.artifact.fingerprints import model_fingerprint
-from ...checkpoints.artifact.locate import at_revision
-from ...checkpoints.verify.model_files import UNLOADABLE, check_config, model_class, only_safetensors, reason
 from ...data.blocks.packing import Batch
 from ...decode.models.loading import load_model
 from ..forward.packed import make_forward
@@ -90,20 +87,9 @@ def load_teacher(
     ValueError: no such model; 8 bits without what they need; what `ModelTeacher` raises."""
     if not load_in_8bit:
         return ModelTeacher(load_model(source, dtype=dtype, device=str(device)))
-    options = {
-        "dtype": "float16" if dtype == "auto" else dtype,
-        "quantization_config": BitsAndBytesConfig(load_in_8bit=True),
-        "device_map": {"": str(device)},
-    }
-    source = at_revision(source)
+    dtype, eight_bit = "float16" if dtype == "auto" else dtype, BitsAndBytesConfig(load_in_8bit=True)
     try:
-        check_config(Path(source) / "config.json")
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        safe = only_safetensors(source, config)
-        model = model_class(config).from_pretrained(source, use_safetensors=safe, trust_remote_code=False, **options)
-    except UNLOADABLE as error:
-        raise ValueError(
-            f"{source!r} could not be loaded in 8 bits on {device}: {reason(source, error)}; try it without "
-            "`teacher.load_in_8bit`"
-        ) from error
+        model = load_model(source, dtype=dtype, device_map={"": str(device)}, quantization_config=eight_bit)
+    except ValueError as error:
+        raise ValueError(f"in 8 bits on {device}: {error}; try it without `teacher.load_in_8bit`") from error
     return ModelTeacher(model)

@@ -127,8 +127,8 @@ def test_a_merge_that_is_wrong_is_found(
     """Both sides are merged alike: only the model with the adapter beside it can tell."""
     good = export_drafter.with_adapter
 
-    def forget(folder: Path, *, merged: bool) -> Any:
-        return export_drafter.load_drafter(export_drafter.base_of(folder)) if merged else good(folder, merged=False)
+    def forget(folder: Path, load: Callable[[str], Any], *, merged: bool) -> Any:
+        return load(export_drafter.base_of(folder)) if merged else good(folder, load, merged=False)
 
     artifact = make_adapter()
     monkeypatch.setattr(export_drafter, "with_adapter", forget)

@@ -210,5 +210,5 @@ def test_a_teacher_is_loaded_in_8_bits_or_what_is_missing_is_named(worker: Modul
     teacher.place("cpu")
     found = dense_log_probs(teacher, batch)
     assert 0 < (found - exact).abs().max() < 0.1
-    with pytest.raises(ValueError, match=r"could not be loaded in 8 bits on cpu"):
+    with pytest.raises(ValueError, match=r"8 bits on cpu.*nothing"):
         load_teacher(str(tmp_path / "nothing"), load_in_8bit=True)
