@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import defaultdict
 
 MAX_DESCRIPTION = 2400  # characters; a paragraph is never cut in the middle unless it alone is longer
 MAX_PARAMETERS = 2400
@@ -23,6 +23,8 @@ _KINDS: dict[str, str | None] = {
     **dict.fromkeys(("notes", "note", "tips"), "notes"),
     **dict.fromkeys(_SKIPPED),
 }
+KINDS = ("parameters", "example", "notes", "returns")
+"""Of sections that are kept, besides the description."""
 
 _UNDERLINE = re.compile(r"^[-=~^*#]{3,}\s*$")
 _GOOGLE = re.compile(r"^\s{0,4}([A-Z][A-Za-z]+(?: [A-Za-z]+)?)\s*:{1,2}\s*$")
@@ -34,71 +36,53 @@ _DIRECTIVE = re.compile(r"^(\s*)\.\.(?:\s|$)")
 _FIELD = re.compile(r"^\s*:(?:param|type|returns?|rtype|raises?|arg|keyword|ivar|cvar)\b[^:]*:", re.MULTILINE)
 _NUMPY_PARAMETER = re.compile(r"^([*\w][\w*, .]*?)\s*(?::\s*(.*))?$")
 _CITATION = re.compile(r" ?\[[\w.]+\]_")
+_MARKUP = (">>>", "...", "|", "+--", "===", "```", "<", "@", "#", "{{", "$")
+_ITEM = re.compile(r"(?:[-*+•]|\d+[.)])\s")
 _STUMP = re.compile(r"(?:[-*+•]|\d+[.)])\s+(?:\S+\s+){0,4}\S*[^.!?)`'\"]")  # what is left of an item whose formula went
 _TYPED_PARAMETER = re.compile(r"^`?\w+`? \(.{1,200}?\): ")  # a fragment that a decorator merges into a parameter list
 _LETTERS_AND_SPACES = re.compile(r"[^\W\d_]+|[ \n]+")
 _GOOGLE_PARAMETER = re.compile(r"^([*`]{0,3}\w[\w*, `]*?)\s*(?:\((.*?)\))?\s*:\s*(.*)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Docstring:
-    """Cleaned parts of one docstring; an empty string where there is none."""
-
-    description: str
-    parameters: str
-    returns: str
-    example: str
-    notes: str
-
-
-def parse_docstring(text: str) -> Docstring | None:
-    """Split and clean a docstring that went through `inspect.cleandoc`; None where no prose is left to teach."""
-    sections = _sections(text)
-    description = _prose(sections.get("description", []), MAX_DESCRIPTION)
+def parse_docstring(text: str) -> tuple[str, dict[str, str]] | None:
+    """Description, and the other sections of `KINDS` (empty where there is none), of a docstring that went through
+    `inspect.cleandoc`; None where no prose is left to teach."""
+    is_numpy = any(map(_UNDERLINE.match, text.split("\n")))
+    sections = _sections(text.expandtabs().split("\n"), is_numpy)
+    description = _prose(sections["description"], MAX_DESCRIPTION)
     if len(description) < MIN_DESCRIPTION or not _is_prose(description) or _TYPED_PARAMETER.match(description):
         return None
-    parameters = _parameters(sections.get("parameters", []))
-    returns_lines = _dedent(sections.get("returns", []))
-    returns = (
-        _parameters(returns_lines) if _looks_numpy(text.split("\n")) else _prose(returns_lines, MAX_DESCRIPTION // 2)
-    )
-    notes = _prose(_dedent(sections.get("notes", [])), MAX_DESCRIPTION)
-    example = _example(sections.get("example", []))
-    return Docstring(
-        description, parameters, returns, example, notes if len(notes) >= MIN_DESCRIPTION and _is_prose(notes) else ""
-    )
+    parameters, example, notes, returns = (_dedent(sections[kind]) for kind in KINDS)
+    noted = _prose(notes, MAX_DESCRIPTION)
+    return description, {
+        "parameters": _parameters(parameters),
+        "example": _example(example),
+        "notes": noted if len(noted) >= MIN_DESCRIPTION and _is_prose(noted) else "",
+        "returns": _parameters(returns) if is_numpy else _prose(returns, MAX_DESCRIPTION // 2),
+    }
 
 
-def _sections(text: str) -> dict[str, list[str]]:
-    """Lines by kind of section: description, parameters, returns, example (others are left out)."""
-    lines = text.expandtabs().split("\n")
-    sections: dict[str, list[str]] = {"description": []}
+def _sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
+    """Lines by kind of section: description and `KINDS` (others are left out)."""
+    sections = defaultdict[str, list[str]](list)
     kind: str | None = "description"
-    skip_next = False
-    for number, line in enumerate(lines):
-        if skip_next:
-            skip_next = False
-            continue
-        following = lines[number + 1] if number + 1 < len(lines) else ""
-        underlined = bool(line.strip()) and bool(_UNDERLINE.match(following)) and not line.startswith(" ")
+    numbered = enumerate(lines)
+    for number, line in numbered:
+        following = "".join(lines[number + 1 : number + 2])
+        underlined = line.strip() and not line.startswith(" ") and _UNDERLINE.match(following)
         google = _GOOGLE.match(line)
-        title = line.strip().lower().rstrip(":") if underlined else google.group(1).lower() if google else ""
+        title = line.strip().lower().rstrip(":") if underlined else google[1].lower() if google else ""
         if underlined or title in _KINDS:
             kind = _KINDS.get(title, "description")
-            skip_next = underlined
+            if underlined:
+                next(numbered)
             continue
-        inside_google = (
-            kind not in (None, "description") and line[:1].strip() and number and not lines[number - 1].strip()
-        )
-        if inside_google and not _looks_numpy(lines) and not line.startswith(">>>"):
-            kind = "description" if len(sections) < 2 else None  # prose at the margin ends an indented section
+        after_blank = line[:1].strip() and number and not lines[number - 1].strip()
+        if kind not in (None, "description") and after_blank and not is_numpy and not line.startswith(">>>"):
+            kind = "description" if sections.keys() <= {"description"} else None  # prose ends an indented section
         if kind is not None:
-            sections.setdefault(kind, []).append(line)
+            sections[kind].append(line)
     return sections
-
-
-def _looks_numpy(lines: list[str]) -> bool:
-    return any(_UNDERLINE.match(line) for line in lines)
 
 
 def _inline(text: str) -> str:
@@ -130,26 +114,20 @@ def _prose(lines: list[str], limit: int) -> str:
 def _paragraph(block: list[str]) -> str:
     """One block as a paragraph (or a list, one item a line); "" where it is markup rather than prose."""
     first = block[0].lstrip()
-    is_markup = first.startswith((">>>", "...", "|", "+--", "===", "```", "<", "@", "#", "{{", "$")) or _FIELD.match(
-        first
-    )
-    if is_markup or ("%(" in first and ")s" in first) or any("https://" in line and len(block) == 1 for line in block):
+    is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
+    if is_markup or (len(block) == 1 and "https://" in first):
         return ""
-    is_list = bool(re.match(r"(?:[-*+•]|\d+[.)])\s", first))
+    is_list = bool(_ITEM.match(first))
     if not is_list and block[0].startswith("    "):
         return ""  # an indented literal block
     lines: list[str] = []
-    for line in block:
-        stripped = line.strip()
-        starts_item = bool(re.match(r"(?:[-*+•]|\d+[.)])\s", stripped))
-        if lines and not (is_list and starts_item):
+    for stripped in map(str.strip, block):
+        if lines and not (is_list and _ITEM.match(stripped)):
             lines[-1] += " " + stripped
         else:
             lines.append(stripped)
     joined = _inline("\n".join(lines))
-    if _STUMP.fullmatch(joined):
-        return ""
-    return re.sub(r"::$", ":", joined)
+    return "" if _STUMP.fullmatch(joined) else re.sub(r"::$", ":", joined)
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:
@@ -171,7 +149,6 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 def _parameters(lines: list[str]) -> str:
     """One line for each parameter: "- `name` (type): what it does."."""
-    lines = _dedent(lines)
     entries: list[tuple[str, str, list[str]]] = []
     for line in lines:
         if line[:1].strip():
@@ -200,10 +177,9 @@ def _example(lines: list[str]) -> str:
     """The first doctest of the section, whole steps only, as Python at a prompt."""
     kept: list[str] = []
     size = 0
-    for line in _dedent(lines):
+    for line in lines:
         stripped = line.strip()
-        started = bool(kept)
-        if (not started and not stripped.startswith(">>>")) or "xdoctest:" in stripped:
+        if (not kept and not stripped.startswith(">>>")) or "xdoctest:" in stripped:
             continue
         if not stripped and size > MAX_EXAMPLE // 2:
             break

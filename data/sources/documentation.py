@@ -11,13 +11,13 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..conversations import Conversation, Turn, rarely_collected
-from .docstrings import Docstring, parse_docstring
+from .docstrings import parse_docstring
 
 STANDARD_LIBRARY = "python"
 _SKIPPED_FOLDERS = {
@@ -30,13 +30,16 @@ _MIN_FILE_SHARE = 0.1  # of the file: model code that documents little costs mos
 
 _TRIPLE_QUOTED = re.compile(r'"""(.*?)"""', re.DOTALL)
 _SIGNATURE = re.compile(r"^\s*\w+\(.*\)\s*->.*$", re.MULTILINE)
-_WHAT = ("What does `{name}` do?", "What is `{name}` for?", "Explain `{name}`.", "Tell me about `{name}`.")
-_CLASS = ("What is `{name}`?", "What is the class `{name}` for?", "Explain `{name}`.", "Describe `{name}`.")
-_MODULE = ("What is the module `{name}` for?", "What does `{name}` provide?", "Tell me about the module `{name}`.")
-_PARAMETERS = ("What are its parameters?", "Which arguments does it take?", "What can I pass to it?")
-_RETURNS = ("What does it return?", "What do I get back?")
-_NOTES = ("Is there anything else I should know?", "Are there any notes on it?")
-_EXAMPLE = ("Show an example.", "Can you give me an example?", "How do I use it?")
+_QUESTIONS = {
+    "function": ("What does `{name}` do?", "What is `{name}` for?", "Explain `{name}`.", "Tell me about `{name}`."),
+    "class": ("What is `{name}`?", "What is the class `{name}` for?", "Explain `{name}`.", "Describe `{name}`."),
+    "module": ("What is the module `{name}` for?", "What does `{name}` provide?", "Tell me about the module `{name}`."),
+    "parameters": ("What are its parameters?", "Which arguments does it take?", "What can I pass to it?"),
+    "example": ("Show an example.", "Can you give me an example?", "How do I use it?"),
+    "notes": ("Is there anything else I should know?", "Are there any notes on it?"),
+    "returns": ("What does it return?", "What do I get back?"),
+}
+_MOST_TURNS = 6
 
 
 @dataclass(slots=True)
@@ -160,7 +163,7 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
             continue
         parsed = parse_docstring(inspect.cleandoc(text))
         if parsed is not None:
-            yield local or module, _conversation(name, kind, parsed)
+            yield local or module, _conversation(name, {kind: parsed[0]} | parsed[1])
 
 
 def _module_name(package: _Package, path: Path) -> str:
@@ -219,18 +222,15 @@ def _strings(argument: ast.expr) -> list[str]:
     return _strings(argument.elts[1]) if isinstance(argument, ast.Tuple) and len(argument.elts) == 2 else []
 
 
-def _conversation(name: str, kind: str, parsed: Docstring) -> Conversation:
-    asked = {"module": _MODULE, "class": _CLASS}.get(kind, _WHAT)
-    turns = [Turn("user", _pick(asked, name).format(name=name)), Turn("assistant", parsed.description)]
-    answers = (parsed.parameters, parsed.example, parsed.notes, parsed.returns)
-    for questions, answer in zip((_PARAMETERS, _EXAMPLE, _NOTES, _RETURNS), answers, strict=True):
-        if answer and len(turns) < 6:
-            turns += [Turn("user", _pick(questions, name)), Turn("assistant", answer)]
+def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
+    """Of answers by what is asked (see `_QUESTIONS`)."""
+    turns: list[Turn] = []
+    for asked, answer in answers.items():
+        if answer and len(turns) < _MOST_TURNS:
+            phrasings = _QUESTIONS[asked]
+            question = phrasings[int(_unit(f"phrase {name} {phrasings[0]}") * len(phrasings))]
+            turns += [Turn("user", question.format(name=name)), Turn("assistant", answer)]
     return Conversation(name, tuple(turns))
-
-
-def _pick(phrasings: Sequence[str], name: str) -> str:
-    return phrasings[int(_unit(f"phrase {name} {phrasings[0]}") * len(phrasings))]
 
 
 def _digest(text: str) -> bytes:
