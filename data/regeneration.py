@@ -11,13 +11,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checkpoints.storage.atomic import atomic_text
+from ..checkpoints.storage.atomic import append_line, atomic_text
 from ..checkpoints.storage.locks import sole_writer
 from ..checkpoints.storage.safe_read import load_json, parse_json, sealed, unsealed
 from .conversations import Conversation, Turn
@@ -84,7 +84,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """The finished conversations, one JSON line each, which `read_conversations` reads; open for one writer.
 
     Beside `path` lie `<path>.json` (the settings that decide the answers) and `<path>.errors.jsonl` (a line for every
@@ -117,22 +117,19 @@ class Store:
         assert key not in self, f"{key} is written already"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
-        _write_line(self._file, sealed(json.loads(_encoded(row))))
+        append_line(self._file, _encoded(sealed(json.loads(_encoded(row)))))
         self._done.add(key)
 
     def fail(self, name: str, key: str, error: str) -> None:
         """Write down that a conversation could not be completed."""
         if self._errors is None:
             self._errors = self._stack.enter_context(self.errors_path.open("ab", buffering=0))
-        _write_line(self._errors, {"id": name, "key": key, "error": error})
+        append_line(self._errors, _encoded({"id": name, "key": key, "error": error}))
 
     def close(self) -> None:
         """Bring everything to the disk and let other writers in."""
         with self._stack:
             os.fsync(self._file.fileno())
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -157,17 +154,6 @@ class Store:
                 )
         if settings.keys() - former.keys():  # of 0.1, which took no hashes
             atomic_text(file, json.dumps(sealed({**former, **settings}), indent=2, ensure_ascii=False) + "\n")
-
-
-def _write_line(file: FileIO, row: dict[str, Any]) -> None:
-    line = _encoded(row) + b"\n"
-    start = file.seek(0, os.SEEK_END)
-    try:
-        while line:
-            line = line[file.write(line) :]
-    except OSError:
-        file.truncate(start)  # half a line, of a disk that is full, must not stand before the next one
-        raise
 
 
 def _encoded(row: dict[str, Any]) -> bytes:

@@ -204,6 +204,18 @@ def finish_file(out: IO[bytes]) -> None:
     os.fsync(out.fileno())
 
 
+def append_line(file: IO[bytes], line: bytes) -> None:
+    """Write a line to the end of an unbuffered file, or nothing of it where the disk is full."""
+    start = file.seek(0, os.SEEK_END)
+    left = line + b"\n"
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(start)
+        raise
+
+
 @contextmanager
 def errors_named(path: Path) -> Iterator[None]:
     """Name the file in errors of writing: the system does so for opening alone."""

@@ -56,19 +56,14 @@ def brief(value: Any) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
 
 
-class _Pictures(dict[int, int]):
-    """Characters that steer a terminal, turn text around or hide in it, by what is shown in their place: "␛", or "�"
-    where a character has no picture."""
-
-    def __missing__(self, code: int) -> int:
-        steers = unicodedata.category(chr(code)) in ("Cc", "Cf", "Cs", "Zl", "Zp") and chr(code) not in _HARMLESS
-        picture = 0x2400 + code if code < 32 else 0x2421 if code == 127 else 0xFFFD
-        return self.setdefault(code, picture if steers else code)
-
-
-_PICTURES = _Pictures()
-
-
 def pictured(text: str) -> str:
-    """A text that stands on a terminal as it is written, whoever wrote it: as many characters, but none that steers."""
-    return text if text.isprintable() else text.translate(_PICTURES)
+    """A text that stands on a terminal as it is written, whoever wrote it: in place of characters that steer it, turn
+    text around or hide in it their pictures ("␛"), or "�"."""
+    return text if text.isprintable() else "".join(map(_picture, text))
+
+
+def _picture(character: str) -> str:
+    if unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp") or character in _HARMLESS:
+        return character
+    code = ord(character)
+    return chr(0x2400 + code if code < 32 else 0x2421 if code == 127 else 0xFFFD)

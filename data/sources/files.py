@@ -156,16 +156,10 @@ def _suffix(path: Path) -> str | None:
 def _file_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
     first, suffix = cursor.next, _suffix(path)
     try:
-        if suffix == ".json":
-            yield from _json_rows(path, cursor)
-        elif suffix == ".txt":
-            yield from _text_rows(path, cursor)
-        elif suffix == ".parquet":
-            yield from _parquet_rows(path, cursor, columns)
-        elif suffix == ".arrow":
-            yield from _arrow_rows(path, cursor, columns)
+        if suffix in (".parquet", ".arrow"):
+            yield from (_parquet_rows if suffix == ".parquet" else _arrow_rows)(path, cursor, columns)
         else:
-            yield from _jsonl_rows(path, cursor)
+            yield from {".json": _json_rows, ".txt": _text_rows}.get(str(suffix), _jsonl_rows)(path, cursor)
         return
     except _BrokenError as error:
         broken = error
@@ -274,10 +268,8 @@ def _arrow_errors(arrow: Any, path: Path) -> Iterator[None]:
     try:
         yield
     except (arrow.ArrowException, OSError) as error:
-        kind = path.suffix.lower().removeprefix(".")
-        raise _BrokenError(
-            _DAMAGED, f"{path}: expected a file in the {kind} format, but: {first_line(error)}"
-        ) from error
+        expected = f"a file in the {path.suffix.lower().removeprefix('.')} format"
+        raise _BrokenError(_DAMAGED, f"{path}: expected {expected}, but: {first_line(error)}") from error
 
 
 def chosen(columns: Columns, present: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

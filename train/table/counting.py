@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ _MAX_BUFFER = 1 << 23
 _MAX_PAIRS = 1 << 31
 
 
-class PairCounter:
+class PairCounter(AbstractContextManager["PairCounter"]):
     """Counts pairs of documents as they come, in background threads; what is counted is kept in a folder.
 
     Attributes:
@@ -113,9 +113,6 @@ class PairCounter:
         for worker in self._workers:
             worker.close()
         self._lock.close()
-
-    def __enter__(self) -> PairCounter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from ....checkpoints.storage.atomic import append_line
 from ....checkpoints.storage.locks import sole_writer
 from ....decode.evaluation.measure import Decoded, RunKey
 from ...session.stopping import Stoppable
@@ -62,14 +62,7 @@ class Journal:
     def add(self, line: Any) -> None:
         """Write down what is finished."""
         digits = self._following(line)
-        left = json.dumps([line, digits], allow_nan=False).encode() + b"\n"
-        start = self._file.seek(0, os.SEEK_END)
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError:
-            self._file.truncate(start)  # half a line, of a disk that is full, must not stand before the next one
-            raise
+        append_line(self._file, json.dumps([line, digits], allow_nan=False).encode())
         self._digits = digits
 
     def remove(self) -> None:
