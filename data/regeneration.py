@@ -197,14 +197,10 @@ async def regenerate(
     """Answer every conversation that the store does not hold yet.
 
     An answer that is empty, or that the token limit cut, is dropped with all that follows it; if nothing whole is left
-    before it, the conversation counts as failed.
-
-    Args:
-        concurrency: conversations answered at a time, each question by question.
-        system: system text for conversations that bring none.
-        keep_cut: keep answers that the token limit cut, and go on after them.
-        stopping: once it says so, nothing new is asked and what is under way is abandoned.
-        progress: is given how many conversations this run is done with.
+    before it, the conversation counts as failed. `concurrency` conversations are answered at a time, each question by
+    question; `system` is for those that bring no system text. With `keep_cut` answers that the token limit cut are
+    kept, and followed. Once `stopping` says so, nothing new is asked and what is under way is abandoned; `progress` is
+    given how many conversations this run is done with.
     """
     source = (item for item in keyed(conversations) if item[0] not in store)
     work = _Work(store, answer, seed, system, keep_cut, stopping, progress)

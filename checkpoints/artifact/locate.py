@@ -26,15 +26,10 @@ _LONGEST_REASON = 300
 
 
 def resolve(place: str | Path, kind: str | None = None) -> Path:
-    """The folder of an artifact, or of what others publish in its place.
-
-    Args:
-        place: a folder, `user/name` or `user/name@revision` on the hub. A folder that is here comes first, unverified.
-        kind: that an artifact on the hub must be. Of a repository without `artifact.json` only its files are fetched.
-
-    Raises ValueError: no such folder, repository or revision; one that is gated or out of reach; a damaged artifact, or
-    one of another kind.
-    """
+    """The folder of an artifact, or of what others publish in its place: one that is here, unverified, or that of
+    `user/name[@revision]` on the hub, of which without `artifact.json` only the files of a `kind` are fetched. Raises
+    ValueError: no such folder, repository or revision; one that is gated or out of reach; a damaged artifact, or one of
+    another kind."""
     folder = here(place)
     if folder is not None:
         return folder

@@ -42,14 +42,9 @@ def check_vocabulary(source: Source, target: str) -> None:
 def check_pair(
     source: Source, folder: Path, target: str, consumers: Collection[str], also: Collection[str] = ()
 ) -> None:
-    """Compare a drafter, as it was written to `folder`, with its target as `draftsmith doctor` does.
-
-    Args:
-        consumers: of `pairs.sides.CONSUMERS`, those who shall accept the two.
-        also: checks that shall find nothing, whatever the consumers make of it.
-
-    Raises ValueError: a target that cannot be read; what one of the consumers refuses, with both sides.
-    """
+    """Compare a drafter, as it was written to `folder`, with its target as `draftsmith doctor` does: those `consumers`
+    of `pairs.sides.CONSUMERS` shall accept the two, and the checks `also` find nothing. Raises ValueError: a target
+    that cannot be read; what is refused, with both sides."""
     findings = examine(open_side(target, load_tokenizer), open_side(str(folder), load_tokenizer)).findings
     refused = []
     for found in findings:

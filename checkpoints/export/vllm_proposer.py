@@ -17,11 +17,8 @@ SUCCESSORS_FILE = "successors.npy"
 
 
 class BigramProposer:
-    """What vLLM makes with its configuration and asks for drafts after each step.
-
-    Raises:
-        ValueError: `successors.npy` is of another form, or knows more tokens than the served model.
-    """
+    """What vLLM makes with its configuration and asks for drafts after each step. Raises ValueError: `successors.npy`
+    is of another form, or knows more tokens than the served model."""
 
     def __init__(self, vllm_config: Any) -> None:
         path = Path(__file__).with_name(SUCCESSORS_FILE)
@@ -44,14 +41,9 @@ class BigramProposer:
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Drafts of at most `num_speculative_tokens` tokens for each request.
-
-        Args:
-            sampled_token_ids: of each request what the last step committed; nothing while its prompt is being read.
-            num_tokens_no_spec: [R], the length of each request with these.
-            token_ids_cpu: the requests' tokens; not read here, a bigram looks at the last one alone.
-            slot_mappings: not read here.
-        """
+        """Drafts of at most `num_speculative_tokens` tokens for each request, of which `sampled_token_ids` has what the
+        last step committed (nothing while its prompt is being read) and `num_tokens_no_spec` [R] the length with
+        these. A bigram looks at the last token alone."""
         del token_ids_cpu, slot_mappings
         return [
             self._chain(new_ids[-1], min(self._gamma, self._longest - int(length))) if new_ids else []

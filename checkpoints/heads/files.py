@@ -70,15 +70,9 @@ def load_heads(
     unpickle: bool = False,
 ) -> PredictionHeads:
     """Read a folder of heads in evaluation mode, in any of the layouts of `layouts.read_heads`; raises what that
-    raises.
-
-    Form and sizes are counted from the tensors; of the config only `states` and `scale` are believed, with a warning
-    where it says something else.
-
-    Args:
-        lm_head: [V, D] output projection of the target, for heads that reuse it; it may also be attached later.
-        unpickle: also read pickled files (`.pt`, `.bin`), of which only tensors are loaded.
-    """
+    raises. Form and sizes are counted from the tensors; of the config only `states` and `scale` are believed, with a
+    warning where it says something else. `lm_head` [V, D] is the target's output projection, for heads that reuse it;
+    it may also be attached later."""
     stored = read_consistent(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
     for disagreement in stored.disagreements:
         warnings.warn(disagreement, stacklevel=2)

@@ -87,9 +87,8 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     - `medusa_lm_head.safetensors`, or pickled `medusa_lm_head.pt`: names as in `PredictionHeads`;
     - `model.safetensors` or `pytorch_model.bin`, whole or with an index of shards: the same after `medusa_head.`.
 
-    Args:
-        unpickle: read `.pt` and `.bin` as well, of which only tensors are loaded (`weights_only`).
-        states: what the heads read, where the folder's config does not say it or is wrong.
+    With `unpickle` `.pt` and `.bin` as well, of which only tensors are loaded (`weights_only`); `states` is what the
+    heads read, where the folder's config does not say it or is wrong.
 
     Raises ValueError: names the file, the tensor where one is at fault, and what was expected.
     """

@@ -95,12 +95,9 @@ def plan_push(
     message: str | None = None,
     replace_other: bool = False,
 ) -> Plan:
-    """Check an artifact, look at the repository, and say what a push would do; nothing is changed.
-
-    Args:
-        card: README.md for the artifact's manifest.
-        private: of a repository that is made; one that is public is refused.
-        replace_other: also where the repository holds something else than such an artifact.
+    """Check an artifact, look at the repository, and say what a push would do, with a `card` as README.md; nothing is
+    changed. With `private` a repository that is public is refused; with `replace_other` it may hold something else than
+    such an artifact.
 
     Raises ValueError: a damaged artifact, a text in it that holds a token, a repository that should not be written, or
     a hub that cannot be asked.

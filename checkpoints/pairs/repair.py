@@ -52,11 +52,8 @@ class Repairs:
 def repair(
     target: Side, drafter: Side, findings: Iterable[Finding], out: Path, command: str, whole: Path | None = None
 ) -> Repairs:
-    """Write a drafter that fits its target to `out`, as an artifact, whole or not at all.
-
-    Args:
-        command: what was typed, for the manifest.
-        whole: the drafter's files as a model in safetensors, where its own folder holds an adapter or pickled weights.
+    """Write a drafter that fits its target to `out`, as an artifact, whole or not at all. `whole` has its files as a
+    model in safetensors, where its own folder holds an adapter or pickled weights; `command` is for the manifest.
 
     Raises ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or
     without some of its tensors; an artifact that is not what its manifest says; nothing that could be repaired.

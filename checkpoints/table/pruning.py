@@ -20,14 +20,9 @@ _HEADER = 2048  # more than the header and its metadata need
 
 
 def pruned(table: BigramCounts, min_count: int, top: int, megabytes: float | None) -> dict[str, Any]:
-    """The parts of a table that holds fewer of the pairs.
-
-    All marginals stay those of the whole counts. The conditions are applied in the order of the arguments.
-
-    Args:
-        min_count: keep pairs that were seen at least so often.
-        top: of each row keep so many entries, those of the highest counts, of equal counts the lower tokens; 0: all.
-        megabytes: largest size of `table.safetensors` in 10⁶ bytes, kept by the least count with which the file fits.
+    """The parts of a table that holds fewer of the pairs, with the marginals of the whole counts: of those seen at
+    least `min_count` times the `top` of each row by their counts, of equal ones the lower tokens (0: all), and of these
+    those with which `table.safetensors` has at most so many `megabytes` (10⁶ bytes), by the least count.
 
     Raises ValueError: a table that is pruned already; a negative condition; conditions that no pair meets.
     """

@@ -79,14 +79,9 @@ class BigramTable(BigramCounts):
         """log r(x, y) of token pairs, r = p(x, y) / (p(x, ·) p(·, y)) with p = n(x, y) / n over pairs; float32 of the
         broadcast shape, natural logarithms. Source: SLiM, section 3.3, eq. (5), with the pair counts' marginals.
 
-        With smoothing r = p(y | x) / p(·, y), see `smoothing.Smoothed`.
-
-        Args:
-            x_X: int64, the left tokens, on this table's device; in the vocabulary, which is not looked at.
-            y_X: int64, the right tokens; broadcast against `x_X`.
-            log_unseen: without dimensions, log r of a pair that the table does not hold. Not used with smoothing.
-            smoothing: "none", "add-k" or "kneser-ney".
-            strength: k, or the discount; 0 is the smoothing's default.
+        With smoothing r = p(y | x) / p(·, y), see `smoothing.Smoothed`; `strength` is k of "add-k" or the discount of
+        "kneser-ney", 0 the default. Tokens are int64, on this table's device and in the vocabulary, which is not looked
+        at. `log_unseen`, without dimensions, is log r of a pair that the table does not hold; not used with smoothing.
 
         Raises ValueError: a smoothing or strength that there is not.
         """

@@ -78,10 +78,7 @@ class NextToken:
 
     With smoothing "none" they are (n(x, y) + c u(y)) / (n(x, ·) + c), c the prior's weight, u the unigram distribution
     with one observation added to every token: no token is impossible, and one that was never seen on the left is
-    followed by u.
-
-    Attributes:
-        unigram_V: float32 [V], the unigram distribution with one observation added to every token.
+    followed by u (`unigram_V`, float32 [V]).
     """
 
     def __init__(

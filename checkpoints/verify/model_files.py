@@ -301,14 +301,9 @@ def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
 
 
 def read_tensor(source: str, name: str, prefix: str = "") -> Tensor | None:
-    """A tensor of a model's safetensors files; None where it is not there under this name, as numbers.
-
-    Args:
-        source: a folder, or a hub id, of which only the file with this tensor is fetched.
-        prefix: what names may lack in the files; files of a model without its output layer have none.
-
-    Raises ValueError: an index that is none, or leads out of the folder; a file that is not one of safetensors.
-    """
+    """A tensor of the safetensors files of a folder or hub id; None where it is not there under this name (of which
+    files of a model without its output layer lack the `prefix`), as numbers. Raises ValueError: an index that is none,
+    or leads out of the folder; a file that is not one of safetensors."""
     names = (name, name.removeprefix(prefix))
     path = cached_file(source, _WHOLE, **_QUIET)
     if path is None and (index := cached_file(source, _INDEX, **_QUIET)) is not None:

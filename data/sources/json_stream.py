@@ -24,9 +24,8 @@ class TooLargeError(ValueError):
 class JsonValues:
     """Iterates over the values of one list, or over values one after the other: (value, whether it is UTF-8).
 
-    Raises:
-        EOFError: the text ends within a value or the list.
-        ValueError, RecursionError: it is no JSON, or nested too deeply; `line` says where.
+    Raises EOFError: the text ends within a value or the list; ValueError, RecursionError: it is no JSON, or nested too
+    deeply; `line` says where.
     """
 
     def __init__(self, stream: BinaryIO) -> None:

@@ -120,12 +120,9 @@ def fit(
     The blocks of a step depend on seed and step alone and every step draws its own random numbers, so a resumed run
     repeats the losses of an undisturbed one.
 
-    Raises:
-        ValueError: a batch that cannot be split; a state folder of a run with other settings.
-        TrainingError: a loss or gradient that is not finite or too large; no memory.
-        Interrupted: SIGINT or SIGTERM, which may have come to another process; the state was saved.
-        OSError: a checkpoint could not be written; the older ones are untouched.
-        StoppedError: the same in the other processes.
+    Raises ValueError: a batch that cannot be split; a state folder of a run with other settings; TrainingError: a loss
+    or gradient that is not finite or too large; no memory; Interrupted: SIGINT or SIGTERM in any process; the state was
+    saved; OSError: a checkpoint could not be written; the older ones are untouched; StoppedError: in other processes.
     """
     accelerator = accelerator or make_accelerator(config.precision)
     run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))

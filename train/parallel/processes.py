@@ -25,12 +25,8 @@ class StoppedError(TrainingError):
 
 def together(accelerator: Any, work: Callable[[], Found]) -> Found:
     """Do something in all processes, which does not wait for the others. Where one fails all end with its exit code,
-    and the main process alone reports why.
-
-    Raises:
-        ValueError, TrainingError, Interrupted: what the first process that failed by itself raised.
-        StoppedError: the same, but for signals, where this is not the main process.
-    """
+    and the main process alone reports why: by what the first process that failed by itself raised (ValueError,
+    TrainingError, Interrupted). Raises StoppedError where this is another one, but for signals."""
     if accelerator.num_processes == 1:
         return work()
     from accelerate.utils import gather_object

@@ -32,20 +32,13 @@ _MAX_PAIRS = 1 << 31
 
 
 class PairCounter(AbstractContextManager["PairCounter"]):
-    """Counts pairs of documents as they come, in background threads; what is counted is kept in a folder.
-
-    Attributes:
-        position: how far the source has been read, as given with the last documents; None at the start.
-        tokens: tokens counted so far, those of earlier processes included.
-        documents: documents counted so far, likewise.
-    """
+    """Counts pairs of documents as they come, in background threads; what is counted is kept in a folder. `tokens` and
+    `documents` were counted so far, by earlier processes too; `position` says how far the source has been read, as
+    given with the last documents (None at the start)."""
 
     def __init__(self, vocab_size: int, folder: Path, memory_mb: float = 512, threads: int = 2) -> None:
-        """Open a folder, a new one or one to resume; unfinished files of a killed process are deleted.
-
-        Args:
-            memory_mb: mebibytes for counts and what sorting them takes; more means fewer and larger runs.
-            threads: how many sort at a time.
+        """Open a folder, a new one or one to resume; unfinished files of a killed process are deleted. Counts, and what
+        sorting them in so many `threads` takes, have `memory_mb` mebibytes: more means fewer and larger runs.
 
         Raises ValueError: a folder of another vocabulary, or whose runs are damaged; another process counts into it.
         """
@@ -74,13 +67,8 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self._filled, self._cross_document = 0, 0
 
     def add(self, tokens_T: NDArray[Any], starts_D: NDArray[Any], position: Any) -> None:
-        """Count documents that follow each other; runs may be spilled, with `position` as how far the source is read.
-
-        Args:
-            tokens_T: one dimension of integers.
-            starts_D: where each document begins, ascending from 0.
-            position: a JSON value that is kept with the counts.
-        """
+        """Count documents that follow each other, and begin in `tokens_T` (integers) at `starts_D`, ascending from 0;
+        runs may be spilled, with `position`, a JSON value, as how far the source is read."""
         check_documents(tokens_T, starts_D, self.vocab_size, self.documents)
         size = len(tokens_T)
         if size:
@@ -142,11 +130,8 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 
 class _Worker:
     """A thread with a buffer of runs, one task at a time: runs are kept as they come, merged into one when there are
-    more than `budget` entries, and spilled where more than half of it is still taken after that.
-
-    Attributes:
-        spilled: runs that are on the disk and not yet in the index.
-    """
+    more than `budget` entries, and spilled where more than half of it is still taken after that (`spilled`: on the
+    disk, and not yet in the index)."""
 
     def __init__(self, folder: Path, vocab_size: int, buffer_size: int, budget: int) -> None:
         self.spilled: list[dict[str, Any]] = []

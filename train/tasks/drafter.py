@@ -94,14 +94,10 @@ class DrafterModule(nn.Module):
 
 
 class DrafterTask(Task):
-    """Trains `model` so that it agrees with the data, or with a teacher; see `loop.fit.Task`.
-
-    Args:
-        objective: weights by name, see `objectives.parse_weights`.
-        on_policy: has the drafter write a share of the answers itself.
-        eval_teacher: the target's distributions, which evaluations compare with.
-        evaluate_fn: called with the model in evaluations, which add what it returns.
-        evaluate_blocks: how many blocks of `heldout` an evaluation runs over; None: all.
+    """Trains `model` so that it agrees with the data, or with a teacher; see `loop.fit.Task`. Of the `objective` see
+    `objectives.parse_weights`; `on_policy` has the drafter write a share of the answers itself. Evaluations run over
+    `evaluate_blocks` blocks of `heldout` (None: all), compare with the `eval_teacher`, and add what `evaluate_fn`
+    returns of the model.
 
     Raises ValueError: what `parse_weights` raises; vocabularies that differ; cross entropy on the drafter's own
     samples, which would only confirm them.

@@ -162,13 +162,9 @@ class HeadsTask(Task):
     """Trains heads on a frozen target; see `loop.fit.Task`.
 
     The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its own positions): Medusa-1 with weights
-    of 1, or 0.8^k (Cai et al. 2024, arXiv 2401.10774, eq. 1, where k counts from 1).
-
-    Args:
-        objective: weights by name; cross-entropy learns from the text, all others from the target's own distribution of
-            the same token (self-distillation: section 2.3.2 there).
-        states: the target's hidden states from disk.
-        evaluate_fn: is given the heads in evaluations.
+    of 1, or 0.8^k (Cai et al. 2024, arXiv 2401.10774, eq. 1, where k counts from 1). Of the objectives cross-entropy
+    learns from the text, all others from the target's own distribution of the same token (self-distillation: section
+    2.3.2 there). `states` are the target's hidden states from disk; `evaluate_fn` is given the heads in evaluations.
 
     Raises ValueError: not one weight a head; a target of another hidden size or vocabulary, a cache of other states;
     what `parse_weights` raises.

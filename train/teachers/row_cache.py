@@ -90,15 +90,9 @@ class Shard:
 
 
 class RowCache:
-    """A finished cache, opened for reading; a subclass says what a row holds.
-
-    Args:
-        checked: its files have just been compared with their SHA-256.
-
-    Raises:
-        ValueError: a damaged manifest; a missing or damaged file.
-        FileNotFoundError: no cache.
-    """
+    """A finished cache, opened for reading; a subclass says what a row holds. `checked`: its files have just been
+    compared with their SHA-256. Raises ValueError: a damaged manifest; a missing or damaged file; FileNotFoundError: no
+    cache."""
 
     source_type: ClassVar[type[Source]]
 

@@ -34,13 +34,10 @@ MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
 
 class CacheWriter:
     """Writes a cache file by file; whole files stay when it is killed, and the next writer resumes from them. The
-    manifest comes last. Several processes may each write some of the `shards`.
+    manifest comes last. Several processes may each write some of the `shards`, of `shard_bytes` (None: `SHARD_BYTES`).
 
-    Making one looks through the data once: where every row will lie is known before the target has run.
-
-    Args:
-        size: the target's number of tokens, or of hidden dimensions.
-        shard_bytes: of a file; None: `SHARD_BYTES`.
+    Making one looks through the data once: where every row will lie is known before the target has run. `size` is the
+    target's number of tokens, or of hidden dimensions.
     """
 
     def __init__(
