@@ -22,14 +22,8 @@ if TYPE_CHECKING:  # looking at manifests takes neither, and they take seconds
     from torch import nn
 
 _CONFIG_KEYS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
 )
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NO_PARAMETER = re.compile(r"(?:^|\.)(?:rotary_emb\.inv_freq|(?:attn|attention)\.masked_bias)$")

@@ -22,15 +22,8 @@ KINDS = ("drafter", "heads", "table", "target")
 _NO_DIGEST = "0" * 64
 
 _LIBRARIES = (
-    "draftsmith",
-    "torch",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "accelerate",
-    "peft",
-    "datasets",
-    "deepspeed",
+    *("draftsmith", "torch", "transformers", "safetensors", "numpy"),
+    *("accelerate", "peft", "datasets", "deepspeed"),
 )
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

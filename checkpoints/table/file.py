@@ -6,10 +6,10 @@ Letters: V vocabulary, E entries (distinct pairs), P the entries of one part.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import numpy as np
@@ -47,12 +47,8 @@ def write_table(
         if counts_V is not None and counts_V.shape != (vocab_size,):
             raise ValueError(f"{name} is {list(counts_V.shape)}, expected one count for each of {vocab_size} tokens")
     texts = {"format": "pt", "vocab_size": str(vocab_size)} | dict(metadata or {})
-    counts = path.with_name(f".{path.name}.{os.getpid()}.counts")
-    try:
-        with atomic_file(path) as out, counts.open("wb+") as aside:
-            _stream(out, aside, vocab_size, parts, sums, texts)
-    finally:
-        counts.unlink(missing_ok=True)
+    with atomic_file(path) as out, TemporaryFile(dir=path.parent) as aside:
+        _stream(out, aside, vocab_size, parts, sums, texts)
 
 
 def _stream(

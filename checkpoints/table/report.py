@@ -73,13 +73,8 @@ def _extremes(table: BigramCounts) -> tuple[list[tuple[int, int, int]], list[tup
 def _described(table: BigramCounts, pair: tuple[int, int, int], tokenizer: Any) -> dict[str, Any]:
     x, y, count = pair
     expected = int(table.left_counts()[x]) * int(table.right_counts()[y]) / table.pairs
-    found = {
-        "left": x,
-        "right": y,
-        "count": count,
-        "expected": round(expected, 3),
-        "r": float(f"{count / expected:.5g}"),
-    }
+    found = {"left": x, "right": y, "count": count, "expected": round(expected, 3)}
+    found["r"] = float(f"{count / expected:.5g}")
     if tokenizer is None:
         return found
     # Rows of padding in a target's embedding have no token.

@@ -7,6 +7,7 @@ head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,19 +57,10 @@ def documents_attention(
         return sdpa_attention_forward(
             module, query_BHTD, key_BHTD, value_BHTD, attention_mask, dropout, scaling, is_causal, **others
         )
+    gqa, sides = query_BHTD.shape[1] != key_BHTD.shape[1], (query_BHTD, key_BHTD, value_BHTD)
+    attend: Any = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, is_causal=True)
     rows = []
     for row, borders in enumerate(spans):
-        parts = [
-            F.scaled_dot_product_attention(
-                query_BHTD[row : row + 1, :, start:end],
-                key_BHTD[row : row + 1, :, start:end],
-                value_BHTD[row : row + 1, :, start:end],
-                dropout_p=dropout,
-                scale=scaling,
-                is_causal=True,
-                enable_gqa=query_BHTD.shape[1] != key_BHTD.shape[1],
-            )
-            for start, end in borders
-        ]
-        rows.append(torch.cat(parts, dim=2))
+        parts = [[side_BHTD[row : row + 1, :, start:end] for side_BHTD in sides] for start, end in borders]
+        rows.append(torch.cat([attend(*part, enable_gqa=gqa) for part in parts], dim=2))
     return torch.cat(rows).transpose(1, 2).contiguous(), None

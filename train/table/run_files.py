@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,8 @@ FileRun = tuple[FileArray, FileArray]
 
 def write_run(path: Path, vocab_size: int, parts: Iterable[Run]) -> int:
     """Write a run as a file: its keys, then its counts as uint32; returns its size."""
-    aside = path.with_name(f"{path.name}.counts")
     try:
-        with errors_named(path), path.open("wb+") as out, aside.open("wb+") as counts:
+        with errors_named(path), path.open("wb+") as out, TemporaryFile(dir=path.parent) as counts:
             for keys_E, counts_E in parts:
                 check_counts(keys_E, counts_E, vocab_size)
                 write_array(out, keys_E)
@@ -59,8 +59,6 @@ def write_run(path: Path, vocab_size: int, parts: Iterable[Run]) -> int:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    finally:
-        aside.unlink(missing_ok=True)
     return path.stat().st_size
 
 
