@@ -16,7 +16,7 @@ import torch
 import transformers
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import export_artifact
-from draftsmith.checkpoints.export.drafter import ASSISTANT, load_drafter
+from draftsmith.checkpoints.export.drafter import ASSISTANT
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.hub import push_pull as publish
 from draftsmith.checkpoints.hub.push_pull import plan_push
@@ -24,7 +24,7 @@ from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.sides import open_side
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.verify.inspect import find_faults
-from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config
+from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config, load_language_model
 from draftsmith.checkpoints.verify.tensors import adapter_faults
 from draftsmith.decode.models.loading import load_model
 from peft import LoraConfig, get_peft_model
@@ -143,7 +143,7 @@ def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
     export_artifact(out, "transformers", tmp_path / "export", {"transformers": ASSISTANT})
     assert find_faults(tmp_path / "export")[1] == []
     assert "model.safetensors" in publish._files_to_push(out, lambda manifest: "a card")[1]
-    for load in (load_model, load_drafter):
+    for load in (load_model, load_language_model):
         assert load(str(out)).config.num_hidden_layers == 2
 
 
@@ -221,6 +221,6 @@ def test_what_a_model_lacks_is_not_made_up_when_it_is_loaded(tmp_path: Path) -> 
     changed(tmp_path / "model.safetensors", lose("lm_head.weight"))
     LlamaForCausalLM.from_pretrained(tmp_path)
     said = r"no language model could be loaded from .*: its files lack lm_head\.weight, for which there would be random"
-    for load in (load_model, load_drafter):
+    for load in (load_model, load_language_model):
         with pytest.raises(ValueError, match=said):
             load(str(tmp_path))
