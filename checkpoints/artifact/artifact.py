@@ -51,21 +51,16 @@ def save_artifact(
     if kind not in KINDS:
         raise ValueError(f"unknown kind of artifact {kind!r}, expected one of {', '.join(KINDS)}")
     check_replaceable(out)
+    about: dict[str, Any] = {"target": target, "shapes": shapes, "recipe": recipe, "data": data, "training": training}
+    about |= {"evaluation": evaluation, "command": command, "export": export}
     manifest = Manifest(
         kind=kind,
         vocab_size=int(vocab_size),
         tokenizer_fingerprint=tokenizer_fingerprint,
-        target=to_json_safe(target),
-        shapes=to_json_safe(dict(shapes)),
-        recipe=to_json_safe(dict(recipe)),
-        data=to_json_safe(dict(data)),
-        training=to_json_safe(dict(training)),
-        evaluation=to_json_safe(evaluation),
         versions=library_versions(),
         files={},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=to_json_safe(command),
-        export=to_json_safe(export),
+        **to_json_safe(about),
     )
     with atomic_dir(out) as unfinished:
         manifest = _fill(unfinished, manifest, write, card, out.name)

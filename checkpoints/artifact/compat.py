@@ -50,11 +50,21 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def patch_tokenizer(folder: Path) -> None:
     """Rewrite the `tokenizer_config.json` beside a `tokenizer.json` where older readers would refuse it; newer ones
     load the same from it. Raises ValueError: a file that cannot be read."""
-    path = folder / CONFIG_FILE
+    path, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
     if not (folder / "tokenizer.json").is_file() or not path.is_file():
         return
     config = read_config(path)
-    mended = _for_transformers_4(config, folder / TEMPLATE_FILE)
+    mended = dict(config)
+    if mended.get("tokenizer_class") == "TokenizersBackend":
+        mended["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(mended.get("extra_special_tokens"), list):
+        more = mended.pop("extra_special_tokens")
+        mended["additional_special_tokens"] = [*mended.get("additional_special_tokens", []), *more]
+    if template.is_file():  # which comes first, where both are read
+        try:
+            mended["chat_template"] = read_text(template)
+        except ValueError as error:
+            raise ValueError(f"{template}: {error}") from error
     if mended != config:
         write_config(path, mended)
 
@@ -70,18 +80,3 @@ def read_config(path: Path) -> dict[str, Any]:
 def write_config(path: Path, config: dict[str, Any]) -> None:
     """The same, written."""
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _for_transformers_4(config: dict[str, Any], template: Path) -> dict[str, Any]:
-    mended = dict(config)
-    if mended.get("tokenizer_class") == "TokenizersBackend":
-        mended["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(mended.get("extra_special_tokens"), list):
-        more = mended.pop("extra_special_tokens")
-        mended["additional_special_tokens"] = [*mended.get("additional_special_tokens", []), *more]
-    if template.is_file():  # which comes first, where both are read
-        try:
-            mended["chat_template"] = read_text(template)
-        except ValueError as error:
-            raise ValueError(f"{template}: {error}") from error
-    return mended

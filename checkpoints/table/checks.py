@@ -19,43 +19,33 @@ from .runs import Ints
 DTYPES = {"row_ptr": "I64", "col": "I32", "count": "I32", "unigram": "I64"}
 MARGINALS = {"left": "I64", "right": "I64"}
 _PRUNING = ("pairs", "entries", "seen_once", "seen_twice")
+_STORED = {"I64": "<i8", "I32": "<i4"}
 _CHUNK = 1 << 20
 
 
-def read_header(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, int]]:
-    """Metadata and lengths of the tensors of `table.safetensors`; all their names begin with `prefix`. Raises
-    ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types."""
+def read_arrays(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Metadata of `table.safetensors`, and tensors as arrays that lie in the file; all their names begin with `prefix`.
+    Raises ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types."""
     if not path.is_file():
         raise ValueError(f"there is no table at {path}")
     try:
-        with safe_open(path, framework="np") as opened:
-            every = (opened.metadata() or {}).items()
-            metadata = {name.removeprefix(prefix): text for name, text in every if name.startswith(prefix)}
-            wanted = DTYPES | (MARGINALS if "pruning" in metadata else {})
-            parts = {name: opened.get_slice(prefix + name) for name in wanted if prefix + name in set(opened.keys())}
-            found = {name: (str(part.get_dtype()), list(part.get_shape())) for name, part in parts.items()}
+        with safe_open(path, framework="np"), path.open("rb") as opened:  # which is whole, then
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
     except UNREADABLE as error:
-        size = f"{path.stat().st_size} bytes"
-        raise ValueError(f"{path} ({size}) is not a safetensors file, or not the whole of one: {error}") from error
-    missing = [name for name in wanted if name not in found]
-    if missing:
+        held = f"{path.stat().st_size} bytes"
+        raise ValueError(f"{path} ({held}) is not a safetensors file, or not the whole of one: {error}") from error
+    every = header.get("__metadata__", {}).items()
+    metadata = {name.removeprefix(prefix): text for name, text in every if name.startswith(prefix)}
+    wanted = DTYPES | (MARGINALS if "pruning" in metadata else {})
+    if missing := [name for name in wanted if prefix + name not in header]:
         raise ValueError(f"{path} is not a table: it lacks {', '.join(missing)}")
-    for name, dtype in wanted.items():
-        if found[name][0] != dtype or len(found[name][1]) != 1:
-            raise ValueError(f"{path}: {name} is {' '.join(map(str, found[name]))}, expected one dimension of {dtype}")
-    return metadata, {name: shape[0] for name, (_, shape) in found.items()}
-
-
-def read_arrays(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata, and tensors as arrays that lie in the file. Raises what `read_header` raises."""
-    metadata, lengths = read_header(path, prefix)
-    with path.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
     arrays: dict[str, NDArray[Any]] = {}
-    for name, length in lengths.items():
+    for name, stored in wanted.items():
         entry = header[prefix + name]
-        dtype, start = np.dtype({"I64": "<i8", "I32": "<i4"}[entry["dtype"]]), 8 + size + entry["data_offsets"][0]
+        if entry["dtype"] != stored or len(entry["shape"]) != 1:
+            raise ValueError(f"{path}: {name} is {entry['dtype']} {entry['shape']}, expected one dimension of {stored}")
+        dtype, start, (length,) = np.dtype(_STORED[stored]), 8 + size + entry["data_offsets"][0], entry["shape"]
         # what is written to them, which torch asks for, would not reach the file; nothing can be mapped of no bytes
         arrays[name] = np.memmap(path, dtype, "c", start, (length,)) if length else np.zeros(0, dtype)
     return metadata, arrays

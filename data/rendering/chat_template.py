@@ -102,7 +102,6 @@ def own_template(tokenizer: Any) -> Template:
         after=after,
         strips=_strips(tokenizer),
         writes_bos=True,
-        special_tokens=(),
     )
     _check(template, tokenizer, [])
     return template
