@@ -23,7 +23,7 @@ _KINDS: dict[str, str | None] = {
     **dict.fromkeys(("notes", "note", "tips"), "notes"),
     **dict.fromkeys(_SKIPPED),
 }
-KINDS = ("parameters", "example", "notes", "returns")
+SECTIONS = ("parameters", "example", "notes", "returns")
 """Of sections that are kept, besides the description."""
 
 _UNDERLINE = re.compile(r"^[-=~^*#]{3,}\s*$")
@@ -45,14 +45,14 @@ _GOOGLE_PARAMETER = re.compile(r"^([*`]{0,3}\w[\w*, `]*?)\s*(?:\((.*?)\))?\s*:\s
 
 
 def parse_docstring(text: str) -> tuple[str, dict[str, str]] | None:
-    """Description, and the other sections of `KINDS` (empty where there is none), of a docstring that went through
+    """Description, and the other sections of `SECTIONS` (empty where there is none), of a docstring that went through
     `inspect.cleandoc`; None where no prose is left to teach."""
     is_numpy = any(map(_UNDERLINE.match, text.split("\n")))
     sections = _sections(text.expandtabs().split("\n"), is_numpy)
     description = _prose(sections["description"], MAX_DESCRIPTION)
     if len(description) < MIN_DESCRIPTION or not _is_prose(description) or _TYPED_PARAMETER.match(description):
         return None
-    parameters, example, notes, returns = (_dedent(sections[kind]) for kind in KINDS)
+    parameters, example, notes, returns = (_dedent(sections[kind]) for kind in SECTIONS)
     noted = _prose(notes, MAX_DESCRIPTION)
     return description, {
         "parameters": _parameters(parameters),
@@ -63,7 +63,7 @@ def parse_docstring(text: str) -> tuple[str, dict[str, str]] | None:
 
 
 def _sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
-    """Lines by kind of section: description and `KINDS` (others are left out)."""
+    """Lines by kind of section: description and `SECTIONS` (others are left out)."""
     sections = defaultdict[str, list[str]](list)
     kind: str | None = "description"
     numbered = enumerate(lines)
