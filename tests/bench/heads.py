@@ -85,7 +85,7 @@ class Bench(Pair):
         data = self.own if row.own else self.text
         target = load_model(self.source) if row.medusa2 else self.target_model
         heads = PredictionHeads.from_lm_head(
-            target.get_output_embeddings().weight.detach(), row.heads, recipe.num_layers
+            target.get_output_embeddings().weight.detach(), row.heads, recipe.num_layers, recipe.projection, recipe.rank
         )
         common: dict[str, Any] = {"objective": {row.objective: 1.0}}
         common["head_weights"] = [recipe.weight_decay_by_head**k for k in range(row.heads)]

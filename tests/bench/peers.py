@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,16 +82,20 @@ class Runs:
     name: str
     """Of the format and the drafter."""
     kept: Kept
+    known: dict[str, tuple[list[int], int, float]] = field(default_factory=dict)
 
     def run(self, peer: Peer, place: int, turn: int) -> tuple[list[int], int, float]:
         """Tokens, steps and seconds of a prompt."""
+        name = f"{self.name} {peer.label} {place} {turn}"
+        if name in self.known:
+            return self.known[name]
         length = self.case.limits.max_new_tokens if peer is self.own else len(self.run(self.own, place, 0)[0])
 
         def work() -> tuple[list[int], int, float]:
             done = peer.job(self.case.prompts[place], Limits(length, self.case.limits.stop_ids))
             return done.ids, done.tally.steps, done.seconds
 
-        return self.kept(f"{self.name} {peer.label} {place} {turn}", RUN, work)
+        return self.known.setdefault(name, self.kept(name, RUN, work))
 
     def counts(self, peer: Peer, prompts: int, turns: int = 1) -> np.ndarray:
         """[1, prompts, 3]: tokens, steps and median seconds."""
@@ -107,14 +111,14 @@ def of_format(known: Sequence[Peer], case: Case, kept: Kept, name: str, repeats:
     runs, count = Runs(case, known[0], name, kept), len(case.prompts)
     first = min(TUNED, count)
     for place in range(first):
-        for peer in known:
+        for peer in turned(known, place):
             runs.run(peer, place, 0)
     tried = {peer.label: rate(runs.counts(peer, first)) for peer in known}
     names = dict.fromkeys(peer.name for peer in known)
     best = {name: max((p for p in known if p.name == name), key=lambda peer: tried[peer.label]) for name in names}
     for turn in range(repeats):
         for place in range(count):
-            for peer in best.values():
+            for peer in turned(list(best.values()), place + turn):
                 runs.run(peer, place, turn)
     counts = {name: runs.counts(peer, count, repeats) for name, peer in best.items()}
     rows: dict[str, dict[str, Any]] = {}
@@ -124,6 +128,12 @@ def of_format(known: Sequence[Peer], case: Case, kept: Kept, name: str, repeats:
         if name.startswith("draftsmith"):
             rows[name]["tokens_per_step"] = per_step(counts[name])
     return {"prompts": count, "first_prompts": tried, "rows": rows, **compared(counts)}
+
+
+def turned(known: Sequence[Peer], by: int) -> list[Peer]:
+    """An order that changes from prompt to prompt: nobody is always the first."""
+    by %= len(known)
+    return [*known[by:], *known[:by]]
 
 
 def rate(counts_SP3: np.ndarray) -> float:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,7 @@ from draftsmith.recipes.schema.papers import PARTS, pair_values
 from draftsmith.recipes.schema.results import load_results
 from draftsmith.recipes.session.machine import machine
 from draftsmith.recipes.session.stopping import Stoppable
+from draftsmith.train.parallel.interrupts import Interrupted
 from peers import GAMMAS, TUNED, of_format, print_peers, ways
 from pydantic import TypeAdapter
 
@@ -65,19 +67,20 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 ]
 """Rows beside those of all methods with their default settings."""
 NUMBERS = (
-    "tokens_per_step", "tokens_per_step_interval", "acceptance_rate", "acceptance_by_depth", "nodes_per_step",
-    "speedup", "speedup_interval", "ideal", "bound", "efficiency",
+    "method", "options", "lossless", "tokens_per_step", "tokens_per_step_interval", "acceptance_rate",
+    "acceptance_by_depth", "nodes_per_step", "speedup", "speedup_interval", "ideal", "bound", "efficiency",
+    "tokens_per_second", "speedup_over_transformers", "identical_to_greedy", "near_ties", "cost_ratio", "steady",
+    "slowdown", "perplexity",
 )  # fmt: skip
-"""Of a row, as a whole and by group."""
-MORE_NUMBERS = (
-    "method", "options", "lossless", "tokens_per_second", "speedup_over_transformers", "identical_to_greedy",
-    "near_ties", "cost_ratio", "steady", "slowdown", "phases_us", "perplexity",
-)  # fmt: skip
+IN_GROUPS = ("prompts", "tokens_per_step", "acceptance_by_depth", "speedup", "speedup_interval", "bound", "efficiency")
+BRIEF = ("tokens_per_step", "speedup", "speedup_interval", "tokens_per_second")
 CURVE = {
     "drafter": [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4, 8)],
     "heads": [("bpd", {}), ("medusa", {}), ("medusa", {"tree": "2x1"})],
 }
 """By kind of artifact, the methods of a learning curve."""
+Steps = dict[str, dict[str, tuple[float, float]]]
+"""By temperature and method, tokens per step and their standard error."""
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
@@ -129,6 +132,11 @@ def rounded(value: Any) -> Any:
     return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+def short(word: Path | str) -> str:
+    """A path's end, which says enough."""
+    return str(Path(*Path(word).parts[-2:])) if Path(word).is_absolute() else str(word)
+
+
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
@@ -174,11 +182,9 @@ def evaluated(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a row of results."""
-    kept = {key: row[key] for key in (*MORE_NUMBERS, *NUMBERS)}
+    kept = {key: row[key] for key in NUMBERS}
     kept["predicted"] = (row["prediction"] or {}).get("tokens_per_step")
-    kept["groups"] = {
-        name: {key: part[key] for key in ("prompts", *NUMBERS)} for name, part in row["by_category"].items()
-    }
+    kept["groups"] = {name: {key: part[key] for key in IN_GROUPS} for name, part in row["by_category"].items()}
     return dict(rounded(kept))
 
 
@@ -258,25 +264,26 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
         for folder in options.curve:
             manifest = load_manifest(folder)
 
-            def work(folder: Path = folder, kind: str = manifest.kind) -> dict[str, dict[str, float]]:
+            def work(folder: Path = folder, kind: str = manifest.kind) -> Steps:
                 opened = open_recipe(base.model_copy(update={kind: str(folder)}))
-                measured = {}
+                measured: Steps = {}
                 for t, written in texts.items():
                     given = (opened.target, opened.parts, case.prompts, written, Sampling(t))
                     recording = record(*given, tables=())
-                    measured[f"T={t:g}"] = {
-                        " ".join([name, *map(str, asked.values())]): predicted.tokens_per_step
-                        for name, asked in CURVE[kind]
-                        if (predicted := predict(recording, opened.parts, name, asked)) is not None
-                    }
+                    steps = measured.setdefault(f"T={t:g}", {})
+                    for name, asked in CURVE[kind]:
+                        predicted = predict(recording, opened.parts, name, asked)
+                        assert predicted is not None
+                        label = " ".join([name, *map(str, asked.values())])
+                        steps[label] = predicted.tokens_per_step, predicted.standard_error
                 return measured
 
-            steps = kept(f"curve {manifest.digest}", TypeAdapter(dict[str, dict[str, float]]), work)
+            steps = kept(f"curve {manifest.digest}", TypeAdapter(Steps), work)
             row = {"kind": manifest.kind, "tokens": trained_tokens(folder), **steps, "measured": manifest.evaluation}
-            found[str(folder)] = rounded(row)
+            found[short(folder)] = rounded(row)
     for name, row in sorted(found.items(), key=lambda item: (item[1]["kind"], item[1]["tokens"])):
         loss = (row["measured"] or {}).get("heldout_loss")
-        cells = [f"{t} {' '.join(f'{value:.2f}' for value in row[t].values())}" for t in row if t.startswith("T=")]
+        cells = [f"{t} {' '.join(f'{value:.2f}' for value, _ in row[t].values())}" for t in row if t.startswith("T=")]
         print(f"{name:32} {row['tokens']:>12,} tokens  held-out loss {loss}  tokens/step {'  '.join(cells)}")
     return found
 
@@ -293,8 +300,16 @@ def merged(old: dict[str, Any], part: str, found: dict[str, Any]) -> dict[str, A
             value = value | {"rows": before["rows"] | value["rows"]}
         kept[key] = value
     about = {"date": datetime.now(UTC).date().isoformat(), "machine": machine("cpu")}
-    command = " ".join(["python", "tests/bench/realpair.py", *sys.argv[1:]])
+    command = " ".join(["python tests/bench/realpair.py", *map(short, sys.argv[1:])])
     return old | {part: kept, "about": old.get("about", {}) | {part: about | {"command": command}}}
+
+
+def brief(found: Any) -> Any:
+    """What the last line says: numbers of all prompts together."""
+    if not isinstance(found, dict):
+        return found
+    left_out = {*NUMBERS, "groups", "categories", "measured", "first_prompts"} - {*BRIEF}
+    return {key: brief(value) for key, value in found.items() if key not in left_out}
 
 
 def main() -> None:
@@ -321,11 +336,16 @@ def main() -> None:
     options.found = find_pair(f"{options.pair.name}={options.pair}")
     options.work = options.work or options.pair / "bench"
     part = curve if options.curve else peers if options.peers else methods
-    found = part(options)
+    try:
+        found = part(options)
+    except Interrupted as stopped:
+        raise SystemExit(str(stopped)) from None
     if options.out is not None and not options.plan:
         old = json.loads(options.out.read_text()) if options.out.is_file() else {}
-        atomic_text(options.out, json.dumps(merged(old, part.__name__, found), indent=1) + "\n")
-    finish({part.__name__: found})
+        text = json.dumps(merged(old, part.__name__, found), indent=1)
+        text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list lies in a line
+        atomic_text(options.out, text + "\n")
+    finish({part.__name__: brief(found)})
 
 
 if __name__ == "__main__":
