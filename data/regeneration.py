@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from ..checkpoints.storage.safe_read import load_json, parse_json, sealed, unsea
 from .conversations import Conversation, Turn
 
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
+_SORTED_TOGETHER = 4096  # conversations
 _HASH = "hash of "  # that settings which tell what files hold begin with
 _DECODING = ("method", "options", "drafter", "hash of the drafter")
 """Settings of former versions, on which the answers of a lossless method do not depend."""
@@ -198,11 +200,11 @@ async def regenerate(
 
     An answer that is empty, or that the token limit cut, is dropped with all that follows it; if nothing whole is left
     before it, the conversation counts as failed. `concurrency` conversations are answered at a time, each question by
-    question; `system` is for those that bring no system text. With `keep_cut` answers that the token limit cut are
-    kept, and followed. Once `stopping` says so, nothing new is asked and what is under way is abandoned; `progress` is
-    given how many conversations this run is done with.
+    question, those with most questions first; `system` is for those that bring no system text. With `keep_cut` answers
+    that the token limit cut are kept, and followed. Once `stopping` says so, nothing new is asked and what is under way
+    is abandoned; `progress` is given how many conversations this run is done with.
     """
-    source = (item for item in keyed(conversations) if item[0] not in store)
+    source = _longest_first(item for item in keyed(conversations) if item[0] not in store)
     work = _Work(store, answer, seed, system, keep_cut, stopping, progress)
     running = {asyncio.create_task(work.through(source)) for _ in range(concurrency)}
     try:
@@ -217,6 +219,12 @@ async def regenerate(
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     return work.report
+
+
+def _longest_first(items: Iterator[tuple[str, Conversation]]) -> Iterator[tuple[str, Conversation]]:
+    """Of some thousand at a time those with most questions first: at the end, one alone would take turn after turn."""
+    while some := list(islice(items, _SORTED_TOGETHER)):
+        yield from sorted(some, key=lambda item: -sum(turn.role == "user" for turn in item[1].turns))
 
 
 @dataclass(slots=True)

@@ -23,6 +23,9 @@ from .kv_cache import KVCache
 
 _FEW_ROWS = 16
 _LARGEST_COPY = 1 << 25
+_PADDING = 1 << 15
+"""Elements of keys that are masked, in the mean of the rows, from which rows attend one by one: a call costs as much as
+some hundred slots of a small model."""
 
 
 class _Product:
@@ -191,15 +194,23 @@ class LeanLlama(LanguageModel):
         rotated_heads = self.heads + self.kv_heads
         hidden_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD)
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
+        stops = [length + 1 for length in cache.lengths]
+        padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
+        apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
         for index, layer in enumerate(self._layers):
             qkv_XO = layer.qkv(self._norm(hidden_XD, layer.norm_in_D))
             qkv_BMHE = qkv_XO.contiguous().view(batch, count, -1, self.key_width)
             qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
             cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
-            key_BHSE, value_BHSE = cache.view(index, end)
-            attended_BHME = F.scaled_dot_product_attention(
-                qk_BHME[:, : self.heads], key_BHSE, value_BHSE, attn_mask=mask_B1MS, enable_gqa=self._grouped
-            )
+            query_BHME, (key_BHSE, value_BHSE) = qk_BHME[:, : self.heads], cache.view(index, end)
+            if apart:
+                attended = [
+                    self._attend(query_BHME[row, None], key_BHSE[row, None, :, :stop], value_BHSE[row, None, :, :stop])
+                    for row, stop in enumerate(stops)
+                ]
+                attended_BHME = torch.cat(attended)
+            else:
+                attended_BHME = self._attend(query_BHME, key_BHSE, value_BHSE, mask_B1MS)
             attended_XD = attended_BHME.transpose(1, 2).reshape(batch * count, -1)
             hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
             gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
@@ -207,6 +218,13 @@ class LeanLlama(LanguageModel):
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
         return hidden_XD.view(batch, count, -1)
+
+    def _attend(
+        self, query_BHME: Tensor, key_BHSE: Tensor, value_BHSE: Tensor, mask_B1MS: Tensor | None = None
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query_BHME, key_BHSE, value_BHSE, attn_mask=mask_B1MS, enable_gqa=self._grouped
+        )
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         rows_XD = hidden_XD.flatten(0, -2)

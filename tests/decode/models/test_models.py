@@ -84,6 +84,27 @@ def test_the_lean_forward_equals_plain_forwards(family: str, overrides: dict[str
     assert tree_against_paths(model, fast=True) < 2e-5
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("lengths", [[4000, 5, 9], [2, 5000], [700, 690, 680, 5]], ids=str)
+def test_rows_of_unlike_lengths_give_what_each_gives_alone(lengths: list[int]) -> None:
+    """Where much of the longest row's length would be masked in the others, those slots are not even read."""
+    scorer = wrap_model(build("llama", max_position_embeddings=8192))
+    assert isinstance(scorer, LeanLlama)
+    cache, draws = scorer.new_cache(len(lengths), 5008), torch.Generator().manual_seed(2)
+    for part in (*cache.keys, *cache.values):
+        part.normal_(generator=draws)
+    roots_B1 = torch.randint(50, (len(lengths), 1), generator=draws)
+    alone = [
+        scorer.extend(cache.rows(row, row + 1, [length]), roots_B1[row, None]) for row, length in enumerate(lengths)
+    ]
+    if max(lengths) > 700:
+        for part in (*cache.keys, *cache.values):
+            for row, length in enumerate(lengths):
+                part[row, :, length + 1 :] = torch.nan
+    together_B1D = scorer.extend(cache.rows(0, len(lengths), lengths), roots_B1)
+    assert (together_B1D - torch.cat(alone)).abs().max() < 2e-5
+
+
 def test_which_forward_serves(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     half = make_llama(50).to(torch.bfloat16)
     assert isinstance(wrap_model(half), LeanLlama)  # compared with the model's own forwards on the way
