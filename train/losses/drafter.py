@@ -77,7 +77,7 @@ def narrowed(
 ) -> tuple[Tensor, Tensor | None, Tensor, Teacher | None]:
     """Arguments of `mixture` over these tokens alone, int64, rising: other labels are left out, and the teacher is its
     distribution among them. That the drafter learn this one is best also by the overlap with the whole one, of which no
-    drafter of these tokens has more. Raises ValueError: a teacher of top-k tokens.
+    drafter of these tokens has more. Raises ValueError: a teacher that names more tokens than these.
     """
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
     places_V = torch.full((vocab,), IGNORED, device=ids.device)
@@ -85,10 +85,29 @@ def narrowed(
     labels_X = torch.where(labels_X == IGNORED, IGNORED, places_V[labels_X.clamp(min=0)])
     hidden_XD, weight_VD = rows_of(ids, hidden_XD, weight_VD)
     if isinstance(teacher, SparseTeacher):
-        raise ValueError("a draft vocabulary cannot learn from a teacher's top-k tokens: leave `teacher.top_k` out")
-    if teacher is not None:
+        teacher = _among(teacher, places_V, len(ids))
+    elif teacher is not None:
         teacher = DenseTeacher(*rows_of(ids, teacher.hidden_XE, teacher.weight_VE))
     return hidden_XD, weight_VD, labels_X, teacher
+
+
+def _among(teacher: SparseTeacher, places_V: Tensor, count: int) -> SparseTeacher:
+    """A teacher's distribution among the `count` tokens that have a place. Instead of others it names such tokens as it
+    does not name yet, each with an even share of what it leaves over."""
+    named = teacher.ids_XK.shape[1]
+    if named > count:
+        raise ValueError(f"the teacher keeps {named} tokens, more than the draft vocabulary's {count}")
+    places_XK, width = places_V[teacher.ids_XK], min(count, 2 * named)
+    lost_XK = places_XK < 0
+    taken_XW = places_XK.new_zeros(len(places_XK), width + 1)
+    taken_XW.scatter_(1, torch.where(lost_XK, width, places_XK.clamp(max=width)), 1)
+    free_XK = taken_XW[:, :width].argsort(dim=1, stable=True).gather(1, lost_XK.cumsum(1).sub(1).clamp(min=0))
+    p_XK = teacher.log_probs_XK.exp()
+    rest_X1 = (1 - p_XK.sum(1, keepdim=True)).clamp(min=1e-7)
+    share_X1 = rest_X1 / (count - named + lost_XK.sum(1, keepdim=True)).clamp(min=1)
+    kept_X1 = p_XK.masked_fill(lost_XK, 0).sum(1, keepdim=True) + rest_X1
+    log_probs_XK = (torch.where(lost_XK, share_X1, p_XK) / kept_X1).log()
+    return SparseTeacher(torch.where(lost_XK, free_XK, places_XK), log_probs_XK)
 
 
 def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tensor:

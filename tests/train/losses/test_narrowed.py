@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draftsmith.train.losses.chunks import IGNORED, DenseTeacher
+from draftsmith.train.losses.chunks import IGNORED, DenseTeacher, SparseTeacher
 from draftsmith.train.losses.drafter import agreement, mixture, narrowed
 from draftsmith.train.losses.objectives import OBJECTIVES
 
@@ -37,3 +37,30 @@ def test_a_draft_vocabulary_is_learnt_as_if_there_were_no_other_tokens(objective
     found = agreement(mine[0].detach(), None if whole_logits else weight_VD.detach(), teacher, labels_X, proposed=ids)
     torch.testing.assert_close(found.overlap, torch.minimum(p_XV, q_XV)[said].sum())
     assert found.top1 == (p_XV.argmax(1) == q_XV.argmax(1))[said].sum()
+
+
+@pytest.mark.parametrize("objective", list(OBJECTIVES))
+def test_a_draft_vocabulary_learns_from_a_teachers_top_k(objective: str) -> None:
+    """Against the whole distribution over these tokens: what the teacher says of them, and the rest evenly on those
+    that it does not name."""
+    torch.manual_seed(0)
+    ids = torch.tensor([0, 2, 3, 5, 7, 8, 11])
+    hidden_XD, weight_VD = torch.randn(30, 5), torch.randn(12, 5, requires_grad=True)
+    p_XV = torch.randn(30, 12).softmax(1)
+    labels_X = ids[torch.randint(len(ids), (30,))]
+    top_XK, ids_XK = p_XV.topk(7)
+    teacher = SparseTeacher(ids_XK, top_XK.log())
+    loss, count = mixture({objective: 1.0}, *narrowed(ids, hidden_XD, weight_VD, labels_X, teacher))
+    grad_VD = torch.autograd.grad(loss, weight_VD)[0]
+
+    named_XR = torch.zeros(30, 12).scatter(1, ids_XK, 1.0)[:, ids].bool()
+    assert set(named_XR.sum(1).tolist()) >= {3, 4, 5}  # 2 to 4 tokens of a position are replaced
+    rest_X1 = 1 - top_XK.sum(1, keepdim=True)
+    p_XR = torch.where(named_XR, p_XV[:, ids], rest_X1 / (~named_XR).sum(1, keepdim=True))
+    small_RD = weight_VD.detach()[ids].requires_grad_()
+    whole = DenseTeacher((p_XR / p_XR.sum(1, keepdim=True)).log())
+    wanted, _ = mixture({objective: 1.0}, hidden_XD, small_RD, torch.searchsorted(ids, labels_X), whole)
+    assert count == 30
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+    expected_VD = torch.zeros(12, 5).index_copy(0, ids, torch.autograd.grad(wanted, small_RD)[0])
+    torch.testing.assert_close(grad_VD, expected_VD, rtol=1e-4, atol=1e-5)
