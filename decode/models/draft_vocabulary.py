@@ -127,7 +127,7 @@ def take_vocabulary(model: Any, source: Any) -> None:
     if isinstance(head, LowRankHead):
         _set_factors(model, head.inner.weight.detach().clone(), head.weight.detach().clone())
     if ids_R is not None:
-        keep_tokens(model, ids_R)
+        model.register_buffer(_BUFFER, ids_R, persistent=False)  # checked where they are from
 
 
 def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int) -> Tensor:

@@ -13,12 +13,13 @@ from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import base_of, is_adapter
+from ...decode.models.draft_vocabulary import LowRankHead, kept_tokens, load_vocabulary, whole_matrix
 from ...train.config import micro_steps
 from ...train.parallel.accelerate import zero_stage
 from ...train.plan.memory import Demand, Launch, ModelSize, heads_size, model_size
 from ..schema.training import DrafterRecipe, HeadsRecipe, ModelSection
 from .acceptance import decodes_fast
-from .drafter import complete_section
+from .drafter import complete_section, narrow
 from .models import TrainableModel, cut_layers, made_trainable, model_from_config, new_model
 
 
@@ -42,6 +43,8 @@ def size_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> RecipeSize
 
 def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
     trained, loading = _meta_trainable(complete_section(recipe))
+    if recipe.model.vocabulary is not None:
+        narrow(trained.model, recipe.model.vocabulary, None)
     model = model_size(trained.model)
     taught = recipe.distils and recipe.teacher.cache is None
     target, decodes = None, False
@@ -103,13 +106,13 @@ def _meta_trainable(section: ModelSection) -> tuple[TrainableModel, int]:
 def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrainedModel:
     """A model of a folder or hub id on the meta device, without its weights; `dtype` auto takes that of its
     configuration, or float32. Raises ValueError: there is no such model, or its configuration makes none."""
-    path = at_revision(source, weights=False)
-    if is_adapter(Path(path)):
-        path = at_revision(base_of(Path(path)), weights=False)
+    folder = at_revision(source, weights=False)
+    path = at_revision(base_of(Path(folder)), weights=False) if is_adapter(Path(folder)) else folder
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = new_model(config, attention)
+        load_vocabulary(model, Path(folder))
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"the configuration of {source!r} makes no language model: {first_line(error)}") from error
     known = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
@@ -118,11 +121,14 @@ def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrai
 
 
 def _exported_bytes(trained: TrainableModel, model: ModelSize) -> int:
-    lora = trained.lora
+    lora, head, ids_R = trained.lora, trained.model.get_output_embeddings(), kept_tokens(trained.model)
+    more = 0 if ids_R is None else ids_R.nbytes
+    if isinstance(head, LowRankHead):  # the factors stand beside their product
+        more += whole_matrix(head).nbytes
     if lora is None:
-        return model.weights
+        return model.weights + more
     added = sum(p.numel() * p.element_size() for name, p in trained.model.named_parameters() if "lora_" in name)
-    return added if lora.export == "adapter" else model.weights - added
+    return more + (added if lora.export == "adapter" else model.weights - added)
 
 
 def _launch(accelerator: Any) -> Launch:

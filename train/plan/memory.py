@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
+from ...decode.models.draft_vocabulary import kept_tokens
 from ..losses.chunks import chunk_positions
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class ModelSize:
     item: int
     """Bytes of a number that it computes with."""
     vocab_size: int
+    """Tokens that it has logits for."""
     hidden_size: int
     layers: int
     layer_elements: int
@@ -57,7 +59,7 @@ class ModelSize:
     stored: int
     """Parameters that a checkpoint holds."""
     projection: int
-    """Trained elements of what makes logits."""
+    """Elements that the loss holds beside what makes logits: its gradient, and copied rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,13 @@ def model_size(model: Any, *, eight_bit: bool = False) -> ModelSize:
     parameters = list(model.parameters())
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     linears = [part for part in model.modules() if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"]
-    matrices = {id(part.weight): part.weight.numel() for part in linears if part is not head}
+    inside = set(head.modules())
+    matrices = {id(part.weight): part.weight.numel() for part in linears if part not in inside}
     quantised = matrices if eight_bit else {}
     trained = [p for p in parameters if p.requires_grad]
+    ids_R = kept_tokens(model)
+    rows = len(head.weight) if ids_R is None else len(ids_R)
+    copied = 0 if ids_R is None else 2 * rows * head.weight.shape[1]  # the rows of these tokens, and their gradient
     layers = max(1, config.num_hidden_layers) + (getattr(config, "num_decoder_layers", None) or 0)
     count = sum(p.numel() for p in parameters)
     return ModelSize(
@@ -112,13 +118,13 @@ def model_size(model: Any, *, eight_bit: bool = False) -> ModelSize:
         weights=sum(p.numel() * (1 if id(p) in quantised else p.element_size()) for p in parameters),
         trained_weights=sum(p.numel() * p.element_size() for p in trained),
         item=head.weight.element_size(),
-        vocab_size=head.weight.shape[0],
+        vocab_size=rows,
         hidden_size=config.hidden_size,
         layers=layers,
         # each map's result or input, and what maps read in common, norms and residuals: for a GPT 21 h (paper: 17 h)
         layer_elements=sum(matrices.values()) // (layers * config.hidden_size) + 9 * config.hidden_size,
         stored=count,
-        projection=head.weight.numel() if head.weight.requires_grad else 0,
+        projection=copied + (head.weight.numel() if head.weight.requires_grad else 0),
     )
 
 

@@ -137,7 +137,9 @@ class DrafterTask(Task):
             stop_ids = list(on_policy.stop_ids)
             self.settings["on_policy"] = [on_policy.share, on_policy.new_tokens, on_policy.temperature, stop_ids]
         taught = getattr(teacher, "model", None)
-        work = [_work(model, backward=True), *([] if taught is None else [_work(taught, backward=False)])]
+        ids_R = kept_tokens(model)
+        sides = [(model, True)] if taught is None else [(model, True), (taught, False)]
+        work = [_work(side, None if ids_R is None else len(ids_R), backward) for side, backward in sides]
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
         self.rewrites = on_policy is not None
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
@@ -204,15 +206,16 @@ def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch
         yield data.batch(numbers[start : start + _EVALUATED_TOGETHER]).to(device)
 
 
-def _work(model: Any, backward: bool) -> tuple[int, int]:
-    """Operations a token in a model's matrices, and those a trained position in its output projection."""
+def _work(model: Any, rows: int | None, backward: bool) -> tuple[int, int]:
+    """Operations a token in a model's matrices, and those a trained position in its output projection, or in so many
+    rows of it."""
     projection = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     body = last = 0
     for weight in model.parameters():
         each = (6 if weight.requires_grad else 4) if backward else 2
         if weight is projection:
-            last = each * weight.numel()
+            last = each * weight[:rows].numel()
         elif weight.dim() >= 2 and weight is not embedding:  # a look-up multiplies nothing
             body += each * weight.numel()
     return body, last

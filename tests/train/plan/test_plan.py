@@ -10,6 +10,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
+from draftsmith.decode.models.draft_vocabulary import factorise, keep_tokens
 from draftsmith.train.forward.packed import PackedForward
 from draftsmith.train.plan import probe
 from draftsmith.train.plan.memory import Demand, Launch, Part, heads_size, model_size, peak, plan_memory
@@ -88,6 +89,19 @@ def test_a_meta_model_has_the_sizes_of_the_model(family: str, tied: bool):
     assert meta == model_size(model)
     count = sum(p.numel() for p in model.parameters())
     assert (meta.parameters, meta.trained, meta.weights) == (count, count, 4 * count)
+
+
+@pytest.mark.parametrize("rank", [None, 5])
+def test_less_than_a_whole_output_layer_makes_fewer_logits(rank: int | None):
+    whole, model = make("llama"), make("llama")
+    keep_tokens(model, torch.arange(24))
+    if rank is not None:
+        factorise(model, rank)
+    before, after = model_size(whole), model_size(model)
+    assert (before.vocab_size, after.vocab_size) == (96, 24)
+    assert after.layer_elements == before.layer_elements
+    assert after.parameters - before.parameters == (0 if rank is None else 5 * (96 + 64) - whole.lm_head.weight.numel())
+    assert after.projection == (96 + 2 * 24) * (rank or 64)
 
 
 def test_in_8_bits_matrices_but_the_projection_take_a_byte():

@@ -120,6 +120,27 @@ def test_flops_are_those_of_torchs_counter(worker: ModuleType):
     assert task.flops(tokens_BT.numel(), 0) == products - 6 * tokens_BT.numel() * model.lm_head.weight.numel()
 
 
+@pytest.mark.parametrize("tokens", [None, 12])
+@pytest.mark.parametrize("rank", [None, 5])
+def test_flops_of_less_than_a_whole_output_layer(worker: ModuleType, tokens: int | None, rank: int | None):
+    """Also of a teacher, which is asked of the same tokens alone."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    drafter, teacher = sharp(worker), sharp(worker, seed=5, num_hidden_layers=3)
+    if tokens is not None:
+        keep_tokens(drafter, torch.arange(tokens))
+    if rank is not None:
+        factorise(drafter, rank)
+    task = DrafterTask(drafter, None, {"forward-kl": 1.0}, ModelTeacher(teacher))
+    batch = worker.make_data(4).batch(range(4))
+    with FlopCounterMode(display=False) as counter:
+        loss, count = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+        loss.backward()
+    found = counter.get_flop_counts()["Global"]
+    products = sum(value for operation, value in found.items() if "attention" not in str(operation))
+    assert task.flops(batch.tokens_BT.numel(), int(count)) == products
+
+
 def test_bf16_training_measures_the_weights_as_they_are(worker: ModuleType, tmp_path: Path):
     """Decoding for a measurement, and the teacher, run in their own types: autocast is for what is trained."""
     seen: list[bool] = []

@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.models.draft_vocabulary import factorise, keep_tokens, save_vocabulary
+from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.artifact import Run, prepare_once, state_folder
 from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.assemble.sizes import size_of
@@ -22,6 +24,7 @@ from draftsmith.recipes.commands.training import plan as planning
 from draftsmith.recipes.commands.training.plan import plan_recipe
 from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.parallel.accelerate import make_accelerator
+from draftsmith.train.plan.memory import model_size
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {
@@ -32,6 +35,13 @@ VARIANTS = {
     "whole": ["model.config.tie_word_embeddings=false"],
     "cut": ["model.config=null", "model.source=SOURCE", "model.layers=[0, 2]"],
     "half": ["model.config=null", "model.source=SOURCE", "model.dtype=bfloat16"],
+    "trimmed": ["model.vocabulary.tokens=48", "model.config.tie_word_embeddings=true"],
+    "low rank": ["model.vocabulary={tokens: 48, rank: 24}"],
+    "of a trimmed one": ["model.config=null", "model.source=TRIMMED", "model.layers=[0, 2]"],
+    "trimmed adapter": [
+        "model={source: SOURCE, vocabulary: {tokens: 48}, lora: {rank: 64, export: adapter}}",
+        "model.config=null",
+    ],
     "adapter": ["model.config=null", "model.source=SOURCE", "model.lora.rank=64", "model.lora.export=adapter"],
 }
 
@@ -46,12 +56,23 @@ def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def trimmed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with less than its whole output layer."""
+    folder = shutil.copytree(source, tmp_path_factory.mktemp("trimmed"), dirs_exist_ok=True)
+    model = load_model(str(source))
+    keep_tokens(model, torch.arange(7, 55))
+    factorise(model, 24)
+    save_vocabulary(model, folder)
+    return folder
+
+
 @pytest.fixture
-def recipe(drafter_recipe: Path, source: Path) -> Any:
+def recipe(drafter_recipe: Path, source: Path, trimmed: Path) -> Any:
     """`recipe("train.steps=3")`: the tiny recipe with a larger model, and what is said."""
 
     def load(*overrides: str) -> Any:
-        given = [text.replace("SOURCE", str(source)) for text in overrides]
+        given = [text.replace("SOURCE", str(source)).replace("TRIMMED", str(trimmed)) for text in overrides]
         sizes = [] if any("model.config=" in text for text in given) else [f"model.config={json.dumps(SIZES)}"]
         return load_training(str(drafter_recipe), [*sizes, *given])
 
@@ -60,7 +81,7 @@ def recipe(drafter_recipe: Path, source: Path) -> Any:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_files_steps_and_parameters_are_what_training_makes(recipe: Any, variant: str):
-    if variant == "adapter":
+    if "adapter" in variant:
         pytest.importorskip("peft")
     loaded = recipe("train.steps=5", *VARIANTS[variant])
     plan = plan_recipe(loaded)
@@ -77,7 +98,14 @@ def test_files_steps_and_parameters_are_what_training_makes(recipe: Any, variant
     assert plan.disk["checkpoints"] == pytest.approx(sum(sizes), rel=0.05)
     assert plan.demand.model.parameters == sum(p.numel() for p in parts.trained.model.parameters())
     assert plan.demand.model.trained == parts.trained.shapes()["trained_parameters"]
-    run.save(result, parts.trained.save, parts.trained.shapes(), None)
+    model = parts.trained.model
+    assert plan.demand.model == model_size(model)
+
+    def write(folder: Path) -> None:
+        parts.trained.save(folder)
+        save_vocabulary(model, folder)
+
+    run.save(result, write, parts.trained.shapes(), None)
     assert plan.disk["artifact"] == pytest.approx(sum(file.stat().st_size for file in out.iterdir()), rel=0.05)
     assert plan.steps == result.steps == 5
 
