@@ -165,6 +165,11 @@ def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> No
     if options.merge is not None and not is_adapter(source.folder):
         flag = "--merge" if options.merge else "--no-merge"
         raise ValueError(f"{flag} is for LoRA adapters, and {source.folder} holds a whole model")
+    if options.merge is False and (ids_R := proposed_tokens(source)) is not None:
+        raise ValueError(
+            f"--no-merge: {source.folder} proposes {len(ids_R)} of {source.manifest.vocab_size} tokens, which an "
+            "adapter cannot tell other programs: leave it out, or take --merge"
+        )
     target = target_name(source, options)
     if target is not None and (options.target or Path(target).is_dir()):
         check_vocabulary(source, target)

@@ -95,9 +95,9 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
 
 @pytest.fixture
 def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Make:
-    """A function that writes an artifact of a LoRA adapter, and its base to `base`."""
+    """A function that writes an artifact of a LoRA adapter, and its base to `base`; see `make_drafter`."""
 
-    def build(dtype: torch.dtype = torch.float32) -> Path:
+    def build(dtype: torch.dtype = torch.float32, proposed: torch.Tensor | None = None) -> Path:
         make_llama(VOCAB, 4, **SIZES).to(dtype).save_pretrained(tmp_path / "base")
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         wrapper = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
@@ -111,8 +111,10 @@ def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_pa
         def write(folder: Path) -> None:
             wrapper.save_pretrained(folder)
             tokenizer_of().save_pretrained(folder)
+            write_vocabulary({} if proposed is None else {"d2t": proposed}, folder)
 
-        return save(write, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_of()))
+        counted = {} if proposed is None else {"proposed_tokens": len(proposed)}
+        return save(write, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_of()), shapes=counted)
 
     return build
 
