@@ -1,4 +1,4 @@
-"""Decoding beside transformers with the same models, in turns, each way at its best γ: see realpair.py."""
+"""Decoding beside others with the same models, in turns, each way at its best γ: see realpair.py."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def rate(counts_SP3: np.ndarray) -> float:
 
 
 def compared(counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """How much faster this engine is than transformers: like against like, and the fastest of each; with intervals."""
+    """How much faster this engine is than the others: like against like, and the fastest of all; with intervals."""
 
     def over(ours: str, theirs: str) -> list[float]:
         def ratio(chosen: Any) -> float:
@@ -151,10 +151,10 @@ def compared(counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
         return [ratio(np.s_[:]), *bootstrap(ratio, 1, counts[ours].shape[1])]
 
-    theirs = [name for name in counts if name.startswith("transformers")]
+    theirs = [name for name in counts if not name.startswith("draftsmith")]
     mine, best = (max(names, key=lambda name: rate(counts[name])) for names in (set(counts) - {*theirs}, theirs))
-    like = {name: over(name.replace("transformers", "draftsmith"), name) for name in theirs}
-    return {"over": like, "fastest": {"draftsmith": mine, "transformers": best, "over": over(mine, best)}}
+    like = {name: over("".join(("draftsmith", *name.partition(",")[1:])), name) for name in theirs}
+    return {"over": like, "fastest": {"ours": mine, "theirs": best, "over": over(mine, best)}}
 
 
 def print_peers(dtype: str, found: Mapping[str, Any]) -> None:
@@ -164,4 +164,4 @@ def print_peers(dtype: str, found: Mapping[str, Any]) -> None:
         print(f"{name:30} gamma {row['gamma']}  {speed}  same text {row['same_text']}/{found['prompts']}")
     fastest = found["fastest"]
     interval = "{:.2f} ({:.2f}–{:.2f})".format(*fastest["over"])
-    print(f"{fastest['draftsmith']} over {fastest['transformers']}: {interval}")
+    print(f"{fastest['ours']} over {fastest['theirs']}: {interval}")

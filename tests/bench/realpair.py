@@ -1,7 +1,7 @@
 """The evidence of a real pair: every method on Spec-Bench, the same beside transformers, and what training tokens buy.
 
     python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--groups qa rag] [--rows medusa]
-    python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32]
+    python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32] [--gguf FILE]
     python tests/bench/realpair.py --pair runs/realpair --curve runs/drafter-1 runs/drafter-2 runs/heads-1
 
 The pair is a finished quickstart of any recipe. Each part says first how long it takes, goes on where it was stopped
@@ -11,9 +11,10 @@ realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts 
 Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
 prediction. Peers: greedily and in turns prompt by prompt, in float32 and bfloat16, each at the γ that was its fastest
 on the first prompts; the assistant of transformers is the padded export of the drafter; all texts end where this
-engine's own do. vLLM and llama.cpp: see engines.py. Curve: tokens per step of finished artifacts by replay of the
-target's own texts, against the tokens that they were trained on, those of the artifacts that they went on from
-included. The last line is one JSON object.
+engine's own do. With `--gguf`, the target's own file, llama.cpp decodes the same weights by the package xllamacpp
+(other builds, and vLLM: engines.py). Curve: tokens per step of finished artifacts by replay of the target's own texts,
+against the tokens that they were trained on, those of the artifacts that they went on from included. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ from draftsmith.recipes.schema.results import load_results
 from draftsmith.recipes.session.machine import machine
 from draftsmith.recipes.session.stopping import Stoppable
 from draftsmith.train.parallel.interrupts import Interrupted
-from peers import GAMMAS, TUNED, of_format, print_peers, ways
+from peers import GAMMAS, TUNED, Peer, of_format, print_peers, ways
 from pydantic import TypeAdapter
 
 SPEC_BENCH = SHARED / "eval" / "spec_bench_question.jsonl"
@@ -219,7 +221,8 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 def peers(options: argparse.Namespace) -> dict[str, Any]:
     """Rates by number format."""
     case = open_case(recipe_of(options, 0.0, [BASELINE], heads=None, table=None, drafter=None))
-    kinds, tuned = 6, 4 * len(options.gammas) * min(TUNED, len(case.prompts))
+    kinds = 9 if options.gguf else 6
+    tuned = (kinds - kinds // 3) * len(options.gammas) * min(TUNED, len(case.prompts))
     if said_first(options, "peers", case, len(options.dtypes) * (kinds * len(case.prompts) * options.repeats + tuned)):
         return {}
     found = {}
@@ -232,6 +235,12 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
             kept = Kept(journal, signals)
             for dtype in options.dtypes:
                 known = ways(Path(options.found.folder), exported, dtype, options.gammas)
+                if options.gguf is not None:
+                    from llama_cpp import ways as of_llama_cpp  # which needs xllamacpp
+
+                    context = options.prompt_tokens + options.tokens + 64
+                    given = (options.gguf, exported, Path(scratch), dtype, options.gammas, torch.get_num_threads())
+                    known += starmap(Peer, of_llama_cpp(*given, context))
                 found[dtype] = rounded(of_format(known, case, kept, f"{dtype} {digest}", options.repeats))
                 print_peers(dtype, found[dtype])
     return found
@@ -322,6 +331,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by label or method")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--peers", action="store_true", help="beside transformers, and nothing else")
+    parser.add_argument("--gguf", type=Path, help="of --peers: the target's GGUF file, for llama.cpp (xllamacpp)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of --peers")
     parser.add_argument("--gammas", nargs="+", type=int, default=list(GAMMAS), help="of --peers")
     parser.add_argument("--curve", nargs="+", type=Path, help="finished drafters and heads, and nothing else")

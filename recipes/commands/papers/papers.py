@@ -51,6 +51,8 @@ def run_paper(recipe: PaperRecipe, name: str, pair: Pair | None = None, folder: 
     settings = used.recorded(include={"experiment", "settings", "evaluate"})
     identity = identity_of(settings, used.sources(), used.evaluate)
     log(f"papers: {name}, {recipe.where}")
+    if used.not_rerun != recipe.not_rerun:
+        log(f"papers: {str(used.not_rerun).removeprefix(recipe.not_rerun or '').strip()}")
     # an evaluation knows by itself which of its runs have finished
     earlier = read_finished(folder / "paper.json", identity) if used.experiment != "evaluate" else None
     if earlier is None:
