@@ -24,7 +24,6 @@ from ..checkpoints.storage.safe_read import load_json, parse_json, sealed, unsea
 from .conversations import Conversation, Turn
 
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
-_SORTED_TOGETHER = 4096  # conversations
 _HASH = "hash of "  # that settings which tell what files hold begin with
 _DECODING = ("method", "options", "drafter", "hash of the drafter")
 """Settings of former versions, on which the answers of a lossless method do not depend."""
@@ -223,7 +222,7 @@ async def regenerate(
 
 def _longest_first(items: Iterator[tuple[str, Conversation]]) -> Iterator[tuple[str, Conversation]]:
     """Of some thousand at a time those with most questions first: at the end, one alone would take turn after turn."""
-    while some := list(islice(items, _SORTED_TOGETHER)):
+    while some := list(islice(items, 4096)):
         yield from sorted(some, key=lambda item: -sum(turn.role == "user" for turn in item[1].turns))
 
 

@@ -166,10 +166,8 @@ def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> No
         flag = "--merge" if options.merge else "--no-merge"
         raise ValueError(f"{flag} is for LoRA adapters, and {source.folder} holds a whole model")
     if options.merge is False and (ids_R := proposed_tokens(source)) is not None:
-        raise ValueError(
-            f"--no-merge: {source.folder} proposes {len(ids_R)} of {source.manifest.vocab_size} tokens, which an "
-            "adapter cannot tell other programs: leave it out, or take --merge"
-        )
+        some = f"{source.folder} proposes {len(ids_R)} of {source.manifest.vocab_size} tokens"
+        raise ValueError(f"--no-merge: {some}, which an adapter cannot tell other programs: take --merge")
     target = target_name(source, options)
     if target is not None and (options.target or Path(target).is_dir()):
         check_vocabulary(source, target)

@@ -28,7 +28,7 @@ from ...train.parallel.processes import on_main, together
 from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.on_policy import OnPolicy
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
-from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, VocabularySection, role_of
+from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, role_of
 from ..session.terminal import log
 from .acceptance import drafter_measure
 from .artifact import Run, check_target, fingerprint_of, prepare_once
@@ -100,7 +100,12 @@ def drafter_parts(
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
     if (vocabulary := recipe.model.vocabulary) is not None:
-        narrow(model, vocabulary, prepared)
+        if model.config.is_encoder_decoder:
+            raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
+        if vocabulary.tokens is not None:
+            propose_frequent(model, vocabulary.tokens, prepared)
+        if vocabulary.rank is not None:
+            factorise(model, vocabulary.rank)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     target = measure = None
     eval_teacher: ModelTeacher | None = None
@@ -149,30 +154,19 @@ def _load_target(source: str, section: TeacherSection, device: Any) -> tuple[Mod
     return teacher, fingerprint_of(source, teacher.model)
 
 
-def narrow(model: PreTrainedModel, vocabulary: VocabularySection, prepared: Prepared | None) -> None:
-    """Give a decoder the output layer that its recipe asks for; without data, its size alone. Raises ValueError: an
-    encoder-decoder; more tokens than it has; data that is streamed, and cannot be counted; a rank that is none."""
-    if model.config.is_encoder_decoder:
-        raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
-    if vocabulary.tokens is not None:
-        vocab = model.get_output_embeddings().weight.shape[0]
-        if vocabulary.tokens > vocab:
-            raise ValueError(f"`model.vocabulary.tokens` is {vocabulary.tokens}, and the model has {vocab}")
-        ids = np.arange(vocabulary.tokens) if prepared is None else _most_frequent(vocabulary.tokens, vocab, prepared)
-        keep_tokens(model, torch.from_numpy(ids))
-    if vocabulary.rank is not None:
-        factorise(model, vocabulary.rank)
-
-
-def _most_frequent(tokens: int, vocab: int, prepared: Prepared) -> np.ndarray:
-    """The tokens that are trained on most often, rising; of equally frequent ones the lower ids."""
+def propose_frequent(model: PreTrainedModel, tokens: int, prepared: Prepared) -> None:
+    """Have a drafter propose the tokens that are trained on most often; of equally frequent ones the lower ids.
+    Raises ValueError: more tokens than it has; data that is streamed, and cannot be counted."""
     if not isinstance(prepared.train, PreparedData):
         raise ValueError("`model.vocabulary` is counted in prepared data: set `data.streaming: false`")
+    vocab = model.get_output_embeddings().weight.shape[0]
+    if tokens > vocab:
+        raise ValueError(f"`model.vocabulary.tokens` is {tokens}, and the model has {vocab}")
     counts = prepared.train.trained_counts()
     often = np.argsort(-np.pad(counts, (0, max(0, vocab - len(counts)))), kind="stable")[:tokens]
+    keep_tokens(model, torch.from_numpy(np.sort(often)))
     share = counts[often[often < len(counts)]].sum() / counts.sum()
     log(f"drafter: proposes {tokens:,} of {vocab:,} tokens, which are {share:.2%} of what is trained on")
-    return np.sort(often)
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:

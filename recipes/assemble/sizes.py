@@ -13,13 +13,13 @@ from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import base_of, is_adapter
-from ...decode.models.draft_vocabulary import LowRankHead, kept_tokens, load_vocabulary, whole_matrix
+from ...decode.models.draft_vocabulary import LowRankHead, factorise, keep_tokens, load_vocabulary, whole_matrix
 from ...train.config import micro_steps
 from ...train.parallel.accelerate import zero_stage
 from ...train.plan.memory import Demand, Launch, ModelSize, heads_size, model_size
 from ..schema.training import DrafterRecipe, HeadsRecipe, ModelSection
 from .acceptance import decodes_fast
-from .drafter import complete_section, narrow
+from .drafter import complete_section
 from .models import TrainableModel, cut_layers, made_trainable, model_from_config, new_model
 
 
@@ -43,8 +43,12 @@ def size_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> RecipeSize
 
 def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
     trained, loading = _meta_trainable(complete_section(recipe))
-    if recipe.model.vocabulary is not None:
-        narrow(trained.model, recipe.model.vocabulary, None)
+    if (vocabulary := recipe.model.vocabulary) is not None:  # one that does not fit the model fails in the probe
+        if vocabulary.tokens is not None:
+            ids = range(trained.model.get_output_embeddings().weight.shape[0])[: vocabulary.tokens]
+            keep_tokens(trained.model, torch.tensor(ids))
+        if vocabulary.rank is not None:
+            factorise(trained.model, vocabulary.rank)
     model = model_size(trained.model)
     taught = recipe.distils and recipe.teacher.cache is None
     target, decodes = None, False
@@ -121,14 +125,11 @@ def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrai
 
 
 def _exported_bytes(trained: TrainableModel, model: ModelSize) -> int:
-    lora, head, ids_R = trained.lora, trained.model.get_output_embeddings(), kept_tokens(trained.model)
-    more = 0 if ids_R is None else ids_R.nbytes
-    if isinstance(head, LowRankHead):  # the factors stand beside their product
-        more += whole_matrix(head).nbytes
-    if lora is None:
-        return model.weights + more
+    lora, head = trained.lora, trained.model.get_output_embeddings()
+    if lora is None:  # factors stand beside their product
+        return model.weights + (whole_matrix(head).nbytes if isinstance(head, LowRankHead) else 0)
     added = sum(p.numel() * p.element_size() for name, p in trained.model.named_parameters() if "lora_" in name)
-    return more + (added if lora.export == "adapter" else model.weights - added)
+    return added if lora.export == "adapter" else model.weights - added
 
 
 def _launch(accelerator: Any) -> Launch:

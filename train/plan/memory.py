@@ -51,7 +51,6 @@ class ModelSize:
     item: int
     """Bytes of a number that it computes with."""
     vocab_size: int
-    """Tokens that it has logits for."""
     hidden_size: int
     layers: int
     layer_elements: int
@@ -103,13 +102,11 @@ def model_size(model: Any, *, eight_bit: bool = False) -> ModelSize:
     parameters = list(model.parameters())
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     linears = [part for part in model.modules() if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"]
-    inside = set(head.modules())
-    matrices = {id(part.weight): part.weight.numel() for part in linears if part not in inside}
+    matrices = {id(part.weight): part.weight.numel() for part in linears if part not in set(head.modules())}
     quantised = matrices if eight_bit else {}
     trained = [p for p in parameters if p.requires_grad]
-    ids_R = kept_tokens(model)
-    rows = len(head.weight) if ids_R is None else len(ids_R)
-    copied = 0 if ids_R is None else 2 * rows * head.weight.shape[1]  # the rows of these tokens, and their gradient
+    rows = len(head.weight if (ids_R := kept_tokens(model)) is None else ids_R)
+    copied = 0 if ids_R is None else 2 * rows * head.weight.shape[1]  # these rows, and their gradient
     layers = max(1, config.num_hidden_layers) + (getattr(config, "num_decoder_layers", None) or 0)
     count = sum(p.numel() for p in parameters)
     return ModelSize(

@@ -137,9 +137,8 @@ class DrafterTask(Task):
             stop_ids = list(on_policy.stop_ids)
             self.settings["on_policy"] = [on_policy.share, on_policy.new_tokens, on_policy.temperature, stop_ids]
         taught = getattr(teacher, "model", None)
-        ids_R = kept_tokens(model)
-        sides = [(model, True)] if taught is None else [(model, True), (taught, False)]
-        work = [_work(side, None if ids_R is None else len(ids_R), backward) for side, backward in sides]
+        rows = None if (ids_R := kept_tokens(model)) is None else len(ids_R)
+        work = [_work(model, rows, backward=True), *([] if taught is None else [_work(taught, rows, backward=False)])]
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
         self.rewrites = on_policy is not None
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
@@ -207,8 +206,7 @@ def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch
 
 
 def _work(model: Any, rows: int | None, backward: bool) -> tuple[int, int]:
-    """Operations a token in a model's matrices, and those a trained position in its output projection, or in so many
-    rows of it."""
+    """Operations a token in a model's matrices, and those a trained position in `rows` of its output projection."""
     projection = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     body = last = 0

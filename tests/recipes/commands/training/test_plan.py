@@ -38,6 +38,7 @@ VARIANTS = {
     "trimmed": ["model.vocabulary.tokens=48", "model.config.tie_word_embeddings=true"],
     "low rank": ["model.vocabulary={tokens: 48, rank: 24}"],
     "of a trimmed one": ["model.config=null", "model.source=TRIMMED", "model.layers=[0, 2]"],
+    "low rank of a trimmed one": ["model={source: TRIMMED, vocabulary: {rank: 8}}", "model.config=null"],
     "trimmed adapter": [
         "model={source: SOURCE, vocabulary: {tokens: 48}, lora: {rank: 64, export: adapter}}",
         "model.config=null",
