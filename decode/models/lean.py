@@ -1,7 +1,7 @@
 """A thin forward over the weights of Llama-type decoders, equal to transformers' and free of its overhead.
 
 Projections that share an input are one product, the rotation of queries and keys is one complex multiplication, norms
-take three small operations, and products of a few rows are laid out as the CPU's library likes them (`_Product`).
+take three small operations, and weights lie as the CPU's library likes them for the number of rows (`_Product`).
 
 Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F width of the MLP, H heads, E head width,
 I and O inputs and outputs of a product, V vocabulary.
@@ -21,8 +21,9 @@ from .base import LanguageModel, position_limit
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens, widen
 from .kv_cache import KVCache
 
-_FEW_ROWS = 16
+_FEW_ROWS = 64
 _LARGEST_COPY = 1 << 25
+_SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than is won
 _PADDING = 1 << 15
 """Elements of keys that are masked, in the mean of the rows, from which rows attend one by one: a call costs as much as
 some hundred slots of a small model."""
@@ -31,33 +32,41 @@ some hundred slots of a small model."""
 class _Product:
     """x Wᵀ, by the fastest of the library's paths for the number of rows.
 
-    On CPUs the library's product of a few rows with Wᵀ costs up to three times that of W with the rows as columns, and
-    one row is fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY`
-    elements). Measured on AVX2; the results differ by rounding alone.
+    On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
+    bfloat16. In float32 it is fastest against a transposed copy where there are more outputs than inputs (kept up to
+    `_LARGEST_COPY` elements). Measured on AVX-512 and, in float32, AVX2; results differ by rounding alone.
     """
 
     def __init__(self, weight_OI: Tensor) -> None:
         self.weight_OI = weight_OI
         outputs, inputs = weight_OI.shape
-        self.on_cpu = weight_OI.device.type == "cpu"
-        copied = self.on_cpu and outputs > 2 * inputs and weight_OI.numel() <= _LARGEST_COPY
+        on_cpu, half = weight_OI.device.type == "cpu", weight_OI.dtype == torch.bfloat16
+        packs = on_cpu and weight_OI.numel() >= _SMALLEST_PACKED and _packs(weight_OI.dtype)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if packs else None
+        self.packed_rows = range(1 if half else 2, _FEW_ROWS + 1) if packs else range(0)
+        copied = on_cpu and outputs > 2 * inputs and weight_OI.numel() <= _LARGEST_COPY and not (packs and half)
         self.weight_IO = weight_OI.t().contiguous() if copied else None
 
     def __call__(self, x_XI: Tensor) -> Tensor:
-        """x Wᵀ, [X, O]; its memory may be laid out column by column."""
+        """x Wᵀ, [X, O]."""
         rows = len(x_XI)
-        if self.on_cpu and 1 < rows <= _FEW_ROWS:
-            return torch.mm(self.weight_OI, x_XI.t()).t()
+        if rows in self.packed_rows:
+            product_XO: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self.packed, None, "none", [], "")
+            return product_XO
         if rows == 1 and self.weight_IO is not None:
             return torch.mm(x_XI, self.weight_IO)
         return F.linear(x_XI, self.weight_OI)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
         """sum + x Wᵀ."""
-        rows = len(x_XI)
-        if self.on_cpu and 1 < rows <= _FEW_ROWS:
-            return sum_XO + torch.mm(self.weight_OI, x_XI.t()).t()
-        return torch.addmm(sum_XO, x_XI, self.weight_OI.t())
+        return sum_XO + self(x_XI) if len(x_XI) in self.packed_rows else torch.addmm(sum_XO, x_XI, self.weight_OI.t())
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes packed weights of this type here."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,7 @@ class LeanLlama(LanguageModel):
         apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
         for index, layer in enumerate(self._layers):
             qkv_XO = layer.qkv(self._norm(hidden_XD, layer.norm_in_D))
-            qkv_BMHE = qkv_XO.contiguous().view(batch, count, -1, self.key_width)
+            qkv_BMHE = qkv_XO.view(batch, count, -1, self.key_width)
             qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
             cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
             query_BHME, (key_BHSE, value_BHSE) = qk_BHME[:, : self.heads], cache.view(index, end)
@@ -214,7 +223,7 @@ class LeanLlama(LanguageModel):
             attended_XD = attended_BHME.transpose(1, 2).reshape(batch * count, -1)
             hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
             gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
-            hidden_XD = layer.down.add_to(hidden_XD, (F.silu(gate_XF) * up_XF).contiguous())
+            hidden_XD = layer.down.add_to(hidden_XD, F.silu(gate_XF) * up_XF)
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
         return hidden_XD.view(batch, count, -1)
@@ -232,5 +241,5 @@ class LeanLlama(LanguageModel):
             rows_XD = self._final_norm(rows_XD)
         if self._inner is not None:
             rows_XD = self._inner(rows_XD)
-        logits_XV = self._head(rows_XD).contiguous().view(*hidden_XD.shape[:-1], -1)
+        logits_XV = self._head(rows_XD).view(*hidden_XD.shape[:-1], -1)
         return logits_XV if self._kept_R is None else widen(logits_XV, self._kept_R, self.vocab_size)
