@@ -10,6 +10,7 @@ I and O inputs and outputs of a product, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ from .kv_cache import KVCache
 _FEW_ROWS = 64
 _LARGEST_COPY = 1 << 25
 _SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than is won
-_PADDING = 1 << 15
-"""Elements of keys that are masked, in the mean of the rows, from which rows attend one by one: a call costs as much as
-some hundred slots of a small model."""
+_PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
 
 
 class _Product:
@@ -203,6 +202,7 @@ class LeanLlama(LanguageModel):
         rotated_heads = self.heads + self.kv_heads
         hidden_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD)
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=self._grouped)
         stops = [length + 1 for length in cache.lengths]
         padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
         apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
@@ -211,15 +211,12 @@ class LeanLlama(LanguageModel):
             qkv_BMHE = qkv_XO.view(batch, count, -1, self.key_width)
             qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
             cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
-            query_BHME, (key_BHSE, value_BHSE) = qk_BHME[:, : self.heads], cache.view(index, end)
+            sides = (qk_BHME[:, : self.heads], *cache.view(index, end))
             if apart:
-                attended = [
-                    self._attend(query_BHME[row, None], key_BHSE[row, None, :, :stop], value_BHSE[row, None, :, :stop])
-                    for row, stop in enumerate(stops)
-                ]
-                attended_BHME = torch.cat(attended)
+                rows = zip(*(side.split(1) for side in sides), stops, strict=True)
+                attended_BHME = torch.cat([attend(q, k[:, :, :stop], v[:, :, :stop]) for q, k, v, stop in rows])
             else:
-                attended_BHME = self._attend(query_BHME, key_BHSE, value_BHSE, mask_B1MS)
+                attended_BHME = attend(*sides, attn_mask=mask_B1MS)
             attended_XD = attended_BHME.transpose(1, 2).reshape(batch * count, -1)
             hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
             gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
@@ -227,13 +224,6 @@ class LeanLlama(LanguageModel):
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
         return hidden_XD.view(batch, count, -1)
-
-    def _attend(
-        self, query_BHME: Tensor, key_BHSE: Tensor, value_BHSE: Tensor, mask_B1MS: Tensor | None = None
-    ) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query_BHME, key_BHSE, value_BHSE, attn_mask=mask_B1MS, enable_gqa=self._grouped
-        )
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         rows_XD = hidden_XD.flatten(0, -2)

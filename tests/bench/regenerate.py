@@ -182,7 +182,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     numbers = {"limit": 64, "batch": 16, "tokens": 256, "rounds": 3, "check": 16}
-    parser = parser_of(__doc__, "16 of each, 16 tokens, one round", **numbers)
+    parser = parser_of(__doc__, "8 of each in 8 rows, 16 tokens, one round", **numbers)
     parser.add_argument("--target", type=Path, required=True, help="a model's folder")
     parser.add_argument("--prompts", type=Path, default=SHARED / "eval" / "vicuna_bench_question.jsonl")
     parser.add_argument("--sharegpt", type=Path, default=SHAREGPT)
@@ -191,7 +191,8 @@ def main() -> None:
         if not path.exists():
             parser.error(f"there is no {path}: name it, or set DRAFTSMITH_SHARED to the shared data")
     if options.quick:
-        options.limit, options.tokens, options.rounds, options.check = 16, 16, 1, 4
+        options.limit = options.batch = 8
+        options.tokens, options.rounds, options.check = 16, 1, 4
     finish(bench(options))
 
 
