@@ -123,9 +123,9 @@ def batch_rate(target: Any, prompts: Sequence[Sequence[int]], tokens: int) -> fl
 
 
 @torch.inference_mode()
-def verdict(target: Any, prompt: list[int], said: list[int], tokens: int) -> str:
+def verdict(target: Any, prompt: list[int], said: list[int]) -> str:
     """Whether an answer is what is said to its prompt alone."""
-    method, limits = build_method("autoregressive", Parts(), PLAIN), Limits(max(len(said), 1))
+    method, limits = build_method("autoregressive", Parts(), PLAIN), Limits(len(said))
     (alone,) = decode_texts(target, *method, [prompt], limits, PLAIN, Rng([0]))
     if alone == said:
         return "same"
@@ -167,7 +167,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"batch_tokens_per_second": statistics.median(rates), "rows": batch}
     for label, run in runs.items():
         chosen = run.answers[:: max(1, len(run.answers) // options.check)] if options.check else []
-        verdicts = Counter(verdict(target, *answer, tokens) for answer in chosen)
+        verdicts = Counter(verdict(target, *answer) for answer in chosen)
         print(f"{label:16s} as answered one by one: {dict(verdicts)}")
         found[label] = {
             "ratio": statistics.median(ratios[label]), "ratio_when_full": statistics.median(full[label]),
