@@ -115,8 +115,8 @@ def rows_of(chosen: Sequence[str]) -> list[dict[str, Any]]:
 
 def said_first(options: argparse.Namespace, what: str, case: Case, runs: int) -> bool:
     """Print how long something takes at most; whether that is all that was asked for."""
-    longest = max(map(len, case.prompts))
-    print(f"{what}: {len(case.prompts)} prompts, {time_words(case.opened.target, runs, options.tokens, longest)}")
+    mean = sum(map(len, case.prompts)) // len(case.prompts)
+    print(f"{what}: {len(case.prompts)} prompts, {time_words(case.opened.target, runs, options.tokens, mean)}")
     return bool(options.plan)
 
 
