@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 
 from ... import __version__
 from ...checkpoints.storage.messages import install_hint
-from ...decode.evaluation.energy import open_meter
 
 
 class Finding(NamedTuple):
@@ -27,6 +26,8 @@ class Finding(NamedTuple):
 
 def findings() -> list[Finding]:
     """Versions, devices, number formats and missing parts of this machine."""
+    from ...decode.evaluation.energy import open_meter
+
     rows = [Finding("draftsmith", __version__), Finding("python", platform.python_version())]
     for name, extra in _packages().items():
         found = version_of(name)
