@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checkpoints.artifact.locate import resolve
+from ..checkpoints.artifact.locate import resolve_at
 from .custom_generate.method import CustomGenerate
 from .custom_generate.request import calling_generate
 from .custom_generate.saved import read_settings
@@ -32,7 +32,7 @@ def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **as
     source = None if caller is None else caller.get("custom_generate")
     if not isinstance(source, str):
         source, revision = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
-    folder = resolve(source if revision is None else f"{source}@{revision}")
+    folder = resolve_at(source, revision)
     custom = _loaded(folder.resolve(), json.dumps(read_settings(folder), sort_keys=True))
     return type(model).generate(model, inputs, custom_generate=custom, **asked)
 

@@ -40,6 +40,15 @@ def resolve(place: str | Path, kind: str | None = None) -> Path:
     return fetch_artifact(repo, folder, kind)
 
 
+def resolve_at(source: str | Path, revision: str | None) -> Path:
+    """`resolve` where the revision is said apart. Raises ValueError, besides: a folder that is here, at a revision."""
+    if revision is None:
+        return resolve(source)
+    if here(source) is not None:
+        raise ValueError(f"{source} is here, where it has no revisions: leave out {revision!r}")
+    return resolve(f"{source}@{revision}")
+
+
 def model_source(place: str) -> str:
     """What transformers is to load a model from: a folder here, that of an artifact on the hub (verified) or of a
     revision, else the id. Raises what `resolve` raises."""

@@ -77,8 +77,10 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
                 shards, within = sorted(set(shards_of(path).values())), PurePosixPath(name).parent
                 gone = [shard for shard in shards if str(within / shard) not in manifest.files]
                 faults += [f"{path} names {shard!r}, which is not there" for shard in gone]
-        except (ValueError, *UNREADABLE) as error:
+        except ValueError as error:
             faults.append(first_line(error))
+        except UNREADABLE as error:
+            faults.append(f"{path}: {first_line(error)}")
     return faults
 
 

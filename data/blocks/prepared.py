@@ -112,6 +112,7 @@ class PreparedData:
         manifest = load_json(manifest_file, "schema")
         if (found_schema := manifest["schema"]) != SCHEMA:
             raise ValueError(f"{manifest_file}: schema {found_schema}, this version reads {SCHEMA}; prepare again")
+        manifest = load_json(manifest_file, "tokens", "documents", "blocks", "options", "padding_id")
         tokens, documents, blocks = (int(manifest[name]) for name in ("tokens", "documents", "blocks"))
         lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
         arrays: dict[str, np.ndarray] = {}

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ...checkpoints.artifact.artifact import open_artifact
-from ...checkpoints.artifact.locate import model_source, resolve
+from ...checkpoints.artifact.locate import model_source, resolve, resolve_at
 from ...checkpoints.heads.files import PredictionHeads, load_heads
 from ...checkpoints.storage.atomic import read_consistent
 from ...checkpoints.storage.names import MANIFEST_FILE
@@ -115,7 +115,7 @@ class CustomGenerate:
     def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
         """What `save_pretrained` wrote, from a folder or the hub's `user/name` at a revision. Nothing there is run.
         Raises ValueError: there is no such thing, or it is damaged, or its parts do not fit each other."""
-        folder = resolve(source if revision is None else f"{source}@{revision}")
+        folder = resolve_at(source, revision)
         return read_consistent(folder, lambda: cls._read(folder))
 
     @classmethod

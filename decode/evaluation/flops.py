@@ -9,6 +9,7 @@ Letters: M new tokens, S slots that they attend to, D hidden, H heads, E head wi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -146,10 +147,13 @@ def step_flops(target: LanguageModel, method: Method, nodes: float, context: int
 
 
 def count_flops(call: Callable[[], Any]) -> int:
-    """FLOPs of a call as torch's counter sees them, with those inside the CPU's fused attention, which it passes over
-    by itself."""
-    fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products}
-    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+    """FLOPs of a call as torch's counter sees them, with those inside the CPU's fused attention and of packed weights,
+    which it passes over by itself."""
+    unknown = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products,
+        torch.ops.mkldnn._linear_pointwise: _packed_products,
+    }
+    with FlopCounterMode(display=False, custom_mapping=unknown) as counter:
         call()
     return int(counter.get_total_flops())
 
@@ -160,3 +164,8 @@ def _attention_products(
     """From shapes: queries with keys, and weights with values."""
     batch, heads, new, width = query_BHME
     return 2 * batch * heads * new * key_BHSE[2] * (width + value_BHSE[3])
+
+
+def _packed_products(x_XI: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+    """From shapes, of which the packed weight has none."""
+    return 2 * math.prod(out_shape) * x_XI[-1]

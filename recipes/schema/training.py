@@ -251,6 +251,9 @@ class DrafterRecipe(_Recipe):
             raise ValueError("`model.embeddings: target` needs a `target`")
         if self.model.attention.startswith("flash") and self.model.dtype == "float32" and self.train.precision == "no":
             raise ValueError(f"`model.attention: {self.model.attention}` needs 16 bits: set `train.precision: bf16`")
+        tokens = self.model.vocabulary.tokens if self.model.vocabulary else None
+        if tokens is not None and self.teacher.top_k > tokens:
+            raise ValueError(f"`teacher.top_k` is {self.teacher.top_k}, `model.vocabulary.tokens` {tokens}")
         if self.on_policy is not None and (not taught or self.teacher.cache is not None):
             reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
             raise ValueError(f"`on_policy` needs {reason}: nobody knows beforehand what the drafter will write")

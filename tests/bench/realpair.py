@@ -166,7 +166,7 @@ def evaluated(recipe: EvaluateRecipe) -> dict[str, Any]:
     """The results of an evaluation, which is not run where the same has finished."""
     out = Path(recipe.out)
     stamp, parts = out.with_suffix(".stamp.json"), (recipe.drafter, recipe.heads, recipe.table)
-    identity = identity_of(recipe.recorded(), [recipe.target, *filter(None, parts)], recipe)
+    identity = identity_of(recipe.recorded(), [recipe.target, *filter(None, (*parts, recipe.prompts_path))], recipe)
     if out.is_file() and read_finished(stamp, identity) is not None:
         print(f"{out} had finished already")
         return load_results(out)

@@ -60,8 +60,8 @@ def main() -> None:
     fitted = fit_curve([p["tokens"] for p in points], [p["top1_accuracy"] for p in points])
     found: dict[str, Any] = {"shape": shape, "steps": steps, "curve": points}
     if fitted is not None:
-        print(f"as many tokens again: {fitted.doubled():+.1%} top-1 by the fitted curve (error {fitted.error:.2%})")
-        found["top1_gain_by_doubling"] = fitted.doubled()
+        print(f"as many tokens again: {fitted.gain:+.1%} top-1 by the fitted curve (error {fitted.error:.2%})")
+        found["top1_gain_by_doubling"] = fitted.gain
     finish(found)
 
 

@@ -152,6 +152,8 @@ def find_pair(words: str) -> Pair:
     wanted = [folder / "quickstart.yaml", folder / "target" / "config.json"]
     wanted += [folder / part / "artifact.json" for part in PARTS]
     missing = [path for path in wanted if not path.is_file()]
+    if not name or "/" in name:
+        raise ValueError(f"--pair {words!r}: results are named after it: --pair NAME=FOLDER, without a slash in NAME")
     if missing:
         raise ValueError(
             f"--pair {words!r}: no finished pair lies in {folder} (no {missing[0]}): run `draftsmith quickstart` "

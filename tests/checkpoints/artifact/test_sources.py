@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draftsmith.checkpoints.artifact.artifact import save_artifact
-from draftsmith.checkpoints.artifact.locate import model_source, resolve
+from draftsmith.checkpoints.artifact.locate import model_source, resolve, resolve_at
 from draftsmith.checkpoints.table.table import BigramTable
 from huggingface_hub import constants
 from transformers import LlamaForCausalLM
@@ -59,6 +59,8 @@ def test_a_folder_that_is_here_comes_first(cache: Path, tmp_path: Path) -> None:
     publish(tmp_path / "me" / "table", cache, "me/table")
     assert resolve("me/table", "table") == Path("me/table")
     assert resolve(tmp_path / "me" / "table") == tmp_path / "me" / "table"
+    with pytest.raises(ValueError, match=r"me/table .*'main'"):
+        resolve_at("me/table", "main")
 
 
 def test_what_lies_in_the_cache_needs_no_network(cache: Path, tmp_path: Path) -> None:

@@ -191,3 +191,14 @@ def test_rows_give_flops_by_the_token_and_what_they_were_checked_with(parts: tup
     assert found["drafting"] == costs.drafting / 1.6
     assert found["total"] == pytest.approx(found["verification"] + found["drafting"])
     assert found["checked"] == costs.checked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_packed_weights_are_counted(dtype: torch.dtype) -> None:
+    """Of a model large enough for them: 2 FLOPs for each weight and row."""
+    sizes = LLAMA | {"hidden_size": 264, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = wrap_model(LlamaForCausalLM(AutoConfig.for_model("llama", **sizes)).to(dtype).eval())
+    shaped = part_flops(model, 5, 40)
+    assert shaped is not None
+    assert count_flops(raw_forward(model, 5, 40)) == pytest.approx(shaped.total, rel=0.02)
