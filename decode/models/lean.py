@@ -33,7 +33,8 @@ class _Product:
 
     On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
     bfloat16. In float32 it is fastest against a transposed copy where there are more outputs than inputs (kept up to
-    `_LARGEST_COPY` elements). Measured on AVX-512 and, in float32, AVX2; results differ by rounding alone.
+    `_LARGEST_COPY` elements). Measured on AVX-512 and, in float32, on the
+    same processor held to AVX2; results differ by rounding alone.
     """
 
     def __init__(self, weight_OI: Tensor) -> None:

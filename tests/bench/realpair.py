@@ -4,7 +4,7 @@
     python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32] [--gguf FILE]
     python tests/bench/realpair.py --pair runs/realpair --curve runs/drafter-1 runs/drafter-2 runs/heads-1
 
-The pair is a finished quickstart of any recipe. Each part says first how long it takes, goes on where it was stopped
+The pair is a finished quickstart of any recipe. Each part says first how long it takes, resumes
 (`--work`, by default PAIR/bench) and puts what it found beside what lies in `--out` (tests/bench/results/
 realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts of 16 tokens.
 

@@ -58,7 +58,7 @@ def _quick_tokenizer(folder: Path) -> Any:
             Tokenizer.from_file(str(folder / "tokenizer.json")),
             read_json(folder / "tokenizer_config.json"),
         )
-    except Exception:
+    except Exception:  # tokenizers raises nothing narrower
         return None
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     named = [settings.get(name) for name in _SPECIAL] + list(more.values() if isinstance(more, dict) else more)
