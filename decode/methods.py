@@ -17,7 +17,9 @@ from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.chains import DraftChains
 from .proposers.draft_tree import DraftTree, NoDraft
 from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
+from .proposers.lookup_first import LookupOrDrafter
 from .proposers.ngrams import PromptLookup, TableChain, TableSource
+from .proposers.suffix import SuffixTree
 from .tree import parse_branching
 from .verifiers.lossless import (
     ExactChain,
@@ -94,7 +96,31 @@ def _table_chain(parts: Parts, sampling: Sampling, options: Options, order: Lite
 
 
 def _prompt_lookup(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    return _matching(PromptLookup(options["gamma"], options["ngram"]), sampling, ExactChain())
+    return _matching(_lookup(options), sampling, ExactChain())
+
+
+def _lookup(options: Options) -> PromptLookup:
+    return PromptLookup(options["gamma"], options["ngram"], options["shortest"])
+
+
+def _lookup_or_drafter(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.drafter is not None
+    policy = Confidence(options["threshold"])
+    proposer = LookupOrDrafter(parts.drafter, options["draft_gamma"], policy, _lookup(options))
+    return _matching(proposer, sampling, ExactChain())
+
+
+def _suffix(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    texts = None
+    if options["store"] == "table":
+        assert parts.table is not None
+        if (texts := parts.table.texts) is None:
+            raise ValueError("`store: table` looks into texts, and the table has none: count it with `count.texts`")
+    heads = parts.heads if "candidates" in options else None
+    proposer = SuffixTree(
+        options["nodes"], options["depth"], options["least"], texts, heads, options.get("candidates", 1)
+    )
+    return _matching(proposer, sampling, SampleAndMatch())
 
 
 def _draft_tree(parts: Parts, sampling: Sampling, branching: tuple[int, ...], options: Options) -> DraftTree:
@@ -169,7 +195,7 @@ def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
     depth = options["depth"] or parts.heads.num_heads
     settings = (options["sequences"], options["candidates"], options["unseen"], depth, options["lengths"])
     table = None if options["correlation"] == "none" else parts.table
-    smoothing = {name: options[name] for name in _SMOOTHING}
+    smoothing = {name: options[name] for name in ("least", *_SMOOTHING)}
     return _matching(PrunedHeadTree(parts.heads, table, *settings, **smoothing), sampling, SampleAndMatch())
 
 
@@ -179,11 +205,15 @@ _SMOOTHING: Options = {"smoothing": "none", "strength": 0.0}
 def _slim_spec(sequences: int) -> _Spec:
     # `lengths` and `unseen` are not those of the paper's equations, see `PrunedHeadTree`.
     defaults = {"sequences": sequences, "candidates": 10, "unseen": 0.01, "depth": 0, "lengths": "all"}
+    defaults["least"] = 0.0
     choices = {"lengths": ("all", "full"), "correlation": ("table", "none"), "smoothing": SMOOTHINGS}
     return _Spec(_slim, ("heads", "table"), defaults | {"correlation": "table"} | _SMOOTHING, choices)
 
 
-_COUNTS = ("gamma", "drafts", "beams", "sequences", "candidates", "ngram")
+_COUNTS = ("gamma", "drafts", "beams", "sequences", "candidates", "ngram", "shortest", "draft_gamma", "nodes")
+_LOOKUP: Options = {"gamma": 4, "ngram": 3, "shortest": 1}
+_SUFFIX: Options = {"nodes": 8, "depth": 8, "least": 0.1, "store": "none"}
+_STORE = {"store": ("table", "none")}
 _ATTENTION = {"attention": ("tree", "batch")}
 _TREE = {"k_config": "4x2x2x1", "replacement": False, "attention": "tree"}
 
@@ -196,7 +226,12 @@ METHODS: dict[str, _Spec] = {
     "bigram": _Spec(
         partial(_table_chain, order=2), ("table",), {"gamma": 2, "prior": 1.0} | _SMOOTHING, {"smoothing": SMOOTHINGS}
     ),
-    "prompt-lookup": _Spec(_prompt_lookup, (), {"gamma": 4, "ngram": 3}),
+    "prompt-lookup": _Spec(_prompt_lookup, (), _LOOKUP),
+    "lookup-drafter": _Spec(
+        _lookup_or_drafter, ("drafter",), _LOOKUP | {"shortest": 2, "draft_gamma": 4, "threshold": 0.4}
+    ),
+    "suffix": _Spec(_suffix, (), _SUFFIX, _STORE),
+    "suffix-heads": _Spec(_suffix, ("heads",), _SUFFIX | {"candidates": 4}, _STORE),
     "multi-candidate": _Spec(_multi_candidate, ("drafter",), _TREE, _ATTENTION),
     "naive-multi-candidate": _Spec(partial(_multi_candidate, naive=True), ("drafter",), _TREE, _ATTENTION),
     "batch-speculative": _Spec(_batch_speculative, ("drafter",), {"gamma": 4, "drafts": 4}),
@@ -249,9 +284,11 @@ def method_options(name: str, options: Options) -> Options:
 
 
 def needs_of(name: str, options: Options) -> tuple[str, ...]:
-    """The parts that a method works with: drafter, heads, table. SLiM without correlation (r ≡ 1) needs no table."""
+    """The parts that a method works with: drafter, heads, table. SLiM without correlation (r ≡ 1) needs no table; what
+    looks into a table's texts needs it."""
     without = ("table",) if options.get("correlation") == "none" else ()
-    return tuple(part for part in METHODS[name].needs if part not in without)
+    more = ("table",) if options.get("store") == "table" else ()
+    return *(part for part in METHODS[name].needs if part not in without), *more
 
 
 def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:

@@ -19,9 +19,9 @@ from transformers import GenerationConfig
 from ..artifact.compat import patch_model, patch_tokenizer
 from ..pairs.repair import arranged
 from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation, write_settings
+from ..storage.draft_vocabulary import TOKENS, read_vocabulary
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.safe_read import check_safetensors, read_json
-from ..verify.draft_vocabulary import TOKENS, read_vocabulary
 from ..verify.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

@@ -39,7 +39,7 @@ def _target_name(source: Source, options: ExportOptions) -> str:
 
 def _load(form: str, source: Source, options: ExportOptions) -> PredictionHeads:
     """The artifact's heads, with the target's projection where a form stores it; ValueError where they do not fit."""
-    heads = load_heads(source.folder)
+    heads = load_heads(source.folder).propose(None)  # these forms know no such thing; it changes no feature
     if heads.states != "after-norm":
         raise ValueError(
             f"the heads in {source.folder} read the hidden states {heads.states.replace('-', ' the final ')}, and what "

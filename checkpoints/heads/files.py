@@ -89,7 +89,8 @@ def _check_complete(heads: PredictionHeads, state: Mapping[str, Tensor]) -> None
     vocab_size = heads.vocab_size if heads.knows_vocab_size else None
     sizes = (heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size)
     with torch.device("meta"):
-        whole = PredictionHeads(*sizes, heads.projection_kind, heads.rank, heads.states).state_dict()
+        forms = (heads.projection_kind, heads.rank, heads.states, heads.scale)
+        whole = PredictionHeads(*sizes, *forms, proposed=heads.proposed).state_dict()
     if other := sorted(set(whole) ^ set(state)):
         raise ValueError(f"heads cannot be saved: {other[0]} is {'missing' if other[0] in whole else 'none of theirs'}")
     for name, tensor in state.items():

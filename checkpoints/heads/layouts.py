@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..artifact.compat import read_config
+from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, PREFIX, WHOLE_FILES
 from ..storage.safe_read import UNREADABLE, check_safetensors, shards_of
 from .module import STATES, PredictionHeads
@@ -68,7 +69,7 @@ class StoredHeads:
     @property
     def dtype(self) -> torch.dtype:
         """The type that all tensors fit into."""
-        return reduce(torch.promote_types, (tensor.dtype for tensor in self.tensors.values()))
+        return reduce(torch.promote_types, (t.dtype for name, t in self.tensors.items() if name != TOKENS))
 
     def build(self, vocab_size: int | None = None) -> PredictionHeads:
         """The heads as a module, in the tensors' widest type; files that the tensors are mapped from may change.
@@ -76,7 +77,9 @@ class StoredHeads:
         sizes = (self.num_heads, self.num_layers, self.hidden_size, vocab_size or self.vocab_size)
         with torch.device("meta"):
             heads = PredictionHeads(*sizes, self.projection, self.rank, self.states, self.scale)
-        tensors = {name: tensor.to(self.dtype, copy=True) for name, tensor in self.tensors.items()}
+        held = dict(self.tensors)
+        heads.propose(held.get(TOKENS))
+        tensors = {name: t.to(None if name == TOKENS else self.dtype, copy=True) for name, t in held.items()}
         heads.load_state_dict(tensors, assign=True)
         return heads
 
@@ -107,7 +110,8 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 def assemble_heads(tensors: dict[str, Tensor], config: dict[str, Any], path: Path, config_path: Path) -> StoredHeads:
     """Heads from tensors under the names of `PredictionHeads`, checked against each other and compared with what a
     config says of them; the two paths are where they were read from. Raises what `read_heads` raises."""
-    projection, sizes = _sizes_of(tensors, path)
+    proposed = tensors.get(TOKENS)
+    projection, sizes = _sizes_of({name: tensor for name, tensor in tensors.items() if name != TOKENS}, path)
     states = config.get("states") or STATES[0]
     scale = config.get("scale", 1.0)
     if states not in STATES:
@@ -115,6 +119,14 @@ def assemble_heads(tensors: dict[str, Tensor], config: dict[str, Any], path: Pat
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ValueError(f"{config_path}: scale is {scale!r}, expected a number above 0")
     base_model, vocab_size = config.get("base_model_name_or_path"), config.get("vocab_size")
+    if proposed is not None:
+        if projection != "target" or type(vocab_size) is not int:
+            why = f"its projection is {projection}" if projection != "target" else "the config has no vocab_size"
+            raise ValueError(f"{path}: {TOKENS} is for heads that share the target's projection; {why}")
+        try:
+            check_tokens(proposed, vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{path}: {TOKENS}: {error}") from error
     return StoredHeads(
         path=path,
         tensors=tensors,

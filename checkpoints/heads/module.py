@@ -1,7 +1,7 @@
 """Prediction heads: small networks on a target's hidden state that guess the tokens after the next one.
 
 Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank, F what a projection reads (D or R),
-X any leading shape.
+X any leading shape, R tokens that are proposed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..storage.draft_vocabulary import TOKENS, check_tokens, widen
 
 PROJECTIONS = ("own", "low-rank", "target")
 STATES = ("after-norm", "before-norm")
@@ -72,6 +74,8 @@ class PredictionHeads(nn.Module):
         rank: R of low-rank heads, else 0.
         states: what the heads read: the target's last hidden states "after-norm", or "before-norm".
         scale: what hidden states are multiplied with first; those before the norm can be many times larger.
+        proposed: the ids of the only tokens that heads of projection "target" speak of, int64 [R], rising: `d2t` among
+            their tensors. Most of their work is then R of V rows; None: all tokens.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class PredictionHeads(nn.Module):
         rank: int = 0,
         states: str = "after-norm",
         scale: float = 1.0,
+        proposed: Tensor | None = None,
     ) -> None:
         super().__init__()
         for name, value, known in (("projection", projection, PROJECTIONS), ("states", states, STATES)):
@@ -104,6 +109,9 @@ class PredictionHeads(nn.Module):
         self.projection_kind, self.rank, self.states, self.scale = projection, rank, states, float(scale)
         self._vocab_size = vocab_size
         self._attached: tuple[Tensor] | None = None  # a module takes a bare parameter for its own
+        self._rows: tuple[tuple[int, torch.device], Tensor] | None = None
+        self.register_buffer(TOKENS, None)
+        self.propose(proposed)
         self._stacked: _Stacks | None = None
         for k in range(num_heads):
             parts: list[nn.Module] = [ResidualBlock(hidden_size) for _ in range(num_layers)]
@@ -160,6 +168,26 @@ class PredictionHeads(nn.Module):
         """Whether there is a `vocab_size` to ask for."""
         return self._vocab_size is not None
 
+    @property
+    def proposed(self) -> Tensor | None:
+        """The ids of the only tokens that are proposed, int64 [R], rising; None: all."""
+        return getattr(self, TOKENS, None)
+
+    def propose(self, ids_R: Tensor | None) -> Self:
+        """Speak of these tokens alone, or of all. ValueError: ids that do not rise, or that the vocabulary lacks; heads
+        that do not share the target's projection."""
+        if ids_R is not None:
+            if self.projection_kind != "target":
+                raise ValueError(
+                    f"{TOKENS} is for heads of projection 'target', and theirs is {self.projection_kind!r}"
+                )
+            if not ids_R.is_meta and self._vocab_size is not None:
+                check_tokens(ids_R, self._vocab_size)
+            ids_R = ids_R.long()
+        setattr(self, TOKENS, ids_R)
+        self._rows = None
+        return self
+
     def attach(self, lm_head_weight_VD: Tensor) -> Self:
         """Hand over the target's output projection [V, D], which heads of projection "target" share with it.
 
@@ -172,7 +200,9 @@ class PredictionHeads(nn.Module):
         expected = [self._vocab_size if self._vocab_size is not None else "V", self.hidden_size]
         if len(shape) != 2 or shape[1] != expected[1] or expected[0] not in ("V", shape[0]):
             raise ValueError(f"the target's output projection is {shape}, the heads expect {expected}".replace("'", ""))
-        self._vocab_size, self._attached = shape[0], (lm_head_weight_VD,)
+        if (ids_R := self.proposed) is not None and not ids_R.is_meta:
+            check_tokens(ids_R, shape[0])
+        self._vocab_size, self._attached, self._rows = shape[0], (lm_head_weight_VD,), None
         return self
 
     def _head(self, k: int) -> nn.Sequential:
@@ -187,7 +217,8 @@ class PredictionHeads(nn.Module):
         return self._head(k)[self.num_layers]
 
     def projection(self, k: int) -> Tensor:
-        """What head k's features are multiplied with: its own [V, D] or [V, R], or the target's [V, D]."""
+        """What head k's features are multiplied with: its own [V, D] or [V, R], or the target's [V, D], of which
+        the rows of the proposed tokens."""
         if self.projection_kind == "own":
             return self._tail(k).weight
         if self.projection_kind == "low-rank":
@@ -195,10 +226,16 @@ class PredictionHeads(nn.Module):
         self._head(k)
         if self._attached is None:
             raise ValueError(_UNATTACHED)
-        return self._attached[0]
+        (weight_VD,), ids_R = self._attached, self.proposed
+        if ids_R is None:
+            return weight_VD
+        place = (weight_VD.data_ptr(), weight_VD.device)  # the target may have moved since
+        if self._rows is None or self._rows[0] != place:
+            self._rows = (place, weight_VD.detach()[ids_R.to(weight_VD.device)])
+        return self._rows[1]
 
     def head_forward(self, k: int, hidden_XD: Tensor) -> Tensor:
-        """[..., D] hidden states to head k's logits [..., V]."""
+        """[..., D] hidden states to head k's logits [..., V]; minus infinity for tokens that are not proposed."""
         features_XF = self._features(k, hidden_XD)
         if self.projection_kind == "target":
             return self._through_target(features_XF)
@@ -214,7 +251,8 @@ class PredictionHeads(nn.Module):
 
     def _through_target(self, features_XD: Tensor) -> Tensor:
         weight_VD = self.projection(0)
-        return F.linear(features_XD.to(weight_VD.dtype), weight_VD)
+        logits_XR, ids_R = F.linear(features_XD.to(weight_VD.dtype), weight_VD), self.proposed
+        return logits_XR if ids_R is None else widen(logits_XR, ids_R.to(logits_XR.device), self.vocab_size)
 
     def features(self, hidden_XD: Tensor) -> Tensor:
         """[..., D] hidden states to what each head projects, [..., K, D]; low-rank: [..., K, R], after `down`. Head k's
@@ -274,7 +312,7 @@ class PredictionHeads(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stacked": None}
+        return self.__dict__ | {"_stacked": None, "_rows": None}
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from ..artifact.artifact import file_faults, save_artifact
 from ..artifact.compat import patch_model, patch_tokenizer
 from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import find_folder, target_record
+from ..storage.draft_vocabulary import OUTER, TOKENS, read_vocabulary, write_vocabulary
 from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
-from ..verify.draft_vocabulary import OUTER, TOKENS, read_vocabulary, write_vocabulary
 from ..verify.model_files import load_config, load_language_model
 from ..verify.tensors import describe
 from .checks import other_fingerprint

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from .pruning import pruned
 from .report import report
 from .runs import Run, check_documents, key_dtype, merge_runs
 from .smoothing import check_smoothing
+from .texts import TextStore
 from .views import Correlation, NextToken, SortedKeys
 
 __all__ = ["TABLE_FILE", "BigramTable", "merged_runs"]
@@ -33,10 +34,19 @@ class BigramTable(BigramCounts):
 
     device = torch.device("cpu")
     """Where `look_up` works. The counts themselves stay on the CPU."""
+    texts: TextStore | None = None
+    """Some of the texts themselves, where they were kept."""
 
     @staticmethod
     def _made(array: Any) -> Tensor:
         return torch.from_numpy(array)
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """The table in a folder, with the texts that lie beside it. Raises what both raise."""
+        table = super().load(directory)
+        table.texts = TextStore.load(directory, table.vocab_size)
+        return table
 
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> BigramTable:
@@ -118,14 +128,18 @@ class BigramTable(BigramCounts):
 
     def pruned(self, min_count: int = 1, top: int = 0, megabytes: float | None = None) -> BigramTable:
         """A smaller table derived from this one, see `pruning.pruned`; this one stays as it is."""
-        return BigramTable(**pruned(self, min_count, top, megabytes))
+        table = BigramTable(**pruned(self, min_count, top, megabytes))
+        table.texts = self.texts
+        return table
 
     def report(self, tokenizer: Any = None) -> dict[str, Any]:
         """What is in this table, see `report.report`."""
         return report(self, tokenizer)
 
     def save(self, directory: Path) -> None:
-        """Write `table.safetensors` into a folder."""
+        """Write `table.safetensors` into a folder, and the texts."""
+        if self.texts is not None:
+            self.texts.save(directory)
         parts = (self.run(first, end) for first, end in self.chunks())
         path, unigram_V = Path(directory) / TABLE_FILE, self.unigram.numpy()
         if self.pruning is None:

@@ -88,7 +88,7 @@ def _vocabulary_faults(directory: Path, manifest: Manifest) -> list[str]:
     """Of what a drafter has instead of a whole output layer: whether it is that, and of the manifest's sizes."""
     if DRAFT_VOCABULARY not in manifest.files:
         return []
-    from .draft_vocabulary import INNER, TOKENS, read_vocabulary
+    from ..storage.draft_vocabulary import INNER, TOKENS, read_vocabulary
 
     try:
         held = read_vocabulary(directory, manifest.vocab_size)

@@ -117,6 +117,8 @@ def stored_parts(stored: StoredMethod) -> tuple[dict[str, Tensor], dict[str, str
         known = {"vocab_size": heads.vocab_size} if heads.knows_vocab_size else {}
         metadata["heads"] = json.dumps(known | {"states": heads.states, "scale": heads.scale})
         tensors |= {f"heads.{name}": value.detach().cpu().contiguous() for name, value in heads.state_dict().items()}
+    if stored.options.get("store") == "table":
+        raise ValueError("a table's texts are not saved with a method: `store` is 'table', expected 'none'")
     if table is not None:
         metadata["table.vocab_size"] = str(table.vocab_size)
         counts = {name: getattr(table, name) for name in ("row_ptr", "col", "count", "unigram")}

@@ -71,7 +71,8 @@ def forward_flops(
 def heads_flops(heads: PredictionHeads, rows: float = 1) -> float:
     """FLOPs of prediction heads on `rows` hidden states: of their residual blocks and their projections."""
     width, blocks = heads.hidden_size, heads.num_heads * heads.num_layers * heads.hidden_size**2
-    each = heads.rank * (width + heads.vocab_size) if heads.projection_kind == "low-rank" else width * heads.vocab_size
+    tokens = heads.vocab_size if heads.proposed is None else len(heads.proposed)
+    each = heads.rank * (width + tokens) if heads.projection_kind == "low-rank" else width * tokens
     return 2 * rows * blocks + 2 * rows * heads.num_heads * each
 
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ...checkpoints.storage.draft_vocabulary import widen
 from ..tree import Tree
-from .draft_vocabulary import head_weights, kept_tokens, to_last, widen
+from .draft_vocabulary import head_weights, kept_tokens, to_last
 from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
 

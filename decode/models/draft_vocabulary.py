@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoints.verify.draft_vocabulary import INNER, OUTER, TOKENS, check_tokens, read_vocabulary, write_vocabulary
+from ...checkpoints.storage.draft_vocabulary import (
+    INNER,
+    OUTER,
+    TOKENS,
+    check_tokens,
+    read_vocabulary,
+    write_vocabulary,
+)
 
 _BUFFER = "draft_tokens_R"
 
@@ -128,9 +135,3 @@ def take_vocabulary(model: Any, source: Any) -> None:
         _set_factors(model, head.inner.weight.detach().clone(), head.weight.detach().clone())
     if ids_R is not None:
         model.register_buffer(_BUFFER, ids_R, persistent=False)  # checked where they are from
-
-
-def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int) -> Tensor:
-    """Logits of all tokens [..., V]: minus infinity for those that are not proposed."""
-    logits_XV = logits_XR.new_full((*logits_XR.shape[:-1], vocab), -torch.inf)
-    return logits_XV.index_copy_(-1, ids_R, logits_XR)

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...checkpoints.storage.draft_vocabulary import widen
 from .base import LanguageModel, position_limit
-from .draft_vocabulary import LowRankHead, head_weights, kept_tokens, widen
+from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import KVCache
 
 _FEW_ROWS = 64

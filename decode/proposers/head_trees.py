@@ -51,7 +51,7 @@ class HeadTree(Proposer):
         return self.tree.nodes, self.tree.max_depth
 
     def start(self, context: Context) -> None:
-        _check_heads(self.heads, context)
+        check_heads(self.heads, context)
         self.tree = self.tree.to(context.ids_BS.device)
         self._width = 1 + int(self.ranks_N.max())
         if self._width > context.target.vocab_size:
@@ -83,6 +83,8 @@ class PrunedHeadTree(Proposer):
         lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all", the methods' default: their
             beginnings do, too, as appendix C and section 4.3 speak of them; only where r exceeds 1 a longer one wins.
         smoothing: of the table's counts: "none", "add-k" or "kneser-ney"; `strength` is k, or the discount.
+        least: sequences whose posterior is not above it are left out, so that the tree is small where the heads are
+            unsure (as EAGLE-2 grows its trees by confidence: Li et al. 2024, arXiv 2406.16858). 0: all compete.
 
     Raises ValueError: a setting that cannot be; at the start of decoding, heads or a table of another target.
     """
@@ -98,6 +100,7 @@ class PrunedHeadTree(Proposer):
         lengths: Literal["all", "full"] = "all",
         smoothing: str = "none",
         strength: float = 0.0,
+        least: float = 0.0,
     ) -> None:
         if not 1 <= depth <= heads.num_heads:
             raise ValueError(f"the depth must lie between 1 and the number of heads, {heads.num_heads}; got {depth}")
@@ -105,7 +108,12 @@ class PrunedHeadTree(Proposer):
         self.sequences, self.candidates, self.depth = sequences, candidates, depth
         if unseen < 0:
             raise ValueError(f"unseen is a correlation: expected at least 0, got {unseen}")
+        if not 0 <= least < 1:
+            raise ValueError(
+                f"least is the smallest posterior of a sequence: expected 0 or more and below 1, got {least}"
+            )
         check_smoothing(smoothing, strength)
+        self._floor = math.log(least) if least else -math.inf
         self.smoothing, self.strength = smoothing, strength
         self.full = lengths == "full"
         self._lattice: Lattice | None = None
@@ -115,7 +123,7 @@ class PrunedHeadTree(Proposer):
         return 1 + self.sequences * self.depth, self.depth
 
     def start(self, context: Context) -> None:
-        _check_heads(self.heads, context)
+        check_heads(self.heads, context)
         self._lattice = None
         if self.table is None:
             return
@@ -153,7 +161,7 @@ class PrunedHeadTree(Proposer):
             first_BC, edges_BKCC = edges_BKCC[:, 0, :, 0], edges_BKCC[:, 1:]
         if self._lattice is None or self._lattice.sizes != log_probs_BKC.shape:
             rows, levels, width = log_probs_BKC.shape
-            self._lattice = Lattice(rows, levels, width, self.sequences, root_B1.device, self.full)
+            self._lattice = Lattice(rows, levels, width, self.sequences, root_B1.device, self.full, self._floor)
         return self._lattice.best_paths(first_BC, edges_BKCC)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
@@ -176,7 +184,7 @@ def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) 
     heads.attach(weight_VD.to(device))
 
 
-def _check_heads(heads: HeadModule, context: Context) -> None:
+def check_heads(heads: HeadModule, context: Context) -> None:
     """ValueError for heads of another target, or of other states of it, as far as they know what they read."""
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")

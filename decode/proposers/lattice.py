@@ -6,6 +6,7 @@ all kept paths, X flattened.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +41,22 @@ class Lattice:
 
     Args:
         full: only paths of length K compete.
+        floor: paths whose score is not above it are not wanted.
     """
 
     def __init__(
-        self, rows: int, levels: int, width: int, wanted: int, device: torch.device | str, full: bool = False
+        self,
+        rows: int,
+        levels: int,
+        width: int,
+        wanted: int,
+        device: torch.device | str,
+        full: bool = False,
+        floor: float = -math.inf,
     ) -> None:
         self.sizes = (rows, levels, width)
         """B, K and C."""
-        self._wanted = wanted
+        self._wanted, self._floor = wanted, floor
         counts, offsets, chosen = [width], [1], [False]
         for level in range(1, levels):
             # The last level's paths have no successors to be chosen for: all compete with those of other lengths.
@@ -105,7 +114,7 @@ class Lattice:
                 level.chosen[1].add_(level.offset)
         top = self._competing_BX.topk(self._kept, 1, sorted=False)
         path_BW = top.indices + self._first if self._first else top.indices
-        self._line[0].copy_(path_BW.masked_fill_(top.values == -torch.inf, 0))
+        self._line[0].copy_(path_BW.masked_fill_(top.values <= self._floor, 0))
         return self._merge()
 
     def _merge(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -98,25 +98,35 @@ class TableChain(Proposer):
 class PromptLookup(Proposer):
     """The tokens that followed the last time the text ended as it ends now (prompt look-up).
 
-    The longest match of `longest` down to 1 tokens counts, the latest of equals. What follows is read on beyond the
-    end of the text as if it repeated itself from the match on. Rows without a match propose nothing.
+    The longest match of `longest` down to `shortest` tokens counts, the latest of equals. What follows is read on
+    beyond the end of the text as if it repeated itself from the match on. Rows without a match propose nothing. Raises
+    ValueError: a shortest match that is longer than the longest.
     """
 
-    def __init__(self, gamma: int, longest: int) -> None:
-        self.gamma, self.longest = gamma, longest
+    def __init__(self, gamma: int, longest: int, shortest: int = 1) -> None:
+        if shortest > longest:
+            raise ValueError(f"the shortest match, {shortest}, is longer than the longest, {longest}")
+        self.gamma, self.longest, self.shortest = gamma, longest, shortest
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
 
     def propose(self, context: Context) -> Proposal:
+        return self.chain(context, *self.find(context))
+
+    def find(self, context: Context) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows find something, bool [B], and what, int64 [B, K]; K is 0 where none does."""
         # On the host, where every committed token is known already: nothing is waited for.
-        places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.longest)
+        places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.longest, self.shortest)
         found_B = places_B >= 0
-        device = context.ids_BS.device
         depth = self.gamma if found_B.any() else 0
         lengths_B1, places_B1 = np.array(context.lengths)[:, None], places_B[:, None]
         source_BK = places_B1 + np.arange(depth) % np.maximum(lengths_B1 - places_B1, 1)
-        tokens_BK = np.take_along_axis(context.host_ids_BS, np.where(found_B[:, None], source_BK, 0), 1)
+        return found_B, np.take_along_axis(context.host_ids_BS, np.where(found_B[:, None], source_BK, 0), 1)
+
+    def chain(self, context: Context, found_B: np.ndarray, tokens_BK: np.ndarray) -> Proposal:
+        """What was found, as a proposal."""
+        device, depth = context.ids_BS.device, tokens_BK.shape[1]
         tokens_BN = torch.cat((context.root_B1, sent(torch.from_numpy(tokens_BK), device)), 1)
         proposal = Proposal(Tree.chain(depth).to(device), tokens_BN, levels=self.gamma)
         if depth and not found_B.all():
@@ -124,8 +134,9 @@ class PromptLookup(Proposer):
         return proposal
 
 
-def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int) -> np.ndarray:
-    """Where the text goes on after the latest earlier occurrence of its last tokens; -1: nowhere. int64 [B]."""
+def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int, shortest: int = 1) -> np.ndarray:
+    """Where the text goes on after the latest earlier occurrence of its last tokens, as many as are found of `longest`
+    down to `shortest`; -1: nowhere. int64 [B]."""
     rows_B, slots_S = np.arange(len(ids_BS)), np.arange(ids_BS.shape[1])
     matches_BS = slots_S < lengths_B[:, None] - 1  # the token at a slot equals the last one, and so on backwards
     place_B = np.full(len(ids_BS), -1)
@@ -134,6 +145,7 @@ def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int) -> np.ndarra
         shifted_BS = np.full_like(ids_BS, -1)
         shifted_BS[:, back:] = ids_BS[:, : ids_BS.shape[1] - back]
         matches_BS &= (shifted_BS == last_B[:, None]) & (back < lengths_B[:, None])
-        latest_B = ids_BS.shape[1] - 1 - matches_BS[:, ::-1].argmax(1)
-        place_B = np.where(matches_BS.any(1), latest_B + 1, place_B)
+        if back + 1 >= shortest:
+            latest_B = ids_BS.shape[1] - 1 - matches_BS[:, ::-1].argmax(1)
+            place_B = np.where(matches_BS.any(1), latest_B + 1, place_B)
     return place_B

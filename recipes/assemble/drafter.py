@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ...checkpoints.artifact.compat import save_tokenizer
@@ -103,7 +104,8 @@ def drafter_parts(
         if model.config.is_encoder_decoder:
             raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
         if vocabulary.tokens is not None:
-            propose_frequent(model, vocabulary.tokens, prepared)
+            vocab = model.get_output_embeddings().weight.shape[0]
+            keep_tokens(model, frequent_tokens(vocabulary.tokens, vocab, prepared, role_of(recipe)))
         if vocabulary.rank is not None:
             factorise(model, vocabulary.rank)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
@@ -154,19 +156,18 @@ def _load_target(source: str, section: TeacherSection, device: Any) -> tuple[Mod
     return teacher, fingerprint_of(source, teacher.model)
 
 
-def propose_frequent(model: PreTrainedModel, tokens: int, prepared: Prepared) -> None:
-    """Have a drafter propose the tokens that are trained on most often; of equally frequent ones the lower ids.
-    Raises ValueError: more tokens than it has; data that is streamed, and cannot be counted."""
+def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> Tensor:
+    """Ids of the tokens that are trained on most often, rising; of equally frequent ones the lower ids. Raises
+    ValueError: more tokens than there are; data that is streamed, and cannot be counted."""
     if not isinstance(prepared.train, PreparedData):
-        raise ValueError("`model.vocabulary` is counted in prepared data: set `data.streaming: false`")
-    vocab = model.get_output_embeddings().weight.shape[0]
+        raise ValueError("`vocabulary.tokens` are counted in prepared data: set `data.streaming: false`")
     if tokens > vocab:
-        raise ValueError(f"`model.vocabulary.tokens` is {tokens}, and the model has {vocab}")
+        raise ValueError(f"`vocabulary.tokens` is {tokens}, and the model has {vocab}")
     counts = prepared.train.trained_counts()
     often = np.argsort(-np.pad(counts, (0, max(0, vocab - len(counts)))), kind="stable")[:tokens]
-    keep_tokens(model, torch.from_numpy(np.sort(often)))
     share = counts[often[often < len(counts)]].sum() / counts.sum()
-    log(f"drafter: proposes {tokens:,} of {vocab:,} tokens, which are {share:.2%} of what is trained on")
+    log(f"{name}: proposes {tokens:,} of {vocab:,} tokens, which are {share:.2%} of what is trained on")
+    return torch.from_numpy(np.sort(often))
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:

@@ -30,6 +30,7 @@ from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import check_measure, heads_measure
 from .artifact import Run, fingerprint_of, prepare_once
 from .data import Prepared
+from .drafter import frequent_tokens
 from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
 from .teacher import open_hidden
 
@@ -75,6 +76,8 @@ def _save(run: Run, parts: HeadsParts, result: FitResult) -> None:
     heads, base, target = parts.heads, parts.base, str(run.recipe.target)
     names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
     shapes = {name: getattr(heads, name) for name in names}
+    if heads.proposed is not None:
+        shapes["proposed_tokens"] = len(heads.proposed)
     made_for = target if base is None else str(run.out / BASE)
     if base is not None:
         shapes["trained_from"] = target
@@ -136,6 +139,8 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     task.settings |= {"target": fingerprint, "hash of the target": identity.hash}
     task.settings["target_dtype"] = str(target.dtype)
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, recipe.states]
+    if recipe.vocabulary is not None:
+        task.settings["vocabulary"] = recipe.vocabulary.tokens
     task.settings["hidden"] = None if states is None else states.settings
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return HeadsParts(heads, task, base, fingerprint)
@@ -150,6 +155,8 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
         start_VD = start_VD * norm_D
     forms = (recipe.projection, recipe.rank, recipe.states)
     heads = PredictionHeads.from_lm_head(start_VD, recipe.num_heads, recipe.num_layers, *forms, scale=scale)
+    if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
+        heads.propose(frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads"))
     if recipe.projection == "target":
         heads.attach(target.get_output_embeddings().weight)
     return heads

@@ -73,6 +73,8 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
         projection_VD = meta.get_output_embeddings().weight.float()
         forms = (recipe.projection, recipe.rank, recipe.states)
         heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers, *forms)
+    if recipe.vocabulary is not None:
+        heads.propose(torch.arange(recipe.vocabulary.tokens or 0, device="meta"))
     exported = sum(p.numel() for p in heads.parameters()) * meta.dtype.itemsize
     if recipe.base is not None:
         with torch.device("meta"):

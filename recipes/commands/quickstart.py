@@ -18,6 +18,7 @@ from ...checkpoints.artifact.locate import resolve as folder_of
 from ...checkpoints.storage.atomic import atomic_dir, check_writable
 from ...checkpoints.storage.gguf import is_gguf
 from ...checkpoints.storage.locks import sole_writer
+from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.storage.safe_read import load_json, sealed
 from ...data.conversations import write_conversations
 from ...data.rendering.templates import CHATML_JINJA
@@ -25,6 +26,7 @@ from ...data.sources.documentation import documentation_conversations
 from ...data.sources.mixture import hashed_share
 from ...data.sources.reading import read_conversations
 from ...data.tokenizers import train_bpe
+from ..assemble.teacher import prepare_teacher
 from ..schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ..schema.loading import parse_recipe, read_recipe, write_recipe
 from ..schema.papers import filled
@@ -64,6 +66,9 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
             if isinstance(stage, RegenerateRecipe):
                 run_regenerate(stage)
             else:
+                cached = stage.kind == "heads" and stage.hidden.cache is not None
+                if cached and not (Path(stage.out) / MANIFEST_FILE).is_file():
+                    prepare_teacher(stage)
                 run_train(stage)
         log(f"\n— evaluation → {resolved.evaluate.out}")
         results = run_evaluate(resolved.evaluate)

@@ -320,6 +320,8 @@ class HeadsRecipe(_Recipe):
     itself (Medusa's version 2)."""
     rank: int = Field(0, ge=0)
     """Of `projection: low-rank`."""
+    vocabulary: VocabularySection | None = None
+    """With `projection: target`: of its rows those of so many tokens alone; null: all."""
     states: Literal["after-norm", "before-norm"] = "after-norm"
     """The hidden states that heads read: after the target's final norm, as Medusa's, or before it."""
     temperature: float = Field(1.0, gt=0)
@@ -346,6 +348,11 @@ class HeadsRecipe(_Recipe):
             raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
         if self.projection == "target" and self.states == "before-norm":
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
+        if self.vocabulary is not None:
+            if self.projection != "target" or self.vocabulary.rank is not None:
+                raise ValueError("`vocabulary` has heads with `projection: target` keep `tokens` of its rows, no rank")
+            if self.base is not None or self.shard_target:
+                raise ValueError("`vocabulary` copies rows of the target: leave out `base` and `shard_target`")
         if self.train.liger:
             raise ValueError("`train.liger` changes a drafter's layers, and heads have none that it knows")
         if self.hidden.cache is None:
@@ -372,6 +379,9 @@ class CountSection(Section):
     """Memory for the counts of each process; what outgrows it goes to `<out>.state`."""
     save_minutes: float = Field(5.0, gt=0)
     """Counts are put on disk at least so often, which is what a killed run may lose."""
+    texts: int = Field(0, ge=0)
+    """Keep so many tokens of what is counted as texts too, from the first on: the method `suffix` proposes how they
+    went on. Eight bytes a token."""
 
     @model_validator(mode="after")
     def _known_roles(self) -> CountSection:

@@ -62,10 +62,12 @@ BASELINE = {"method": "autoregressive"}
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"gamma": 2}),
     ("speculative", {"gamma": 3}),
-    ("prompt-lookup", {"gamma": 8}),
+    ("prompt-lookup", {"shortest": 2}),
+    ("adaptive", {"threshold": 0.6}),
+    ("lookup-drafter", {"threshold": 0.6}),
     ("multi-candidate", {"k_config": "2x1x1"}),
     ("medusa", {"tree": "2x1"}),
-    ("slim-s", {"sequences": 4}),
+    ("slim-s", {"sequences": 8, "least": 0.05}),
 ]
 """Rows beside those of all methods with their default settings."""
 NUMBERS = (

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
@@ -47,6 +48,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("unigram", {"gamma": 2}),
     ("bigram", {"gamma": 3}),
     ("prompt-lookup", {"gamma": 3}),
+    ("prompt-lookup", {"gamma": 3, "shortest": 2}),
+    ("lookup-drafter", {"gamma": 3, "draft_gamma": 2, "shortest": 1, "threshold": 0.3}),
+    ("lookup-drafter", {"gamma": 1, "draft_gamma": 3, "ngram": 2, "shortest": 2, "threshold": 0.0}),
+    ("suffix", {"nodes": 3, "depth": 3, "least": 0.05, "store": "table"}),
+    ("suffix", {"nodes": 6, "depth": 2, "least": 0.1}),
+    ("suffix-heads", {"nodes": 5, "depth": 3, "least": 0.02, "store": "table"}),
+    ("suffix-heads", {"nodes": 2, "depth": 2, "least": 0.2, "candidates": 2}),
     ("multi-candidate", {"k_config": "4x2x2", "replacement": True}),
     ("multi-candidate", {"k_config": "4x2x2", "replacement": False}),
     ("multi-candidate", {"k_config": "1x3", "replacement": False}),
@@ -67,6 +75,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("slim-ss", {"candidates": 4}),
     ("slim-s", {"candidates": 3, "sequences": 6}),
     ("slim-l", {"candidates": 4, "unseen": 0.0}),
+    ("slim-s", {"candidates": 3, "sequences": 6, "least": 0.1}),
 ]
 
 
@@ -107,7 +116,9 @@ def pair(
 ) -> tuple[LlamaForCausalLM, Parts]:
     """A target, and drafters, heads and a table that all disagree with it."""
     target, *drafters = (make_llama(VOCAB, seed=seed, sharpness=1.5, **SMALL) for seed in range(3))
-    table = BigramTable.from_documents([np.random.default_rng(0).integers(0, VOCAB, 40)], VOCAB)
+    text = np.random.default_rng(0).integers(0, VOCAB, 40)
+    table = BigramTable.from_documents([text], VOCAB)
+    table.texts = TextStore.from_documents([text.astype(np.int32)])
     first, second = (wrap_model(model, check=False) for model in drafters)
     return target, Parts(first, make_heads(4, 16, VOCAB), table, (second,))
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...decode.models.draft_vocabulary import widen
+from ...checkpoints.storage.draft_vocabulary import widen
 
 IGNORED = -100  # a label that no loss counts
 

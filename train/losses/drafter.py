@@ -80,24 +80,26 @@ def narrowed(
     drafter of these tokens has more. Raises ValueError: a teacher that names more tokens than these.
     """
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
+    told = None if teacher is None else among(ids, vocab, teacher)
+    return *rows_of(ids, hidden_XD, weight_VD), places_of(ids, vocab, labels_X), told
+
+
+def places_of(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
+    """Labels of any shape as places among these tokens; −100 for all others."""
     places_V = torch.full((vocab,), IGNORED, device=ids.device)
     places_V[ids] = torch.arange(len(ids), device=ids.device)
-    labels_X = torch.where(labels_X == IGNORED, IGNORED, places_V[labels_X.clamp(min=0)])
-    hidden_XD, weight_VD = rows_of(ids, hidden_XD, weight_VD)
-    if isinstance(teacher, SparseTeacher):
-        teacher = _among(teacher, places_V, len(ids))
-    elif teacher is not None:
-        teacher = DenseTeacher(*rows_of(ids, teacher.hidden_XE, teacher.weight_VE))
-    return hidden_XD, weight_VD, labels_X, teacher
+    return torch.where(labels == IGNORED, IGNORED, places_V[labels.clamp(min=0)])
 
 
-def _among(teacher: SparseTeacher, places_V: Tensor, count: int) -> SparseTeacher:
-    """A teacher's distribution among the `count` tokens that have a place. Instead of others it names such tokens as it
-    does not name yet, each with an even share of what it leaves over."""
-    named = teacher.ids_XK.shape[1]
+def among(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
+    """A teacher's distribution among these tokens of a vocabulary. Instead of others a sparse one names such tokens as
+    it does not name yet, each with an even share of what it leaves over."""
+    if isinstance(teacher, DenseTeacher):
+        return DenseTeacher(*rows_of(ids, teacher.hidden_XE, teacher.weight_VE))
+    count, named = len(ids), teacher.ids_XK.shape[1]
     if named > count:
         raise ValueError(f"the teacher keeps {named} tokens, more than the draft vocabulary's {count}")
-    places_XK, width = places_V[teacher.ids_XK], min(count, 2 * named)
+    places_XK, width = places_of(ids, vocab, teacher.ids_XK), min(count, 2 * named)
     lost_XK = places_XK < 0
     taken_XW = places_XK.new_zeros(len(places_XK), width + 1)
     taken_XW.scatter_(1, torch.where(lost_XK, width, places_XK.clamp(max=width)), 1)

@@ -133,7 +133,8 @@ def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None
     own = heads.projection_kind != "target"
     projection = heads.num_heads * target.vocab_size * (heads.rank or target.hidden_size) if own else 0
     item, layer = next(heads.parameters()).element_size(), 3 * heads.num_heads * target.hidden_size
-    alone = ModelSize(0, 0, 0, 0, item, target.vocab_size, target.hidden_size, heads.num_layers, layer, 0, 0)
+    vocab = target.vocab_size if heads.proposed is None else len(heads.proposed)
+    alone = ModelSize(0, 0, 0, 0, item, vocab, target.hidden_size, heads.num_layers, layer, 0, 0)
     size = base or alone
     return replace(
         size,

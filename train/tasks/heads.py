@@ -17,8 +17,8 @@ from ...data.blocks.prepared import PreparedData
 from ...decode.models.base import TransformersModel
 from ..forward.packed import PackedForward
 from ..loop.fit import Task
-from ..losses.chunks import DenseTeacher
-from ..losses.drafter import IGNORED, head_labels, heads_mixture, label_hits
+from ..losses.chunks import DenseTeacher, Teacher
+from ..losses.drafter import IGNORED, among, head_labels, heads_mixture, label_hits, places_of
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.hidden_cache import CachedHidden
 from .drafter import Evaluate, Weight, blocks_in_order
@@ -72,12 +72,15 @@ class HeadsModule(nn.Module):
         """What `forward` returns, from the target's hidden states."""
         rows_X, labels_XK = self.trained_rows(batch)
         weights = weights_at(self._objective, self.progress)
-        teacher, teacher_rows_XK = None, None
+        teacher: Teacher | None = None
+        teacher_rows_XK = None
         if needs_teacher(weights):
             teacher = self.teacher(states_YD.detach())
             ahead_K = torch.arange(1, self.num_heads + 1, device=rows_X.device)
             # the target's own guess at token t + 2 + k is made at t + 1 + k
             teacher_rows_XK = torch.where(labels_XK == IGNORED, -1, rows_X[:, None] + ahead_K)
+        if (ids_R := self.heads.proposed) is not None and teacher is not None:
+            teacher = among(ids_R, self.heads.vocab_size, teacher)
         features_XKD = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
         sums_K, counts_K = heads_mixture(
@@ -86,10 +89,18 @@ class HeadsModule(nn.Module):
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
     def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Flattened positions int64 [X] at which some head is trained, and their labels int64 [X, K]."""
-        labels_YK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads).flatten(0, 1)
+        """Flattened positions int64 [X] at which some head is trained, and their labels int64 [X, K]: of proposed
+        tokens alone their places among these."""
+        labels_YK = self.labels(batch).flatten(0, 1)
         rows_X = (labels_YK != IGNORED).any(1).nonzero()[:, 0]
         return rows_X, labels_YK[rows_X]
+
+    def labels(self, batch: Batch) -> Tensor:
+        """What each head learns at each position, int64 [B, T, K]."""
+        labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads)
+        if (ids_R := self.heads.proposed) is None:
+            return labels_BTK
+        return places_of(ids_R.to(labels_BTK.device), self.heads.vocab_size, labels_BTK)
 
     @torch.no_grad()
     def frozen_states(self, batch: Batch) -> Tensor:
@@ -212,8 +223,7 @@ class HeadsTask(Task):
 
     def count(self, batch: Batch) -> Tensor:
         assert isinstance(self.module, HeadsModule)
-        labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, self.module.num_heads)
-        return (labels_BTK != IGNORED).sum((0, 1))
+        return (self.module.labels(batch) != IGNORED).sum((0, 1))
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:

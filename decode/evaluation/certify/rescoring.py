@@ -150,18 +150,20 @@ def proposers_view(
         return lambda index: warp(drafts.logits(reading.last_X[index]), sampling)
     if isinstance(proposer, PromptLookup):
         rows = zip(reading.prefixes, outputs, strict=True)
-        found = [_looked_up(prefix, output, proposer.longest, vocab) for prefix, output in rows]
+        found = [_looked_up(prefix, output, proposer, vocab) for prefix, output in rows]
         found_X = torch.from_numpy(np.concatenate(found)).to(reading.last_X.device)
         # One class more for places where nothing is found, which is cut off.
         return lambda index: F.one_hot(found_X[index], vocab + 1)[:, :-1].float()
     return None
 
 
-def _looked_up(prefix: Sequence[int], output: Sequence[int], longest: int, nothing: int) -> np.ndarray:
+def _looked_up(prefix: Sequence[int], output: Sequence[int], proposer: PromptLookup, nothing: int) -> np.ndarray:
     """int64 [T]: the token that prompt look-up proposes in the place of each of the output's; `nothing`: none."""
     text_S = np.array([*prefix, *output])
     lengths_T = len(prefix) + np.arange(len(output))
-    places_T = lookup(np.broadcast_to(text_S, (len(output), len(text_S))), lengths_T, longest)
+    places_T = lookup(
+        np.broadcast_to(text_S, (len(output), len(text_S))), lengths_T, proposer.longest, proposer.shortest
+    )
     return np.where(places_T >= 0, text_S[places_T], nothing)
 
 

@@ -90,8 +90,8 @@ def _needs(proposer: Proposer) -> tuple[int, int]:
 
 def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str, Any]) -> Prediction | None:
     """Replay a method with these settings; None for methods that cannot be replayed: lossy ones, adaptive chains,
-    chains of several drafters, above temperature 0 several chains of one, and those whose part was not recorded. Raises
-    ValueError: what `build_method` raises; more candidates than were recorded."""
+    look-up beside a model, chains of several drafters, above temperature 0 several chains of one, and those whose part
+    was not recorded. Raises ValueError: what `build_method` raises; more candidates than were recorded."""
     proposer, verifier = build_method(name, parts, recording.sampling, **options)
     if not verifier.lossless:
         return None
@@ -169,7 +169,7 @@ def _prompt_lookup(recording: Recording, proposer: PromptLookup) -> Prediction:
     for prompt, text in zip(recording.prompts, recording.texts, strict=True):
         ids_1S = np.array([[*prompt, *text]], dtype=np.int64)
         for length in range(len(prompt), ids_1S.shape[1]):
-            index = int(lookup(ids_1S[:, :length], np.array([length]), proposer.longest)[0])
+            index = int(lookup(ids_1S[:, :length], np.array([length]), proposer.longest, proposer.shortest)[0])
             nodes.append(1 if index < 0 else 1 + proposer.gamma)
             source_K = index + np.arange(proposer.gamma) % max(length - index, 1)
             held_K = ids_1S[0, length : length + proposer.gamma]

@@ -50,7 +50,7 @@ LOSSY = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL, "mjsd")
 PROBE_SETTINGS = 3
 """Settings of a method whose steps are timed, at most (`probes`)."""
 CHAINS = ("batch-speculative", "spectr", "specinfer")
-DECODED = ("adaptive", *CHAINS, *LOSSY)
+DECODED = ("adaptive", "lookup-drafter", "suffix", "suffix-heads", *CHAINS, *LOSSY)
 """Methods whose settings are decoded to be judged."""
 SLIM = ("slim-ss", "slim-s", "slim-l")
 
@@ -77,6 +77,8 @@ class Space:
     """Of MJSD."""
     confidences: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     """Below which adaptive chains stop."""
+    posteriors: tuple[float, ...] = (0.05, 0.02, 0.1, 0.2)
+    """Not above which paths are left out of SLiM's trees, and of those by suffixes."""
     fallbacks: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     """Of BiLD: its τ₁."""
     rollbacks: tuple[float, ...] = (1.0, 2.0, 3.0, 5.0)
@@ -174,20 +176,21 @@ def settings_of(
 ) -> list[Options]:
     """Settings of a method to be tried: by replay, or decoded for those of `DECODED`. The recording says which of the
     heads' trees; without one sizes stand for them, to be counted."""
-    grid = _decoded_grid(name, sampling, space) if name in DECODED else _replayed_grid(name, parts, space)
+    grid = _decoded_grid(name, parts, sampling, space) if name in DECODED else _replayed_grid(name, parts, space)
     if "tree" in grid:
         sizes = [size for size in grid["tree"] if size < space.nodes]
         grid["tree"] = sizes if recording is None else map(tree_text, best_head_trees(recording, sizes).values())
     found = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     if name == TYPICAL:  # Medusa's own rule: δ is the root of ε
         return [options | {"acceptance": "typical", "delta": options["epsilon"] ** 0.5} for options in found]
+    found = [each for each in found if each.get("shortest", 1) <= each.get("ngram", 3)]
     return [each for each in found if 1 + each.get("gamma", 0) * each.get("drafts", 1) <= space.nodes]
 
 
 def _replayed_grid(name: str, parts: Parts, space: Space) -> dict[str, Iterable[Any]]:
     gammas = range(1, space.gamma + 1)
     if name == "prompt-lookup":
-        return {"gamma": gammas, "ngram": (1, 2, 3, 4)}
+        return {"gamma": gammas, "ngram": (1, 2, 3, 4), "shortest": (1, 2, 3)}
     if name in ("multi-candidate", "naive-multi-candidate"):
         widths = [width for width in _WIDTHS if width <= space.candidates]
         found = k_configurations(space.nodes, space.depth, widths)
@@ -200,17 +203,22 @@ def _replayed_grid(name: str, parts: Parts, space: Space) -> dict[str, Iterable[
     if name in SLIM:
         candidates = [count for count in (2, 4, 6, 10, 20) if count <= space.head_candidates]
         sequences = (1,) if name == "slim-ss" else (1, 2, 3, 4, 6, 8, 12, 16, 20, 32, 40)
-        return {"sequences": sequences, "candidates": candidates}
+        return {"sequences": sequences, "candidates": candidates, "least": (0.0, space.posteriors[0])}
     assert name in ("speculative", "unigram", "bigram")
     return {"gamma": gammas}
 
 
-def _decoded_grid(name: str, sampling: Sampling, space: Space) -> dict[str, Iterable[Any]]:
+def _decoded_grid(name: str, parts: Parts, sampling: Sampling, space: Space) -> dict[str, Iterable[Any]]:
     gammas = sorted({min(gamma, space.gamma) for gamma in (2, 4, 6)})
     if name == "bild":
         return {"fallback": space.fallbacks, "rollback": space.rollbacks}
     if name == "adaptive":
         return {"gamma": gammas, "policy": ("confidence",), "threshold": space.confidences}
+    if name == "lookup-drafter":
+        return {"shortest": (2, 3), "threshold": space.confidences}
+    if name in ("suffix", "suffix-heads"):
+        stores = ("none", "table") if parts.table is not None and parts.table.texts is not None else ("none",)
+        return {"nodes": (4, 8, 16), "least": space.posteriors, "store": stores}
     if name == "mjsd":
         return {"gamma": gammas, "beams": (4,), "threshold": space.thresholds}
     if name == TYPICAL:
@@ -328,6 +336,7 @@ def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
     """What is worth tuning with these parts. At temperature 0 methods that do the same as another are left out, and so
     is typical acceptance."""
     names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
+    names += ["lookup-drafter", "suffix", "suffix-heads"]
     names += ["bpd", "medusa", *SLIM, *LOSSY]
     names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
     if sampling.greedy:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
+
+from numpy.typing import NDArray
 
 from ....checkpoints.artifact.artifact import load_manifest, save_artifact
 from ....checkpoints.storage.atomic import atomic_text
@@ -21,6 +23,7 @@ from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.safe_read import load_json, sealed
 from ....checkpoints.table.pruning import check_size
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
+from ....checkpoints.table.texts import TextStore
 from ....data.conversations import Conversation, CorpusReport, rarely_collected
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
@@ -266,14 +269,7 @@ def count_share(
 ) -> Iterator[bool]:
     """Count a share from the counter's position on, some tokens with each step; True after each."""
     options, saved, first = recipe.count, time.monotonic(), pairs.position or 0
-    documents = token_documents(
-        islice(share, first, None),
-        tokenizer,
-        get_template(recipe.data.template, tokenizer),
-        pairs=options.pairs,
-        roles=options.roles,
-        last_turn_only=recipe.data.last_turn_only,
-    )
+    documents = _documents(recipe, tokenizer, islice(share, first, None))
     for batch in pack_documents(documents, first, options.memory_mb):
         pairs.add(*batch)
         if time.monotonic() - saved >= 60 * options.save_minutes:
@@ -281,6 +277,31 @@ def count_share(
             saved = time.monotonic()
         advance(pairs.tokens, 0)
         yield True
+
+
+def _documents(
+    recipe: TableRecipe, tokenizer: Any, conversations: Iterable[Conversation]
+) -> Iterator[list[NDArray[Any]]]:
+    """What is counted of each conversation."""
+    return token_documents(
+        conversations,
+        tokenizer,
+        get_template(recipe.data.template, tokenizer),
+        pairs=recipe.count.pairs,
+        roles=recipe.count.roles,
+        last_turn_only=recipe.data.last_turn_only,
+    )
+
+
+def kept_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
+    """The first of the counted texts, as many tokens as are to be kept."""
+    kept, left = [], recipe.count.texts
+    for documents in _documents(recipe, tokenizer, Share(recipe.data, 0, 1, False)):
+        kept += [ids[:left] for ids in documents[:left]]
+        left -= sum(len(ids) for ids in documents)
+        if left <= 0:
+            break
+    return TextStore.from_documents(kept)
 
 
 def _in_step(accelerator: Any, work: Iterator[bool], stopping: Callable[[], bool]) -> bool:
@@ -322,7 +343,14 @@ def _finish(
     data = {"source": identity, "documents": documents, "tokens": tokens}
     data |= {"conversations": share.conversations, "held_out": share.held_out}
     data |= {"corpus": all_reports(parts, share.reports)}
-    _save(recipe, lambda out: file.rename(out / TABLE_FILE), BigramTable.load(folder), tokenizer, data)
+    texts = kept_texts(recipe, tokenizer) if recipe.count.texts else None
+
+    def write(out: Path) -> None:
+        file.rename(out / TABLE_FILE)
+        if texts is not None:
+            texts.save(out)
+
+    _save(recipe, write, BigramTable.load(folder), tokenizer, data)
     _forget(folder)
 
 

@@ -13,9 +13,9 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import open_artifact, save_artifact
 from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
 from draftsmith.checkpoints.artifact.identity import identify, is_unchanged, load_identified
+from draftsmith.checkpoints.storage.draft_vocabulary import write_vocabulary
 from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
 from draftsmith.checkpoints.storage.safe_read import file_hash
-from draftsmith.checkpoints.verify.draft_vocabulary import write_vocabulary
 from transformers import LlamaForCausalLM
 
 WEIGHTS = "model.safetensors"

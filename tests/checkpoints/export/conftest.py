@@ -15,8 +15,8 @@ from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artif
 from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.storage.draft_vocabulary import write_vocabulary
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.checkpoints.verify.draft_vocabulary import write_vocabulary
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -12,8 +12,8 @@ from draftsmith.checkpoints.export.base import SERVING_FILE
 from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.repair import repair
 from draftsmith.checkpoints.pairs.sides import open_side
+from draftsmith.checkpoints.storage.draft_vocabulary import read_vocabulary
 from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
-from draftsmith.checkpoints.verify.draft_vocabulary import read_vocabulary
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.draft_vocabulary import kept_tokens

@@ -42,6 +42,9 @@ def heads(projection: str = "own") -> PredictionHeads:
         (lambda: heads().projection(3), ("3",)),
         (lambda: heads().attach(torch.zeros(13, 8)), ("own",)),
         (lambda: heads("target").attach(torch.zeros(12, 8)), ("[12, 8]", "[13, 8]")),
+        (lambda: heads().propose(torch.tensor([1])), ("d2t", "own")),
+        (lambda: heads("target").propose(torch.tensor([1, 13])), ("13",)),
+        (lambda: heads("target").propose(torch.tensor([3, 1])), ("rise",)),
         (lambda: PredictionHeads(1, 1, 8, None, "target")(torch.zeros(2, 8)), ("attach",)),
     ],
 )
@@ -93,6 +96,7 @@ TENSORS: list[tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = [
     (put("1.0.linear.bias", 8, dtype=torch.int8), ("1.0.linear.bias", "int8", "float32")),
     (put("9999.9999.linear.weight", 8, 8), ("10000 heads",)),
     (dict.clear, (HEADS_FILE,)),
+    (put("d2t", 2, dtype=torch.int64), ("d2t", "own")),
 ]
 
 

@@ -13,11 +13,15 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
-from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
+from draftsmith.checkpoints.heads.files import load_heads
+from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY, HEADS_FILE
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.blocks.prepared import PreparedData
+from draftsmith.decode.custom_generate.method import CustomGenerate, method
 from draftsmith.decode.models.draft_vocabulary import LowRankHead, factorise, keep_tokens, kept_tokens
 from draftsmith.decode.models.loading import load_model
+from draftsmith.recipes.assemble.data import Prepared
+from draftsmith.recipes.assemble.drafter import frequent_tokens
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe
@@ -54,6 +58,45 @@ def test_the_most_frequent_tokens_are_learnt_and_proposed(
     again = recipe | {"out": str(tmp_path / "again"), "model": {"source": str(out)}}
     run_train(parse_recipe(again, "the test's recipe"))
     assert torch.equal(kept_tokens(load_model(again["out"])), ids_R), "a drafter goes on with its own vocabulary"
+
+
+def test_heads_speak_of_the_most_frequent_tokens_alone(
+    tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
+) -> None:
+    """In training, on disk, in decoding and in a saved method; other programs are given all rows of the projection."""
+    recipe: dict[str, Any] = tiny_drafter(tmp_path)
+    del recipe["tokenizer"], recipe["model"]
+    target = str(tiny_pair / "target")
+    heads = {"kind": "heads", "out": str(tmp_path / "heads"), "target": target, "num_heads": 2, "projection": "target"}
+    recipe |= heads | {"vocabulary": {"tokens": TOKENS}, "measure": {"prompts": 2, "new_tokens": 4}}
+    run_train(parse_recipe(recipe, "the test's recipe"))
+    out = Path(recipe["out"])
+    manifest, faults = find_faults(out)
+    assert faults == []
+    assert manifest is not None
+    assert manifest.shapes["proposed_tokens"] == TOKENS
+    matrix_VD = load_model(target).lm_head.weight.detach()
+    loaded, hidden_XD = load_heads(out, lm_head=matrix_VD), torch.randn(3, matrix_VD.shape[1])
+    ids_R = load_file(out / HEADS_FILE)["d2t"]
+    (data,) = (PreparedData.load(path.parent) for path in (tmp_path / "prepared").rglob("train/data.json"))
+    assert torch.equal(ids_R, frequent_tokens(TOKENS, 320, Prepared(data, data, tmp_path, {}), "heads"))
+    with torch.inference_mode():
+        logits_XKV = loaded(hidden_XD)
+        whole_XKV = load_heads(out, lm_head=matrix_VD).propose(None)(hidden_XD)
+        method("medusa", heads=out).save_pretrained(tmp_path / "method")
+        saved = CustomGenerate.from_pretrained(tmp_path / "method")
+        assert saved.heads is not None
+        assert torch.equal(saved.heads.attach(matrix_VD)(hidden_XD), logits_XKV)
+    assert torch.equal(logits_XKV[..., ids_R], whole_XKV[..., ids_R])
+    others_V = torch.isin(torch.arange(320), ids_R, invert=True)
+    assert torch.isneginf(logits_XKV[..., others_V]).all()
+    assert whole_XKV.isfinite().all()
+    export_artifact(out, "medusa", tmp_path / "medusa", FORMATS, ExportOptions())
+    exported = load_heads(tmp_path / "medusa")
+    assert exported.proposed is None
+    assert torch.equal(exported.projection(0), matrix_VD)
+    with pytest.raises(ValueError, match=r"321.*320"):
+        run_train(parse_recipe(recipe | {"out": str(tmp_path / "b"), "vocabulary": {"tokens": 321}}, "the test's"))
 
 
 def stopping(forward: Callable[..., Any], at: int) -> Callable[..., Any]:

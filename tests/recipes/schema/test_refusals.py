@@ -46,6 +46,11 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "rank alone": ("heads", ["rank=4"], ["`rank`", "4", "low-rank"]),
     "low rank without": ("heads", ["projection=low-rank"], ["`rank`", "0"]),
     "nothing to train": ("heads", ["projection=target", "num_layers=0"], ["`projection: target`", "`num_layers: 0`"]),
+    "a vocabulary for others": ("heads", ["vocabulary.tokens=9"], ["`vocabulary`", "`projection: target`"]),
+    "a head's rank": ("heads", ["projection=target", "vocabulary.rank=9"], ["`vocabulary`", "rank"]),
+    "rows of a target that moves": (
+        "heads", ["projection=target", "vocabulary.tokens=9", "base={}"], ["`vocabulary`", "`base`"]
+    ),
     "states of no head": ("heads", ["projection=target", "states=before-norm"], ["`states`", "before-norm"]),
     "too many heads cached": ("heads", ["hidden.cache=c", "num_heads=16"], ["`hidden.cache`", "15", "16"]),
     "cached and trained": ("heads", ["hidden.cache=c", "base={}"], ["`hidden.cache`", "`base`"]),

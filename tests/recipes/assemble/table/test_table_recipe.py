@@ -91,17 +91,24 @@ def test_whole_conversations_are_counted_as_they_are_rendered(recipe: dict[str, 
 
 
 def test_answers_are_the_pairs_whose_right_token_is_trained_on(recipe: dict[str, Any]) -> None:
-    mine = loaded(recipe | {"count": {"pairs": "answers"}})
+    mine = loaded(recipe | {"count": {"pairs": "answers", "texts": 500}})
     table = BigramTable.load(run_train(mine))
     tokenizer, template = load_tokenizer(mine.tokenizer), get_template("chatml")
     expected: Pairs = Counter()
+    answers = []
     for chat in conversations(mine):
         document = render(chat, template, tokenizer)
+        answers.append(document)
         flags = document.trainable()
         expected.update(
             pair for pair, trained in zip(pairwise(document.ids.tolist()), flags[1:], strict=True) if trained
         )
     assert pairs_in(table) == expected
+    documents = (document.ids[max(0, start - 1) : end] for document in answers for start, end in document.spans)
+    first = [token for ids in documents for token in ids.tolist()][:500]
+    assert table.texts is not None
+    assert table.texts.ids_T[table.texts.ids_T >= 0].tolist() == first
+    assert len(table.texts.places_N) < 500
 
 
 @pytest.mark.parametrize("roles", [[], ["user"], ["assistant", "user", "system"]])

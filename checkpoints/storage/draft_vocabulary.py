@@ -1,7 +1,8 @@
-"""The file beside the weights of a drafter that has less than its whole output layer; the weights are those of all.
+"""The file beside the weights of a drafter or of heads that have less than a whole output layer.
 
-It holds the ids of the tokens that are proposed (d2t), the factors of a layer of low rank (inner, outer), or both.
-Letters: R tokens that are proposed, K rank, V vocabulary, D hidden.
+It holds the ids of the tokens that are proposed (d2t), the factors of a layer of low rank (inner, outer), or both; a
+drafter's weights are those of all tokens. Letters: R tokens that are proposed, K rank, V vocabulary, D hidden, X any
+leading shape.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..storage.messages import first_line
-from ..storage.names import DRAFT_VOCABULARY
-from ..storage.safe_read import UNREADABLE
+from .messages import first_line
+from .names import DRAFT_VOCABULARY
+from .safe_read import UNREADABLE
 
 TOKENS, INNER, OUTER = "d2t", "inner", "outer"
 _KINDS = ({TOKENS}, {INNER, OUTER}, {TOKENS, INNER, OUTER})
@@ -52,3 +54,9 @@ def read_vocabulary(folder: Path, vocab: int) -> dict[str, Tensor]:
     except (ValueError, *UNREADABLE) as error:
         raise ValueError(f"{path}: {first_line(error)}") from error
     return found
+
+
+def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int) -> Tensor:
+    """Logits of all tokens [..., V]: minus infinity for those that are not proposed."""
+    logits_XV = logits_XR.new_full((*logits_XR.shape[:-1], vocab), -torch.inf)
+    return logits_XV.index_copy_(-1, ids_R, logits_XR)

@@ -1,0 +1,96 @@
+"""The texts that a table was counted on, in an order that finds what followed a context: a suffix array.
+
+Letters: T tokens of all texts, N places in them, C tokens of a context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from ..storage.messages import first_line
+from ..storage.safe_read import UNREADABLE
+
+TEXTS_FILE = "texts.safetensors"
+CONTEXT = 8
+"""Tokens before a place that it is sorted by; no longer context is looked for."""
+_BETWEEN = -1
+Ids = NDArray[np.int32]
+
+
+class TextStore:
+    """Texts end to end, and the places in them in the order of what stands before: the nearest token first.
+
+    Args:
+        ids_T: int32, -1 before each text and `CONTEXT` times at the beginning and at the end.
+        places_N: int32, every place that has a token and one before it in the same text.
+    """
+
+    def __init__(self, ids_T: Ids, places_N: Ids) -> None:
+        self.ids_T, self.places_N = ids_T, places_N
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[NDArray[np.int32]]) -> Self:
+        """Sort the places of some texts."""
+        parts = [np.full(CONTEXT, _BETWEEN, dtype=np.int32)]
+        for ids in documents:
+            parts += [ids.astype(np.int32), np.array([_BETWEEN], dtype=np.int32)]
+        ids_T = np.concatenate([*parts, parts[0]])
+        held_T = ids_T >= 0
+        places_N = np.flatnonzero(held_T[1:] & held_T[:-1]).astype(np.int32) + 1
+        before = [ids_T[places_N - back] for back in range(CONTEXT, 0, -1)]
+        return cls(ids_T, places_N[np.lexsort(before)])
+
+    def matches(self, context: Sequence[int] | NDArray[Any]) -> tuple[int, Ids]:
+        """The most tokens of a context's end, up to `CONTEXT`, that stand before some place, and these places; 0 where
+        none does."""
+        low, high, length = 0, len(self.places_N), 0
+        for back in range(1, 1 + min(CONTEXT, len(context))):
+            token = context[-back]
+            first = self._bisect(low, high, back, token)
+            last = self._bisect(first, high, back, token + 1)
+            if first == last:
+                break
+            low, high, length = first, last, back
+        return length, self.places_N[low:high] if length else self.places_N[:0]
+
+    def _bisect(self, low: int, high: int, back: int, token: int) -> int:
+        """The first place from `low` on whose token so far back is not below `token`."""
+        ids_T, places_N = self.ids_T, self.places_N
+        while low < high:
+            middle = (low + high) // 2
+            if ids_T[places_N[middle] - back] < token:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def save(self, directory: Path) -> None:
+        save_file({"ids": self.ids_T, "places": self.places_N}, Path(directory) / TEXTS_FILE)
+
+    @classmethod
+    def load(cls, directory: Path, vocab_size: int) -> Self | None:
+        """The texts in a folder, if there are any. Raises ValueError: no such file; tokens outside the vocabulary, or
+        places outside the texts."""
+        path = Path(directory) / TEXTS_FILE
+        if not path.is_file():
+            return None
+        try:
+            found = load_file(path)
+            ids_T, places_N = found["ids"], found["places"]
+        except (KeyError, *UNREADABLE) as error:
+            raise ValueError(f"{path} holds no texts: {first_line(error)}") from error
+        if any(array.dtype != np.int32 or array.ndim != 1 for array in (ids_T, places_N)):
+            raise ValueError(f"{path}: ids and places must be lists of int32")
+        for name, array, least, most in (
+            ("ids", ids_T, _BETWEEN, vocab_size - 1),
+            ("places", places_N, CONTEXT, len(ids_T) - 1 - CONTEXT),
+        ):
+            if len(array) and not (least <= int(array.min()) and int(array.max()) <= most):
+                raise ValueError(f"{path}: {name} reach from {array.min()} to {array.max()}, not {least} to {most}")
+        return cls(ids_T, places_N)

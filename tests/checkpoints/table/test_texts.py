@@ -1,0 +1,92 @@
+"""Texts beside a table: what followed a context is found as by looking at every place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.checkpoints.table.texts import CONTEXT, TEXTS_FILE, TextStore
+from safetensors.numpy import load_file, save_file
+
+VOCAB = 5
+
+
+def documents(seed: int, count: int = 30) -> list[np.ndarray]:
+    """Short texts of few tokens, which repeat themselves; some have one token, some none."""
+    draw = np.random.default_rng(seed)
+    return [draw.integers(0, VOCAB, draw.integers(0, 25)).astype(np.int32) for _ in range(count)]
+
+
+def followers(texts: list[np.ndarray], context: list[int]) -> tuple[int, list[tuple[int, ...]]]:
+    """The longest end of the context that stands anywhere, and what follows each time it does, by brute force."""
+    for length in range(min(CONTEXT, len(context)), 0, -1):
+        end = context[-length:]
+        rows = [text.tolist() for text in texts]
+        found = [tuple(row[at:]) for row in rows for at in range(length, len(row)) if row[at - length : at] == end]
+        if found:
+            return length, found
+    return 0, []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_followed_a_context_is_found(tmp_path: Path, seed: int) -> None:
+    texts = documents(seed)
+    TextStore.from_documents(texts).save(tmp_path)
+    store = TextStore.load(tmp_path, VOCAB)
+    assert store is not None
+    draw, lengths = np.random.default_rng(100 + seed), set()
+    for _ in range(300):
+        context = draw.integers(0, VOCAB, draw.integers(0, 11)).tolist()
+        if draw.random() < 0.5 and context:  # half of them stand in some text
+            text = texts[draw.integers(len(texts))].tolist()
+            context = text[: draw.integers(len(text) + 1)] or context
+        length, places_N = store.matches(np.array(context))
+        wanted, after = followers(texts, context)
+        told = []
+        for place in places_N:
+            end = place + int((store.ids_T[place:] < 0).argmax())  # texts end where no token is
+            told.append(tuple(store.ids_T[place:end].tolist()))
+        assert (length, sorted(told)) == (wanted, sorted(after))
+        lengths.add(length)
+    assert lengths >= {0, 1, 2, 3, CONTEXT}
+
+
+def test_a_table_carries_its_texts_through_pruning(tmp_path: Path) -> None:
+    texts = documents(7)
+    table = BigramTable.from_documents(texts, VOCAB)
+    table.save(tmp_path)
+    assert BigramTable.load(tmp_path).texts is None
+    table.texts = TextStore.from_documents(texts)
+    table.pruned(min_count=2).save(tmp_path)
+    kept = BigramTable.load(tmp_path).to("cpu").texts
+    assert kept is not None
+    assert np.array_equal(kept.places_N, table.texts.places_N)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda found: found.update(ids=np.where(found["ids"] == 4, VOCAB, found["ids"])), ("ids", "5", "4")),
+        (lambda found: found.update(places=found["places"] - CONTEXT), ("places", str(CONTEXT))),
+        (lambda found: found.update(places=found["places"] + CONTEXT), ("places",)),
+        (lambda found: found.update(ids=found["ids"].astype(np.int64)), ("int32",)),
+        (lambda found: found.pop("places"), ("places",)),
+    ],
+)
+def test_what_is_no_texts_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, np.ndarray]], object], parts: tuple[str, ...]
+) -> None:
+    TextStore.from_documents(documents(1)).save(tmp_path)
+    found = load_file(tmp_path / TEXTS_FILE)
+    change(found)
+    save_file(found, tmp_path / TEXTS_FILE)
+    with pytest.raises(ValueError, match=TEXTS_FILE) as caught:
+        TextStore.load(tmp_path, VOCAB)
+    for part in parts:
+        assert part in str(caught.value)
+    (tmp_path / TEXTS_FILE).write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=TEXTS_FILE):
+        TextStore.load(tmp_path, VOCAB)

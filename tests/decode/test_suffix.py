@@ -1,0 +1,180 @@
+"""Trees of likely continuations hold what they say, and look-up beside a drafter spares the drafter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.checkpoints.table.texts import CONTEXT, TextStore
+from draftsmith.decode.engine import Context, Limits, Proposal, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.suffix import SuffixTree, longest_match
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from transformers import LlamaForCausalLM
+
+VOCAB = 6
+GREEDY, RNG = Sampling(), Rng.for_rows(0, 1)
+Path = tuple[int, ...]
+
+
+class Row:
+    """What `start` looks at of a context with one row."""
+
+    lengths = (1,)
+
+
+def started(nodes: int, depth: int, least: float, texts: TextStore | None = None) -> SuffixTree:
+    proposer = SuffixTree(nodes, depth, least, texts)
+    proposer.start(Row())  # type: ignore[arg-type]
+    return proposer
+
+
+def paths_of(parents: Sequence[int], tokens: Sequence[int]) -> list[Path]:
+    """The path to each node, in the order of the nodes."""
+    paths: list[Path] = [()]
+    for parent, token in zip(parents, tokens, strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def likely(text: list[int], texts: list[list[int]], guesses: list[dict[int, float]], depth: int) -> dict[Path, float]:
+    """The joint probability of every path, from the definitions, by looking at every place."""
+    length = next((n for n in range(min(16, len(text) - 1), 0, -1) if text[-n:] in ends(text[:-1], n)), 0)
+    start = max((end for end in range(length, len(text)) if text[end - length : end] == text[-length:]), default=0)
+    own = tuple(text[start + step % (len(text) - start)] for step in range(depth)) if length else ()
+    context = next(
+        (n for n in range(min(CONTEXT, len(text)), 0, -1) if any(text[-n:] in ends(t[:-1], n) for t in texts)), 0
+    )
+    follow = [
+        t[at:] for t in texts for at in range(context, len(t)) if context and t[at - context : at] == text[-context:]
+    ]
+    found: dict[Path, float] = {}
+    open_paths: list[tuple[Path, float]] = [((), 1.0)]
+    while open_paths:
+        path, joint = open_paths.pop()
+        step = len(path)
+        if step == depth:
+            continue
+        shares: dict[int, float] = dict(guesses[step]) if step < len(guesses) else {}
+        if own and path == own[:step]:
+            shares[own[step]] = max(shares.get(own[step], 0), 1 - 0.8 / (length + step) ** 0.7)
+        here = [rest[: step + 1] for rest in follow if tuple(rest[:step]) == path]
+        counts = Counter(rest[step] for rest in here if len(rest) > step)
+        commonest = sorted(
+            Counter({-1: len(here) - counts.total()} | counts).items(), key=lambda item: (-item[1], item[0])
+        )
+        for token, count in [each for each in commonest if each[1]][:4]:
+            if token >= 0:
+                shares[token] = max(shares.get(token, 0), count / (len(here) + 1))
+        for token, share in shares.items():
+            found[*path, token] = joint * share
+            open_paths.append(((*path, token), joint * share))
+    return found
+
+
+def ends(text: list[int], length: int) -> list[list[int]]:
+    return [text[at : at + length] for at in range(len(text) - length + 1)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_likeliest_paths_are_those_of_the_definition(seed: int) -> None:
+    """Against the slow writing: every node's probability is above the limit and that of no path left out is above that
+    of a node."""
+    draw = np.random.default_rng(seed)
+    text = draw.integers(0, VOCAB, 2 + seed).tolist()
+    texts = [draw.integers(0, VOCAB, draw.integers(0, 20)).tolist() for _ in range(seed % 5 * 4)]
+    guesses = [{int(token): float(draw.random()) for token in draw.permutation(VOCAB)[:2]} for _ in range(seed % 3)]
+    nodes, depth, least = int(draw.integers(1, 12)), int(draw.integers(1, 5)), float(draw.choice([0.02, 0.1, 0.3]))
+    store = TextStore.from_documents([np.array(each, dtype=np.int32) for each in texts]) if texts else None
+    found = paths_of(*started(nodes, depth, least, store).grow(0, np.array(text), guesses))
+    wanted = likely(text, texts, guesses, depth)
+    enough = sorted((joint for joint in wanted.values() if joint >= least), reverse=True)[:nodes]
+    assert len(set(found)) == len(found)
+    assert [wanted[path] for path in found] == pytest.approx(enough)
+
+
+def test_the_longest_match_is_the_latest_of_the_longest() -> None:
+    draw = np.random.default_rng(5)
+    for _ in range(300):
+        text = draw.integers(0, 3, draw.integers(1, 40))
+        places: dict[int, int] = {}
+        for end in range(1, len(text)):
+            same = next((n for n in range(16) if n >= end or text[end - 1 - n] != text[-1 - n]), 16)
+            if same:
+                places[same] = end
+        wanted = (places[max(places)], max(places)) if places else (0, 0)
+        assert longest_match(text) == wanted
+
+
+@pytest.fixture
+def target_model(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
+    return make_llama(64, seed=0)
+
+
+def test_texts_that_hold_the_answer_are_followed(target_model: LlamaForCausalLM) -> None:
+    """A table's texts with the target's own answer: all of every proposal is accepted until it ends."""
+    target, prompt = wrap_model(target_model), [3, 1, 4]
+    plain = generate(target, *build_method("autoregressive", Parts(), GREEDY), [prompt], Limits(40), GREEDY, RNG)
+    answer = [token for step in plain for token in step.new_ids[0]]
+    table = BigramTable.from_documents([np.array(answer)], 64)
+    with pytest.raises(ValueError, match=r"`count\.texts`"):
+        build_method("suffix", Parts(table=table), GREEDY, store="table")
+    table.texts = TextStore.from_documents([np.array([*prompt, *answer], dtype=np.int32)])
+    method = build_method("suffix", Parts(table=table), GREEDY, nodes=4, depth=4, store="table", least=0.01)
+    steps = list(generate(target, *method, [prompt], Limits(40), GREEDY, RNG))
+    assert [token for step in steps for token in step.new_ids[0]] == answer
+    assert sum(int(step.accepted[0]) for step in steps) >= 0.7 * sum(step.nodes - 1 for step in steps) > 0
+
+
+def test_what_is_refused_in_a_row_is_trusted_less() -> None:
+    """A row in which what followed earlier matches was never right: its tree ends up empty."""
+    proposer, text = started(4, 2, 0.15), np.array([1, 2, 1])
+    assert proposer.grow(0, text)[1] == [2]
+
+    class Refused:
+        paths = ([],)
+
+    sizes = []
+    for _ in range(6):
+        sizes.append(len(proposer.grow(0, text)[1]))
+        proposer.commit(Refused(), None, None)  # type: ignore[arg-type]
+    assert sizes[0] == 1
+    assert sizes[-1] == 0
+
+
+def test_a_drafter_rests_while_something_is_found(
+    target_model: LlamaForCausalLM, make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is asked again it has read what it missed: it proposes what it would after the whole text."""
+    target, small = wrap_model(target_model), make_llama(64, seed=1, num_hidden_layers=1)
+    options = {"gamma": 3, "shortest": 1, "draft_gamma": 2, "threshold": 0.0}
+    proposer, verifier = build_method("lookup-drafter", Parts(wrap_model(small)), GREEDY, **options)
+    propose, drafted, found = proposer.propose, [], 0
+
+    def watched(context: Context) -> Proposal:
+        nonlocal found
+        proposal = propose(context)
+        if proposal.tree.nodes == 4:
+            found += 1
+        else:
+            text = context.host_ids_BS[0, : context.lengths[0]].tolist()
+            drafted.append((text, proposal.tokens_BN[0, 1:].tolist(), found))
+        return proposal
+
+    monkeypatch.setattr(proposer, "propose", watched)
+    prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    steps = list(generate(target, proposer, verifier, [prompt], Limits(60), GREEDY, RNG))
+    assert any(text_found for *_, text_found in drafted[1:]), "it was asked again after something was found"
+    for text, tokens, _ in drafted:
+        ids = torch.tensor([text])
+        made = small.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+        assert tokens == made[0, len(text) :].tolist()
+    plain = generate(target, *build_method("autoregressive", Parts(), GREEDY), [prompt], Limits(60), GREEDY, RNG)
+    written = [[token for step in run for token in step.new_ids[0]] for run in (steps, plain)]
+    assert written[0] == written[1]
