@@ -1,7 +1,7 @@
 """Prediction heads: small networks on a target's hidden state that guess the tokens after the next one.
 
 Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank, F what a projection reads (D or R),
-X any leading shape, R tokens that are proposed.
+X any leading shape, P tokens that are proposed.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class PredictionHeads(nn.Module):
         rank: R of low-rank heads, else 0.
         states: what the heads read: the target's last hidden states "after-norm", or "before-norm".
         scale: what hidden states are multiplied with first; those before the norm can be many times larger.
-        proposed: the ids of the only tokens that heads of projection "target" speak of, int64 [R], rising: `d2t` among
-            their tensors. Most of their work is then R of V rows; None: all tokens.
+        proposed: the ids of the only tokens that heads of projection "target" speak of, int64 [P], rising: `d2t` among
+            their tensors. Most of their work is then P of V rows; None: all tokens.
     """
 
     def __init__(
@@ -170,21 +170,21 @@ class PredictionHeads(nn.Module):
 
     @property
     def proposed(self) -> Tensor | None:
-        """The ids of the only tokens that are proposed, int64 [R], rising; None: all."""
+        """The ids of the only tokens that are proposed, int64 [P], rising; None: all."""
         return getattr(self, TOKENS, None)
 
-    def propose(self, ids_R: Tensor | None) -> Self:
+    def propose(self, ids_P: Tensor | None) -> Self:
         """Speak of these tokens alone, or of all. ValueError: ids that do not rise, or that the vocabulary lacks; heads
         that do not share the target's projection."""
-        if ids_R is not None:
+        if ids_P is not None:
             if self.projection_kind != "target":
                 raise ValueError(
                     f"{TOKENS} is for heads of projection 'target', and theirs is {self.projection_kind!r}"
                 )
-            if not ids_R.is_meta and self._vocab_size is not None:
-                check_tokens(ids_R, self._vocab_size)
-            ids_R = ids_R.long()
-        setattr(self, TOKENS, ids_R)
+            if not ids_P.is_meta and self._vocab_size is not None:
+                check_tokens(ids_P, self._vocab_size)
+            ids_P = ids_P.long()
+        setattr(self, TOKENS, ids_P)
         self._rows = None
         return self
 
@@ -200,8 +200,8 @@ class PredictionHeads(nn.Module):
         expected = [self._vocab_size if self._vocab_size is not None else "V", self.hidden_size]
         if len(shape) != 2 or shape[1] != expected[1] or expected[0] not in ("V", shape[0]):
             raise ValueError(f"the target's output projection is {shape}, the heads expect {expected}".replace("'", ""))
-        if (ids_R := self.proposed) is not None and not ids_R.is_meta:
-            check_tokens(ids_R, shape[0])
+        if (ids_P := self.proposed) is not None and not ids_P.is_meta:
+            check_tokens(ids_P, shape[0])
         self._vocab_size, self._attached, self._rows = shape[0], (lm_head_weight_VD,), None
         return self
 
@@ -226,12 +226,12 @@ class PredictionHeads(nn.Module):
         self._head(k)
         if self._attached is None:
             raise ValueError(_UNATTACHED)
-        (weight_VD,), ids_R = self._attached, self.proposed
-        if ids_R is None:
+        (weight_VD,), ids_P = self._attached, self.proposed
+        if ids_P is None:
             return weight_VD
         place = (weight_VD.data_ptr(), weight_VD.device)  # the target may have moved since
         if self._rows is None or self._rows[0] != place:
-            self._rows = (place, weight_VD.detach()[ids_R.to(weight_VD.device)])
+            self._rows = (place, weight_VD.detach()[ids_P.to(weight_VD.device)])
         return self._rows[1]
 
     def head_forward(self, k: int, hidden_XD: Tensor) -> Tensor:
@@ -251,8 +251,8 @@ class PredictionHeads(nn.Module):
 
     def _through_target(self, features_XD: Tensor) -> Tensor:
         weight_VD = self.projection(0)
-        logits_XR, ids_R = F.linear(features_XD.to(weight_VD.dtype), weight_VD), self.proposed
-        return logits_XR if ids_R is None else widen(logits_XR, ids_R.to(logits_XR.device), self.vocab_size)
+        logits_XP, ids_P = F.linear(features_XD.to(weight_VD.dtype), weight_VD), self.proposed
+        return logits_XP if ids_P is None else widen(logits_XP, ids_P.to(logits_XP.device), self.vocab_size)
 
     def features(self, hidden_XD: Tensor) -> Tensor:
         """[..., D] hidden states to what each head projects, [..., K, D]; low-rank: [..., K, R], after `down`. Head k's

@@ -16,6 +16,7 @@ from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, HEADS_FIL
 from ..storage.safe_read import check_safetensors, read_json
 from ..table.checks import DTYPES, MARGINALS
 from ..table.counts import BigramCounts
+from ..table.texts import TextStore
 
 if TYPE_CHECKING:
     from .model_files import Fit
@@ -154,3 +155,7 @@ def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
         unpruned = counts.pruning is None and set(extra) <= set(MARGINALS)
         why = ", and does not say that it was pruned" if unpruned else ", which no table has"
         yield f"{path} holds {', '.join(map(shown, extra))}{why}"
+    try:
+        TextStore.load(path.parent, vocab_size)
+    except ValueError as error:
+        yield str(error)

@@ -89,6 +89,8 @@ def save_table(
     """Write the artifact of a table and print its report, which is kept in `training`; `write` fills the folder."""
     report = table.report(tokenizer)
     shapes = {"entries": len(table.col), "pairs": table.pairs}
+    if table.texts is not None:
+        shapes["text_tokens"] = int((table.texts.ids_T >= 0).sum())
     save_artifact(
         out,
         kind="table",
@@ -343,14 +345,15 @@ def _finish(
     data = {"source": identity, "documents": documents, "tokens": tokens}
     data |= {"conversations": share.conversations, "held_out": share.held_out}
     data |= {"corpus": all_reports(parts, share.reports)}
-    texts = kept_texts(recipe, tokenizer) if recipe.count.texts else None
+    table = BigramTable.load(folder)
+    table.texts = kept_texts(recipe, tokenizer) if recipe.count.texts else None
 
     def write(out: Path) -> None:
         file.rename(out / TABLE_FILE)
-        if texts is not None:
-            texts.save(out)
+        if table.texts is not None:
+            table.texts.save(out)
 
-    _save(recipe, write, BigramTable.load(folder), tokenizer, data)
+    _save(recipe, write, table, tokenizer, data)
     _forget(folder)
 
 

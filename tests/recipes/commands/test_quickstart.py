@@ -22,7 +22,8 @@ GGUF = Path(__file__).parents[2] / "checkpoints" / "storage" / "test_gguf.py"
 TARGET = "package:tiny_gguf/tiny.gguf"
 SMALL = [
     "corpus.packages=[typer]", "corpus.megabytes=0.02", "corpus.heldout_share=0.2", "answers.limit=40",
-    "answers.max_new_tokens=8", "drafter.model.layers=[0, 1]", "drafter.model.vocabulary.tokens=200",
+    "answers.max_new_tokens=8", "drafter.model.layers=[0, 1]",
+    "drafter.model.vocabulary.tokens=200", "heads.vocabulary.tokens=200",
     *(f"{name}.train.steps=2" for name in ("drafter", "heads")),
     *(f"{name}.data.block_tokens=256" for name in ("drafter", "heads")),
     *(f"{name}.measure={{prompts: 1, new_tokens: 4, blocks: 2}}" for name in ("drafter", "heads")),
