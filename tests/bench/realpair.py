@@ -65,6 +65,8 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("prompt-lookup", {"shortest": 2}),
     ("adaptive", {"threshold": 0.6}),
     ("lookup-drafter", {"threshold": 0.6}),
+    ("suffix", {"store": "table"}),
+    ("suffix-heads", {"store": "table"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
     ("medusa", {"tree": "2x1"}),
     ("slim-s", {"sequences": 8, "least": 0.05}),

@@ -28,6 +28,7 @@ from ...proposers.chains import DraftChains
 from ...proposers.draft_tree import DraftTree
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
+from ...proposers.suffix import SuffixTree, longest_match
 from ...warpers import Sampling, warp
 from ..measure import sample_texts
 
@@ -148,7 +149,7 @@ def proposers_view(
     if isinstance(proposer, TableChain):
         drafts = proposer.source.drafts(proposer.table, reading.last_X.device)
         return lambda index: warp(drafts.logits(reading.last_X[index]), sampling)
-    if isinstance(proposer, PromptLookup):
+    if isinstance(proposer, (PromptLookup, SuffixTree)):
         rows = zip(reading.prefixes, outputs, strict=True)
         found = [_looked_up(prefix, output, proposer, vocab) for prefix, output in rows]
         found_X = torch.from_numpy(np.concatenate(found)).to(reading.last_X.device)
@@ -157,10 +158,15 @@ def proposers_view(
     return None
 
 
-def _looked_up(prefix: Sequence[int], output: Sequence[int], proposer: PromptLookup, nothing: int) -> np.ndarray:
-    """int64 [T]: the token that prompt look-up proposes in the place of each of the output's; `nothing`: none."""
+def _looked_up(
+    prefix: Sequence[int], output: Sequence[int], proposer: PromptLookup | SuffixTree, nothing: int
+) -> np.ndarray:
+    """int64 [T]: the token that look-up in the text proposes in the place of each of the output's; `nothing`: none."""
     text_S = np.array([*prefix, *output])
     lengths_T = len(prefix) + np.arange(len(output))
+    if isinstance(proposer, SuffixTree):
+        found = (longest_match(text_S[:length]) for length in lengths_T)
+        return np.array([text_S[start] if match else nothing for start, match in found])
     places_T = lookup(
         np.broadcast_to(text_S, (len(output), len(text_S))), lengths_T, proposer.longest, proposer.shortest
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ....checkpoints.table.table import BigramTable
+from ....checkpoints.table.texts import TextStore
 from ...engine import Limits
 from ...methods import Options, Parts, build_method, method_options
 from ...models.base import LanguageModel
@@ -119,7 +120,9 @@ def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", no
     prompts = [draws.integers(0, vocab, length).tolist() for length in (1, 5, 2, 8, 3, 7, 4, 6) * 8]
     written = sample_texts(target, prompts * 4, Limits(40), Sampling(0.5), seed=99, batch=4 * len(prompts))
     texts = [[*prompt, *text] for prompt, text in zip(prompts * 4, written, strict=True)]
-    table = BigramTable.from_documents([np.array(text) for text in texts], vocab)
+    documents = [np.array(text, dtype=np.int32) for text in texts]
+    table = BigramTable.from_documents(documents, vocab)
+    table.texts = TextStore.from_documents(documents)
     parts = Parts(first, FittedHeads(target, texts, heads), table, (second,))
     return World(target, judge, parts, prompts, measure_rounding(target, prompts, Sampling(1.0), reference=judge))
 

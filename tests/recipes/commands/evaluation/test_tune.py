@@ -196,5 +196,15 @@ def test_all_that_can_be_tuned_of_an_encoder_decoder_is(recipe: Path) -> None:
     space = tuning.Space(nodes=4, gamma=2, depth=1, candidates=2, **lossy)
     results = run_tune(load_recipe(str(recipe), changes), space)  # type: ignore[arg-type]
     assert set(results["methods"]) == {
-        *("speculative", "multi-candidate", "adaptive", "prompt-lookup", "bild", "relaxed-opt", "mjsd")
+        *(
+            "speculative",
+            "multi-candidate",
+            "adaptive",
+            "prompt-lookup",
+            "lookup-drafter",
+            "suffix",
+            "bild",
+            "relaxed-opt",
+            "mjsd",
+        )
     }
