@@ -55,17 +55,19 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
                 counts.add_step(step, row)
                 texts[row] += new
         assert choice.tokens_per_step == pytest.approx(counts.tokens / counts.steps)
-        assert (choice.found_by, choice.lossless) == ("decoding", name in ("adaptive", *tuning.CHAINS))
+        assert (choice.found_by, choice.lossless) == ("decoding", name not in tuning.LOSSY)
         surprise = None if choice.lossless else pytest.approx(perplexity(target, prompts[:6], texts))
         assert choice.perplexity == surprise
-    knobs = {"bild": "rollback", "mjsd": "threshold", "adaptive": "threshold"} | dict.fromkeys(tuning.CHAINS, "drafts")
+    knobs = {"bild": "rollback", "suffix": "least", "suffix-heads": "least"} | dict.fromkeys(tuning.CHAINS, "drafts")
+    knobs |= dict.fromkeys(("mjsd", "adaptive", "lookup-drafter"), "threshold")
     by_knob: dict[float, list[float]] = {}
     for choice in choices:
         by_knob.setdefault(choice.options[knobs.get(name, "epsilon")], []).append(choice.tokens_per_step)
     means = [np.mean(rates) for _, rates in sorted(by_knob.items())]
     assert means[0] != means[1]
     if name not in (tuning.TYPICAL, *tuning.CHAINS):  # whose threshold is the higher the larger ε is
-        assert (means[0] < means[1]) == (name not in ("mjsd", "adaptive"))
+        fewer = ("mjsd", "adaptive", "lookup-drafter", "suffix", "suffix-heads")  # tokens the higher the limit is
+        assert (means[0] < means[-1]) == (name not in fewer)
 
 
 def test_nothing_beats_what_is_on_the_frontier() -> None:
