@@ -64,7 +64,7 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
     for choice in choices:
         by_knob.setdefault(choice.options[knobs.get(name, "epsilon")], []).append(choice.tokens_per_step)
     means = [np.mean(rates) for _, rates in sorted(by_knob.items())]
-    assert means[0] != means[1]
+    assert means[0] != means[-1]
     if name not in (tuning.TYPICAL, *tuning.CHAINS):  # whose threshold is the higher the larger ε is
         fewer = ("mjsd", "adaptive", "lookup-drafter", "suffix", "suffix-heads")  # tokens the higher the limit is
         assert (means[0] < means[-1]) == (name not in fewer)
