@@ -62,7 +62,7 @@ class SuffixTree(Proposer):
         least: the joint probability that a node must have.
         texts, heads: where else tokens come from, if at all; `candidates` of a head.
 
-    Raises ValueError: a probability that is none; at the start of decoding, heads of another target.
+    Raises ValueError: no depth; a probability that is none; at the start of decoding, heads of another target.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class SuffixTree(Proposer):
         heads: HeadModule | None = None,
         candidates: int = 4,
     ) -> None:
+        if depth < 1:
+            raise ValueError(f"the depth must be at least 1, got {depth}")
         if not 0 < least < 1:
             raise ValueError(f"least is the smallest probability of a node: expected above 0 and below 1, got {least}")
         self.nodes, self.depth, self.least = nodes, depth, least

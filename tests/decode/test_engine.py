@@ -200,6 +200,10 @@ def test_parts_of_another_target_are_refused(
         ("bigram", {"prior": 0.0}, "got 0.0"),
         ("bigram", {"strength": 0.3}, "'none'.* 0.3"),
         ("prompt-lookup", {"ngram": 0}, "'ngram' .* at least 1, got 0"),
+        ("prompt-lookup", {"ngram": 2, "shortest": 3}, "3, .* 2"),
+        ("suffix", {"depth": 0}, "at least 1, got 0"),
+        ("suffix-heads", {"least": 1.0}, "below 1, got 1.0"),
+        ("slim-s", {"least": 1.5}, "below 1, got 1.5"),
         *((name, {}, f"needs a {method.needs[0]}") for name, method in METHODS.items() if method.needs),
     ],
 )
