@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ...checkpoints.storage.draft_vocabulary import widen
 from .base import LanguageModel, position_limit
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
+from .few_rows import MOST_ROWS, FewRows, fits
 from .kv_cache import KVCache
 
 _FEW_ROWS = 64
@@ -33,9 +34,9 @@ class _Product:
     """x Wᵀ, by the fastest of the library's paths for the number of rows.
 
     On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
-    bfloat16. In float32 it is fastest against a transposed copy where there are more outputs than inputs (kept up to
-    `_LARGEST_COPY` elements). Measured on AVX-512 and, in float32, on the
-    same processor held to AVX2; results differ by rounding alone.
+    bfloat16. In float32 up to 16 rows cost hardly more than one by a function of ours (`few_rows`). Where that is not
+    to be had, one row is fastest against a transposed copy where there are more outputs than inputs (kept up to
+    `_LARGEST_COPY` elements). Results differ by rounding alone.
     """
 
     def __init__(self, weight_OI: Tensor) -> None:
@@ -45,12 +46,16 @@ class _Product:
         packs = on_cpu and weight_OI.numel() >= _SMALLEST_PACKED and _packs(weight_OI.dtype)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if packs else None
         self.packed_rows = range(1 if half else 2, _FEW_ROWS + 1) if packs else range(0)
+        self.few_rows = FewRows(weight_OI) if weight_OI.numel() >= _SMALLEST_PACKED and fits(weight_OI) else None
         copied = on_cpu and outputs > 2 * inputs and weight_OI.numel() <= _LARGEST_COPY and not (packs and half)
+        copied = copied and self.few_rows is None
         self.weight_IO = weight_OI.t().contiguous() if copied else None
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """x Wᵀ, [X, O]."""
         rows = len(x_XI)
+        if self.few_rows is not None and 0 < rows <= MOST_ROWS:
+            return self.few_rows(x_XI)
         if rows in self.packed_rows:
             product_XO: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self.packed, None, "none", [], "")
             return product_XO
@@ -60,6 +65,8 @@ class _Product:
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
         """sum + x Wᵀ."""
+        if self.few_rows is not None and 0 < len(x_XI) <= MOST_ROWS:
+            return self.few_rows(x_XI, sum_XO)
         return sum_XO + self(x_XI) if len(x_XI) in self.packed_rows else torch.addmm(sum_XO, x_XI, self.weight_OI.t())
 
 

@@ -167,7 +167,7 @@ def plan_memory(demand: Demand) -> tuple[Part, ...]:
     if target is not None:
         parts.append(Part("target", target.weights))
         # on a processor weights lie packed too, and in float32 partly transposed
-        copies = 1.0 if demand.launch.device != "cpu" else 2.2 if target.item == 4 else 1.6
+        copies = 1.0 if demand.launch.device != "cpu" else 3.0 if target.item == 4 else 1.6
         parts.append(Part("target, prepared for decoding", round(copies * target.weights) if demand.decodes else 0))
         running = tokens * (target.layer_elements + 2 * target.hidden_size) * target.item
         parts.append(Part("target while it runs", running if demand.taught else 0, "training"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from draftsmith.decode.models.lean import _FEW_ROWS, _SMALLEST_PACKED, _Product
@@ -17,9 +19,11 @@ def test_products_of_any_number_of_rows_are_the_matrix_product(shape: tuple[int,
     product = _Product(weight_OI)
     assert (product.packed is not None) == (outputs * inputs >= _SMALLEST_PACKED), "this machine packs nothing"
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-18
-    for rows in (1, 2, 5, _FEW_ROWS, _FEW_ROWS + 1):
+    library = _Product(weight_OI)
+    library.few_rows = None  # as where there is no compiler
+    for made, rows in itertools.product((product, library), (1, 2, 5, 17, _FEW_ROWS, _FEW_ROWS + 1)):
         x_XI, sum_XO = torch.randn(rows, inputs, dtype=dtype), torch.randn(rows, outputs, dtype=dtype)
         expected_XO = x_XI.double() @ weight_OI.double().T
         bound = unit * expected_XO.abs().max()
-        assert (product(x_XI).double() - expected_XO).abs().max() < bound
-        assert (product.add_to(sum_XO, x_XI).double() - expected_XO - sum_XO.double()).abs().max() < 2 * bound
+        assert (made(x_XI).double() - expected_XO).abs().max() < bound
+        assert (made.add_to(sum_XO, x_XI).double() - expected_XO - sum_XO.double()).abs().max() < 2 * bound
