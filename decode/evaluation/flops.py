@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...checkpoints.heads.files import PredictionHeads
 from ..methods import Method
 from ..models.base import LanguageModel
+from ..models.few_rows import library_products
 from .profile import isolated_forward
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite", "olmo2")
@@ -154,7 +155,7 @@ def count_flops(call: Callable[[], Any]) -> int:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products,
         torch.ops.mkldnn._linear_pointwise: _packed_products,
     }
-    with FlopCounterMode(display=False, custom_mapping=unknown) as counter:
+    with library_products(), FlopCounterMode(display=False, custom_mapping=unknown) as counter:
         call()
     return int(counter.get_total_flops())
 

@@ -1,7 +1,7 @@
 """Products of few rows on a CPU, by a small C function that is compiled on the machine it runs on.
 
 The library's products cost more with each row, although reading the weights is most of the work of one row as of ten.
-Without a C compiler, or with DRAFTSMITH_NATIVE=0, there are none of these, and the library's are used.
+Without a C compiler, with DRAFTSMITH_NATIVE=0, or within `library_products`, the library's are used.
 
 Letters: X rows, I and O inputs and outputs, P panels of 16 outputs.
 """
@@ -15,6 +15,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ _WIDTH = 16
 _SOURCE = Path(__file__).with_suffix(".c")
 _OPTIONS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _SECONDS = 60
+_in_use = True
 
 
 class FewRows:
@@ -37,6 +40,10 @@ class FewRows:
         self._outputs = outputs
         self._weight_PIW = weight_OI.view(-1, _WIDTH, self._inputs).transpose(1, 2).contiguous()
         self._call = compiled()
+
+    def takes(self, rows: int) -> bool:
+        """Whether it is for so many rows, now."""
+        return _in_use and 0 < rows <= MOST_ROWS
 
     def __call__(self, x_XI: Tensor, add_XO: Tensor | None = None) -> Tensor:
         """x Wᵀ, [X, O], float32; plus `add_XO`."""
@@ -58,6 +65,17 @@ def fits(weight_OI: Tensor) -> bool:
     """Whether there is such a product for these weights here."""
     right = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
     return right and len(weight_OI) % _WIDTH == 0 and compiled() is not None
+
+
+@contextmanager
+def library_products() -> Iterator[None]:
+    """Within it the library's products are used, as for torch's counter of FLOPs, which sees no others."""
+    global _in_use
+    _in_use = False
+    try:
+        yield
+    finally:
+        _in_use = True
 
 
 @cache

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ...checkpoints.storage.draft_vocabulary import widen
 from .base import LanguageModel, position_limit
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
-from .few_rows import MOST_ROWS, FewRows, fits
+from .few_rows import FewRows, fits
 from .kv_cache import KVCache
 
 _FEW_ROWS = 64
@@ -54,7 +54,7 @@ class _Product:
     def __call__(self, x_XI: Tensor) -> Tensor:
         """x Wᵀ, [X, O]."""
         rows = len(x_XI)
-        if self.few_rows is not None and 0 < rows <= MOST_ROWS:
+        if self.few_rows is not None and self.few_rows.takes(rows):
             return self.few_rows(x_XI)
         if rows in self.packed_rows:
             product_XO: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self.packed, None, "none", [], "")
@@ -65,7 +65,7 @@ class _Product:
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
         """sum + x Wᵀ."""
-        if self.few_rows is not None and 0 < len(x_XI) <= MOST_ROWS:
+        if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             return self.few_rows(x_XI, sum_XO)
         return sum_XO + self(x_XI) if len(x_XI) in self.packed_rows else torch.addmm(sum_XO, x_XI, self.weight_OI.t())
 

@@ -1,0 +1,58 @@
+"""What a row more costs: a model's forward of few rows with our compiled products, and with the library's.
+
+    python tests/bench/products.py FOLDER [--runs 40] [--context 300]
+
+Float32 on a CPU; forwards of a chain of tokens after `--context` cached ones, in turns; medians in milliseconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from common import finish, parser_of
+from draftsmith.decode.models.few_rows import compiled, library_products
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.tree import Tree
+
+ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 16, 21)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = parser_of(__doc__, "ten runs of each", runs=40, context=300)
+    parser.add_argument("model", help="a model's folder or GGUF file")
+    args = parser.parse_args()
+    if compiled() is None:
+        raise SystemExit("there are no compiled products here: no C compiler, or DRAFTSMITH_NATIVE=0")
+    model = wrap_model(load_model(args.model, dtype=torch.float32))
+    tokens = torch.randint(0, model.vocab_size, (1, args.context + max(ROWS)))
+    cache = model.new_cache(1, tokens.shape[1])
+    model.extend(cache, tokens[:, : args.context])
+    cache.set_lengths([args.context])
+
+    def forward(rows: int) -> float:
+        start = time.perf_counter()
+        model.logits(model.extend(cache, tokens[:, args.context : args.context + rows], Tree.chain(rows - 1)))
+        return 1e3 * (time.perf_counter() - start)
+
+    times: dict[str, dict[int, list[float]]] = {name: {rows: [] for rows in ROWS} for name in ("ours", "library")}
+    for run in range(3 + (10 if args.quick else args.runs)):
+        for rows in ROWS:
+            with library_products():
+                library = forward(rows)
+            ours = forward(rows)
+            if run >= 3:  # the first are a warm-up
+                times["library"][rows].append(library)
+                times["ours"][rows].append(ours)
+    found = {name: {rows: statistics.median(each[rows]) for rows in ROWS} for name, each in times.items()}
+    print(f"{'rows':>4} {'library':>8} {'ours':>8} {'ratio':>6}")
+    for rows in ROWS:
+        library, ours = found["library"][rows], found["ours"][rows]
+        print(f"{rows:>4} {library:>8.1f} {ours:>8.1f} {ours / library:>6.2f}")
+    finish({"rows": found})
+
+
+if __name__ == "__main__":
+    main()
