@@ -66,7 +66,8 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
             if isinstance(stage, RegenerateRecipe):
                 run_regenerate(stage)
             else:
-                cached = stage.kind == "heads" and stage.hidden.cache is not None
+                taught = {"drafter": "teacher", "heads": "hidden"}.get(stage.kind)
+                cached = taught is not None and getattr(stage, taught).cache is not None
                 if cached and not (Path(stage.out) / MANIFEST_FILE).is_file():
                     prepare_teacher(stage)
                 run_train(stage)

@@ -49,7 +49,7 @@ def run(out: Path, *changes: str) -> dict[str, Any]:
 
 def stamps(out: Path) -> dict[str, int]:
     """Of all that is made before the evaluation."""
-    parts = ("corpus", "target", "drafter", "heads", "table", "prepared")
+    parts = ("corpus", "target", "drafter", "heads", "table", "prepared", "teacher", "hidden")
     files = [out / "answers.jsonl", *(file for part in parts for file in (out / part).rglob("*") if file.is_file())]
     return {str(file): file.stat().st_mtime_ns for file in files}
 

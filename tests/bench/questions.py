@@ -1,0 +1,109 @@
+"""Questions of many kinds, of which `make realpair` can train a pair for general use.
+
+    python tests/bench/questions.py questions.jsonl [--limit 2600]
+    make realpair ARGS='out=runs/general corpus.megabytes=0 corpus.files=[questions.jsonl]'
+
+From the data that the benches share, without the prompts that pairs are measured on: instructions, first turns of
+conversations, questions of fact, texts to summarise, questions after passages that may answer them, and problems of
+arithmetic made by pattern. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import SHARED, SHAREGPT, VICUNA, finish
+
+SHARES = {"instruction": 0.31, "conversation": 0.2, "fact": 0.19, "summary": 0.1, "passages": 0.1, "arithmetic": 0.1}
+LONGEST = 3600
+NAMES = ("Tom", "Anna", "Jen", "Betty", "Mark", "Natalia", "James", "Albert", "Tina", "Carla", "Joy", "Noah", "Sara")
+THINGS = ("apples", "cookies", "marbles", "stickers", "books", "pencils", "eggs", "muffins", "tickets", "shirts")
+PROBLEMS = (
+    "{a} has {m} {x}. {b} gives {a} {s} times as many, and then {t} are lost. How many {x} are left?",
+    "{a} sells {m} {x} for ${s} each on Monday and half as many on Tuesday. How much money does {a} earn in total?",
+    "A train travels {m} miles per hour for {s} hours and then {n} miles per hour for {t} hours. How far does it go?",
+    "{a} works {m} hours a week at ${n} per hour and pays {t}% of it as taxes. How much is left after {s} weeks?",
+    "{a} buys {s} {x} at ${t} each and {t} {y} at ${s} each, and pays with ${n}0. How much change is given back?",
+    "There are {m}0 students in a school, and {n}% of them are girls. {t} boys join. How many boys are there now?",
+    "A box holds {m} {x}. A store has {n} boxes and sells {s} boxes a day. How many {x} are left after {t} days?",
+)
+
+
+def loaded(path: Path) -> Any:
+    """A JSON file, or the rows of a JSONL file."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if text.startswith("{") else json.loads(text)
+
+
+def first(conversations: Any, speaker: str) -> list[str]:
+    """The first turn of each conversation that is the speaker's."""
+    turns = ([turn["value"] for turn in row["conversations"] if turn["from"] == speaker] for row in conversations)
+    return [each[0] for each in turns if each]
+
+
+def with_passages(pairs: Sequence[tuple[str, str]], count: int, rng: random.Random) -> list[str]:
+    """Questions, each after the four answers of all that share most words with its own."""
+    words = [set(re.findall(r"[a-z]{5,}", answer.lower())) for _, answer in pairs]
+    found = []
+    for chosen in rng.sample(range(len(pairs)), min(count, len(pairs))):
+        near = sorted(range(len(pairs)), key=lambda other: -len(words[other] & words[chosen]) / (len(words[other]) + 9))
+        passages = [pairs[other][1].replace("\n", " ")[:700] for other in near[:4]]
+        rng.shuffle(passages)
+        found.append("\n".join([*passages, pairs[chosen][0]]))
+    return found
+
+
+def problem(rng: random.Random) -> str:
+    numbers = {"m": rng.randint(12, 90), "n": rng.randint(10, 60), "s": rng.randint(2, 6), "t": rng.randint(2, 9)}
+    (a, b), (x, y) = rng.sample(NAMES, 2), rng.sample(THINGS, 2)
+    return rng.choice(PROBLEMS).format(a=a, b=b, x=x, y=y, **numbers)
+
+
+def gathered(limit: int, rng: random.Random) -> dict[str, list[str]]:
+    """Texts by kind, more than are needed."""
+    general = loaded(SHARED / "instruct" / "halueval_general_data.json")
+    alpaca = loaded(SHARED / "instruct" / "alpaca_en_demo.json")
+    chats = [*loaded(SHAREGPT), *loaded(SHARED / "chat_multi" / "mtbench101_sharegpt.json")]
+    facts = loaded(SHARED / "qa" / "webquestions_brmson" / "val.json")
+    goals = [row["goal"] for row in loaded(SHARED / "qa" / "piqa" / "valid.jsonl")]
+    answered = [(row["user_query"], row["chatgpt_response"]) for row in general if len(row["chatgpt_response"]) > 250]
+    texts = [*first(chats, "gpt"), *(row["output"] for row in loaded(VICUNA))]
+    return {
+        "instruction": [row["user_query"] for row in general]
+        + ["\n".join(filter(None, (row["instruction"], row["input"]))) for row in alpaca],
+        "conversation": first(chats, "human"),
+        "fact": [row["qText"][0].upper() + row["qText"][1:] for row in facts]
+        + [goal for goal in goals if goal.endswith("?")],
+        "summary": ["Summarize: " + " ".join(text.split()) for text in texts if len(text) > 1200 and "```" not in text],
+        "passages": with_passages([pair for pair in answered if "?" in pair[0]], limit // 10, rng),
+        "arithmetic": [problem(rng) for _ in range(limit // 10)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the file (.jsonl) to write")
+    parser.add_argument("--limit", type=int, default=2600, help="questions")
+    args = parser.parse_args()
+    rng, chosen = random.Random(0), []
+    for kind, texts in gathered(args.limit, rng).items():
+        fitting = sorted({text.strip() for text in texts if 10 < len(text.strip()) < LONGEST})
+        wanted = round(args.limit * SHARES[kind])
+        chosen += [(kind, text) for text in rng.sample(fitting, min(wanted, len(fitting)))]
+    rng.shuffle(chosen)
+    with args.out.open("w", encoding="utf-8") as file:
+        for number, (kind, text) in enumerate(chosen):
+            turns = [{"role": "user", "content": text}]
+            file.write(json.dumps({"id": f"{kind}-{number}", "messages": turns}, ensure_ascii=False) + "\n")
+    finish({"questions": len(chosen), "kinds": dict(Counter(kind for kind, _ in chosen))})
+
+
+if __name__ == "__main__":
+    main()
