@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .models.base import LanguageModel
 from .models.finite import Watch
-from .models.kv_cache import KVCache, sent
+from .models.kv_cache import KVCache, sent, to_host
 from .models.paths import extend_by_path
 from .rng import Rng
 from .tree import Tree
@@ -226,7 +226,7 @@ class Context:
         chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
         kept = (proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN)
-        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected, chains = _to_host(
+        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected, chains = to_host(
             *kept, self.watch.seen(), *optional
         )
         self.watch.end_step(watched, self.ended, self.lengths)
@@ -277,20 +277,6 @@ class Context:
         packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
         slots_BK1, new_BK1 = sent(packed, self.ids_BS.device)
         self.ids_BS.scatter_(1, slots_BK1, new_BK1)
-
-
-def _to_host(*tensors: Tensor | None) -> list[Any]:
-    """Integers, truth values and float32 as lists; from a device in one copy, the one synchronisation of a step."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if given[0].device.type == "cpu":
-        return [None if tensor is None else tensor.tolist() for tensor in tensors]
-    bits = [tensor.view(torch.int32) if tensor.is_floating_point() else tensor for tensor in given]
-    packed = torch.cat([tensor.flatten() for tensor in bits]).cpu().split([tensor.numel() for tensor in given])
-    parts = (
-        (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape).tolist()
-        for part, tensor in zip(packed, given, strict=True)
-    )
-    return [None if tensor is None else next(parts) for tensor in tensors]
 
 
 def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tuple[int, bool]:

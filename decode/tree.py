@@ -13,6 +13,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from .models.kv_cache import sent
+
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -72,7 +74,7 @@ class Tree:
         if self.parents_BN.device == device:
             return self
         if device not in self._elsewhere:
-            moved = (self.parents_BN.to(device), self.depth_BN.to(device), self.line_BNP.to(device))
+            moved = (sent(side, device) for side in (self.parents_BN, self.depth_BN, self.line_BNP))
             self._elsewhere[device] = Tree(*moved, self.max_depth, self.is_chain)
         return self._elsewhere[device]
 

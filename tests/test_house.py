@@ -241,6 +241,15 @@ assert not set({refused!r}) & {{name.partition('.')[0] for name in sys.modules}}
     assert run("-c", script, cwd=tmp_path) == ""
 
 
+def test_benches_of_a_gpu_need_what_such_machines_have(tmp_path: Path) -> None:
+    script = f"""{NOT_INSTALLED}
+without("pydantic", "datasets", "deepspeed")
+sys.path.insert(0, {str(ROOT / "tests" / "bench")!r})
+import decode, products, train_heads
+"""
+    assert run("-c", script, cwd=tmp_path) == ""
+
+
 def test_importing_does_nothing(tmp_path: Path) -> None:
     script = f"""
 import importlib, logging, os, sys, warnings

@@ -19,6 +19,7 @@ from torch import nn
 from ..engine import Limits, decode_texts, generate
 from ..methods import Method, Parts, build_method
 from ..models.base import LanguageModel
+from ..models.graphs import STRIDE, round_up
 from ..rng import Rng
 from ..warpers import Sampling
 from .energy import Energy, EnergyMeter
@@ -248,14 +249,15 @@ def measure(
         finished: runs of an interrupted evaluation; they are not done again. `on_run` gets every other.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
-    labels, warm_up = list(jobs), Limits(min(8, limits.max_new_tokens), limits.stop_ids)
+    labels, first = list(jobs), warm_ups(prompts, limits, target.device.type)
     keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), repeat)]
 
     def runs() -> dict[str, Run]:
         """All that are in `keys`, done if they are not yet."""
         left = [key for key in keys if key not in done]
         for label in dict.fromkeys(key.label for key in left):
-            jobs[label](0, prompts[0], warm_up)
+            for prompt, until in first:
+                jobs[label](0, prompt, until)
         for number, key in enumerate(left):
             if progress:
                 progress(len(keys) - len(left) + number, len(keys), key.label)
@@ -276,6 +278,15 @@ def measure(
     if progress:
         progress(len(keys), len(keys), "")
     return found
+
+
+def warm_ups(prompts: Sequence[Sequence[int]], limits: Limits, device: str) -> list[tuple[Sequence[int], Limits]]:
+    """What is decoded before anything is timed: on a GPU a prompt of each length that graphs tell apart, to its end, so
+    that none is captured while a clock runs, and the longest first, whose cache then serves them all."""
+    if device == "cpu":
+        return [(prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))]
+    by_length = {round_up(len(prompt), STRIDE): prompt for prompt in sorted(prompts, key=len)}
+    return [(prompt, Limits(limits.max_new_tokens)) for prompt in reversed(by_length.values())]
 
 
 def _unsteady(entries: Sequence[Entry], runs: Mapping[str, Run]) -> list[str]:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..tree import Tree
@@ -30,6 +31,9 @@ from .kv_cache import IndexedCache, KVCache
 Run = Callable[[], Tensor]
 
 _MOST_FREE_CACHES = 4
+STRIDE = 256
+"""Slots that are attended to grow by so many at least."""
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for every shape
 
 
 class Capture(Protocol):
@@ -130,7 +134,8 @@ class _Shape:
         mask_BMS = self.bias_BMW.gather(2, column_BS[:, None].expand(-1, len(self._place_M), -1))
         cache = IndexedCache(self._cache, slots_BM, self._rows_B1)
         positions_BM = first_B1 + self.offset_BM
-        return self._model._forward(cache, self.tokens_BM, positions_BM, mask_BMS[:, None], 0, self._end)
+        with sdpa_kernel(_KERNELS):
+            return self._model._forward(cache, self.tokens_BM, positions_BM, mask_BMS[:, None], 0, self._end)
 
 
 @dataclass(eq=False, slots=True)
@@ -159,7 +164,7 @@ class GraphedModel(LanguageModel):
         *,
         max_tokens: int = 64,
         max_graphs: int = 64,
-        stride: int = 256,
+        stride: int = STRIDE,
     ) -> None:
         if capture is None:
             if model.layer_devices is not None or model.device.type != "cuda":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,20 @@ def sent(numbers: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device. From pinned memory the copy is queued; from other memory the host would wait
     for the device."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def to_host(*tensors: Tensor | None) -> list[Any]:
+    """Integers, truth values and float32 as lists; from a device in one copy, which waits for it once."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if given[0].device.type == "cpu":
+        return [None if tensor is None else tensor.tolist() for tensor in tensors]
+    bits = [tensor.view(torch.int32) if tensor.is_floating_point() else tensor for tensor in given]
+    packed = torch.cat([tensor.flatten() for tensor in bits]).cpu().split([tensor.numel() for tensor in given])
+    parts = (
+        (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape).tolist()
+        for part, tensor in zip(packed, given, strict=True)
+    )
+    return [None if tensor is None else next(parts) for tensor in tensors]
 
 
 class KVCache:

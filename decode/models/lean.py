@@ -156,6 +156,11 @@ class LeanLlama(LanguageModel):
         if self._folded:
             qkv *= norm_in_D * self.hidden_size**0.5
             gate_up *= norm_mlp_D * self.hidden_size**0.5
+        else:  # the module's weights become views of these, and are held once
+            modules = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+            parts = (*qkv.split([len(query), len(key), len(value)]), *gate_up.chunk(2))
+            for module, part in zip(modules, parts, strict=True):
+                module.weight.data = part
         return _Layer(
             norm_in_D,
             _Product(qkv),
@@ -211,7 +216,11 @@ class LeanLlama(LanguageModel):
         rotated_heads = self.heads + self.kv_heads
         hidden_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD)
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
-        attend = partial(F.scaled_dot_product_attention, enable_gqa=self._grouped)
+        # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
+        group = self.heads // self.kv_heads if count <= _FEW_ROWS else 1
+        if mask_B1MS is not None and group > 1:
+            mask_B1MS = mask_B1MS.repeat(1, 1, group, 1)
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=self._grouped and group == 1)
         stops = [length + 1 for length in cache.lengths]
         padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
         apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
@@ -220,13 +229,17 @@ class LeanLlama(LanguageModel):
             qkv_BMHE = qkv_XO.view(batch, count, -1, self.key_width)
             qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
             cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
-            sides = (qk_BHME[:, : self.heads], *cache.view(index, end))
+            query_BHME = qk_BHME[:, : self.heads]
+            if group > 1:
+                query_BHME = query_BHME.reshape(batch, self.kv_heads, group * count, -1)
+            sides = (query_BHME, *cache.view(index, end))
             if apart:
                 rows = zip(*(side.split(1) for side in sides), stops, strict=True)
                 attended_BHME = torch.cat([attend(q, k[:, :, :stop], v[:, :, :stop]) for q, k, v, stop in rows])
             else:
                 attended_BHME = attend(*sides, attn_mask=mask_B1MS)
-            attended_XD = attended_BHME.transpose(1, 2).reshape(batch * count, -1)
+            attended_BKGME = attended_BHME.unflatten(2, (group, count))
+            attended_XD = attended_BKGME.permute(0, 3, 1, 2, 4).reshape(batch * count, -1)
             hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
             gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
             hidden_XD = layer.down.add_to(hidden_XD, F.silu(gate_XF) * up_XF)

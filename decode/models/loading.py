@@ -39,8 +39,8 @@ def wrap_model(
         model: any causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper; put into evaluation mode.
         fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
             weights: after further training, wrap the model again.
-        graphs: replay forwards of few tokens as CUDA graphs. None: where the thin forward serves, on a CUDA device.
-            True also has other decoders captured, of which some cannot be.
+        graphs: replay forwards of few tokens as CUDA graphs. None: on a CUDA device; of models that the thin forward
+            does not cover only where replays give what the model gives (with `check`).
         check: compare the forward of a small branching tree with the model's own forwards of its paths.
         states: the hidden states that the scorer gives and projects: "after-norm", or "before-norm", what goes into the
             final norm.
@@ -66,13 +66,28 @@ def wrap_model(
         wrapped = LeanLlama(model, states)
     else:
         wrapped = TransformersModel(model, states)
-    if graphs or (graphs is None and isinstance(wrapped, LeanLlama) and wrapped.device.type == "cuda"):
+    if graphs or (graphs is None and wrapped.device.type == "cuda" and isinstance(wrapped, LeanLlama)):
         wrapped = GraphedModel(wrapped)
     if check:
         check_tree_forward(wrapped, model)
         if isinstance(wrapped, GraphedModel):  # the first call of a shape is not replayed, the second is
             check_tree_forward(wrapped, model)
+        elif graphs is None and wrapped.device.type == "cuda":
+            return _graphed(wrapped, model)
     return wrapped
+
+
+def _graphed(wrapped: LanguageModel, model: PreTrainedModel) -> LanguageModel:
+    """A model of transformers' own forward with graphs where they give what it gives, else as it is."""
+    if wrapped.layer_devices is not None:
+        return wrapped
+    graphed = GraphedModel(wrapped)
+    try:
+        for _ in range(2):
+            check_tree_forward(graphed, model)
+    except ValueError:
+        return wrapped
+    return graphed
 
 
 @torch.inference_mode()

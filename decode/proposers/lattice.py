@@ -102,8 +102,8 @@ class Lattice:
 
         Returns:
             `parents_BN`, parents before children and -1 at the root; `depth_BN`; and `place_BN`, the candidate of each
-            node as level · C + candidate (0 at the root). N is the largest tree of the batch; smaller ones are padded
-            with parent -1 and depth 0.
+            node as level · C + candidate (0 at the root). N is the largest tree of the batch, or on a GPU that of which
+            no two paths share a node; smaller ones are padded with parent -1 and depth 0.
         """
         self._first_BC.copy_(first_BC)
         for edges_BCC1, level in zip(edges_BKCC[..., None].unbind(1), self._levels, strict=True):
@@ -122,14 +122,15 @@ class Lattice:
         parents_BT, used_BX = self._parents_BT, self._used_BX
         for longer_BW, shorter_BW in zip(self._line, self._line[1:], strict=False):
             torch.gather(parents_BT, 1, longer_BW, out=shorter_BW)
-        if len(used_BX) == 1:
+        on_cpu = used_BX.device.type == "cpu"  # a GPU is not asked how many nodes there are: as many as there can be
+        if len(used_BX) == 1 and on_cpu:
             kept_N = used_BX.unique()
             above_N = parents_BT[0].take(kept_N)
             parents_1N = torch.searchsorted(kept_N, above_N)[None]
             parents_1N[0, 0] = -1
             return parents_1N, self._depth_T.take(kept_N)[None], self._place_T.take(kept_N)[None]
         number_BT = torch.cumsum(self._number_BT.zero_().scatter_(1, used_BX, 1), 1)
-        nodes = int(number_BT[:, -1].max())
+        nodes = int(number_BT[:, -1].max()) if on_cpu else used_BX.shape[1]
         # Numbers begin with 1 here; column 0, and then that of the root, serve for what does not exist.
         kept_BN = used_BX.new_zeros(len(used_BX), nodes + 1).scatter_(1, number_BT.gather(1, used_BX), used_BX)[:, 1:]
         parents_BN = number_BT.gather(1, parents_BT.gather(1, kept_BN)).sub_(1)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...checkpoints.table.texts import CONTEXT, TextStore
 from ..engine import Context, Limits, Proposal, Proposer, Verdict
-from ..models.kv_cache import sent
+from ..models.kv_cache import sent, to_host
 from ..tree import Tree
 from .head_trees import HeadModule, check_heads
 
@@ -123,7 +123,7 @@ class SuffixTree(Proposer):
         probs_BKV = self.heads(context.hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
         top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
         context.watch("head {}'s", top.values[..., 0], range(top.values.shape[1]))
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        pairs = zip(*to_host(top.indices, top.values), strict=True)
         return [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
 
     def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> tuple[list[int], list[int]]:

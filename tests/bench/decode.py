@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from common import Pair, finish, in_turns, medians, parser_of, random_llama
+from common import finish, in_turns, medians, parser_of, random_llama
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
@@ -172,6 +172,8 @@ def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, ru
 
 def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     """The trained pair, on the CPU."""
+    from pair import Pair  # which needs pydantic
+
     quick, gamma = arguments.quick, arguments.gamma
     pair, measured = Pair(arguments.pair, 3 if quick else 16), rows(gamma)
     target, parts, prompts = pair.target, pair.parts, pair.prompts

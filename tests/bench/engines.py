@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Pair, finish, parser_of
+from common import finish, parser_of
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import Decoded, decode, decode_reference
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
+from pair import Pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
 import serving

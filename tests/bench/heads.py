@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Pair, Trained, bootstrap, by_seed, finish, parser_of, per_step, train_steps
+from common import Trained, bootstrap, by_seed, finish, parser_of, per_step, train_steps
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.methods import Parts
@@ -31,6 +31,7 @@ from draftsmith.recipes.schema.evaluation import RegenerateRecipe
 from draftsmith.recipes.schema.training import LoraSection, ModelSection
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
+from pair import Pair
 
 HEADS = 4
 NEW_TOKENS = 64

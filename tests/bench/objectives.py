@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Pair, Trained, bootstrap, by_seed, finish, parser_of, per_step, train_steps
+from common import Trained, bootstrap, by_seed, finish, parser_of, per_step, train_steps
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.recipes.assemble.data import prepare_data
@@ -25,6 +25,7 @@ from draftsmith.train.losses.drafter import TopK
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.on_policy import OnPolicy
 from draftsmith.train.teachers.teacher import ModelTeacher
+from pair import Pair
 
 GAMMA, NEW_TOKENS = 4, 64
 TEMPERATURES = (0.0, 1.0)

@@ -13,8 +13,8 @@ prediction. Peers: greedily and in turns prompt by prompt, in float32 and bfloat
 on the first prompts; the assistant of transformers is the padded export of the drafter; all texts end where this
 engine's own do. With `--gguf`, the target's own file, llama.cpp decodes the same weights by the package xllamacpp
 (other builds, and vLLM: engines.py). Curve: tokens per step of finished artifacts by replay of the target's own texts,
-against the tokens that they were trained on, those of the artifacts that they went on from included. The last line is
-one JSON object.
+against the tokens that they were trained on, those of the artifacts that they went on from included, and what one
+forward of each takes beside one of the target's. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import starmap
@@ -35,6 +37,7 @@ from common import SHARED, finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.storage.atomic import atomic_text
+from draftsmith.decode.evaluation.profile import isolated_forward
 from draftsmith.decode.evaluation.replay.recording import record
 from draftsmith.decode.evaluation.replay.replay import predict
 from draftsmith.decode.methods import METHODS
@@ -85,6 +88,7 @@ CURVE = {
     "heads": [("bpd", {}), ("medusa", {}), ("medusa", {"tree": "2x1"})],
 }
 """By kind of artifact, the methods of a learning curve."""
+COST_RUNS, COST_CONTEXT = 40, 300
 Steps = dict[str, dict[str, tuple[float, float]]]
 """By temperature and method, tokens per step and their standard error."""
 
@@ -261,8 +265,31 @@ def trained_tokens(folder: Path) -> int:
     return before + int(manifest.training["tokens"])
 
 
+def chosen(manifest: Any) -> dict[str, Any]:
+    """What was decided for a drafter or heads: layers, draft vocabulary, objective."""
+    recipe = manifest.recipe
+    model = recipe.get("model") or {}
+    vocabulary = model.get("vocabulary") or recipe.get("vocabulary") or {}
+    found = {"layers": model.get("layers") or recipe.get("num_layers"), "vocabulary": vocabulary.get("tokens")}
+    return found | {"objective": recipe.get("objective")}
+
+
+@torch.inference_mode()
+def cost_of(target: Any, part: Any) -> float:
+    """A forward of one token, or of heads on one state, over one of the target's; medians of runs in turn."""
+    calls = [isolated_forward(target, each, 1, COST_CONTEXT) for each in (part, target)]
+    times: list[list[float]] = [[], []]
+    for _ in range(COST_RUNS):
+        for call, seconds in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    drafting, scoring = map(statistics.median, times)
+    return drafting / scoring
+
+
 def curve(options: argparse.Namespace) -> dict[str, Any]:
-    """By artifact: tokens of training, what it measured, tokens per step at both temperatures."""
+    """By artifact: tokens of training, what it measured, its cost, tokens per step at both temperatures."""
     base = recipe_of(options, 0.0, [BASELINE], drafter=None, heads=None, table=None)
     case = open_case(base)
     if said_first(options, "curve", case, len(options.temperatures) * len(case.prompts)):
@@ -291,13 +318,19 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
                         steps[label] = predicted.tokens_per_step, predicted.standard_error
                 return measured
 
+            def cost(folder: Path = folder, kind: str = manifest.kind) -> float:
+                opened = open_recipe(base.model_copy(update={kind: str(folder)}))
+                return cost_of(opened.target, getattr(opened.parts, kind))
+
             steps = kept(f"curve {manifest.digest}", TypeAdapter(Steps), work)
-            row = {"kind": manifest.kind, "tokens": trained_tokens(folder), **steps, "measured": manifest.evaluation}
+            row = {"kind": manifest.kind, "tokens": trained_tokens(folder), **chosen(manifest), **steps}
+            row |= {"cost": kept(f"cost {manifest.digest}", TypeAdapter(float), cost), "measured": manifest.evaluation}
             found[short(folder)] = rounded(row)
     for name, row in sorted(found.items(), key=lambda item: (item[1]["kind"], item[1]["tokens"])):
         loss = (row["measured"] or {}).get("heldout_loss")
         cells = [f"{t} {' '.join(f'{value:.2f}' for value, _ in row[t].values())}" for t in row if t.startswith("T=")]
-        print(f"{name:32} {row['tokens']:>12,} tokens  held-out loss {loss}  tokens/step {'  '.join(cells)}")
+        said = f"held-out loss {loss}  cost {row['cost']:.3f}  tokens/step {'  '.join(cells)}"
+        print(f"{name:32} {row['tokens']:>12,} tokens  {said}")
     return found
 
 

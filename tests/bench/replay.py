@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 import torch
-from common import Pair, finish, parser_of, per_step, timed
+from common import finish, parser_of, per_step, timed
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import BASELINE, Entry, measure, sample_texts
 from draftsmith.decode.evaluation.replay.costs import measure_forwards, measure_overheads
@@ -23,6 +23,7 @@ from draftsmith.decode.evaluation.replay.recording import Recording, record
 from draftsmith.decode.evaluation.replay.replay import predict
 from draftsmith.decode.evaluation.replay.tuning import Choice, Space, probes, tune_method, with_costs
 from draftsmith.decode.warpers import Sampling
+from pair import Pair
 
 CONFIRMED = 3  # of the settings that replay holds fastest, those that are decoded, as `draftsmith tune` does
 CHECKED: list[tuple[str, dict[str, Any]]] = [

@@ -1,12 +1,15 @@
-"""Products of the thin forward, which tiny models' weights are too small to reach."""
+"""Products of the thin forward, which tiny models' weights are too small to reach, and what it holds."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.models.lean import _FEW_ROWS, _SMALLEST_PACKED, _Product
+from draftsmith.decode.models.lean import _FEW_ROWS, _SMALLEST_PACKED, LeanLlama, _Product
+from transformers import LlamaForCausalLM
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,3 +30,20 @@ def test_products_of_any_number_of_rows_are_the_matrix_product(shape: tuple[int,
         bound = unit * expected_XO.abs().max()
         assert (made(x_XI).double() - expected_XO).abs().max() < bound
         assert (made.add_to(sum_XO, x_XI).double() - expected_XO - sum_XO.double()).abs().max() < 2 * bound
+
+
+def test_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Path) -> None:
+    model = make_llama().bfloat16()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    thin = LeanLlama(model)
+    for layer, whole in zip(model.model.layers, thin._layers, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        for fused, parts in (
+            (whole.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (whole.gate_up, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            places = {part.weight.untyped_storage().data_ptr() for part in parts}
+            assert places == {fused.weight_OI.untyped_storage().data_ptr()}
+    model.save_pretrained(tmp_path)
+    for state in (model.state_dict(), LlamaForCausalLM.from_pretrained(tmp_path).state_dict()):
+        assert all(torch.equal(state[name], weight) for name, weight in before.items())

@@ -1,0 +1,70 @@
+"""A quickstart's pair, which some benches measure."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from draftsmith.checkpoints.heads.files import load_heads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.data.prompts import load_prompts, stop_ids
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.quickstart import resolve
+from draftsmith.recipes.schema.evaluation import QuickstartRecipe
+from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
+
+
+class Pair:
+    """A finished quickstart of any recipe: recipes, models, parts and its own prompts."""
+
+    def __init__(self, folder: Path, prompts: int) -> None:
+        if not (folder / "drafter").is_dir():
+            raise SystemExit(f"there is no trained pair at {folder}: run `make quickstart` first")
+        self.folder = folder
+        self.tokenizer = load_tokenizer(str(folder / "target"))
+        self.stop = tuple(stop_ids(self.tokenizer))
+        asked = self.recipes.evaluate
+        sizes = prompts, asked.max_prompt_tokens
+        self.prompts = [ids for _, ids in load_prompts(asked.prompts, asked.template, self.tokenizer, *sizes)]
+
+    @cached_property
+    def recipes(self) -> Any:
+        found = parse_recipe(read_recipe(self.folder / "quickstart.yaml"), "quickstart")
+        assert isinstance(found, QuickstartRecipe)
+        return resolve(found.model_copy(update={"out": str(self.folder)}))
+
+    @cached_property
+    def target_model(self) -> Any:
+        return load_model(str(self.folder / "target"))
+
+    @cached_property
+    def drafter_model(self) -> Any:
+        return load_model(str(self.folder / "drafter"))
+
+    @cached_property
+    def target(self) -> Any:
+        return wrap_model(self.target_model)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Drafter, heads and table."""
+        folder = self.folder
+        return Parts(wrap_model(self.drafter_model), load_heads(folder / "heads"), BigramTable.load(folder / "table"))
+
+    def counts(
+        self, name: str, parts: Parts, temperature: float, tokens: int, scorer: Any = None, seed: int = 0, **more: Any
+    ) -> tuple[np.ndarray, list[list[int]]]:
+        """Decode the prompts with a method: kept tokens, steps and nodes of each [prompts, 3], and the tokens."""
+        sampling, limits = Sampling(temperature), Limits(tokens, self.stop)
+        method, rows = build_method(name, parts, sampling, **more), enumerate(self.prompts, seed)
+        scorer = self.target if scorer is None else scorer
+        found = [decode(scorer, method, sampling, row, prompt, limits) for row, prompt in rows]
+        counts = [[one.tally.tokens, one.tally.steps, one.tally.nodes] for one in found]
+        return np.array(counts, dtype=np.float64), [one.ids for one in found]
