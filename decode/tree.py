@@ -74,8 +74,9 @@ class Tree:
         if self.parents_BN.device == device:
             return self
         if device not in self._elsewhere:
-            moved = (sent(side, device) for side in (self.parents_BN, self.depth_BN, self.line_BNP))
-            self._elsewhere[device] = Tree(*moved, self.max_depth, self.is_chain)
+            sides = (self.parents_BN, self.depth_BN, self.line_BNP)
+            parents_BN, depth_BN, line_BNP = (sent(side, device) for side in sides)
+            self._elsewhere[device] = Tree(parents_BN, depth_BN, line_BNP, self.max_depth, self.is_chain)
         return self._elsewhere[device]
 
     @cached_property

@@ -32,9 +32,9 @@ from ...train.parallel.processes import on_main, together
 from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows, HiddenSource
 from ...train.teachers.row_cache import RowCache, Source
 from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
-from ...train.teachers.teacher import CachedTeacher, load_teacher
+from ...train.teachers.teacher import CachedTeacher, StatesTeacher, load_teacher
 from ...train.teachers.top_k_cache import CacheSource, TeacherCache, top_rows
-from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
+from ..schema.training import DrafterRecipe, HeadsRecipe, HiddenSection, TableRecipe, TrainingRecipe
 from ..session.stopping import Stoppable
 from ..session.terminal import bar, gigabytes, log
 from .artifact import prepare_once
@@ -55,7 +55,7 @@ class _TargetCache:
     batch: int  # blocks per forward of the target
     cache_type: type[RowCache]
     source: Callable[[str, str], Source]  # from the fingerprints of target and data
-    load: Callable[[torch.device], tuple[MakeRows, int]]  # the target, and the size that its rows depend on
+    load: Callable[[torch.device, Prepared], tuple[MakeRows, int]]  # the target, and the size that its rows depend on
     smaller: str  # what makes it smaller
 
 
@@ -87,9 +87,15 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
     target, folder, batch = recipe.target, Path(section.cache), section.batch
     if isinstance(recipe, DrafterRecipe):
         top_k, dtype, eight_bit = recipe.teacher.top_k, recipe.teacher.dtype, recipe.teacher.load_in_8bit
+        states = _states_of(recipe)
 
-        def teacher_rows(device: torch.device) -> tuple[MakeRows, int]:
-            teacher = load_teacher(target, dtype, eight_bit, device)
+        def teacher_rows(device: torch.device, prepared: Prepared) -> tuple[MakeRows, int]:
+            teacher: Any
+            if states is None:
+                teacher = load_teacher(target, dtype, eight_bit, device)
+            else:
+                model = load_model(target, dtype=dtype, device=str(device))
+                teacher = StatesTeacher(model, CachedHidden(*_opened(states, prepared)))
             return partial(top_rows, teacher, top_k), teacher.vocab_size
 
         return _TargetCache(
@@ -103,9 +109,22 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
             load=teacher_rows,
             smaller="a smaller `teacher.top_k`",
         )
-    states, dtype, target_dtype = recipe.states, recipe.hidden.dtype, recipe.target_dtype
+    return _hidden_cache(target, section, recipe.states, recipe.target_dtype)
 
-    def hidden_rows(device: torch.device) -> tuple[MakeRows, int]:
+
+def _states_of(recipe: TrainingRecipe) -> _TargetCache | None:
+    """The hidden states that a drafter's teacher is computed from, where they are."""
+    if not isinstance(recipe, DrafterRecipe) or recipe.teacher.hidden is None or recipe.target is None:
+        return None
+    section = HiddenSection(cache=recipe.teacher.hidden, batch=recipe.teacher.batch)
+    return _hidden_cache(recipe.target, section, "after-norm", recipe.teacher.dtype)
+
+
+def _hidden_cache(target: str, section: HiddenSection, states: str, target_dtype: str) -> _TargetCache:
+    assert section.cache is not None
+    dtype = section.dtype
+
+    def hidden_rows(device: torch.device, prepared: Prepared) -> tuple[MakeRows, int]:
         rows = HiddenRows(load_model(target, dtype=target_dtype, device=str(device)), states, dtype)
         return rows, rows.hidden_size
 
@@ -113,8 +132,8 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
         word="hidden states",
         title=f"the hidden states of {target} ({states}, {dtype})",
         target=target,
-        folder=folder,
-        batch=batch,
+        folder=Path(section.cache),
+        batch=section.batch,
         cache_type=HiddenCache,
         source=lambda model, data: HiddenSource(target, model, data, states, dtype, target_dtype=target_dtype),
         load=hidden_rows,
@@ -141,10 +160,18 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
     cache = together(state, partial(_cache_of, recipe))
+    states = together(state, partial(_states_of, recipe))
     on_main(state, lambda: check_writable(cache.folder / "report.json"))
     assert not isinstance(recipe, TableRecipe)
     tokenizer = together(state, partial(load_tokenizer, recipe.tokenizer_source))
     prepared = prepare_once(recipe, tokenizer, state)
+    if states is not None and not all(part.done for part in together(state, partial(_parts, cache, prepared))):
+        _prepare(states, prepared, state)
+    return _prepare(cache, prepared, state)
+
+
+def _prepare(cache: _TargetCache, prepared: Prepared, state: Any) -> Path:
+    """Write one kind of cache, or find it whole; the folder of the training data's."""
     parts = together(state, partial(_parts, cache, prepared))
 
     def check() -> None:
@@ -156,7 +183,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     missing = [part for part in parts if not part.done]
     state.wait_for_everyone()  # all have looked before one writes
     if missing:
-        _write(cache, missing, state)
+        _write(cache, missing, prepared, state)
     on_main(state, partial(_report, cache, parts))
     return parts[0].folder
 
@@ -218,8 +245,8 @@ def _discard_damage(cache: _TargetCache, part: _Part) -> None:
         log(f"{cache.word}: {len(damaged)} damaged files are written again: {damaged[0]}")
 
 
-def _write(cache: _TargetCache, parts: Sequence[_Part], state: Any) -> None:
-    load = partial(load_identified, cache.target, partial(cache.load, state.device), content=True)
+def _write(cache: _TargetCache, parts: Sequence[_Part], prepared: Prepared, state: Any) -> None:
+    load = partial(load_identified, cache.target, partial(cache.load, state.device, prepared), content=True)
     _, (make_rows, size) = together(state, load)
     together(state, partial(_check_unchanged, cache, parts))
     writers = [CacheWriter(part.folder, part.source, part.data, size) for part in parts]

@@ -92,6 +92,9 @@ class TeacherSection(Section):
     cache: str | None = None
     """Folder of the target's `top_k` log-probabilities of all blocks, written by `draftsmith prepare --teacher`: the
     target is then run once, however many epochs and drafters learn from it."""
+    hidden: str | None = None
+    """Folder of the target's hidden states, `hidden.cache` of heads on the same data: it is written if need be, and the
+    cache computed from it, so that the target runs once for a drafter and for heads. They are kept in bfloat16."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the target's weights; auto takes that of the files."""
     load_in_8bit: bool = False
@@ -103,6 +106,8 @@ class TeacherSection(Section):
     def _consistent(self) -> TeacherSection:
         if self.cache is not None and not self.top_k:
             raise ValueError("`cache` needs `top_k`: whole distributions are too large to keep")
+        if self.hidden is not None and (self.cache is None or self.load_in_8bit):
+            raise ValueError("`hidden` is what a `cache` is computed from, with weights that are not in 8 bits")
         if self.top_k and self.tail == "bucket" and self.temperature != 1:
             raise ValueError(f"`tail: bucket` needs temperature 1, got {self.temperature}: use `tail: renormalise`")
         return self

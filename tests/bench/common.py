@@ -51,17 +51,18 @@ def finish(results: Mapping[str, Any], device: str = "cpu") -> None:
 
 
 def random_llama(
-    sizes: tuple[int, int, int, int, int],
+    sizes: tuple[int, ...],
     positions: int = 2048,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights, made on the device; sizes: hidden, MLP, layers, heads, vocabulary."""
-    hidden, intermediate, layers, heads, vocabulary = sizes
+    """A Llama with random weights, made on the device; sizes: hidden, MLP, layers, heads, vocabulary and, where they
+    are fewer, heads of keys."""
+    hidden, intermediate, layers, heads, vocabulary, *fewer = sizes
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=positions,
+        num_attention_heads=heads, num_key_value_heads=(*fewer, heads)[0], max_position_embeddings=positions,
         tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(seed)

@@ -1,42 +1,37 @@
 """Decoding speed: this engine against transformers and against what the hardware can give.
 
     python tests/bench/decode.py [--quick] [--pair runs/quickstart] [--gamma 4]
-    python tests/bench/decode.py --shapes 7b-68m 13b-160m [--device cuda] [--dtype bfloat16]
 
-The first form needs a trained pair (`make quickstart`): batch 1, all runs in turns prompt by prompt, medians of each
-prompt's runs. Speeds hold the reading of the prompt; efficiency is the share of the steps that their forwards take.
-The assistant of transformers is the same drafter with the same constant number of draft tokens and no confidence
-threshold; `published` is the loop of the slides with transformers and its caches. The second form builds models of
-real shapes with random weights, where a fixed pattern stands in for agreement. The last line is one JSON object.
+Needs a trained pair (`make quickstart`); models of real shapes: shapes.py. Batch 1, all runs in turns prompt by prompt,
+medians of each prompt's runs. Speeds hold the reading of the prompt; efficiency is the share of the steps that their
+forwards take. The assistant of transformers is the same drafter with the same constant number of draft tokens and no
+confidence threshold; `published` is the loop of the slides with transformers and its caches. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from common import finish, in_turns, medians, parser_of, random_llama
-from draftsmith.checkpoints.heads.files import PredictionHeads
+from common import finish, in_turns, medians, parser_of
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
+from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.measure import Decoded, Entry, decode, decode_reference, profile_steps
 from draftsmith.decode.evaluation.metrics import Tally, total
 from draftsmith.decode.evaluation.profile import StepProfile
-from draftsmith.decode.methods import Method, Parts, build_method
+from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.kv_cache import KVCache
-from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import PrunedHeadTree
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
-from draftsmith.decode.verifiers.lossless import at, walk
 from draftsmith.decode.warpers import Sampling
 from transformers import DynamicCache
 
@@ -250,92 +245,9 @@ def print_rows(found: dict[str, dict[str, Any]]) -> None:
         print(f"{label:24s}{''.join(cells)}")
 
 
-# hidden, width of the MLP, layers, heads, vocabulary
-SHAPES = {
-    "13b": (5120, 13824, 40, 40, 32000),
-    "7b": (4096, 11008, 32, 32, 32000),
-    "160m": (768, 3072, 12, 12, 32000),
-    "68m": (768, 3072, 2, 12, 32000),
-    "mini": (128, 256, 4, 4, 2000),
-    "micro": (64, 128, 1, 4, 2000),
-}
-PATTERN = (3, 1, 4, 0, 2, 4, 1)
-
-
-class FixedPattern(Verifier):
-    """Keeps as many tokens of the first path as a fixed pattern says: models of random weights never agree."""
-
-    lossless = False
-    judges: Literal["logits"] = "logits"
-
-    def __init__(self) -> None:
-        self._step = 0
-
-    def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
-        tree = proposal.tree
-        wanted = PATTERN[self._step % len(PATTERN)]
-        self._step += 1
-        parents_BN = tree.parents_BN.expand(len(target_BNV), -1)
-        here_BN = torch.arange(tree.nodes, device=parents_BN.device).expand_as(parents_BN)
-        follows_BN = (parents_BN >= 0) & (tree.depth_BN <= wanted)
-        next_BN1 = torch.nn.functional.pad(here_BN, (0, 1)).clone()
-        # Of several children the first: they are written from the last to the first.
-        places_BN = torch.where(follows_BN, parents_BN, tree.nodes).flip(1)
-        next_BN1.scatter_reduce_(1, places_BN, here_BN.flip(1), "amin", include_self=False)
-        last_B, verdict = walk(proposal, next_BN1)
-        verdict.next_B = at(target_BNV, last_B).argmax(-1)
-        return verdict
-
-
-def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Models of real shapes with random weights, on any device."""
-    dtype, kinds = getattr(torch, arguments.dtype), {"plain": False}
-    if arguments.device.startswith("cuda"):
-        kinds["graphs"] = True
-    limits, found = Limits(32 if arguments.quick else 256), {}
-    for pair in arguments.shapes:
-        target_model, drafter_model = (
-            random_llama(SHAPES[shape], 2048, arguments.device, dtype).eval() for shape in pair.split("-")
-        )
-        drafters = {kind: wrap_model(drafter_model, graphs=graphs) for kind, graphs in kinds.items()}
-        found[pair] = row = {}
-        vocabulary = target_model.config.vocab_size
-        heads = PredictionHeads.from_lm_head(target_model.lm_head.weight.detach(), 4, 1).to(arguments.device).eval()
-        counted = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()
-        table = BigramTable.from_documents([counted], vocabulary)
-        for kind, graphs in kinds.items():
-            target, parts = wrap_model(target_model, graphs=graphs), Parts(drafters[kind], heads, table)
-            for label in ("autoregressive", "speculative", "multi-candidate", "medusa", "slim-s", "slim-l"):
-                name, options, sampling = rows(arguments.gamma)[label]
-                method = build_method(name, parts, sampling, **options)
-                if label != "autoregressive":
-                    method = Method(method.proposer, FixedPattern())
-                decode(target, method, sampling, 0, [1] * 64, limits)
-                profile = StepProfile(target.device)
-                ids, tally, seconds, _ = decode(target, method, sampling, 0, [1] * 64, limits, profile)
-                phases = profile.summary()
-                row[f"{label} {kind}"] = {
-                    "tokens_per_second": len(ids) / seconds,
-                    "tokens_per_step": tally.tokens / tally.steps,
-                    "us_per_step": phases,
-                }
-                shown = "  ".join(f"{phase} {value:.0f} us" for phase, value in phases.items())
-                print(f"{pair:12s} {label:16s} {kind:7s} {len(ids) / seconds:8.1f} tokens/s  {shown}")
-        del target, target_model, heads, drafters, drafter_model, parts
-        gc.collect()
-    return {"shapes": found, "dtype": arguments.dtype, "gamma": arguments.gamma}
-
-
 def main() -> None:
     parser = parser_of(__doc__, "3 prompts, two runs: under a minute", pair=True, gamma=4)
-    parser.add_argument("--shapes", nargs="+", metavar="TARGET-DRAFTER", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", help="of the models of --shapes")
-    arguments = parser.parse_args()
-    if arguments.shapes:
-        finish(bench_shapes(arguments), arguments.device)
-        return
-    finish(bench_pair(arguments))
+    finish(bench_pair(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from ...data.blocks.packing import Batch
 from ...decode.models.loading import load_model
 from ..forward.packed import make_forward
 from ..losses.chunks import DenseTeacher, SparseTeacher
+from .hidden_cache import CachedHidden
 from .row_cache import look_up
 from .top_k_cache import TeacherCache
 
@@ -41,6 +42,23 @@ class ModelTeacher:
         after position x. In the model's own precision."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             return DenseTeacher(self._forward(batch).flatten(0, 1), self._forward.weight_VD())
+
+
+class StatesTeacher:
+    """The target's output layer over its hidden states from disk. Raises ValueError: logits that are more than a
+    product with these."""
+
+    def __init__(self, model: Any, states: CachedHidden) -> None:
+        forward = make_forward(model.requires_grad_(False).eval())
+        weight_VD = forward.weight_VD()
+        if weight_VD is None or weight_VD.shape[1] != states.hidden_size:
+            raise ValueError(f"the logits of {type(model).__name__} are no product with its hidden states")
+        self._weight_VD, self._states, self.vocab_size = weight_VD, states, forward.vocab_size
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> DenseTeacher:
+        """`ModelTeacher`'s, with states rounded to the type that they are kept in."""
+        return DenseTeacher(self._states.hidden(batch).flatten(0, 1).to(self._weight_VD.dtype), self._weight_VD)
 
 
 class CachedTeacher:

@@ -83,7 +83,7 @@ def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, name: str, batch:
     waits = [len(syncs) for syncs, _ in steps]
     if name in STOPS_DRAFTING:
         places = {place.partition(":")[0] for syncs, _ in steps for place in syncs}
-        assert places == {"decode/proposers/adaptive.py", "decode/models/kv_cache.py"}
+        assert places <= {"decode/proposers/adaptive.py", "decode/models/kv_cache.py"}
     else:
         assert set(waits) == {SYNCS.get(name, 1)}, steps
     if batch == 1 and temperature:

@@ -115,6 +115,27 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path)
         torch.testing.assert_close(sparse.log_probs_XK[kept_X], wanted_RV.topk(6).values, rtol=2**-10, atol=1e-3)
 
 
+def test_a_teacher_computed_from_the_states_that_heads_learn_from(recipe_file: Path, heads_file: Path, tmp_path: Path):
+    """To bfloat16's rounding of the states: the likeliest token's probability moves by less than a hundredth."""
+    recipe, heads = loaded(recipe_file, f"teacher.hidden={tmp_path / 'hidden'}"), loaded(heads_file)
+    prepare_teacher(recipe)
+    written = contents(tmp_path / "hidden")
+    prepare_teacher(heads)
+    assert contents(tmp_path / "hidden") == written, "the target would run twice"
+    prepared = prepared_of(recipe)
+    cached, direct = open_cache(recipe, prepared), load_teacher(str(recipe.target))
+    batch = prepared.train.batch([2, 0])
+    kept_X = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).flatten()
+    sparse, dense = cached(batch), direct(batch)
+    wanted_RV = (dense.hidden_XE @ dense.weight_VE.T).softmax(1)[kept_X]
+    found_RK = wanted_RV.gather(1, sparse.ids_XK[kept_X])
+    torch.testing.assert_close(sparse.log_probs_XK[kept_X].exp(), found_RK, rtol=0, atol=0.01)
+    assert wanted_RV.amax(1).mean() > 0.1, "a mix-up of rows would stay hidden"
+    shutil.rmtree(tmp_path / "hidden")
+    prepare_teacher(recipe)
+    assert not (tmp_path / "hidden").exists(), "what is finished needs them no more"
+
+
 def test_a_cache_of_another_target_is_not_taken(recipe_file: Path, make_llama: Callable[..., Any], tmp_path: Path):
     recipe = loaded(recipe_file)
     prepared = prepared_of(recipe)

@@ -1,0 +1,157 @@
+"""Decoding with models of real shapes and random weights, on any device: what a step costs, and where its time goes.
+
+    python tests/bench/shapes.py 7b-68m 13b-160m 8b-1b [--device cuda] [--dtype bfloat16] [--batch 1 4 16]
+                                 [--context 256 2048] [--graphs] [--peer]
+
+A fixed pattern stands in for agreement. With `--graphs` forwards are replayed as well as run, on CUDA; with `--peer`
+transformers' assisted generation drafts as many tokens with the same models, and its step is set against ours: models
+of random weights keep none of them. The last line is one JSON object. Needs no pydantic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any, Literal
+
+import torch
+from common import finish, parser_of, random_llama
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
+from draftsmith.decode.evaluation.profile import StepProfile, synchronise
+from draftsmith.decode.methods import Method, Parts, build_method
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.verifiers.lossless import at, walk
+from draftsmith.decode.warpers import Sampling
+
+SHAPES = {
+    "13b": (5120, 13824, 40, 40, 32000),
+    "8b": (4096, 14336, 32, 32, 128256, 8),
+    "7b": (4096, 11008, 32, 32, 32000),
+    "1b": (2048, 8192, 16, 32, 128256, 8),
+    "160m": (768, 3072, 12, 12, 32000),
+    "68m": (768, 3072, 2, 12, 32000),
+    "mini": (128, 256, 4, 4, 2000, 2),
+    "micro": (64, 128, 1, 4, 2000),
+}
+"""Hidden, width of the MLP, layers, heads, vocabulary and, where they are fewer, heads of keys."""
+METHODS: dict[str, dict[str, Any]] = {
+    "autoregressive": {}, "speculative": {}, "multi-candidate": {"k_config": "2x1x1x1"}, "medusa": {"tree": "2x1"},
+    "slim-s": {"sequences": 4}, "slim-l": {},
+}  # fmt: skip
+PATTERN = (3, 1, 4, 0, 2, 4, 1)
+
+
+class FixedPattern(Verifier):
+    """Keeps as many tokens of the first path as a fixed pattern says: models of random weights never agree."""
+
+    lossless = False
+    judges: Literal["logits"] = "logits"
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
+        tree = proposal.tree
+        wanted = PATTERN[self._step % len(PATTERN)]
+        self._step += 1
+        parents_BN = tree.parents_BN.expand(len(target_BNV), -1)
+        here_BN = torch.arange(tree.nodes, device=parents_BN.device).expand_as(parents_BN)
+        follows_BN = (parents_BN >= 0) & (tree.depth_BN <= wanted)
+        next_BN1 = torch.nn.functional.pad(here_BN, (0, 1)).clone()
+        # Of several children the first: they are written from the last to the first.
+        places_BN = torch.where(follows_BN, parents_BN, tree.nodes).flip(1)
+        next_BN1.scatter_reduce_(1, places_BN, here_BN.flip(1), "amin", include_self=False)
+        last_B, verdict = walk(proposal, next_BN1)
+        verdict.next_B = at(target_BNV, last_B).argmax(-1)
+        return verdict
+
+
+def steps_of(
+    target: LanguageModel, method: Method, context: int, batch: int, limits: Limits, profile: StepProfile | None = None
+) -> tuple[int, int, float]:
+    """Tokens of all rows, steps and their seconds, the reading of the prompts left out."""
+    rng, prompts = Rng.for_rows(0, batch, target.device), [[1] * context for _ in range(batch)]
+    steps = generate(target, *method, prompts, limits, Sampling(), rng, profile)
+    next(steps)
+    synchronise(target)
+    start, counts = time.perf_counter(), [sum(map(len, step.new_ids)) for step in steps]
+    synchronise(target)
+    return sum(counts), len(counts), time.perf_counter() - start
+
+
+def assisted(target: Any, drafter: Any, context: int, tokens: int, gamma: int) -> float:
+    """Microseconds of a step of transformers' assisted generation with a constant number of draft tokens."""
+    config, began = drafter.generation_config, list[float]()
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
+    config.assistant_confidence_threshold = 0.0
+    hook = target.register_forward_pre_hook(lambda *_: began.append(time.perf_counter()))
+    ids = torch.ones(1, context, dtype=torch.int64, device=target.device)
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        target.generate(ids, **given, assistant_model=drafter, max_new_tokens=tokens)
+    hook.remove()
+    return 1e6 * (began[-1] - began[1]) / (len(began) - 2)
+
+
+def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Every method of a pair of shapes, by label, batch and context."""
+    dtype, gamma, tokens = getattr(torch, options.dtype), options.gamma, 32 if options.quick else 128
+    positions = max(options.context) + 2 * tokens + 64
+    models = [random_llama(SHAPES[shape], positions, options.device, dtype).eval() for shape in pair.split("-")]
+    vocabulary, found = models[0].config.vocab_size, dict[str, Any]()
+    heads = PredictionHeads.from_lm_head(models[0].lm_head.weight.detach(), 4, 1).to(options.device).eval()
+    counted = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()
+    table = BigramTable.from_documents([counted], vocabulary)
+    for kind in ("plain", *(["graphs"] if options.graphs else [])):
+        target, drafter = (wrap_model(model, graphs=kind == "graphs") for model in models)
+        for label, given in METHODS.items():
+            given = {"gamma": gamma} if label == "speculative" else given
+            for batch in options.batch:
+                for context in options.context:
+                    method = build_method(label, Parts(drafter, heads, table), Sampling(), **given)
+                    if label != "autoregressive":
+                        method = Method(method.proposer, FixedPattern())
+                    steps_of(target, method, context, batch, Limits(tokens))
+                    kept, steps, seconds = steps_of(target, method, context, batch, Limits(tokens))
+                    profile = StepProfile(target.device)
+                    steps_of(target, method, context, batch, Limits(tokens), profile)
+                    row = {"tokens_per_second": kept / seconds, "us_per_step": 1e6 * seconds / steps}
+                    row |= {"tokens_per_step": kept / steps / batch, "phases_us": profile.summary()}
+                    name = f"{label} {kind} batch {batch} context {context}"
+                    found[name] = row
+                    shown = "  ".join(f"{phase} {value:.0f}" for phase, value in profile.summary().items())
+                    print(f"{pair:8s} {name:48s} {row['tokens_per_second']:8.1f} tokens/s  us: {shown}")
+    for context in options.context if options.peer else ():
+        assisted(*models, context, 16, gamma)
+        found[f"assisted context {context}"] = row = {"us_per_step": assisted(*models, context, tokens, gamma)}
+        print(f"{pair:8s} transformers, assisted, context {context}: {row['us_per_step']:.0f} us a step")
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "32 tokens of each", gamma=4)
+    parser.add_argument("pairs", nargs="+", metavar="TARGET-DRAFTER", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--context", type=int, nargs="+", default=[64], help="tokens of the prompts")
+    parser.add_argument("--graphs", action="store_true", help="replayed forwards beside plain ones; on CUDA")
+    parser.add_argument("--peer", action="store_true", help="transformers' assisted generation beside")
+    options = parser.parse_args()
+    found = {}
+    for pair in options.pairs:
+        found[pair] = measured(pair, options)
+        gc.collect()
+        if options.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    asked = {"dtype": options.dtype, "gamma": options.gamma}
+    finish({"shapes": found, **asked}, options.device)
+
+
+if __name__ == "__main__":
+    main()
