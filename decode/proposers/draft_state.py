@@ -19,12 +19,14 @@ class DraftState:
     """Grows a tree of the drafter's own on top of the committed tokens.
 
     Its node i lies `i` slots behind the root, as the target's does. What was committed but not read is read first.
-    Raises ValueError: a drafter of another vocabulary, with too few positions, or that begins otherwise than the
-    target.
+    Raises ValueError: a drafter of another vocabulary, on another device, with too few positions, or that begins
+    otherwise than the target.
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
         check_same_vocabulary(context.target, model, "drafter")
+        if model.device != context.target.device:
+            raise ValueError(f"the drafter is on {model.device}, the target on {context.target.device}: move one")
         self.model = model
         longest = max(context.lengths) + context.limits.max_new_tokens
         if longest - 1 + max_depth > model.max_positions:

@@ -11,23 +11,12 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.heads.files import PredictionHeads
-from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.checkpoints.table.texts import TextStore
-from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.methods import METHODS, Parts, build_method
-from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.rng import Rng
-from draftsmith.decode.warpers import Sampling
 from pretend_device import PretendCuda
+from steps import NAMES, built, decode
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
-VOCAB = 64
-PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
-LIMITS = Limits(24)
 STOPS_DRAFTING = ("adaptive", "bild", "lookup-drafter")
 SYNCS = {"suffix-heads": 2}
 LAUNCHES = {
@@ -45,39 +34,9 @@ def cuda() -> Iterator[PretendCuda]:
         yield found
 
 
-def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
-    """A target, and parts of every kind; the same on every device."""
-    models = [make_llama(VOCAB, seed=seed, num_hidden_layers=layers) for seed, layers in ((0, 2), (1, 1), (2, 1))]
-    rng = np.random.default_rng(0)
-    texts = [rng.integers(0, VOCAB, 3000).astype(np.int32)]
-    table = BigramTable.from_documents(texts, VOCAB)
-    table.texts = TextStore.from_documents(texts)
-    torch.manual_seed(7)
-    heads = PredictionHeads(3, 1, models[0].config.hidden_size, VOCAB).to(device).eval()
-    target, drafter, other = (wrap_model(model.to(device)) for model in models)
-    return target, Parts(drafter, heads, table, (other,))
-
-
-def decode(target: Any, parts: Parts, name: str, batch: int, temperature: float, cuda: PretendCuda | None) -> Any:
-    """Texts, and of the steps of a warm method what each waited for and launched."""
-    sampling, seen = Sampling(temperature), []
-    rng = Rng.for_rows(3, batch, target.device)
-    texts: list[list[int]] = [[] for _ in range(batch)]
-    if cuda is not None:
-        cuda.reset()
-    for step in generate(target, *build_method(name, parts, sampling), PROMPTS[:batch], LIMITS, sampling, rng):
-        for text, ids in zip(texts, step.new_ids, strict=True):
-            text += ids
-        if cuda is not None:
-            seen.append((list(map(str, cuda.syncs)), cuda.launches.total()))
-            assert not cuda.unpinned
-            cuda.reset()
-    return texts, seen[len(seen) // 2 : -1]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "beam"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, name: str, batch: int, temperature: float) -> None:
     _, steps = decode(*built(make_llama, "cuda"), name, batch, temperature, cuda)
     waits = [len(syncs) for syncs, _ in steps]
@@ -90,8 +49,15 @@ def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, name: str, batch:
         assert statistics.mean(launches for _, launches in steps) <= 1.05 * LAUNCHES[name]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "beam"])
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_are_those_of_the_cpu(cuda: PretendCuda, make_llama: Any, name: str) -> None:
     """Two rows at temperature 1: with a vocabulary of 64 and 24 tokens each a difference would not stay hidden."""
     on_device, _ = decode(*built(make_llama, "cuda"), name, 2, 1.0, cuda)
     assert decode(*built(make_llama, "cpu"), name, 2, 1.0, None)[0] == on_device
+
+
+def test_a_drafter_on_another_device_is_refused(cuda: PretendCuda, make_llama: Any) -> None:
+    target, _ = built(make_llama, "cuda")
+    _, parts = built(make_llama, "cpu")
+    with pytest.raises(ValueError, match=r"cpu.*cuda:0"):
+        decode(target, parts, "speculative", 1, 0.0, cuda)

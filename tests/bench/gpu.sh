@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# What a GPU is asked in an hour, part by part:
+#
+#     bash tests/bench/gpu.sh PART [--pretend]
+#
+#     versions    what is installed, and the time of attention by kernel and shape
+#     tests       all that is marked gpu
+#     7b 13b 8b   decoding at real shapes: 7b-68m, 13b-160m, 8b-1b; batches, contexts, graphs, transformers beside
+#     heads       a training step of heads over a model of the 7B shape
+#     all         one after the other
+#
+# Each part takes at most eight minutes, and leaves PART.json (a bench's last line) and PART.log in $OUT, by default
+# gpu-results. Python with torch, transformers and pytest is enough; wheels in a folder `wheels` are installed first.
+# --pretend: tiny shapes on the processor, so that no part fails for a typo.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+part=${1:?which part? versions, tests, 7b, 13b, 8b, heads or all}
+pretend=${2:-}
+OUT=${OUT:-gpu-results}
+python=${PYTHON:-python3}
+mkdir -p "$OUT"
+if [ -d wheels ]; then
+    "$python" -m pip install --quiet --no-index --find-links wheels --no-deps wheels/*.whl
+fi
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+ln -s "$PWD" "$site/draftsmith"
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+
+bench() { # name, script, arguments
+    local name=$1 script=$2
+    shift 2
+    echo "== $name: $script $*"
+    timeout 480 "$python" "tests/bench/$script" "$@" > "$OUT/$name.log" 2>&1
+    local code=$?
+    tail -n 1 "$OUT/$name.log" | grep '^{' > "$OUT/$name.json" || rm -f "$OUT/$name.json"
+    grep -v '^{' "$OUT/$name.log" | tail -n 40
+    return $code
+}
+
+shapes() { # name, pair, contexts
+    local name=$1 pair=$2
+    shift 2
+    if [ -n "$pretend" ]; then
+        bench "$name" shapes.py mini-micro --device cpu --dtype float32 --quick --batch 1 2 --context 32 --peer
+    else
+        bench "$name" shapes.py "$pair" --graphs --peer --batch 1 4 16 --context "$@"
+    fi
+}
+
+run() {
+    case $1 in
+        versions)
+            bench versions attention.py ${pretend:+--device cpu --quick} ;;
+        tests)
+            echo "== tests"
+            timeout 480 "$python" -m pytest -q -m gpu tests ${pretend:+--collect-only} > "$OUT/tests.log" 2>&1
+            local code=$?
+            tail -n 40 "$OUT/tests.log"
+            return $code ;;
+        7b) shapes 7b 7b-68m 256 2048 ;;
+        13b) shapes 13b 13b-160m 256 ;;
+        8b) shapes 8b 8b-1b 256 8192 ;;
+        heads)
+            bench heads train_heads.py --gpu-shape ${pretend:+--shape mini --tokens 32 --rounds 2} ;;
+        *)
+            echo "there is no part $1: versions, tests, 7b, 13b, 8b, heads or all" >&2
+            return 2 ;;
+    esac
+}
+
+failed=()
+if [ "$part" = all ]; then parts="versions tests 7b 13b 8b heads"; else parts=$part; fi
+for each in $parts; do
+    run "$each" || failed+=("$each")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]}" >&2
+    exit 1
+fi

@@ -1,0 +1,52 @@
+"""Parts of every kind on a device, and texts that methods decode with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.checkpoints.table.texts import TextStore
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from pretend_device import PretendCuda
+
+VOCAB = 64
+PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
+LIMITS = Limits(24)
+NAMES = [name for name in METHODS if name != "beam"]  # whose one step is a whole text
+
+
+def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
+    """A target, and parts of every kind; the same on every device."""
+    models = [make_llama(VOCAB, seed=seed, num_hidden_layers=layers) for seed, layers in ((0, 2), (1, 1), (2, 1))]
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, VOCAB, 3000).astype(np.int32)]
+    table = BigramTable.from_documents(texts, VOCAB)
+    table.texts = TextStore.from_documents(texts)
+    torch.manual_seed(7)
+    heads = PredictionHeads(3, 1, models[0].config.hidden_size, VOCAB).to(device).eval()
+    target, drafter, other = (wrap_model(model.to(device)) for model in models)
+    return target, Parts(drafter, heads, table, (other,))
+
+
+def decode(target: Any, parts: Parts, name: str, batch: int, temperature: float, cuda: PretendCuda | None) -> Any:
+    """Texts, and of the steps of a warm method what each waited for and launched."""
+    sampling, seen = Sampling(temperature), []
+    rng = Rng.for_rows(3, batch, target.device)
+    texts: list[list[int]] = [[] for _ in range(batch)]
+    if cuda is not None:
+        cuda.reset()
+    for step in generate(target, *build_method(name, parts, sampling), PROMPTS[:batch], LIMITS, sampling, rng):
+        for text, ids in zip(texts, step.new_ids, strict=True):
+            text += ids
+        if cuda is not None:
+            seen.append((list(map(str, cuda.syncs)), cuda.launches.total()))
+            assert not cuda.unpinned
+            cuda.reset()
+    return texts, seen[len(seen) // 2 : -1]

@@ -1,0 +1,41 @@
+"""Every method on a real CUDA device: the CPU's texts, and as many waits as on the pretended one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from steps import NAMES, built, decode
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_texts_are_those_of_the_cpu(make_llama: Any, name: str, batch: int) -> None:
+    on_device, _ = decode(*built(make_llama, "cuda"), name, batch, 0.0, None)
+    assert decode(*built(make_llama, "cpu"), name, batch, 0.0, None)[0] == on_device
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_is_waited_for_once_a_step(make_llama: Any, name: str) -> None:
+    """What torch itself notices; methods that ask more often are named with the pretended device."""
+    if name in ("adaptive", "bild", "lookup-drafter", "suffix-heads"):
+        pytest.skip("asks the device while it drafts")
+    target, parts = built(make_llama, "cuda")
+    decode(target, parts, name, 1, 1.0, None)  # graphs are captured
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            decode(target, parts, name, 1, 1.0, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in caught if "synchroniz" in str(each.message)]
+    places = {f"{each.filename}:{each.lineno}" for each in waits}
+    assert len(waits) <= 24 + 12, places  # at most a token a step, and the start of a text
