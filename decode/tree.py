@@ -13,8 +13,6 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from .models.kv_cache import sent
-
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -74,8 +72,10 @@ class Tree:
         if self.parents_BN.device == device:
             return self
         if device not in self._elsewhere:
-            sides = (self.parents_BN, self.depth_BN, self.line_BNP)
-            parents_BN, depth_BN, line_BNP = (sent(side, device) for side in sides)
+            sides = [self.parents_BN, self.depth_BN, self.line_BNP]
+            if device.type == "cuda":  # from pinned memory a copy is queued: the host would wait for any other
+                sides = [side.pin_memory() for side in sides]
+            parents_BN, depth_BN, line_BNP = (side.to(device, non_blocking=True) for side in sides)
             self._elsewhere[device] = Tree(parents_BN, depth_BN, line_BNP, self.max_depth, self.is_chain)
         return self._elsewhere[device]
 
