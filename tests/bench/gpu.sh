@@ -62,7 +62,7 @@ run() {
         13b) shapes 13b 13b-160m 256 ;;
         8b) shapes 8b 8b-1b 256 8192 ;;
         heads)
-            bench heads train_heads.py --gpu-shape ${pretend:+--shape mini --tokens 32 --rounds 2} ;;
+            bench heads train_heads.py --gpu-shape ${pretend:+--shape tiny --tokens 32 --rounds 2} ;;
         *)
             echo "there is no part $1: versions, tests, 7b, 13b, 8b, heads or all" >&2
             return 2 ;;
