@@ -34,9 +34,9 @@ class _Product:
     """x Wᵀ, by the fastest of the library's paths for the number of rows.
 
     On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
-    bfloat16. In float32 up to 16 rows cost hardly more than one by a function of ours (`few_rows`). Where that is not
-    to be had, one row is fastest against a transposed copy where there are more outputs than inputs (kept up to
-    `_LARGEST_COPY` elements). Results differ by rounding alone.
+    bfloat16. In float32 up to 16 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one
+    row is fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY`
+    elements). Results differ by rounding alone.
     """
 
     def __init__(self, weight_OI: Tensor) -> None:
@@ -156,7 +156,9 @@ class LeanLlama(LanguageModel):
         if self._folded:
             qkv *= norm_in_D * self.hidden_size**0.5
             gate_up *= norm_mlp_D * self.hidden_size**0.5
-        else:  # the module's weights become views of these, and are held once
+        elif not attention.q_proj.weight.requires_grad:
+            # Frozen, the module's weights become views of these, and are held once; trained ones may lie in others'
+            # memory, such as DeepSpeed's.
             modules = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
             parts = (*qkv.split([len(query), len(key), len(value)]), *gate_up.chunk(2))
             for module, part in zip(modules, parts, strict=True):

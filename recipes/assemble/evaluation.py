@@ -119,7 +119,7 @@ def _open_drafter(
 ) -> tuple[Identity, LanguageModel]:
     """A drafter of this target; `fits` looks at the manifest, where it is an artifact."""
     identity, (made, model) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
-    drafter = wrap_model(model)
+    drafter = wrap_model(model.requires_grad_(False))
     try:
         check_same_vocabulary(target, drafter, f"drafter {source}")
         if made is not None:
@@ -163,7 +163,8 @@ def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
 
 def load_target(recipe: EvaluateRecipe) -> PreTrainedModel:
     """A recipe's target, where and in the type that it says."""
-    return load_model(recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map)
+    model = load_model(recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map)
+    return model.requires_grad_(False)
 
 
 def entries_of(recipe: EvaluateRecipe) -> list[Entry]:

@@ -7,11 +7,11 @@ Float32 on a CPU; forwards of a chain of tokens after `--context` cached ones, i
 
 from __future__ import annotations
 
-import statistics
-import time
+from contextlib import nullcontext
+from functools import partial
 
 import torch
-from common import finish, parser_of
+from common import finish, in_turns, medians, parser_of
 from draftsmith.decode.models.few_rows import compiled, library_products
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.tree import Tree
@@ -32,21 +32,13 @@ def main() -> None:
     model.extend(cache, tokens[:, : args.context])
     cache.set_lengths([args.context])
 
-    def forward(rows: int) -> float:
-        start = time.perf_counter()
-        model.logits(model.extend(cache, tokens[:, args.context : args.context + rows], Tree.chain(rows - 1)))
-        return 1e3 * (time.perf_counter() - start)
+    def forward(rows: int, ours: bool) -> None:
+        with nullcontext() if ours else library_products():
+            model.logits(model.extend(cache, tokens[:, args.context : args.context + rows], Tree.chain(rows - 1)))
 
-    times: dict[str, dict[int, list[float]]] = {name: {rows: [] for rows in ROWS} for name in ("ours", "library")}
-    for run in range(3 + (10 if args.quick else args.runs)):
-        for rows in ROWS:
-            with library_products():
-                library = forward(rows)
-            ours = forward(rows)
-            if run >= 3:  # the first are a warm-up
-                times["library"][rows].append(library)
-                times["ours"][rows].append(ours)
-    found = {name: {rows: statistics.median(each[rows]) for rows in ROWS} for name, each in times.items()}
+    jobs = {f"{name} {rows}": partial(forward, rows, name == "ours") for rows in ROWS for name in ("library", "ours")}
+    seconds = medians(in_turns(jobs, 10 if args.quick else args.runs, warm=3))
+    found = {name: {rows: 1e3 * seconds[f"{name} {rows}"] for rows in ROWS} for name in ("library", "ours")}
     print(f"{'rows':>4} {'library':>8} {'ours':>8} {'ratio':>6}")
     for rows in ROWS:
         library, ours = found["library"][rows], found["ours"][rows]

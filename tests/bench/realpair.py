@@ -22,10 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import starmap
@@ -37,10 +35,10 @@ from common import SHARED, finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.storage.atomic import atomic_text
-from draftsmith.decode.evaluation.profile import isolated_forward
+from draftsmith.decode.evaluation.profile import drafting_cost
 from draftsmith.decode.evaluation.replay.recording import record
 from draftsmith.decode.evaluation.replay.replay import predict
-from draftsmith.decode.methods import METHODS
+from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
@@ -88,7 +86,9 @@ CURVE = {
     "heads": [("bpd", {}), ("medusa", {}), ("medusa", {"tree": "2x1"})],
 }
 """By kind of artifact, the methods of a learning curve."""
-COST_RUNS, COST_CONTEXT = 40, 300
+COSTED: dict[str, tuple[str, dict[str, Any]]] = {"drafter": ("speculative", {"gamma": 1}), "heads": ("bpd", {})}
+COST_CONTEXT = 300
+"""Methods whose proposal is one forward, and the tokens it stands behind."""
 Steps = dict[str, dict[str, tuple[float, float]]]
 """By temperature and method, tokens per step and their standard error."""
 
@@ -274,20 +274,6 @@ def chosen(manifest: Any) -> dict[str, Any]:
     return found | {"objective": recipe.get("objective")}
 
 
-@torch.inference_mode()
-def cost_of(target: Any, part: Any) -> float:
-    """A forward of one token, or of heads on one state, over one of the target's; medians of runs in turn."""
-    calls = [isolated_forward(target, each, 1, COST_CONTEXT) for each in (part, target)]
-    times: list[list[float]] = [[], []]
-    for _ in range(COST_RUNS):
-        for call, seconds in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-    drafting, scoring = map(statistics.median, times)
-    return drafting / scoring
-
-
 def curve(options: argparse.Namespace) -> dict[str, Any]:
     """By artifact: tokens of training, what it measured, its cost, tokens per step at both temperatures."""
     base = recipe_of(options, 0.0, [BASELINE], drafter=None, heads=None, table=None)
@@ -320,7 +306,9 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
 
             def cost(folder: Path = folder, kind: str = manifest.kind) -> float:
                 opened = open_recipe(base.model_copy(update={kind: str(folder)}))
-                return cost_of(opened.target, getattr(opened.parts, kind))
+                name, options = COSTED[kind]
+                method = build_method(name, opened.parts, Sampling(), **options)
+                return drafting_cost(opened.target, method, 2, COST_CONTEXT)[0]
 
             steps = kept(f"curve {manifest.digest}", TypeAdapter(Steps), work)
             row = {"kind": manifest.kind, "tokens": trained_tokens(folder), **chosen(manifest), **steps}

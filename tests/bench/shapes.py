@@ -102,7 +102,8 @@ def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
     """Every method of a pair of shapes, by label, batch and context."""
     dtype, gamma, tokens = getattr(torch, options.dtype), options.gamma, 32 if options.quick else 128
     positions = max(options.context) + 2 * tokens + 64
-    models = [random_llama(SHAPES[shape], positions, options.device, dtype).eval() for shape in pair.split("-")]
+    sizes = [SHAPES[shape] for shape in pair.split("-")]
+    models = [random_llama(size, positions, options.device, dtype).eval().requires_grad_(False) for size in sizes]
     vocabulary, found = models[0].config.vocab_size, dict[str, Any]()
     heads = PredictionHeads.from_lm_head(models[0].lm_head.weight.detach(), 4, 1).to(options.device).eval()
     counted = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()

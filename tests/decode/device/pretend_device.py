@@ -41,7 +41,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -100,7 +100,6 @@ class PretendCuda:
 
     def __init__(self) -> None:
         self.recording: list[tuple[Any, Any, Any, Any]] | None = None
-        self.graphs: list[PretendGraphs] = []
         self.caller_is_on_device = False
         """Python called with tensors on the device and named none: what C++ makes on the way belongs there too."""
         self.inside_one_kernel = False
@@ -113,7 +112,6 @@ class PretendCuda:
         self.syncs: list[Found] = []
         self.unpinned: list[Found] = []
         self.launches: Counter[str] = Counter()
-        self.launch_places: Counter[str] = Counter()
 
     # what lies where
 
@@ -236,7 +234,6 @@ class PretendCuda:
         """Count a kernel."""
         if not self.inside_one_kernel:
             self.launches[name] += 1
-            self.launch_places[f"{self.where()} {name}"] += 1
 
     # every operation
 
@@ -322,19 +319,6 @@ class PretendCuda:
             self.wait("send", f"{name} by an index on the CPU")
         if values is not None and not self.holds(values) and values.dim():
             self.mix(f"{name} with values {list(values.shape)} on the CPU")
-
-    # what moves
-
-    def send(self, tensor: Tensor, non_blocking: bool = False) -> Tensor:
-        """A copy on the device."""
-        self._note_copy(True, tensor, not non_blocking)
-        self.launch("memcpy to device")
-        return tensor.clone()
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy on the CPU."""
-        self._note_copy(False, tensor, True)
-        return tensor.clone()
 
 
 @cache
@@ -506,33 +490,23 @@ class PretendGraphs:
     """
 
     owner: PretendCuda
-    captured: int = 0
-    replayed: int = 0
-    kernels: list[int] = field(default_factory=list)
-    """Of each capture."""
-
-    def __post_init__(self) -> None:
-        self.owner.graphs.append(self)
 
     def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
         return run()
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         owner = self.owner
-        launches, places = owner.launches.copy(), owner.launch_places.copy()
+        launches = owner.launches.copy()
         owner.recording = []
         try:
             output = run()
         finally:
             recorded, owner.recording = owner.recording, None
-        self.captured += 1
-        self.kernels.append((owner.launches - launches).total())
-        owner.launches, owner.launch_places = launches, places  # a capture launches nothing
+        owner.launches = launches  # a capture launches nothing
         with _Untracked(owner):
             output.fill_(torch.nan)
 
         def replay() -> Tensor:
-            self.replayed += 1
             owner.launch("cudaGraphLaunch")
             with _Untracked(owner):
                 for func, args, kwargs, old in recorded:

@@ -1,7 +1,7 @@
 """On a (pretended) CUDA device every method decodes as on the CPU, waits once a step, and keeps to its launches.
 
-A wait costs a GPU the time from the last kernel's end to the first one after it, tens of microseconds a step; a launch
-about 4 µs of the host. More than one wait have: policies that stop drafting, which the host must know before it asks
+A wait costs a GPU the time from the last kernel's end to the first one after it, a launch the host's time. More than
+one wait have: policies that stop drafting, which the host must know before it asks
 for the next draft token; trees that the host builds from candidates of heads; beams, whose one step is a whole text.
 """
 
@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.decode.methods import Parts
+from draftsmith.decode.models.graphs import GraphedModel
+from draftsmith.decode.models.loading import wrap_model
 from pretend_device import PretendCuda
-from steps import NAMES, built, decode
+from steps import NAMES, STOPS_DRAFTING, VOCAB, built, decode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
-STOPS_DRAFTING = ("adaptive", "bild", "lookup-drafter")
 SYNCS = {"suffix-heads": 2}
 LAUNCHES = {
     "autoregressive": 18, "mjgd": 100, "speculative": 85, "unigram": 51, "bigram": 93, "prompt-lookup": 32,
@@ -61,3 +64,23 @@ def test_a_drafter_on_another_device_is_refused(cuda: PretendCuda, make_llama: A
     _, parts = built(make_llama, "cpu")
     with pytest.raises(ValueError, match=r"cpu.*cuda:0"):
         decode(target, parts, "speculative", 1, 0.0, cuda)
+
+
+class AsksTheDevice(GPT2LMHeadModel):
+    """Its forward reads a number, which a capture forbids."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        found = super().forward(*arguments, **options)
+        assert bool(found.logits.isfinite().all())
+        return found
+
+
+@pytest.mark.parametrize(("kind", "graphed"), [(GPT2LMHeadModel, True), (AsksTheDevice, False)])
+def test_other_decoders_have_graphs_where_they_can(cuda: PretendCuda, kind: Any, graphed: bool) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64, initializer_range=0.3)
+    model, parts = kind(config).eval(), Parts()
+    texts, _ = decode(wrap_model(model), parts, "autoregressive", 2, 0.0, None)
+    target = wrap_model(model.to("cuda"))
+    assert isinstance(target, GraphedModel) == graphed
+    assert decode(target, parts, "autoregressive", 2, 0.0, cuda)[0] == texts

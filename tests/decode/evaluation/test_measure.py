@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import REFERENCE, Decoded, Entry, Run, RunKey, measure, turn
+from draftsmith.decode.evaluation.measure import REFERENCE, Decoded, Entry, Run, RunKey, measure, turn, warm_ups
 from draftsmith.decode.evaluation.metrics import total
 from draftsmith.decode.evaluation.quality import perplexity, self_consistency
 from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser, Summary
@@ -208,3 +208,13 @@ def test_a_baseline_is_needed(evaluation: Evaluation) -> None:
     maker = Summariser(evaluation.target, evaluation.parts, ASKED, evaluation.runs, LIMITS)
     with pytest.raises(ValueError, match=r"'chain'.*'autoregressive'"):
         maker.summarise(ENTRIES[1:2])
+
+
+def test_a_gpu_is_warmed_up_with_every_length_that_its_graphs_tell_apart() -> None:
+    """Lengths up to 256, 512 and 1,024 slots, and none by a prompt that its own stop token cuts short."""
+    prompts = [[1] * length for length in (3, 900, 250, 300, 10, 1000)]
+    limits = Limits(40, (2,))
+    chosen = warm_ups(prompts, limits, "cuda")
+    assert [len(prompt) for prompt, _ in chosen] == [1000, 300, 250]
+    assert all(until == Limits(40) for _, until in chosen)
+    assert warm_ups(prompts, limits, "cpu") == [(prompts[0], Limits(8, (2,)))]

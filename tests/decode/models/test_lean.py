@@ -32,8 +32,8 @@ def test_products_of_any_number_of_rows_are_the_matrix_product(shape: tuple[int,
         assert (made.add_to(sum_XO, x_XI).double() - expected_XO - sum_XO.double()).abs().max() < 2 * bound
 
 
-def test_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Path) -> None:
-    model = make_llama().bfloat16()
+def test_frozen_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Path) -> None:
+    model = make_llama().bfloat16().requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     thin = LeanLlama(model)
     for layer, whole in zip(model.model.layers, thin._layers, strict=True):
@@ -47,3 +47,12 @@ def test_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     for state in (model.state_dict(), LlamaForCausalLM.from_pretrained(tmp_path).state_dict()):
         assert all(torch.equal(state[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_are_trained_stay_where_they_are(make_llama: Any, dtype: torch.dtype) -> None:
+    """An optimizer may keep them in memory of its own, and would otherwise write what nobody reads."""
+    model = make_llama().to(dtype)
+    before = [weight.data_ptr() for weight in model.parameters()]
+    LeanLlama(model)
+    assert [weight.data_ptr() for weight in model.parameters()] == before
