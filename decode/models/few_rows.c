@@ -1,38 +1,60 @@
-/* y = x W^T (+ add) in float32, for the few rows x that decoding has: each weight is read once, whatever the rows.
+/* y = x W^T (+ add) for the few rows x that decoding has: each weight is read once, whatever the rows.
 
-   W lies in panels of 16 outputs: w[output / 16][input][output % 16]. x is [count, inputs], y and add [count, outputs];
-   outputs are a multiple of 16, count is at most 16, add may be null. */
+   W lies in panels of 16 outputs, w[output / 16][input][output % 16], of float32 or, if narrow, of bfloat16. x is [count,
+   inputs], y and add [count, outputs], float32; outputs are a multiple of 16, count is at most 16, add may be null. */
 
 typedef float panel __attribute__((vector_size(64), aligned(4)));
+typedef unsigned int words __attribute__((vector_size(64)));
+typedef unsigned short halves __attribute__((vector_size(32), aligned(2)));
 
-#define AHEAD 128 /* vectors: how far ahead of its use a weight is asked for */
+#define AHEAD 8192 /* bytes: how far ahead of its use a weight is asked for */
+
+static inline __attribute__((always_inline)) panel weights(const char *at, const int narrow)
+{
+    if (narrow)
+        return (panel)(__builtin_convertvector(*(const halves *)at, words) << 16);
+    return *(const panel *)at;
+}
 
 static inline __attribute__((always_inline)) void some_panels(
-    const float *w, const float *x, const float *add, float *y, long inputs, long outputs, long from, long to,
-    const int count)
+    const char *w, const float *x, const float *add, float *y, long inputs, long outputs, long from, long to,
+    const int count, const int narrow)
 {
+    const long bytes = narrow ? 32 : 64;
+    const int together = count <= 12 ? 2 : 1; /* more sums than there are registers are slow */
     for (long p = from; p < to; p++) {
-        const float *at = w + p * inputs * 16;
-        panel sums[count];
+        const char *at = w + p * inputs * bytes;
+        panel sums[2][count]; /* of even and odd inputs, for one sum waits four cycles for the last */
         for (int row = 0; row < count; row++)
-            sums[row] = (panel){0};
-        for (long i = 0; i < inputs; i++) {
-            panel weight = *(const panel *)(at + i * 16);
-            __builtin_prefetch(at + (i + AHEAD) * 16);
+            sums[0][row] = sums[1][row] = (panel){0};
+        long i = 0;
+        for (; i + together <= inputs; i += together)
+            for (int odd = 0; odd < together; odd++) {
+                panel weight = weights(at + (i + odd) * bytes, narrow);
+                if (!narrow || !odd)
+                    __builtin_prefetch(at + (i + odd) * bytes + AHEAD);
+                for (int row = 0; row < count; row++)
+                    sums[odd][row] += weight * x[row * inputs + i + odd];
+            }
+        for (; i < inputs; i++) {
+            panel weight = weights(at + i * bytes, narrow);
             for (int row = 0; row < count; row++)
-                sums[row] += weight * x[row * inputs + i];
+                sums[0][row] += weight * x[row * inputs + i];
         }
+        for (int row = 0; row < count; row++)
+            sums[0][row] += sums[1][row];
         for (int row = 0; row < count; row++) {
             long place = row * outputs + p * 16;
             if (add)
-                sums[row] += *(const panel *)(add + place);
-            *(panel *)(y + place) = sums[row];
+                sums[0][row] += *(const panel *)(add + place);
+            *(panel *)(y + place) = sums[0][row];
         }
     }
 }
 
 void few_rows(
-    const float *w, const float *x, const float *add, float *y, long inputs, long outputs, int count, int threads)
+    const char *w, const float *x, const float *add, float *y, long inputs, long outputs, int count, int narrow,
+    int threads)
 {
     long panels = outputs / 16;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
@@ -40,7 +62,10 @@ void few_rows(
         long from = panels * thread / threads, to = panels * (thread + 1) / threads;
 #define CASE(count) \
     case count: \
-        some_panels(w, x, add, y, inputs, outputs, from, to, count); \
+        if (narrow) \
+            some_panels(w, x, add, y, inputs, outputs, from, to, count, 1); \
+        else \
+            some_panels(w, x, add, y, inputs, outputs, from, to, count, 0); \
         break;
         switch (count) { /* each with its number of rows known, so that the sums stay in registers */
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)

@@ -33,11 +33,12 @@ _in_use = True
 
 
 class FewRows:
-    """x Wᵀ for 1 to `MOST_ROWS` rows; a copy of W [O, I] is kept. See `fits`."""
+    """x Wᵀ for 1 to `MOST_ROWS` rows of float32, with weights of float32 or bfloat16; a copy of W [O, I] is kept. See
+    `fits`."""
 
     def __init__(self, weight_OI: Tensor) -> None:
         outputs, self._inputs = weight_OI.shape
-        self._outputs = outputs
+        self._outputs, self._narrow = outputs, weight_OI.dtype == torch.bfloat16
         self._weight_PIW = weight_OI.view(-1, _WIDTH, self._inputs).transpose(1, 2).contiguous()
         self._call = compiled()
 
@@ -56,14 +57,14 @@ class FewRows:
         assert add is None or (add.shape == (rows, self._outputs) and add.dtype == torch.float32)
         out_XO = x_XI.new_empty(rows, self._outputs)
         pointers = (self._weight_PIW.data_ptr(), x_XI.data_ptr(), None if add is None else add.data_ptr())
-        sizes = (self._inputs, self._outputs, rows, torch.get_num_threads())
+        sizes = (self._inputs, self._outputs, rows, self._narrow, torch.get_num_threads())
         self._call(*pointers, out_XO.data_ptr(), *sizes)
         return out_XO
 
 
 def fits(weight_OI: Tensor) -> bool:
     """Whether there is such a product for these weights here."""
-    right = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
+    right = weight_OI.device.type == "cpu" and weight_OI.dtype in (torch.float32, torch.bfloat16)
     return right and len(weight_OI) % _WIDTH == 0 and compiled() is not None
 
 
@@ -98,7 +99,7 @@ def compiled() -> Any:
     except (OSError, subprocess.SubprocessError):
         return None
     function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 2 + [ctypes.c_int] * 2
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 2 + [ctypes.c_int] * 3
     return function
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ...checkpoints.storage.draft_vocabulary import widen
 from .base import LanguageModel, position_limit
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
-from .few_rows import FewRows, fits
+from .few_rows import FewRows, compiled, fits
 from .kv_cache import KVCache
 
 _FEW_ROWS = 64
@@ -34,9 +34,9 @@ class _Product:
     """x Wᵀ, by the fastest of the library's paths for the number of rows.
 
     On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
-    bfloat16. In float32 up to 16 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one
-    row is fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY`
-    elements). Results differ by rounding alone.
+    bfloat16. Up to 16 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one row is
+    fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY` elements).
+    Results differ by rounding alone.
     """
 
     def __init__(self, weight_OI: Tensor) -> None:
@@ -55,7 +55,9 @@ class _Product:
         """x Wᵀ, [X, O]."""
         rows = len(x_XI)
         if self.few_rows is not None and self.few_rows.takes(rows):
-            return self.few_rows(x_XI)
+            return self.few_rows(x_XI.float()).to(x_XI.dtype)
+        if x_XI.dtype != self.weight_OI.dtype:
+            return self(x_XI.to(self.weight_OI.dtype)).to(x_XI.dtype)
         if rows in self.packed_rows:
             product_XO: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self.packed, None, "none", [], "")
             return product_XO
@@ -66,8 +68,9 @@ class _Product:
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
         """sum + x Wᵀ."""
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
-            return self.few_rows(x_XI, sum_XO)
-        return sum_XO + self(x_XI) if len(x_XI) in self.packed_rows else torch.addmm(sum_XO, x_XI, self.weight_OI.t())
+            return self.few_rows(x_XI.float(), sum_XO.float()).to(sum_XO.dtype)
+        apart = len(x_XI) in self.packed_rows or x_XI.dtype != self.weight_OI.dtype
+        return sum_XO + self(x_XI) if apart else torch.addmm(sum_XO, x_XI, self.weight_OI.t())
 
 
 def _packs(dtype: torch.dtype) -> bool:
@@ -118,7 +121,9 @@ class LeanLlama(LanguageModel):
         head: Tensor = output.weight.detach()
         self.vocab_size, self.hidden_size = len(head), embedding.shape[1]
         self.max_positions = position_limit(config)
-        self.device, self.dtype = embedding.device, embedding.dtype
+        # Over weights of bfloat16 the processor's own work is fastest, and most exact, in float32.
+        wide = embedding.dtype == torch.bfloat16 and embedding.device.type == "cpu" and compiled() is not None
+        self.device, self.dtype = embedding.device, torch.float32 if wide else embedding.dtype
         self.layers = config.num_hidden_layers
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
@@ -134,11 +139,11 @@ class LeanLlama(LanguageModel):
         self._complex = self.dtype == torch.float32
         # ‖x‖₂ with a constant √(D ε) beside it is √D times the root mean square that RMSNorm divides by. In float32 the
         # √D and the norm's weight are multiplied into the product that follows.
-        self._folded = self.dtype == torch.float32
+        self._folded = embedding.dtype == torch.float32
         self._offset = torch.tensor((self.hidden_size * self._eps) ** 0.5, device=self.device)
         self._norm_D = decoder.norm.weight.detach()
-        if self._folded:
-            self._norm_D = self._norm_D * self.hidden_size**0.5
+        if self._complex:
+            self._norm_D = self._scaled(self._norm_D)
         self._layers = [self._fuse(layer) for layer in decoder.layers]
         self._rotary = decoder.rotary_emb
         self._turns_SE = torch.empty(0, 0)
@@ -156,6 +161,8 @@ class LeanLlama(LanguageModel):
         if self._folded:
             qkv *= norm_in_D * self.hidden_size**0.5
             gate_up *= norm_mlp_D * self.hidden_size**0.5
+        elif self._complex:
+            norm_in_D, norm_mlp_D = self._scaled(norm_in_D), self._scaled(norm_mlp_D)
         elif not attention.q_proj.weight.requires_grad:
             # Frozen, the module's weights become views of these, and are held once; trained ones may lie in others'
             # memory, such as DeepSpeed's.
@@ -172,11 +179,16 @@ class LeanLlama(LanguageModel):
             _Product(mlp.down_proj.weight.detach()),
         )
 
+    def _scaled(self, norm_D: Tensor) -> Tensor:
+        """A norm's weight with the √D that `_norm` leaves out."""
+        return norm_D.to(self.dtype) * self.hidden_size**0.5
+
     def _norm(self, x_XD: Tensor, weight_D: Tensor) -> Tensor:
-        """RMSNorm; in float32 without its weight and its √D, which the next product holds."""
-        if self._folded:
-            return x_XD / torch.hypot(torch.linalg.vector_norm(x_XD, dim=-1, keepdim=True), self._offset)
-        return F.rms_norm(x_XD, (self.hidden_size,), weight_D, self._eps)
+        """RMSNorm; with weights of float32 without its weight and its √D, which the next product holds."""
+        if not self._complex:
+            return F.rms_norm(x_XD, (self.hidden_size,), weight_D, self._eps)
+        x_XD = x_XD / torch.hypot(torch.linalg.vector_norm(x_XD, dim=-1, keepdim=True), self._offset)
+        return x_XD if self._folded else x_XD * weight_D
 
     def _final_norm(self, x_XD: Tensor) -> Tensor:
         """RMSNorm with its weight: what follows may be no product of ours."""
@@ -216,7 +228,7 @@ class LeanLlama(LanguageModel):
     ) -> Tensor:
         batch, count = tokens_BM.shape
         rotated_heads = self.heads + self.kv_heads
-        hidden_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD)
+        hidden_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype)
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
         group = self.heads // self.kv_heads if count <= _FEW_ROWS else 1

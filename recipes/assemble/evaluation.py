@@ -65,7 +65,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
             if getattr(recipe, part) is None:
                 raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
     device = device_of(recipe)
-    load = partial(load_model, dtype=recipe.dtype, device=device)
+    load = partial(load_model, dtype=recipe.drafter_dtype or recipe.dtype, device=device)
     identities: dict[str, Identity] = {}
     identities["target"], (tokenizer, model) = load_identified(
         recipe.target, lambda: (load_tokenizer(recipe.target), load_target(recipe)), content=True

@@ -55,6 +55,8 @@ class EvaluateRecipe(_Decoding):
     """Folder or hub id of the target."""
     drafter: str | None = None
     """Folder or hub id of the drafter."""
+    drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """Type of the drafters' weights; null: `dtype`. A narrower one drafts faster, and methods stay exact."""
     more_drafters: list[str] = []
     """Drafters beside the first, for methods that take several (specinfer)."""
     heads: str | None = None

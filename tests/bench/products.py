@@ -1,8 +1,8 @@
 """What a row more costs: a model's forward of few rows with our compiled products, and with the library's.
 
-    python tests/bench/products.py FOLDER [--runs 40] [--context 300]
+    python tests/bench/products.py FOLDER [--runs 40] [--context 300] [--dtype float32]
 
-Float32 on a CPU; forwards of a chain of tokens after `--context` cached ones, in turns; medians in milliseconds.
+On a CPU; forwards of a chain of tokens after `--context` cached ones, in turns; medians in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 16, 21)
 def main() -> None:
     parser = parser_of(__doc__, "ten runs of each", runs=40, context=300)
     parser.add_argument("model", help="a model's folder or GGUF file")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     args = parser.parse_args()
     if compiled() is None:
         raise SystemExit("there are no compiled products here: no C compiler, or DRAFTSMITH_NATIVE=0")
-    model = wrap_model(load_model(args.model, dtype=torch.float32))
+    model = wrap_model(load_model(args.model, dtype=getattr(torch, args.dtype)))
     tokens = torch.randint(0, model.vocab_size, (1, args.context + max(ROWS)))
     cache = model.new_cache(1, tokens.shape[1])
     model.extend(cache, tokens[:, : args.context])
@@ -43,7 +44,7 @@ def main() -> None:
     for rows in ROWS:
         library, ours = found["library"][rows], found["ours"][rows]
         print(f"{rows:>4} {library:>8.1f} {ours:>8.1f} {ours / library:>6.2f}")
-    finish({"rows": found})
+    finish({"rows": found, "dtype": args.dtype})
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ ASK = "import torch; from draftsmith.decode.models.few_rows import fits; print(f
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(16, 1), (48, 7), (4096, 100)], ids=str)
-def test_products_are_the_librarys(shape: tuple[int, int], threads: int) -> None:
+def test_products_are_the_librarys(shape: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
     """To float32's rounding; a wrong panel, row or thread would be off by the size of the result."""
     torch.manual_seed(0)
     outputs, inputs = shape
-    weight_OI = torch.randn(outputs, inputs)
+    weight_OI = torch.randn(outputs, inputs, dtype=dtype)
     assert fits(weight_OI)
     product, before = FewRows(weight_OI), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -41,7 +42,7 @@ def test_products_are_the_librarys(shape: tuple[int, int], threads: int) -> None
 
 def test_other_weights_are_left_to_the_library() -> None:
     assert not fits(torch.zeros(24, 4)), "outputs are no panels"
-    assert not fits(torch.zeros(16, 4, dtype=torch.bfloat16))
+    assert not fits(torch.zeros(16, 4, dtype=torch.float16))
     large = _Product(torch.zeros(_SMALLEST_PACKED // 16, 16))
     assert (large.few_rows is None) == (compiled() is None)
 
