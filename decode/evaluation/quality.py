@@ -99,7 +99,8 @@ def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int
     logits_V = target.logits(_states(target, prompt, greedy[: index + 1])[:, -1:])[0, 0].float()
     lead = abs(float(logits_V[greedy[index]] - logits_V[text[index]]))
     largest = float(logits_V[logits_V.isfinite()].abs().max())  # masked tokens are minus infinity
-    limit = _TIE.get(target.dtype, 4) * torch.finfo(target.dtype).eps * largest
+    dtype = target.weights_dtype
+    limit = _TIE.get(dtype, 4) * torch.finfo(dtype).eps * largest
     return lead <= limit
 
 

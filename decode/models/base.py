@@ -45,6 +45,11 @@ class LanguageModel(ABC):
     head_weights: int | None = None
     """Weights of its output layer, where that is less than its configuration says."""
 
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The coarsest type that forwards round to; `dtype` is that of hidden states."""
+        return self.dtype
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of `capacity` slots a row, or of some more."""
         widths = (self.key_width, self.value_width)

@@ -150,6 +150,10 @@ class LeanLlama(LanguageModel):
         self._sin_SE = torch.empty(0, 0)
         self._outgrown: list[Tensor] = []
 
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self._embedding_VD.dtype
+
     def _fuse(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         query, key = attention.q_proj.weight.detach(), attention.k_proj.weight.detach()

@@ -210,9 +210,9 @@ def measure_rounding(
         spread = max(spread, float((narrow_XV - wide_XV)[finite_XV].abs().max()))
         apart_X = (warp(narrow_XV, sampling) - warp(wide_XV, sampling)).abs().sum(-1) / 2
         distance = max(distance, float(apart_X.mean()))
-    precision, largest = torch.finfo(target.dtype).eps, float(wide_XV[finite_XV].abs().max())
+    precision, largest = torch.finfo(target.weights_dtype).eps, float(wide_XV[finite_XV].abs().max())
     near_tie = min(max(_SAFETY * spread, precision * largest), math.sqrt(precision) * largest)
-    return Rounding(str(target.dtype).removeprefix("torch."), spread, near_tie, distance, len(wide_XV))
+    return Rounding(str(target.weights_dtype).removeprefix("torch."), spread, near_tie, distance, len(wide_XV))
 
 
 def _rerun(model: LanguageModel, prompt: Sequence[int], output: Sequence[int], width: int) -> Tensor:

@@ -42,13 +42,12 @@ def run_energy(recipe: EvaluateRecipe, out: Path, *, batches: Sequence[int], run
     if min(runs, context, *batches) < 1:
         raise ValueError(f"all must be at least 1: --runs {runs}, --context {context}, --batch {[*batches]}")
     check_writable(out)
-    loaded = load_target(recipe)
-    model = wrap_model(loaded)
+    model = wrap_model(load_target(recipe))
     if context + 1 > model.max_positions:
         raise ValueError(
             f"--context {context} and a new token are more than the target's {model.max_positions} positions"
         )
-    dtype_name = str(loaded.dtype).removeprefix("torch.")
+    dtype_name = str(model.weights_dtype).removeprefix("torch.")
     sizes = ", ".join(map(str, batches))
     log(f"energy: {recipe.target} ({dtype_name}) on {model.device}: {runs} forwards at batch {sizes}")
     calls, seconds = _timed(model, batches, runs, context, recipe.seed)

@@ -32,13 +32,8 @@ def test_products_of_any_number_of_rows_are_the_matrix_product(shape: tuple[int,
         assert (made.add_to(sum_XO, x_XI).double() - expected_XO - sum_XO.double()).abs().max() < 2 * bound
 
 
-<<<<<<< HEAD
 def test_frozen_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Path) -> None:
-    model = make_llama().bfloat16().requires_grad_(False)
-=======
-def test_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Path) -> None:
-    model = make_llama().half()  # of bfloat16 a processor keeps copies, for work in float32
->>>>>>> 72007af (Weights of two bytes under work in float32, on processors; a drafter may have a type of its own)
+    model = make_llama().half().requires_grad_(False)  # of bfloat16 a processor keeps copies, for work in float32
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     thin = LeanLlama(model)
     for layer, whole in zip(model.model.layers, thin._layers, strict=True):
