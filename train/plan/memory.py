@@ -166,9 +166,8 @@ def plan_memory(demand: Demand) -> tuple[Part, ...]:
     ]
     if target is not None:
         parts.append(Part("target", target.weights))
-        # on a processor weights lie packed too, in float32 in two ways; elsewhere those of two bytes are held once
-        wide = target.item == 4
-        copies = (3.0 if wide else 1.6) if demand.launch.device == "cpu" else float(wide)
+        # on a processor weights lie packed too, in two ways; elsewhere those of two bytes are held once
+        copies = 3.0 if demand.launch.device == "cpu" else float(target.item == 4)
         parts.append(Part("target, prepared for decoding", round(copies * target.weights) if demand.decodes else 0))
         running = tokens * (target.layer_elements + 2 * target.hidden_size) * target.item
         parts.append(Part("target while it runs", running if demand.taught else 0, "training"))
