@@ -194,13 +194,19 @@ class Context:
         self._last_node = 0  # the first row's, known on the host
         self.watch = Watch()
         """Is shown the largest of all logits that a token is chosen by."""
-        self._hidden: tuple[Tensor, Verdict | None]
-        self._hidden = prefill(target, self.cache, self.ids_BS, self.lengths)[:, None], None
+        read_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
+        self._hidden: tuple[Tensor, Verdict | None] = _last(read_BTG, self.lengths)[:, None], None
+        self.given_BSG: Tensor | None = None
+        """What the target's given layers are behind each committed token but the root; None: it gives none."""
+        if target.given_layers:
+            self.given_BSG = read_BTG.new_zeros(len(ids), self.capacity, read_BTG.shape[2] - target.hidden_size)
+            self.given_BSG[:, : read_BTG.shape[1]] = read_BTG[:, :, : -target.hidden_size]
 
     @property
     def hidden_BD(self) -> Tensor:
         """[B, D] hidden state that the last committed token was read from; zeros where there is none."""
         hidden_BND, verdict = self._hidden
+        hidden_BND = hidden_BND[..., -self.target.hidden_size :]
         if verdict is None:
             return hidden_BND[:, 0]
         if len(self.accepted) == 1:
@@ -212,6 +218,15 @@ class Context:
     def root_B1(self) -> Tensor:
         """[B, 1] last committed token of each row."""
         return self.last_ids(1)
+
+    def given_before(self, count: int) -> Tensor:
+        """[B, count, G] what the target gives behind the tokens that stand before each of `last_ids(count)`."""
+        assert self.given_BSG is not None
+        if len(self.lengths) == 1:
+            return self.given_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
+        first_B1 = self.cache.lengths_B[:, None] - count
+        places_BM1 = (first_B1 + torch.arange(count, device=first_B1.device))[..., None]
+        return self.given_BSG.gather(1, places_BM1.expand(-1, -1, self.given_BSG.shape[2]))
 
     def last_ids(self, count: int) -> Tensor:
         """[B, count] last committed tokens of each row; each row must have as many."""
@@ -247,6 +262,12 @@ class Context:
             self.cache.move_to_front(verdict.path_BK[:, :deepest])
         if self.ids_BS.device.type != "cpu":
             self._send(before, depth + 1)
+        if self.given_BSG is not None:
+            path_BK1 = torch.nn.functional.pad(verdict.path_BK, (1, 0))[..., None]
+            given_BKG = hidden_BND[..., : self.given_BSG.shape[2]]
+            given_BKG = given_BKG.gather(1, path_BK1.expand(-1, -1, given_BKG.shape[2]))
+            slots_BK1 = (self.cache.lengths_B[:, None] + torch.arange(depth + 1, device=path_BK1.device))[..., None]
+            self.given_BSG.scatter_(1, slots_BK1.expand_as(given_BKG), given_BKG)
         self.cache.set_lengths([length - 1 for length in self.lengths])
         self.accepted, self._hidden = accepted, (hidden_BND, verdict)
         self.paths, self.chains = paths, chains
@@ -292,19 +313,24 @@ def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tup
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run all committed tokens but the last of each row; the last becomes the root of the first tree. Returns [B, D],
-    the hidden state of the last token that was run (zeros for a row of one token); nothing is projected."""
-    longest = max(lengths) - 1
-    rows = len(lengths)
-    hidden_BD = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+    """Run all committed tokens but the last of each row; the last becomes the root of the first tree. Returns what
+    `extend` does; nothing is projected."""
+    longest, width = max(lengths) - 1, model.hidden_size * (len(model.given_layers) + 1)
+    read_BTG = torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)
     if longest > 0:
-        hidden_BTD = model.extend(cache, ids_BS[:, :longest])
-        last_B = torch.tensor([max(length - 2, 0) for length in lengths], device=model.device)
-        last_BD = hidden_BTD.gather(1, last_B[:, None, None].expand(-1, 1, hidden_BTD.shape[-1]))[:, 0]
-        alone_B1 = torch.tensor(lengths, device=model.device)[:, None] < 2
-        hidden_BD = last_BD.masked_fill(alone_B1, 0.0)
+        read_BTG = model.extend(cache, ids_BS[:, :longest])
     cache.set_lengths([length - 1 for length in lengths])
-    return hidden_BD
+    return read_BTG
+
+
+def _last(read_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[B, G] behind the last token that was run of each row; zeros for a row of one token."""
+    if not read_BTG.shape[1]:
+        return read_BTG.new_zeros(len(lengths), read_BTG.shape[2])
+    last_B = torch.tensor([max(length - 2, 0) for length in lengths], device=read_BTG.device)
+    last_BG = read_BTG.gather(1, last_B[:, None, None].expand(-1, 1, read_BTG.shape[2]))[:, 0]
+    alone_B1 = torch.tensor(lengths, device=read_BTG.device)[:, None] < 2
+    return last_BG.masked_fill(alone_B1, 0.0)
 
 
 def generate(

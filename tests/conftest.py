@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.checkpoints.heads.eagle import EagleHeads
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -42,6 +43,21 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
                 if parameter.dim() == 2:
                     parameter.normal_(0.0, sharpness * parameter.shape[1] ** -0.5)
         return model
+
+    return build
+
+
+@pytest.fixture
+def make_eagle() -> Callable[..., EagleHeads]:
+    """A function that builds random EAGLE-3 heads for a target of two layers: `make_eagle(model, proposed=ids)`."""
+
+    def build(model: LlamaForCausalLM, proposed: torch.Tensor | None = None) -> EagleHeads:
+        torch.manual_seed(3)
+        heads = EagleHeads.for_target(model.config, layers=[0, 1], proposed=proposed)
+        for name, weight in heads.named_parameters():
+            torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.4)
+        weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        return heads.to(model.dtype).attach(*weights).requires_grad_(False).eval()
 
     return build
 

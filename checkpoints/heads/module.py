@@ -164,6 +164,11 @@ class PredictionHeads(nn.Module):
         return self._vocab_size
 
     @property
+    def states_size(self) -> int:
+        """Numbers that it reads of a position."""
+        return self.hidden_size
+
+    @property
     def knows_vocab_size(self) -> bool:
         """Whether there is a `vocab_size` to ask for."""
         return self._vocab_size is not None

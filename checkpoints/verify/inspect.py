@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NEEDED = {
-    "heads": ((HEADS_FILE,), (CONFIG_FILE,)),
+    "heads": ((HEADS_FILE, WHOLE_FILES[0]), (CONFIG_FILE,)),
     "table": ((TABLE_FILE,),),
     "adapter": ((ADAPTER_CONFIG,), (ADAPTER_FILE,)),
     "model": ((CONFIG_FILE,), WHOLE_FILES),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ class LanguageModel(ABC):
     """The configuration of the transformers model behind it; None where there is none."""
     head_weights: int | None = None
     """Weights of its output layer, where that is less than its configuration says."""
+    given_layers: tuple[int, ...] = ()
+    """Of so many layers each, the residual streams behind them are given too: in what `extend` returns they stand
+    before the hidden states, [B, M, G · D + D]."""
+    reads: tuple[int, ...] | None = None
+    """Given layers of the target that a drafter reads beside tokens (`EagleDrafter`); None: it reads tokens alone."""
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -72,7 +77,7 @@ class LanguageModel(ABC):
             tree: topology of the nodes 0..stop-1, of which those before `start` were run before. None: a chain.
 
         Returns:
-            [B, M, D] last hidden states, after the final norm or before it, by `states`.
+            [B, M, D] last hidden states, after the final norm or before it, by `states`; see `given_layers`.
 
         Raises ValueError: where the cache is too small, naming both numbers.
         """
@@ -117,6 +122,17 @@ class LanguageModel(ABC):
     ) -> Tensor:
         """The model itself: [B, M, D] hidden states, keys and values written at slots `length + start` and on."""
 
+    def take_in(self, given_BMG: Tensor) -> Tensor:
+        """[B, M, D] what a drafter that `reads` makes of the target's states."""
+        raise AssertionError("this model reads tokens alone")
+
+    def extend_with(
+        self, above_BMD: Tensor, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0
+    ) -> Tensor:
+        """`extend` of a drafter that `reads`: with what `take_in` made of the target's states behind the token before
+        each one, or with its own hidden state there."""
+        raise AssertionError("this model reads tokens alone")
+
     @abstractmethod
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """[..., D] hidden states as `extend` gives them to [..., V] logits."""
@@ -157,7 +173,7 @@ class TransformersModel(LanguageModel):
     """Any decoder of transformers, also spread or offloaded (`device_map`): our cache, a 4-D mask, explicit positions.
     Raises ValueError: states before the norm, where no final norm is found."""
 
-    def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm", given_layers: Sequence[int] = ()) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model, self.config = model, config
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
@@ -177,7 +193,7 @@ class TransformersModel(LanguageModel):
         self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
         if self._kept_R is not None:
             self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]
-        self.states, self._norm = states, None
+        self.states, self._norm, self.given_layers = states, None, tuple(given_layers)
         if states == "before-norm":
             self._norm = final_norm(self._decoder)
         if len({parameter.device for parameter in model.parameters()}) > 1:
@@ -210,14 +226,18 @@ class TransformersModel(LanguageModel):
             "past_key_values": SlotCache(cache, start, end),
             "use_cache": True,
         }
+        if self.given_layers:
+            inputs["output_hidden_states"] = True
         with masked_attention(self.model):
-            if self._norm is None:
-                return self._decoder(**inputs).last_hidden_state.to(self.device)
-            with norm_input(self._norm) as seen:
-                self._decoder(**inputs)
-        return seen[0].reshape(*tokens_BM.shape, -1).to(self.device)
+            with nullcontext([]) if self._norm is None else norm_input(self._norm) as seen:
+                found = self._decoder(**inputs)
+        hidden_BMD = found.last_hidden_state if self._norm is None else seen[0].reshape(*tokens_BM.shape, -1)
+        given = [found.hidden_states[layer].to(self.device) for layer in self.given_layers]
+        return torch.cat((*given, hidden_BMD.to(self.device)), -1) if given else hidden_BMD.to(self.device)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
+        if self.given_layers:
+            hidden_XD = hidden_XD[..., -self.hidden_size :]
         if self._norm is not None:
             hidden_XD = self._norm(hidden_XD)
         head = self.model.get_output_embeddings()

@@ -15,6 +15,13 @@ _NAMES = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "deco
 """Of the final norm in its decoder, as transformers has them."""
 
 
+def layers_in(states: str) -> tuple[int, ...]:
+    """The inner layers in "layers-2-15-27", which stands for what goes into each of these, and the last hidden states
+    behind it; none in the names of other states."""
+    name, *layers = states.split("-")
+    return tuple(map(int, layers)) if name == "layers" else ()
+
+
 def check_states(states: str) -> None:
     """Raises ValueError where `states` is neither "after-norm" nor "before-norm"."""
     if states not in STATES:

@@ -174,6 +174,7 @@ class GraphedModel(LanguageModel):
         self.model, self.config, self._capture = model, model.config, capture
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.max_positions, self.layers, self.states = model.max_positions, model.layers, model.states
+        self.given_layers = model.given_layers
         self.device, self.dtype, self.head_weights = model.device, model.dtype, model.head_weights
         self.kv_heads, self.key_width, self.value_width = model.kv_heads, model.key_width, model.value_width
         self._max_tokens, self._max_graphs, self._stride = max_tokens, max_graphs, stride

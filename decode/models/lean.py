@@ -9,6 +9,7 @@ I and O inputs and outputs of a product, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,28 +113,31 @@ class LeanLlama(LanguageModel):
             and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
         )
 
-    def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
-        self.config = config = model.config
-        self.states = states
-        decoder: Any = model.model
-        embedding: Tensor = decoder.embed_tokens.weight.detach()
-        output = model.get_output_embeddings()
-        head: Tensor = output.weight.detach()
-        self.vocab_size, self.hidden_size = len(head), embedding.shape[1]
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm", given_layers: Sequence[int] = ()) -> None:
+        decoder, output = model.model, model.get_output_embeddings()
+        self.states, self.given_layers = states, tuple(given_layers)
+        self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
+        self._inner = _Product(output.inner.weight.detach()) if isinstance(output, LowRankHead) else None
+        embedding_VD, head = decoder.embed_tokens.weight.detach(), output.weight.detach()
+        self.vocab_size = len(head)
+        rows = head if self._kept_R is None else head[self._kept_R]
+        self._hold(model.config, embedding_VD, rows, decoder, decoder.layers)
+
+    def _hold(self, config: Any, embedding: Tensor, head: Tensor, decoder: Any, layers: Iterable[Any]) -> None:
+        """Take weights, and lay them out: of `head` all rows, of `decoder` its final `norm` and its `rotary_emb`."""
+        self.config = config
+        self.hidden_size = embedding.shape[1]
         self.max_positions = position_limit(config)
         # Over weights of bfloat16 the processor's own work is fastest, and most exact, in float32.
         wide = embedding.dtype == torch.bfloat16 and embedding.device.type == "cpu" and compiled() is not None
         self.device, self.dtype = embedding.device, torch.float32 if wide else embedding.dtype
-        self.layers = config.num_hidden_layers
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._grouped = self.heads != self.kv_heads
         self._eps = config.rms_norm_eps
         self._embedding_VD = embedding
-        self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
-        self._head = _Product(head if self._kept_R is None else head[self._kept_R])
-        self._inner = _Product(output.inner.weight.detach()) if isinstance(output, LowRankHead) else None
+        self._head = _Product(head)
         # One complex product turns a pair of neighbours; transformers pairs element e with e + E/2. Queries and keys
         # are therefore projected in interleaved order, which leaves their inner products as they were.
         self._complex = self.dtype == torch.float32
@@ -144,7 +148,8 @@ class LeanLlama(LanguageModel):
         self._norm_D = decoder.norm.weight.detach()
         if self._complex:
             self._norm_D = self._scaled(self._norm_D)
-        self._layers = [self._fuse(layer) for layer in decoder.layers]
+        self._layers = [self._fuse(layer) for layer in layers]
+        self.layers = len(self._layers)
         self._rotary = decoder.rotary_emb
         self._turns_SE = torch.empty(0, 0)
         self._sin_SE = torch.empty(0, 0)
@@ -160,7 +165,7 @@ class LeanLlama(LanguageModel):
         if self._complex:
             query, key = self._interleave(query), self._interleave(key)
         value, gate, up = (part.weight.detach() for part in (attention.v_proj, mlp.gate_proj, mlp.up_proj))
-        norm_in_D, norm_mlp_D = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
+        norm_in_D, norm_mlp_D = self._norm_in(layer), layer.post_attention_layernorm.weight.detach()
         qkv, gate_up = torch.cat((query, key, value)), torch.cat((gate, up))
         if self._folded:
             qkv *= norm_in_D * self.hidden_size**0.5
@@ -182,6 +187,11 @@ class LeanLlama(LanguageModel):
             _Product(gate_up),
             _Product(mlp.down_proj.weight.detach()),
         )
+
+    def _norm_in(self, layer: Any) -> Tensor:
+        """The weight of the norm before a layer's attention."""
+        weight_D: Tensor = layer.input_layernorm.weight.detach()
+        return weight_D
 
     def _scaled(self, norm_D: Tensor) -> Tensor:
         """A norm's weight with the √D that `_norm` leaves out."""
@@ -232,7 +242,8 @@ class LeanLlama(LanguageModel):
     ) -> Tensor:
         batch, count = tokens_BM.shape
         rotated_heads = self.heads + self.kv_heads
-        hidden_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype)
+        hidden_XD = self._first(F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype))
+        given = list[Tensor]()
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
         group = self.heads // self.kv_heads if count <= _FEW_ROWS else 1
@@ -243,7 +254,9 @@ class LeanLlama(LanguageModel):
         padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
         apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
         for index, layer in enumerate(self._layers):
-            qkv_XO = layer.qkv(self._norm(hidden_XD, layer.norm_in_D))
+            if index in self.given_layers:
+                given.append(hidden_XD)
+            qkv_XO = layer.qkv(self._normed(hidden_XD, layer.norm_in_D))
             qkv_BMHE = qkv_XO.view(batch, count, -1, self.key_width)
             qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
             cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
@@ -263,10 +276,20 @@ class LeanLlama(LanguageModel):
             hidden_XD = layer.down.add_to(hidden_XD, F.silu(gate_XF) * up_XF)
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
+        if given:
+            hidden_XD = torch.cat((*given, hidden_XD), -1)
         return hidden_XD.view(batch, count, -1)
 
+    def _first(self, embedded_XD: Tensor) -> Tensor:
+        """What the first layer reads, of the tokens' embeddings."""
+        return embedded_XD
+
+    def _normed(self, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
+        """What a layer's attention reads."""
+        return self._norm(hidden_XD, weight_D)
+
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        rows_XD = hidden_XD.flatten(0, -2)
+        rows_XD = hidden_XD.flatten(0, -2)[:, -self.hidden_size :].contiguous()
         if self.states == "before-norm":
             rows_XD = self._final_norm(rows_XD)
         if self._inner is not None:

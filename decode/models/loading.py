@@ -5,6 +5,7 @@ Shape letters: N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def wrap_model(
     graphs: bool | None = None,
     check: bool = True,
     states: str = "after-norm",
+    given_layers: Sequence[int] = (),
 ) -> LanguageModel:
     """A scorer over a transformers model.
 
@@ -44,6 +46,7 @@ def wrap_model(
         check: compare the forward of a small branching tree with the model's own forwards of its paths.
         states: the hidden states that the scorer gives and projects: "after-norm", or "before-norm", what goes into the
             final norm.
+        given_layers: what it gives beside them, see `LanguageModel`; layers of a decoder that there are.
 
     Raises ValueError: logits that are NaN or infinite; a tree forward that differs from the plain ones (ALiBi); an
     encoder-decoder of another family, or one with `graphs` or states before the norm; `graphs` off one CUDA device;
@@ -55,17 +58,20 @@ def wrap_model(
     if model.config.is_encoder_decoder:
         if graphs:
             raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
-        if states != "after-norm":
-            raise ValueError(f"only decoders give states before the norm; {model.config.model_type!r} is no decoder")
+        if states != "after-norm" or given_layers:
+            what = "states before the norm" if states != "after-norm" else "states of inner layers"
+            raise ValueError(f"only decoders give {what}; {model.config.model_type!r} is no decoder")
         source_model = Seq2SeqModel(model)
         if check:
             check_source_forward(source_model, model)
         return source_model
     wrapped: LanguageModel
     if fast and LeanLlama.covers(model):
-        wrapped = LeanLlama(model, states)
+        wrapped = LeanLlama(model, states, given_layers)
     else:
-        wrapped = TransformersModel(model, states)
+        wrapped = TransformersModel(model, states, given_layers)
+    if wrong := [layer for layer in given_layers if not 0 <= layer < wrapped.layers]:
+        raise ValueError(f"there is no layer {wrong[0]} to read from: the target has {wrapped.layers}, from 0")
     if graphs or (graphs is None and wrapped.device.type == "cuda" and isinstance(wrapped, LeanLlama)):
         wrapped = GraphedModel(wrapped)
     if check:

@@ -1,11 +1,15 @@
 """A drafter's own key/value cache, kept in step with what the target commits.
 
-Shape letters: B batch, M new nodes, K depth, D hidden, V vocabulary.
+A drafter that reads the target's states (EAGLE) has no use for the first token, which stands behind none: its token j
+lies at slot j − 1 of its cache, and what is drafted is read again once the target has states for it.
+
+Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +23,8 @@ class DraftState:
     """Grows a tree of the drafter's own on top of the committed tokens.
 
     Its node i lies `i` slots behind the root, as the target's does. What was committed but not read is read first.
-    Raises ValueError: a drafter of another vocabulary, on another device, with too few positions, or that begins
-    otherwise than the target.
+    Raises ValueError: a drafter of another vocabulary, on another device, with too few positions, that begins otherwise
+    than the target, or reads states that it does not give; one that reads states, and a prompt of one token.
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
@@ -40,32 +44,67 @@ class DraftState:
             raise ValueError(
                 "target and drafter must both be decoders, or both be encoder-decoders that start from the same token"
             )
-        prefill(model, self.cache, context.ids_BS, context.lengths)
-        self._read = list(self.cache.lengths)
+        self._lag = 0 if model.reads is None else 1
+        if model.reads is None:
+            prefill(model, self.cache, context.ids_BS, context.lengths)
+        else:
+            self._prefill_given(context, model.reads)
+        self._read = [length - 1 for length in context.lengths]
         self._levels = 0
+
+    def _prefill_given(self, context: Context, reads: tuple[int, ...]) -> None:
+        """`prefill` of a drafter that reads the target's states."""
+        if context.given_BSG is None or context.target.given_layers != reads:
+            raise ValueError(
+                f"the drafter reads the target's layers {[*reads]}, and the target gives {[*context.target.given_layers]}: "
+                f"wrap it with wrap_model(model, given_layers={reads})"
+            )
+        longest, shortest = max(context.lengths), min(context.lengths)
+        if shortest < 2:
+            raise ValueError(
+                f"prompt {context.lengths.index(shortest)} has {shortest} token, and this drafter, which reads what the "
+                "target made of the token before, needs 2 at least"
+            )
+        if longest > 2:
+            above_BTD = self.model.take_in(context.given_BSG[:, : longest - 2])
+            self.model.extend_with(above_BTD, self.cache, context.ids_BS[:, 1 : longest - 1])
 
     def read_root(self, context: Context) -> Tensor:
         """Read what was committed since the last proposal. Returns [B, D], the hidden state of the root (node 0)."""
         # A row that is ahead of the others reads some tokens again: same values, same slots. One that has fewer tokens
         # than the others must read begins at its start, and reads beyond its end what is never looked at.
         pending = max(length - read for length, read in zip(context.lengths, self._read, strict=True))
-        starts = [max(0, length - pending) for length in context.lengths]
+        starts = [max(0, length - self._lag - pending) for length in context.lengths]
         self.cache.set_lengths(starts)
-        if pending <= min(context.lengths):
-            hidden_BD = self.model.extend(self.cache, context.last_ids(pending))[:, -1]
+        extend = self.model.extend
+        if pending + self._lag <= min(context.lengths):
+            if self._lag:
+                extend = partial(self.model.extend_with, self.model.take_in(context.given_before(pending)))
+            hidden_BD = extend(self.cache, context.last_ids(pending))[:, -1]
         else:
             places_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)
-            hidden_BMD = self.model.extend(self.cache, context.ids_BS.gather(1, places_BM))
-            roots_B = context.cache.lengths_B - self.cache.lengths_B
+            if self._lag:
+                assert context.given_BSG is not None
+                places_BMG = places_BM[..., None].expand(-1, -1, context.given_BSG.shape[2])
+                extend = partial(self.model.extend_with, self.model.take_in(context.given_BSG.gather(1, places_BMG)))
+            hidden_BMD = extend(self.cache, context.ids_BS.gather(1, places_BM + self._lag))
+            roots_B = context.cache.lengths_B - self._lag - self.cache.lengths_B
             hidden_BD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B]
-        self.cache.set_lengths([length - 1 for length in context.lengths])
+        self.cache.set_lengths([length - 1 - self._lag for length in context.lengths])
         self._levels = 0
+        self._states_BND = hidden_BD[:, None]
         return hidden_BD
 
     def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
         """Run nodes start..start+M-1, all of one level. Returns [B, M, D] hidden states."""
         self._levels += 1
-        return self.model.extend(self.cache, tokens_BM, tree, start)
+        if not self._lag:
+            return self.model.extend(self.cache, tokens_BM, tree, start)
+        parents_BM = tree.parents_BN[:, start : start + tokens_BM.shape[1]].expand(len(tokens_BM), -1)
+        above_BMD = self._states_BND.gather(1, parents_BM[..., None].expand(-1, -1, self._states_BND.shape[2]))
+        hidden_BMD = self.model.extend_with(above_BMD, self.cache, tokens_BM, tree, start)
+        self._states_BND = torch.cat((self._states_BND, hidden_BMD), 1)
+        return hidden_BMD
 
     def keep(self, context: Context, kept: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:
         """Keep the accepted nodes that were run.
@@ -74,6 +113,9 @@ class DraftState:
             kept: how many nodes of its path each row keeps, at most; None: all that were accepted.
             own_path_BK: the path in the drafter's own numbering; None where it needs no move.
         """
+        if self._lag:
+            self._read = [root + 2 for root in self.cache.lengths]
+            return
         if own_path_BK is not None and self._levels:
             self.cache.move_to_front(own_path_BK[:, : self._levels])
         counts = context.accepted if kept is None else kept

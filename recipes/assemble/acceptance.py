@@ -16,12 +16,15 @@ from ...decode.evaluation.measure import decode
 from ...decode.evaluation.metrics import total
 from ...decode.methods import Parts, build_method
 from ...decode.models.base import LanguageModel
+from ...decode.models.eagle import EagleDrafter
+from ...decode.models.final_norm import layers_in
 from ...decode.models.loading import wrap_model
 from ...decode.proposers.head_trees import attach_projection
 from ...decode.tree import parse_tree
 from ...decode.warpers import Sampling
 from ..schema.training import DrafterRecipe, HeadsRecipe, MeasureSection
 from .data import Prepared
+from .teacher import states_read
 
 _FEW_PARAMETERS = 1_000_000_000
 _LOOK_AHEAD = 16  # more than any tree of a measurement is deep
@@ -56,7 +59,7 @@ def drafter_measure(
 
 def check_measure(recipe: HeadsRecipe) -> None:
     """Raises ValueError where heads could not be measured as a recipe says, before anything is spent."""
-    if not recipe.measure.prompts:
+    if not recipe.measure.prompts or recipe.architecture == "eagle3":
         return
     depth = parse_tree(_tree(recipe))[0].max_depth
     if depth > recipe.num_heads:
@@ -73,6 +76,8 @@ def _tree(recipe: HeadsRecipe) -> str:
 
 def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
     """Medusa decoding with heads as they stand: the same, and `slim_tokens_per_step`, SLiM's."""
+    if recipe.architecture == "eagle3":
+        return _eagle_measure(recipe, target, tokenizer, prepared)
     section = recipe.measure
     # weights laid out for decoding are copies, and `base` changes the target
     fast = recipe.base is None and decodes_fast(target)
@@ -96,6 +101,23 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
         for prefix, name, options in rows:
             found = _acceptance(scorer, parts, name, options, prompts, section, tokenizer)
             metrics |= {f"{prefix}{key}": value for key, value in found.items()}
+        heads.train(was_training)
+        return metrics
+
+    return run
+
+
+def _eagle_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
+    """Speculative decoding with EAGLE-3's layer as it stands."""
+    layers = layers_in(states_read(recipe))
+    scorer = wrap_model(target, fast=decodes_fast(target), given_layers=layers)
+    prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
+    options = {"gamma": recipe.measure.gamma}
+
+    def run(heads: Any) -> dict[str, float]:
+        was_training = heads.training
+        parts = Parts(drafter=EagleDrafter(heads.eval()))
+        metrics = _acceptance(scorer, parts, "speculative", options, prompts, recipe.measure, tokenizer)
         heads.train(was_training)
         return metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -19,6 +19,7 @@ from ...checkpoints.artifact.artifact import check_target, load_manifest, open_a
 from ...checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from ...checkpoints.artifact.identity import Identity, load_identified
 from ...checkpoints.artifact.locate import at_revision, model_source, resolve
+from ...checkpoints.heads.eagle import eagle_layers, is_eagle, load_eagle
 from ...checkpoints.heads.files import load_heads
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
@@ -28,6 +29,7 @@ from ...decode.engine import Limits
 from ...decode.evaluation.measure import Entry, sample_texts
 from ...decode.methods import Parts, method_options, needs_of
 from ...decode.models.base import LanguageModel, check_same_vocabulary
+from ...decode.models.eagle import EagleDrafter
 from ...decode.models.loading import load_model, wrap_model
 from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
@@ -74,7 +76,9 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     if recipe.heads is not None:  # which decide what hidden states the target must give
         folder = Path(place_of(recipe.heads, "heads"))
         identities["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
-    target = wrap_model(model, states=states_of(heads))
+    sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
+    sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
+    target = wrap_model(model, states=states_of(heads), given_layers=_layers_read(sources.values()))
     fits = partial(check_target, vocab_size=target.vocab_size, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
     if heads is not None:
         if (trained_with := other_target(folder, recipe.target)) is not None:
@@ -85,10 +89,9 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
             sizes = f"{heads.hidden_size}, the target makes {target.hidden_size}"
             raise ValueError(f"the heads take hidden states of {sizes}")
         attach_projection(heads, model, target.device)
-    sources = {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
     drafters = []
-    for name, source in (({} if recipe.drafter is None else {"drafter": recipe.drafter}) | sources).items():
-        identities[name], drafter = _open_drafter(recipe, source, target, fits, load)
+    for name, source in sources.items():
+        identities[name], drafter = _open_drafter(recipe, source, target, fits, load, model)
         drafters.append(drafter)
     if recipe.table is not None:
         identities["table"], (made, table) = _open_part(recipe.table, "table", _table_of)
@@ -97,9 +100,28 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     return LoadedPair(tokenizer, model, target, parts, device, identities)
 
 
-def _open_part(source: str, kind: str, load: Callable[[Path], Any]) -> tuple[Identity, tuple[Any, Any]]:
+def _narrow(recipe: EvaluateRecipe) -> torch.dtype | None:
+    """The type that a recipe gives drafters, apart from the target's."""
+    named = recipe.drafter_dtype
+    return None if named in (None, "auto") else getattr(torch, named)
+
+
+def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
+    """The target's layers that drafters read. Raises ValueError: two that read different ones."""
+    folders = [Path(place_of(source, "drafter")) for source in drafters]
+    read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
+    if len(read) > 1:
+        raise ValueError(
+            f"drafters of one evaluation must read the same layers of the target, these read {sorted(read)}"
+        )
+    return read.pop() if read else ()
+
+
+def _open_part(
+    source: str, kind: str, load: Callable[[Path], Any], place: Path | None = None
+) -> tuple[Identity, tuple[Any, Any]]:
     """A part and its manifest, which of drafters may be missing; its identity names the `source`."""
-    place = place_of(source, kind)
+    place = place or place_of(source, kind)
     is_artifact = kind != "drafter" or (Path(place) / MANIFEST_FILE).is_file()
 
     def opened() -> tuple[Any, Any]:
@@ -115,11 +137,23 @@ def _table_of(folder: Path) -> BigramTable:
 
 
 def _open_drafter(
-    recipe: EvaluateRecipe, source: str, target: LanguageModel, fits: Callable[..., None], load: Callable[[str], Any]
+    recipe: EvaluateRecipe,
+    source: str,
+    target: LanguageModel,
+    fits: Callable[..., None],
+    load: Callable[[str], Any],
+    model: PreTrainedModel,
 ) -> tuple[Identity, LanguageModel]:
-    """A drafter of this target; `fits` looks at the manifest, where it is an artifact."""
-    identity, (made, model) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
-    drafter = wrap_model(model.requires_grad_(False))
+    """A drafter of this target (`model`), or EAGLE-3 heads; `fits` looks at the manifest, where it is an artifact."""
+    drafter: LanguageModel
+    if is_eagle(folder := Path(place_of(source, "drafter"))):
+        identity, (made, heads) = _open_part(source, "heads", load_eagle, folder)
+        weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        heads = heads.to(target.device, _narrow(recipe) or target.weights_dtype).attach(*weights)
+        drafter = EagleDrafter(heads.requires_grad_(False))
+    else:
+        identity, (made, loaded) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
+        drafter = wrap_model(loaded.requires_grad_(False))
     try:
         check_same_vocabulary(target, drafter, f"drafter {source}")
         if made is not None:

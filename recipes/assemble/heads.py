@@ -15,6 +15,7 @@ from torch import Tensor
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.identity import load_identified
 from ...checkpoints.artifact.locate import target_record
+from ...checkpoints.heads.eagle import EagleHeads, save_eagle
 from ...checkpoints.heads.files import PredictionHeads, save_heads
 from ...data.blocks.packing import PADDING
 from ...data.tokenizers import load_tokenizer
@@ -24,6 +25,7 @@ from ...train.loop.fit import FitResult
 from ...train.losses.objectives import parse_weights
 from ...train.parallel.accelerate import zero_stage
 from ...train.parallel.processes import on_main, together
+from ...train.tasks.eagle import EagleTask
 from ...train.tasks.heads import HeadsTask
 from ...train.tasks.medusa2 import Medusa2, Medusa2Task
 from ..schema.training import HeadsRecipe, ModelSection
@@ -42,7 +44,7 @@ BASE = "base"
 class HeadsParts:
     """What a heads recipe comes to before the first step."""
 
-    heads: PredictionHeads
+    heads: PredictionHeads | EagleHeads
     task: HeadsTask
     base: TrainableModel | None
     """The target, where it is trained too."""
@@ -75,7 +77,8 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
 def _save(run: Run, parts: HeadsParts, result: FitResult) -> None:
     heads, base, target = parts.heads, parts.base, str(run.recipe.target)
     names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
-    shapes = {name: getattr(heads, name) for name in names}
+    shapes = {name: getattr(heads, name) for name in names if hasattr(heads, name)}
+    shapes["architecture"] = run.recipe.architecture
     if heads.proposed is not None:
         shapes["proposed_tokens"] = len(heads.proposed)
     made_for = target if base is None else str(run.out / BASE)
@@ -83,7 +86,10 @@ def _save(run: Run, parts: HeadsParts, result: FitResult) -> None:
         shapes["trained_from"] = target
 
     def write(folder: Path) -> None:
-        save_heads(heads.to(parts.task.target.dtype), folder, made_for)
+        if isinstance(heads, EagleHeads):
+            save_eagle(heads.to(parts.task.target.dtype), folder)
+        else:
+            save_heads(heads.to(parts.task.target.dtype), folder, made_for)
         if base is not None:
             base.save(folder / BASE)
             save_tokenizer(run.tokenizer, folder / BASE)
@@ -127,7 +133,9 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
         "evaluate_blocks": recipe.measure.blocks,
     }
     heldout = prepared.heldout if recipe.measure.blocks else None
-    if recipe.base is None:
+    if recipe.architecture == "eagle3":
+        task = EagleTask(target, heads, heldout, states=states, **common)
+    elif recipe.base is None:
         task = HeadsTask(target, heads, heldout, states=states, shard_target=recipe.shard_target, **common)
     else:
         numbers = recipe.base.model_dump(exclude={"lora"})
@@ -138,7 +146,7 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     # what changes the training, or what its evaluations are compared by
     task.settings |= {"target": fingerprint, "hash of the target": identity.hash}
     task.settings["target_dtype"] = str(target.dtype)
-    task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, recipe.states]
+    task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
     if recipe.vocabulary is not None:
         task.settings["vocabulary"] = recipe.vocabulary.tokens
     task.settings["hidden"] = None if states is None else states.settings
@@ -146,9 +154,16 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     return HeadsParts(heads, task, base, fingerprint)
 
 
-def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads:
+def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | EagleHeads:
     """Heads that begin as the target's own projection, in float32 (16 bits would lose small changes)."""
     weight_VD = target.get_output_embeddings().weight.detach()
+    if recipe.architecture == "eagle3":
+        proposed = None
+        if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
+            proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
+        torch.manual_seed(recipe.train.seed)
+        eagle = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads)
+        return eagle.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
     start_VD, scale = weight_VD.float(), 1.0
     if recipe.states == "before-norm":
         scale, norm_D = _before_norm(target, prepared)

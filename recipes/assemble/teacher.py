@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from ...checkpoints.artifact.fingerprints import model_fingerprint
 from ...checkpoints.artifact.identity import identify, load_identified
 from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.heads.eagle import default_layers
 from ...checkpoints.storage.atomic import check_writable
 from ...checkpoints.storage.messages import first_line
 from ...data.blocks.prepared import PreparedData
@@ -109,7 +110,7 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
             load=teacher_rows,
             smaller="a smaller `teacher.top_k`",
         )
-    return _hidden_cache(target, section, recipe.states, recipe.target_dtype)
+    return _hidden_cache(target, section, states_read(recipe), recipe.target_dtype)
 
 
 def _states_of(recipe: TrainingRecipe) -> _TargetCache | None:
@@ -118,6 +119,15 @@ def _states_of(recipe: TrainingRecipe) -> _TargetCache | None:
         return None
     section = HiddenSection(cache=recipe.teacher.hidden, batch=recipe.teacher.batch)
     return _hidden_cache(recipe.target, section, "after-norm", recipe.teacher.dtype)
+
+
+def states_read(recipe: HeadsRecipe) -> str:
+    """The target's hidden states that heads read, as `PackedForward` names them."""
+    if recipe.architecture == "medusa":
+        return recipe.states
+    config = AutoConfig.from_pretrained(at_revision(recipe.target, weights=False)).get_text_config()
+    layers = default_layers(config.num_hidden_layers) if recipe.layers is None else recipe.layers
+    return "-".join(["layers", *map(str, layers)])
 
 
 def _hidden_cache(target: str, section: HiddenSection, states: str, target_dtype: str) -> _TargetCache:

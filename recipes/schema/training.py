@@ -309,15 +309,21 @@ class BaseSection(Section):
 
 
 class HeadsRecipe(_Recipe):
-    """Train Medusa / SLiM prediction heads on a target's last hidden state."""
+    """Train Medusa / SLiM prediction heads on a target's last hidden state, or EAGLE-3's layer on its inner ones."""
 
     kind: Literal["heads"]
+    architecture: Literal["medusa", "eagle3"] = "medusa"
+    """`medusa`: heads side by side. `eagle3`: one layer that drafts token by token, as a drafter does; what `num_layers`,
+    `projection`, `rank` and `states` say is Medusa's."""
+    layers: list[int] | None = None
+    """With `eagle3`: the layers of the target that it reads, what goes into them, from 0; null: those that engines read,
+    2, the middle one and the last but two."""
     target: str
     """Folder or hub id of the model that the heads sit on."""
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the target's weights; auto takes that of the files. Heads are trained in float32 and kept in this one."""
     num_heads: int = Field(4, ge=1)
-    """Head k predicts the token k + 2 places ahead (k from 0)."""
+    """Head k predicts the token k + 2 places ahead (k from 0). With `eagle3`, steps of drafting that it learns."""
     num_layers: int = Field(1, ge=0)
     """Residual blocks a head."""
     projection: Literal["own", "low-rank", "target"] = "own"
@@ -347,6 +353,12 @@ class HeadsRecipe(_Recipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
+        if self.architecture == "eagle3":
+            given = self.model_fields_set & {"num_layers", "projection", "rank", "states", "base", "shard_target"}
+            if given:
+                raise ValueError(f"`{min(given)}` is of Medusa's heads: leave it out with `architecture: eagle3`")
+        elif self.layers is not None:
+            raise ValueError("`layers` says what `architecture: eagle3` reads: Medusa's heads read the last one")
         if (self.projection == "low-rank") != (self.rank > 0):
             raise ValueError(f"`rank` is {self.rank}, `projection` {self.projection}: low-rank takes 1 or more")
         if self.projection == "target" and self.num_layers == 0:
@@ -354,7 +366,8 @@ class HeadsRecipe(_Recipe):
         if self.projection == "target" and self.states == "before-norm":
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
         if self.vocabulary is not None:
-            if self.projection != "target" or self.vocabulary.rank is not None:
+            shares = self.projection == "target" or self.architecture == "eagle3"
+            if not shares or self.vocabulary.rank is not None:
                 raise ValueError("`vocabulary` has heads with `projection: target` keep `tokens` of its rows, no rank")
             if self.base is not None or self.shard_target:
                 raise ValueError("`vocabulary` copies rows of the target: leave out `base` and `shard_target`")

@@ -8,16 +8,18 @@ threshold.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.methods import METHODS, Method, Parts, build_method
+from draftsmith.decode.methods import METHODS, Method, Parts, build_method, needs_of
+from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.draft_tree import DraftTree
 from draftsmith.decode.rng import Rng
@@ -92,9 +94,11 @@ def exact_distribution(model: LlamaForCausalLM, sampling: Sampling) -> torch.Ten
     return probs[:, places].gather(2, paths[:, :, None])[..., 0].prod(1)
 
 
-def p_value(method: Method, target: LlamaForCausalLM, sampling: Sampling, rng: Rng) -> float:
+def p_value(
+    method: Method, target: LlamaForCausalLM, sampling: Sampling, rng: Rng, given_layers: Sequence[int] = ()
+) -> float:
     """Of the hypothesis that the method's samples follow the target's distribution."""
-    scorer = wrap_model(target, check=False)
+    scorer = wrap_model(target, check=False, given_layers=given_layers)
     output: list[list[int]] = [[] for _ in range(ROWS)]
     for step in generate(scorer, *method, [PROMPT] * ROWS, Limits(TOKENS), sampling, rng):
         for row, new in zip(output, step.new_ids, strict=True):
@@ -144,6 +148,26 @@ def test_three_tokens_follow_the_target(
     method = build_method(name, parts, sampling, **options)
     assert method.verifier.lossless
     assert p_value(method, target, sampling, make_stream(11, ROWS)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.2, top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, options) for name, options in CASES if "drafter" in needs_of(name, options)], ids=str
+)
+def test_drafters_that_read_the_targets_states_are_exact(
+    make_llama: Callable[..., LlamaForCausalLM],
+    make_eagle: Callable[..., EagleHeads],
+    make_stream: MakeStream,
+    name: str,
+    options: dict[str, Any],
+    sampling: Sampling,
+) -> None:
+    """EAGLE-3 heads of some tokens; what they draft differs from row to row, by what each row committed."""
+    target = make_llama(VOCAB, sharpness=1.5, **SMALL | {"num_hidden_layers": 2})
+    heads = make_eagle(target, torch.tensor([0, 1, 2, 4, 6]))
+    parts = Parts(EagleDrafter(heads), more_drafters=(EagleDrafter(heads),))
+    method = build_method(name, parts, sampling, **options)
+    assert p_value(method, target, sampling, make_stream(12, ROWS), heads.layers) > FALSE_ALARM
 
 
 def test_every_lossless_method_is_tested(pair: tuple[LlamaForCausalLM, Parts]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
 from ...decode.models.draft_vocabulary import to_last
-from ...decode.models.final_norm import check_states, final_norm, norm_input
+from ...decode.models.final_norm import check_states, final_norm, layers_in, norm_input
 from .attention import NAME, document_spans, register
 from .seq2seq import Projected, SourceForward
 
@@ -35,13 +35,15 @@ class PackedForward(Projected):
 
     No module, so that a frozen model is neither wrapped for data parallelism nor stored in a checkpoint. A model in
     peft's wrapper is run without it. `states` are those that `hidden` gives: "after-norm", the last ones, or
-    "before-norm", what goes into the final norm. Raises ValueError: the model cannot be given positions (ALiBi models
-    such as Bloom), or carries states from one document of a block into the next; an encoder-decoder; no final norm,
-    where it is asked for; unknown states.
+    "before-norm", what goes into the final norm, or both inner and last ones side by side (`layers_in`). Raises
+    ValueError: the model cannot be given positions (ALiBi models such as Bloom), or carries states from one document of
+    a block into the next; an encoder-decoder; no final norm, where it is asked for; unknown states.
     """
 
     def __init__(self, model: Any, states: str = "after-norm") -> None:
-        check_states(states)
+        self._layers = layers_in(states)
+        if not self._layers:
+            check_states(states)
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} is an encoder-decoder, and a decoder is needed here")
         self.model = model = bare_model(model)
@@ -61,6 +63,9 @@ class PackedForward(Projected):
         self.plain_head = has_plain_head(model)
         self._positions = _learned_positions(model)
         self.states, self._norm = states, None
+        last = int(model.get_output_embeddings().weight.shape[1])
+        self.width = last + len(self._layers) * self.config.hidden_size
+        """Numbers a token in what `hidden` gives."""
         if states == "before-norm":
             self._norm = final_norm(_decoder(model))
         self.by_document = _can_attend_by_document(model)
@@ -82,7 +87,12 @@ class PackedForward(Projected):
         return self._run(model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states [B, T, D], after the final norm or before it as `states` says, whatever the head."""
+        """Hidden states [B, T, D], after the final norm or before it as `states` says, whatever the head; [B, T, G + D]
+        with those of inner layers."""
+        if self._layers:
+            found = self._run(_decoder(self.model), batch, output_hidden_states=True)
+            sides = [*(found.hidden_states[layer] for layer in self._layers), found.last_hidden_state]
+            return torch.cat(sides, -1).reshape(*batch.tokens_BT.shape, -1)
         if self._norm is None:
             return self._last_hidden(batch)
         with norm_input(self._norm) as seen:
@@ -91,6 +101,8 @@ class PackedForward(Projected):
 
     def after_norm(self, states_XD: Tensor) -> Tensor:
         """Last hidden states [..., D] of states [..., D] as `hidden` gives them: through the final norm, if need be."""
+        if self._layers:
+            return states_XD[..., -self.config.hidden_size :]
         return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))
 
     def _last_hidden(self, batch: Batch) -> Tensor:
@@ -106,10 +118,10 @@ class PackedForward(Projected):
             self.by_document = False
         self._compiled = torch.compile(_decoder(self.model) if self.plain_head else self.model)
 
-    def _run(self, module: Any, batch: Batch) -> Any:
+    def _run(self, module: Any, batch: Batch, **asked: Any) -> Any:
         if "flash" in self._kernel:  # one row: these kernels know documents by where each begins in all tokens
-            return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch))
-        return module(batch.tokens_BT, use_cache=False, **self._attention(batch))
+            return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch), **asked)
+        return module(batch.tokens_BT, use_cache=False, **self._attention(batch), **asked)
 
     @property
     def _kernel(self) -> str:

@@ -81,12 +81,17 @@ class HeadsModule(nn.Module):
             teacher_rows_XK = torch.where(labels_XK == IGNORED, -1, rows_X[:, None] + ahead_K)
         if (ids_R := self.heads.proposed) is not None and teacher is not None:
             teacher = among(ids_R, self.heads.vocab_size, teacher)
-        features_XKD = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
+        features_XKD = self.features(batch, states_YD, rows_X)
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
         sums_K, counts_K = heads_mixture(
             weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, self.temperature
         )
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
+
+    def features(self, batch: Batch, states_YD: Tensor, rows_X: Tensor) -> Tensor:
+        """[X, K, D] what each head's projection reads at flattened positions, from the target's hidden states."""
+        found_XKD: Tensor = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
+        return found_XKD
 
     def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Flattened positions int64 [X] at which some head is trained, and their labels int64 [X, K]: of proposed
@@ -234,8 +239,7 @@ class HeadsTask(Task):
         sums_K4 = torch.zeros(module.num_heads, 4, dtype=torch.float64)
         for batch in blocks_in_order(self._heldout, self._blocks, device):
             rows_X, labels_XK = module.trained_rows(batch)
-            states_XD = module.frozen_states(batch)[rows_X]
-            features_XKD = module.heads.features(states_XD.to(next(module.heads.parameters()).dtype))
+            features_XKD = module.features(batch, module.frozen_states(batch), rows_X)
             for k in range(module.num_heads):
                 hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k])
                 found = (hits.loss, hits.top1, hits.top5, hits.count)
@@ -262,8 +266,8 @@ def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states
             f"the heads take hidden states of size {heads.hidden_size} and have {heads.vocab_size} tokens, the target "
             f"makes {hidden} and has {vocab}"
         )
-    if states is not None and (states.states, states.hidden_size) != (heads.states, heads.hidden_size):
+    if states is not None and (states.states, states.hidden_size) != (heads.states, heads.states_size):
         raise ValueError(
-            f"the heads read {heads.states} states of size {heads.hidden_size}, and the cache holds {states.states} "
+            f"the heads read {heads.states} states of size {heads.states_size}, and the cache holds {states.states} "
             f"states of size {states.hidden_size}"
         )

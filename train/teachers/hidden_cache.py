@@ -2,7 +2,8 @@
 
 Its files hold `hidden` [rows, D] in bfloat16, float16 or float32; `hidden.json` describes them.
 
-Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, D hidden of the target.
+Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, D hidden of the target, of several layers side
+by side.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...data.blocks.packing import Batch
+from ...decode.models.final_norm import layers_in
 from ..forward.packed import PackedForward
 from .row_cache import Column, RowCache, Source, look_up
 
@@ -25,8 +27,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class HiddenSource(Source):
-    """Hidden states "after-norm" (the last hidden states) or "before-norm" (what goes into the final norm), kept in
-    `dtype`, of a target whose weights are of `target_dtype`; see `Source`."""
+    """Hidden states as `PackedForward` names them, kept in `dtype`, of a target whose weights are of `target_dtype`; see
+    `Source`. Those of inner layers, to which attention goes back, are kept of every token."""
 
     states: str = "after-norm"
     dtype: str = "bfloat16"
@@ -34,7 +36,10 @@ class HiddenSource(Source):
 
     manifest: ClassVar[str] = "hidden.json"
     size_name: ClassVar[str] = "hidden_size"
-    reach: ClassVar[int] = REACH
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        return 0 if layers_in(self.states) else REACH
 
     def columns(self, size: int) -> dict[str, Column]:
         """`hidden`, of `size` dimensions."""
@@ -84,7 +89,7 @@ class HiddenRows:
     def __init__(self, model: Any, states: str = "after-norm", dtype: str = "bfloat16") -> None:
         self._forward = PackedForward(model.requires_grad_(False).eval(), states)
         self._dtype = DTYPES[dtype]
-        self.hidden_size = int(model.get_output_embeddings().weight.shape[1])
+        self.hidden_size = self._forward.width
 
     @torch.no_grad()
     def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ...checkpoints.storage.safe_read import read_document, stamp
-from ...data.blocks.packing import IGNORED, Batch
+from ...data.blocks.packing import IGNORED, PADDING, Batch
 from ..losses.drafter import shifted_labels
 
 SCHEMA = 1
@@ -61,7 +61,7 @@ class Source(ABC):
     size_name: ClassVar[str]
     """The manifest's key for what `columns` needs to know of the target."""
     reach: ClassVar[int]
-    """A position has a row if one of so many tokens after it is trained on."""
+    """A position has a row if one of so many tokens after it is trained on; 0: every token has."""
 
     @abstractmethod
     def columns(self, size: int) -> dict[str, Column]:
@@ -202,6 +202,9 @@ def stamps(
 
 def kept_positions(batch: Batch, reach: int) -> np.ndarray:
     """Whether a flattened position has a row, bool [X]: one of the next `reach` tokens of its document is trained."""
+    if not reach:
+        every_X: np.ndarray = (batch.documents_BT != PADDING).flatten().cpu().numpy()
+        return every_X
     offsets = range(1, reach + 1)
     ahead = [shifted_labels(batch.labels_BT, batch.documents_BT, offset) != IGNORED for offset in offsets]
     kept_X: np.ndarray = torch.stack(ahead).any(0).flatten().cpu().numpy()

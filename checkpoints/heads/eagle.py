@@ -1,0 +1,270 @@
+"""EAGLE-3 heads: one decoder layer that drafts token by token from hidden states of a target's inner layers.
+
+Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), sections 3.1 and 3.2; tensors, config and the order of norms as
+serving engines read them. At position t the layer reads g_t, which `fc` makes of the target's states behind token t, and
+the embedding of token t + 1, and speaks of token t + 2; what it made is g of the next draft token. Embeddings and output
+rows are the target's, and stay.
+
+Letters: B batch (blocks), T tokens, K steps, A keys of steps after the first, D hidden, G the states that are read (3 · D),
+H heads, J heads of keys, E width of a head, V vocabulary, R proposed tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from ..storage.draft_vocabulary import TOKENS, check_tokens
+from ..storage.names import CONFIG_FILE, WHOLE_FILES
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_LIKE_THE_TARGET = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_LIKE_THE_TARGET += ("rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act", "vocab_size")
+
+
+class _Attention(nn.Module):
+    """Projections of attention that reads an embedding and a state side by side."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(2 * hidden, config.num_attention_heads * width, bias=False)
+        self.k_proj = nn.Linear(2 * hidden, config.num_key_value_heads * width, bias=False)
+        self.v_proj = nn.Linear(2 * hidden, config.num_key_value_heads * width, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, hidden, bias=False)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_XD: Tensor) -> Tensor:
+        made: Tensor = self.down_proj(F.silu(self.gate_proj(x_XD)) * self.up_proj(x_XD))
+        return made
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = _Attention(config), _Mlp(config)
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            self.add_module(name, nn.RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+
+class EagleHeads(nn.Module):
+    """EAGLE-3's layer for a target, whose embeddings and output rows `attach` hands over.
+
+    Args:
+        config: a Llama's, of one layer, with the target's sizes.
+        layers: the target's layers whose residual streams it reads: what goes into them, counted from 0.
+        proposed: the ids of the only tokens that it proposes, int64 [R], rising; None: all.
+        num_heads: steps of drafting that it is trained for.
+    """
+
+    projection_kind = "target"
+
+    def __init__(
+        self, config: LlamaConfig, layers: Sequence[int], proposed: Tensor | None = None, num_heads: int = 3
+    ) -> None:
+        super().__init__()
+        self.config, self.layers, self.num_heads = config, tuple(layers), num_heads
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.vocab_size, self.hidden_size = config.vocab_size, hidden
+        if proposed is not None:
+            check_tokens(proposed, self.vocab_size)
+        self.register_buffer(TOKENS, None if proposed is None else proposed.long(), persistent=False)
+        self._attached: tuple[Tensor, Tensor] | None = None  # a module takes a bare parameter for its own
+
+    @classmethod
+    def for_target(
+        cls, config: Any, layers: Sequence[int] | None = None, proposed: Tensor | None = None, num_heads: int = 3
+    ) -> Self:
+        """New ones, in float32. Without `layers` they read those that engines read: 2, the middle one, the last but two.
+        Raises ValueError: a target of another form than Llama's, or without these layers."""
+        count = config.num_hidden_layers
+        layers = list(default_layers(count) if layers is None else layers)
+        if not layers or not all(0 <= layer < count for layer in layers) or len(set(layers)) < len(layers):
+            raise ValueError(f"layers to read are {layers}: expected different ones, from 0 to {count - 1}")
+        if missing := [name for name in _LIKE_THE_TARGET if getattr(config, name, None) is None and name != "head_dim"]:
+            raise ValueError(
+                f"EAGLE-3 heads are for Llama-type targets: a {config.model_type!r} model has no {missing[0]}"
+            )
+        sizes = {name: getattr(config, name, None) for name in _LIKE_THE_TARGET}
+        return cls(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False), layers, proposed, num_heads)
+
+    @property
+    def states(self) -> str:
+        """The name of what it reads of a target in training, the last hidden states included."""
+        return "-".join(["layers", *map(str, self.layers)])
+
+    @property
+    def states_size(self) -> int:
+        """Numbers of a position in these."""
+        return (len(self.layers) + 1) * self.hidden_size
+
+    @property
+    def proposed(self) -> Tensor | None:
+        """The ids of the only tokens that are proposed, int64 [R], rising; None: all."""
+        return getattr(self, TOKENS)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The target's embeddings [V, D]."""
+        assert self._attached is not None, "hand over the target's weights first: heads.attach"
+        return self._attached[0]
+
+    def projection(self, step: int = 0) -> Tensor:
+        """What features are multiplied with for logits: the target's output rows [R, D] of the proposed tokens."""
+        assert self._attached is not None, "hand over the target's weights first: heads.attach"
+        return self._attached[1]
+
+    def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
+        """Take the target's embeddings and output layer. They are no parameters of this, and stay where they are."""
+        expected = [self.vocab_size, self.hidden_size]
+        for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
+            if list(weight.shape) != expected:
+                raise ValueError(f"the target's {name} are {list(weight.shape)}, the heads expect {expected}")
+        ids_R = self.proposed
+        rows_RD = lm_head_VD.detach() if ids_R is None else lm_head_VD.detach()[ids_R.to(lm_head_VD.device)]
+        self._attached = (embedding_VD.detach(), rows_RD)
+        return self
+
+    def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:
+        """[B, T, K, D] of which `rows` make logits: k steps of drafting from each position ("training-time test").
+
+        Step k at position t reads the embedding of token t + 1 + k, and what step k − 1 made; it attends to the first
+        step's keys up to t, as `mask_B1TT` (bool) has them, and to its own steps'. It speaks of token t + 2 + k.
+        """
+        layer, made = self.midlayer, []
+        states_BTD, after_BT = self.fc(given_BTG), tokens_BT
+        first: tuple[Tensor, Tensor] | None = None
+        keys, values = list[Tensor](), list[Tensor]()
+        for step in range(self.num_heads):
+            after_BT = F.pad(after_BT[:, 1:], (0, 1))
+            embedded_BTD = F.embedding(after_BT, self.embedding).to(states_BTD.dtype)
+            read_BTC = torch.cat((layer.input_layernorm(embedded_BTD), layer.hidden_norm(states_BTD)), -1)
+            query_BHTE, key_BJTE, value_BJTE = self._projected(read_BTC, positions_BT + step)
+            if first is None:
+                first = key_BJTE, value_BJTE
+                grouped = query_BHTE.shape[1] != key_BJTE.shape[1]
+                attended_BHTE = F.scaled_dot_product_attention(
+                    query_BHTE, *first, attn_mask=mask_B1TT, enable_gqa=grouped
+                )
+            else:
+                keys.append(key_BJTE)
+                values.append(value_BJTE)
+                attended_BHTE = _attend_beside(query_BHTE, *first, mask_B1TT, keys, values)
+            states_BTD = states_BTD + layer.self_attn.o_proj(attended_BHTE.transpose(1, 2).flatten(2))
+            states_BTD = states_BTD + layer.mlp(layer.post_attention_layernorm(states_BTD))
+            made.append(self.norm(states_BTD))
+        return torch.stack(made, 2)
+
+    def _projected(self, read_BTC: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention = self.midlayer.self_attn
+        sides = (attention.q_proj(read_BTC), attention.k_proj(read_BTC), attention.v_proj(read_BTC))
+        query, key, value = (side.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for side in sides)
+        cos_BTE, sin_BTE = self.rotary_emb(read_BTC, positions_BT)
+        query, key = apply_rotary_pos_emb(query, key, cos_BTE, sin_BTE)
+        return query, key, value
+
+
+def default_layers(count: int) -> list[int]:
+    """The layers that engines read of a target of so many: 2, the middle one, and the last but two."""
+    return sorted({2, count // 2, count - 3})
+
+
+def _attend_beside(
+    query_BHTE: Tensor,
+    key_BJTE: Tensor,
+    value_BJTE: Tensor,
+    mask_B1TT: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+) -> Tensor:
+    """Attention to all keys that the mask shows, and to the keys of each query's own position in lists."""
+    groups = query_BHTE.shape[1] // key_BJTE.shape[1]
+    query_BJUTE = query_BHTE.unflatten(1, (-1, groups)) * query_BHTE.shape[-1] ** -0.5
+    shared_BJUTT = query_BJUTE @ key_BJTE[:, :, None].mT
+    shared_BJUTT = shared_BJUTT.masked_fill(~mask_B1TT[:, :, None], -torch.inf)
+    own_BJTAE = torch.stack(keys, 3)
+    own_BJUTA = torch.einsum("bjute,bjtae->bjuta", query_BJUTE, own_BJTAE)
+    shares = torch.cat((shared_BJUTT, own_BJUTA), -1).softmax(-1)
+    length = key_BJTE.shape[2]
+    attended_BJUTE = shares[..., :length] @ value_BJTE[:, :, None]
+    attended_BJUTE = attended_BJUTE + torch.einsum("bjuta,bjtae->bjute", shares[..., length:], torch.stack(values, 3))
+    return attended_BJUTE.flatten(1, 2)
+
+
+def save_eagle(heads: EagleHeads, directory: Path, state: Mapping[str, Tensor] | None = None) -> None:
+    """Write `model.safetensors` and the `config.json` that serving engines read: one layer under the name `midlayer`,
+    layer ids in both of the forms in use, output rows of the proposed tokens, and ids as offsets (`d2t`)."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = dict(heads.state_dict() if state is None else state)
+    if (ids_R := heads.proposed) is not None:
+        tensors["lm_head.weight"] = heads.projection().to(next(iter(tensors.values())).dtype)
+        tensors[TOKENS] = ids_R - torch.arange(len(ids_R), device=ids_R.device)
+        known_V = torch.zeros(heads.vocab_size, dtype=torch.bool)
+        known_V[ids_R.cpu()] = True
+        tensors["t2d"] = known_V
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(held, directory / WHOLE_FILES[0], metadata={"format": "pt"})
+    named = heads.config.to_dict() | {
+        "architectures": [ARCHITECTURE],
+        "dtype": str(held["fc.weight"].dtype).removeprefix("torch."),
+        "draft_vocab_size": heads.vocab_size if heads.proposed is None else len(heads.proposed),
+        _LAYERS: [*heads.layers],
+        # SGLang counts a layer's output where others count its input
+        "eagle_config": {_LAYERS: [layer - 1 for layer in heads.layers]},
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
+
+
+def is_eagle(directory: Path) -> bool:
+    """Whether a folder holds EAGLE-3 heads, by its config."""
+    path = Path(directory) / CONFIG_FILE
+    return path.is_file() and ARCHITECTURE in (json.loads(path.read_text(encoding="utf-8")).get("architectures") or [])
+
+
+def eagle_layers(directory: Path) -> list[int]:
+    """The target's layers that heads in a folder read. Raises ValueError: its config does not say it."""
+    layers = json.loads((Path(directory) / CONFIG_FILE).read_text(encoding="utf-8")).get(_LAYERS)
+    if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
+        raise ValueError(f"{directory}: {_LAYERS} is {layers!r}, expected layers of the target")
+    return layers
+
+
+def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
+    """Heads from the folder that `save_eagle` writes, in evaluation mode, without the target's weights. Raises
+    ValueError: a tensor that is missing, of another shape, or holds numbers that are NaN or infinite."""
+    directory = Path(directory)
+    stored, config = load_file(directory / WHOLE_FILES[0]), LlamaConfig.from_pretrained(directory)
+    offsets_R = stored.pop(TOKENS, None)
+    for name in ("lm_head.weight", "t2d"):
+        stored.pop(name, None)
+    proposed = None if offsets_R is None else offsets_R + torch.arange(len(offsets_R))
+    heads = EagleHeads(config, eagle_layers(directory), proposed).to(stored["fc.weight"].dtype)
+    try:
+        heads.load_state_dict(stored)
+    except RuntimeError as error:
+        raise ValueError(f"{directory}: {error}") from error
+    if wrong := [name for name, weight in heads.named_parameters() if not bool(weight.isfinite().all())]:
+        raise ValueError(f"{directory}: {wrong[0]} of the heads holds numbers that are NaN or infinite")
+    return heads.to(dtype=dtype).eval()

@@ -1,0 +1,58 @@
+"""EAGLE-3 heads as a drafter: a language model of one layer that reads the target's states beside tokens.
+
+Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.1. Shape letters: B batch, M new tokens, X = B · M, D hidden,
+G the target's states that are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.heads.eagle import EagleHeads
+from ..tree import Tree
+from .kv_cache import KVCache
+from .lean import LeanLlama, _Product
+
+
+class EagleDrafter(LeanLlama):
+    """Drafts with heads that have their target's weights (`EagleHeads.attach`); these are read once."""
+
+    def __init__(self, heads: EagleHeads) -> None:
+        self.states, self.reads = "before-norm", heads.layers
+        self.vocab_size, self._kept_R, self._inner = heads.vocab_size, heads.proposed, None
+        weight_DG = heads.fc.weight.detach()
+        embedding_VD = heads.embedding.to(weight_DG.dtype)
+        self._hold(heads.config, embedding_VD, heads.projection().to(weight_DG.dtype), heads, [heads.midlayer])
+        self.head_weights = None if self._kept_R is None else heads.projection().numel()
+        self._take_in = _Product(weight_DG)
+        self._above_XD: Tensor | None = None
+        self._embedded_XD: Tensor | None = None
+
+    def take_in(self, given_BMG: Tensor) -> Tensor:
+        rows_XG = given_BMG.reshape(-1, given_BMG.shape[-1]).to(self.dtype)
+        return self._take_in(rows_XG).view(*given_BMG.shape[:2], -1)
+
+    def extend_with(
+        self, above_BMD: Tensor, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0
+    ) -> Tensor:
+        self._above_XD = above_BMD.reshape(-1, self.hidden_size)
+        return self.extend(cache, tokens_BM, tree, start)
+
+    def _norm_in(self, layer: Any) -> Tensor:
+        return torch.cat((layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach()))
+
+    def _first(self, embedded_XD: Tensor) -> Tensor:
+        # what is timed alone, without a target, reads zeros
+        above_XD, self._above_XD = self._above_XD, None
+        self._embedded_XD = embedded_XD
+        return torch.zeros_like(embedded_XD) if above_XD is None else above_XD
+
+    def _normed(self, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
+        assert self._embedded_XD is not None
+        embedded_D, above_D = weight_D.chunk(2)
+        sides = (self._norm(self._embedded_XD, embedded_D), self._norm(hidden_XD, above_D))
+        self._embedded_XD = None
+        return torch.cat(sides, -1)

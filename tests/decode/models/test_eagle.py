@@ -1,0 +1,145 @@
+"""EAGLE-3 heads: what decoding computes is what training computed, and both are what is written down here, slowly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draftsmith.checkpoints.heads.eagle import EagleHeads, is_eagle, load_eagle, save_eagle
+from draftsmith.decode.engine import Limits, decode_texts
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.eagle import EagleDrafter
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from torch import Tensor
+from transformers import PreTrainedModel
+
+VOCAB, LENGTH, STEPS = 40, 9, 3
+KEPT = torch.arange(1, VOCAB, 2)
+
+
+def given_of(model: PreTrainedModel, heads: EagleHeads, ids_BT: Tensor) -> Tensor:
+    states = model(ids_BT, output_hidden_states=True).hidden_states
+    return torch.cat([states[layer] for layer in heads.layers], -1)
+
+
+def norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return x_D / (x_D.pow(2).mean() + eps).sqrt() * weight_D
+
+
+def turn(x_E: Tensor, position: int, base: float) -> Tensor:
+    half = len(x_E) // 2
+    angles = position * base ** -(torch.arange(half) / half)
+    first, second = x_E[:half], x_E[half:]
+    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()))
+
+
+def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: int) -> list[Tensor]:
+    """The features of all steps of a chain from a position on, one token and one head at a time."""
+    config, layer = heads.config, heads.midlayer
+    attention, width = layer.self_attn, config.head_dim
+    base, eps = config.rope_parameters["rope_theta"], config.rms_norm_eps
+    queries_a_key = config.num_attention_heads // config.num_key_value_heads
+
+    def step(state_D: Tensor, token: int, position: int, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        embedded_D = norm(heads.embedding[token], layer.input_layernorm.weight, eps)
+        read_C = torch.cat((embedded_D, norm(state_D, layer.hidden_norm.weight, eps)))
+        key = (attention.k_proj.weight @ read_C).view(-1, width)
+        past.append(
+            (torch.stack([turn(k, position, base) for k in key]), (attention.v_proj.weight @ read_C).view(-1, width))
+        )
+        seen = []
+        for head, query in enumerate((attention.q_proj.weight @ read_C).view(-1, width)):
+            turned, of = turn(query, position, base), head // queries_a_key
+            shares = torch.stack([turned @ key[of] for key, _ in past]).div(width**0.5).softmax(0)
+            seen.append(sum(share * value[of] for share, (_, value) in zip(shares, past, strict=True)))
+        state_D = state_D + attention.o_proj.weight @ torch.cat(seen)
+        x_D, mlp = norm(state_D, layer.post_attention_layernorm.weight, eps), layer.mlp
+        return state_D + mlp.down_proj.weight @ (F.silu(mlp.gate_proj.weight @ x_D) * (mlp.up_proj.weight @ x_D))
+
+    past: list[tuple[Tensor, Tensor]] = []
+    for place in range(start + 1):
+        state_D = step(heads.fc.weight @ given_TG[place], ids[place + 1], place, past)
+    made = [state_D]
+    for ahead in range(1, STEPS):
+        made.append(step(made[-1], ids[start + 1 + ahead], start + ahead, past))
+    return [norm(state_D, heads.norm.weight, eps) for state_D in made]
+
+
+@torch.no_grad()
+def test_training_computes_what_is_written_down(make_llama: Any, make_eagle: Any) -> None:
+    """Two documents in a block: the second must not see the first, whose states would change it by its own size."""
+    model = make_llama(VOCAB).double()
+    heads = make_eagle(model)
+    ids_T, split = torch.randint(VOCAB, (LENGTH + 7,), generator=torch.Generator().manual_seed(1)), 7
+    documents_T = (torch.arange(len(ids_T)) >= split).long()
+    given = [given_of(model, heads, part[None])[0] for part in (ids_T[:split], ids_T[split:])]
+    positions_T = torch.cat((torch.arange(split), torch.arange(LENGTH)))
+    mask_TT = (documents_T[:, None] == documents_T) & torch.ones(len(ids_T), len(ids_T), dtype=torch.bool).tril()
+    made_TKD = heads.features(torch.cat(given)[None], ids_T[None], positions_T[None], mask_TT[None, None])[0]
+    second = ids_T[split:].tolist()
+    for start in range(LENGTH - STEPS):
+        wanted = slow_features(heads, given[1], second, start)
+        assert (made_TKD[split + start] - torch.stack(wanted)).abs().max() < 1e-10
+    wanted = slow_features(heads, given[0], ids_T[:split].tolist(), 2)
+    assert (made_TKD[2] - torch.stack(wanted)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("proposed", [None, KEPT], ids=["all", "some"])
+@torch.no_grad()
+def test_drafting_computes_what_training_computed(make_llama: Any, make_eagle: Any, proposed: Tensor | None) -> None:
+    """Of a row beside a longer one, after a step that kept part of its draft."""
+    model = make_llama(VOCAB)
+    heads = make_eagle(model, proposed)
+    target, drafter = wrap_model(model, given_layers=heads.layers), EagleDrafter(heads)
+    seen: list[Tensor] = []
+
+    class Spied(EagleDrafter):
+        def logits(self, hidden_XD: Tensor) -> Tensor:
+            seen.append(super().logits(hidden_XD))
+            return seen[-1]
+
+    prompts = [[5, 7, 2, 9, 1, 4], [3, 1, 8]]
+    method = build_method("speculative", Parts(drafter=Spied(heads)), Sampling(0.0), gamma=STEPS)
+    texts = decode_texts(target, *method, prompts, Limits(6), Sampling(0.0), Rng([0, 1], target.device))
+    assert drafter.vocab_size == VOCAB
+    plain = decode_texts(
+        target,
+        *build_method("autoregressive", Parts(), Sampling(0.0)),
+        prompts,
+        Limits(6),
+        Sampling(0.0),
+        Rng([0, 1], target.device),
+    )
+    assert texts == plain
+    for row, prompt in enumerate(prompts):
+        # the first step: a chain of the drafter's own tokens behind the prompt
+        chain = [int(step_BMV[row, -1].argmax()) for step_BMV in seen[:STEPS]]
+        ids_1T = torch.tensor([[*prompt, *chain]])
+        length = ids_1T.shape[1]
+        mask_TT = torch.ones(length, length, dtype=torch.bool).tril()
+        given_1TG, places_1T = given_of(model, heads, ids_1T), torch.arange(length)[None]
+        made_KD = heads.features(given_1TG, ids_1T, places_1T, mask_TT[None, None])[0, len(prompt) - 2]
+        logits_KR = made_KD @ heads.projection().T
+        for step, step_BMV in enumerate(seen[:STEPS]):
+            found_R = step_BMV[row, -1] if proposed is None else step_BMV[row, -1, proposed]
+            assert (found_R - logits_KR[step]).abs().max() < 1e-4, (row, step)
+
+
+def test_heads_are_read_back(make_llama: Any, make_eagle: Any, tmp_path: Path) -> None:
+    model = make_llama(VOCAB)
+    heads = make_eagle(model, KEPT)
+    save_eagle(heads, tmp_path)
+    found = load_eagle(tmp_path)
+    assert is_eagle(tmp_path)
+    assert not is_eagle(tmp_path.parent)
+    assert found.layers == heads.layers
+    assert found.proposed is not None
+    assert found.proposed.tolist() == KEPT.tolist()
+    mine, theirs = heads.state_dict(), found.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
