@@ -1,12 +1,13 @@
 """EAGLE-3 heads: one decoder layer that drafts token by token from hidden states of a target's inner layers.
 
 Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), sections 3.1 and 3.2; tensors, config and the order of norms as
-serving engines read them. At position t the layer reads g_t, which `fc` makes of the target's states behind token t, and
-the embedding of token t + 1, and speaks of token t + 2; what it made is g of the next draft token. Embeddings and output
-rows are the target's, and stay.
+serving engines read them. At position t the layer reads g_t, which `fc` makes of the target's states behind token t,
+and the embedding of token t + 1, and speaks of token t + 2; what it made is g of the next draft token. Embeddings and
+output rows are the target's, and stay.
 
-Letters: B batch (blocks), T tokens, K steps, A keys of steps after the first, D hidden, G the states that are read (3 · D),
-H heads, J heads of keys, E width of a head, V vocabulary, R proposed tokens.
+Letters: B batch (blocks), T tokens, K steps, A keys of steps after the first, D hidden, G the states that are read
+(3 · D), C two of D side by side, H heads, J heads of keys, U heads to one of keys, E width of a head, V vocabulary,
+R proposed tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from ..storage.names import CONFIG_FILE, WHOLE_FILES
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-_LIKE_THE_TARGET = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-_LIKE_THE_TARGET += ("rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act", "vocab_size")
+_LIKE_THE_TARGET = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act"),
+)
 
 
 class _Attention(nn.Module):
@@ -60,8 +63,9 @@ class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.self_attn, self.mlp = _Attention(config), _Mlp(config)
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            self.add_module(name, nn.RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class EagleHeads(nn.Module):
@@ -96,8 +100,8 @@ class EagleHeads(nn.Module):
     def for_target(
         cls, config: Any, layers: Sequence[int] | None = None, proposed: Tensor | None = None, num_heads: int = 3
     ) -> Self:
-        """New ones, in float32. Without `layers` they read those that engines read: 2, the middle one, the last but two.
-        Raises ValueError: a target of another form than Llama's, or without these layers."""
+        """New ones, in float32. Without `layers` they read those that engines read (`default_layers`). Raises
+        ValueError: a target of another form than Llama's, or without these layers."""
         count = config.num_hidden_layers
         layers = list(default_layers(count) if layers is None else layers)
         if not layers or not all(0 <= layer < count for layer in layers) or len(set(layers)) < len(layers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -228,9 +228,9 @@ class TransformersModel(LanguageModel):
         }
         if self.given_layers:
             inputs["output_hidden_states"] = True
-        with masked_attention(self.model):
-            with nullcontext([]) if self._norm is None else norm_input(self._norm) as seen:
-                found = self._decoder(**inputs)
+        seeing: AbstractContextManager[list[Tensor]] = nullcontext([]) if self._norm is None else norm_input(self._norm)
+        with masked_attention(self.model), seeing as seen:
+            found = self._decoder(**inputs)
         hidden_BMD = found.last_hidden_state if self._norm is None else seen[0].reshape(*tokens_BM.shape, -1)
         given = [found.hidden_states[layer].to(self.device) for layer in self.given_layers]
         return torch.cat((*given, hidden_BMD.to(self.device)), -1) if given else hidden_BMD.to(self.device)

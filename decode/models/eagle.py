@@ -1,7 +1,7 @@
 """EAGLE-3 heads as a drafter: a language model of one layer that reads the target's states beside tokens.
 
-Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.1. Shape letters: B batch, M new tokens, X = B · M, D hidden,
-G the target's states that are read.
+Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.1. Shape letters: B batch, M new tokens, X = B · M,
+D hidden, G the target's states that are read.
 """
 
 from __future__ import annotations

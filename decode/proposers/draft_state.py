@@ -55,15 +55,16 @@ class DraftState:
     def _prefill_given(self, context: Context, reads: tuple[int, ...]) -> None:
         """`prefill` of a drafter that reads the target's states."""
         if context.given_BSG is None or context.target.given_layers != reads:
+            given = [*context.target.given_layers]
             raise ValueError(
-                f"the drafter reads the target's layers {[*reads]}, and the target gives {[*context.target.given_layers]}: "
-                f"wrap it with wrap_model(model, given_layers={reads})"
+                f"the drafter reads the target's layers {[*reads]}, and the target gives {given}: wrap it with "
+                f"wrap_model(model, given_layers={reads})"
             )
         longest, shortest = max(context.lengths), min(context.lengths)
         if shortest < 2:
             raise ValueError(
-                f"prompt {context.lengths.index(shortest)} has {shortest} token, and this drafter, which reads what the "
-                "target made of the token before, needs 2 at least"
+                f"prompt {context.lengths.index(shortest)} has {shortest} token, and this drafter, which reads what "
+                "the target made of the token before, needs 2 at least"
             )
         if longest > 2:
             above_BTD = self.model.take_in(context.given_BSG[:, : longest - 2])

@@ -118,7 +118,7 @@ def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
 
 
 def _open_part(
-    source: str, kind: str, load: Callable[[Path], Any], place: Path | None = None
+    source: str, kind: str, load: Callable[[Path], Any], place: str | None = None
 ) -> tuple[Identity, tuple[Any, Any]]:
     """A part and its manifest, which of drafters may be missing; its identity names the `source`."""
     place = place or place_of(source, kind)
@@ -146,8 +146,8 @@ def _open_drafter(
 ) -> tuple[Identity, LanguageModel]:
     """A drafter of this target (`model`), or EAGLE-3 heads; `fits` looks at the manifest, where it is an artifact."""
     drafter: LanguageModel
-    if is_eagle(folder := Path(place_of(source, "drafter"))):
-        identity, (made, heads) = _open_part(source, "heads", load_eagle, folder)
+    if is_eagle(Path(place := place_of(source, "drafter"))):
+        identity, (made, heads) = _open_part(source, "heads", load_eagle, place)
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         heads = heads.to(target.device, _narrow(recipe) or target.weights_dtype).attach(*weights)
         drafter = EagleDrafter(heads.requires_grad_(False))

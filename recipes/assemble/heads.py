@@ -78,6 +78,7 @@ def _save(run: Run, parts: HeadsParts, result: FitResult) -> None:
     heads, base, target = parts.heads, parts.base, str(run.recipe.target)
     names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
     shapes = {name: getattr(heads, name) for name in names if hasattr(heads, name)}
+    assert isinstance(run.recipe, HeadsRecipe)
     shapes["architecture"] = run.recipe.architecture
     if heads.proposed is not None:
         shapes["proposed_tokens"] = len(heads.proposed)
@@ -119,7 +120,7 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     identity, (target, fingerprint) = load_identified(recipe.target, load, content=True)
     check_vocabulary(len(tokenizer), target, recipe.target)
     states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
-    heads = _new_heads(recipe, target, prepared)
+    heads: Any = _new_heads(recipe, target, prepared)
     base = None
     if recipe.base is not None:
         section = ModelSection(source=recipe.target, lora=recipe.base.lora)
@@ -133,6 +134,7 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
         "evaluate_blocks": recipe.measure.blocks,
     }
     heldout = prepared.heldout if recipe.measure.blocks else None
+    task: HeadsTask
     if recipe.architecture == "eagle3":
         task = EagleTask(target, heads, heldout, states=states, **common)
     elif recipe.base is None:

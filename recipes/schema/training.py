@@ -313,11 +313,11 @@ class HeadsRecipe(_Recipe):
 
     kind: Literal["heads"]
     architecture: Literal["medusa", "eagle3"] = "medusa"
-    """`medusa`: heads side by side. `eagle3`: one layer that drafts token by token, as a drafter does; what `num_layers`,
-    `projection`, `rank` and `states` say is Medusa's."""
+    """`medusa`: heads side by side. `eagle3`: one layer that drafts token by token, as a drafter does; what
+    `num_layers`, `projection`, `rank` and `states` say is Medusa's."""
     layers: list[int] | None = None
-    """With `eagle3`: the layers of the target that it reads, what goes into them, from 0; null: those that engines read,
-    2, the middle one and the last but two."""
+    """With `eagle3`: the layers of the target that it reads, what goes into them, from 0; null: those that engines
+    read, 2, the middle one and the last but two."""
     target: str
     """Folder or hub id of the model that the heads sit on."""
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -1,7 +1,8 @@
 """Training EAGLE-3 heads: as prediction heads are, but that each drafts some steps from every position.
 
-Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.2 ("training-time test"). Letters: B batch (blocks), T tokens,
-Y = B · T flattened positions, X those that are trained, K steps, D hidden, G the inner layers' states, S = G + D.
+Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.2 ("training-time test"). Letters: B batch (blocks),
+T tokens, Y = B · T flattened positions, X those that are trained, K steps, D hidden, G the inner layers' states,
+S = G + D.
 """
 
 from __future__ import annotations

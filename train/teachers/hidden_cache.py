@@ -2,8 +2,8 @@
 
 Its files hold `hidden` [rows, D] in bfloat16, float16 or float32; `hidden.json` describes them.
 
-Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, D hidden of the target, of several layers side
-by side.
+Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, D hidden of the target, of several layers
+side by side.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class HiddenSource(Source):
-    """Hidden states as `PackedForward` names them, kept in `dtype`, of a target whose weights are of `target_dtype`; see
-    `Source`. Those of inner layers, to which attention goes back, are kept of every token."""
+    """Hidden states as `PackedForward` names them, kept in `dtype`, of a target whose weights are of `target_dtype`;
+    see `Source`. Those of inner layers, to which attention goes back, are kept of every token."""
 
     states: str = "after-norm"
     dtype: str = "bfloat16"

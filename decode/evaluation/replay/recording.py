@@ -154,21 +154,24 @@ class _Reader:
         ids = torch.tensor([*self.target.begin([prompt], 0)[0][0], *text], device=self.target.device)
         first = len(ids) - len(text)
         passes = [_states(self.target, prompt, ids, first, chunk)]
-        if self.parts.drafter is not None:
-            passes.append(_states(self.parts.drafter, prompt, ids, first, chunk))
+        # what a drafter makes of its own states, where the target has none yet, no pass over a text tells
+        drafter = None if self.parts.drafter is None or self.parts.drafter.reads else self.parts.drafter
+        if drafter is not None:
+            passes.append(_states(drafter, prompt, ids, first, chunk))
         before_BD = torch.zeros(1, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
         for start, hiddens in zip(range(first, len(ids), chunk), zip(*passes, strict=True), strict=True):
             token_T = ids[start : start + chunk]
             roots_T = ids[start - 1 : start - 1 + len(token_T)]
             # One more state than positions: the first chunk brings the state before the first root, if there is one.
-            hidden_TD = hiddens[0] if len(hiddens[0]) > len(token_T) else torch.cat((before_BD, hiddens[0]))
+            read_TD = hiddens[0][:, -self.target.hidden_size :]
+            hidden_TD = read_TD if len(read_TD) > len(token_T) else torch.cat((before_BD, read_TD))
             before_BD = hidden_TD[-1:]
             logits_TV = self.target.logits(hidden_TD[1:])
             target_TV = warp(logits_TV, self.sampling)
             if not bool((target_TV.gather(1, token_T[:, None]) > 0).all()) and not self.sampling.greedy:
                 raise ValueError("a text holds a token of probability 0 under the target: it was not drawn from it")
-            if self.parts.drafter is not None:
-                draft_TV = self.parts.drafter.logits(hiddens[1][-len(token_T) :])
+            if drafter is not None:
+                draft_TV = drafter.logits(hiddens[1][-len(token_T) :])
                 self._keep("drafter", target_TV, draft_TV, token_T)
             for source, table in self.tables.items():
                 self._keep(source.name, target_TV, table.logits(roots_T), token_T, table.best(roots_T))

@@ -1,0 +1,93 @@
+"""EAGLE-3's layer learns what the target says k + 2 places ahead, from what decoding will give it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.eagle import EagleHeads
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.eagle import EagleDrafter
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from draftsmith.train.tasks.eagle import EagleTask
+
+STEPS = 2
+
+
+def task_of(worker: ModuleType, proposed: int | None, objective: str, target: Any = None) -> EagleTask:
+    target = target or worker.make_model()
+    kept = None if proposed is None else torch.arange(0, worker.VOCAB, proposed)
+    torch.manual_seed(0)
+    heads = EagleHeads.for_target(target.config, [0, 1], kept, STEPS)
+    heads.attach(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
+    return EagleTask(target, heads, None, [1.0, 0.5], {objective: 1.0})
+
+
+@pytest.mark.parametrize("proposed", [None, 2])
+@pytest.mark.parametrize("objective", ["cross-entropy", "forward-kl"])
+def test_the_loss_is_that_of_each_document_alone(worker: ModuleType, proposed: int | None, objective: str):
+    """Step k at position t: against the label of token t + 2 + k, or the target's distribution of it."""
+    task = task_of(worker, proposed, objective)
+    heads, batch = task.module.heads, worker.make_data(3).batch(range(3))
+    assert isinstance(heads, EagleHeads)
+    sums, counts = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    expected, items = torch.zeros(STEPS), torch.zeros(STEPS)
+    kept = torch.arange(worker.VOCAB) if heads.proposed is None else heads.proposed
+    for row in range(3):
+        for number in set(batch.documents_BT[row].tolist()) - {-1}:
+            inside = batch.documents_BT[row] == number
+            tokens, labels = batch.tokens_BT[row][inside], batch.labels_BT[row][inside].tolist()
+            length = len(tokens)
+            with torch.no_grad():
+                found = task.target(tokens[None], output_hidden_states=True)
+                given_1TG = torch.cat([found.hidden_states[layer] for layer in heads.layers], -1)
+                mask_TT = torch.ones(length, length, dtype=torch.bool).tril()
+                made_TKD = heads.features(given_1TG, tokens[None], torch.arange(length)[None], mask_TT[None, None])[0]
+                log_q_TKR = (made_TKD @ heads.projection().T).log_softmax(-1)
+                log_p_TR = found.logits[0][:, kept].log_softmax(-1)
+            for place in range(length):
+                for step in range(STEPS):
+                    ahead = place + 2 + step
+                    if ahead >= length or labels[ahead] not in kept.tolist():
+                        continue
+                    log_q_R = log_q_TKR[place, step]
+                    items[step] += 1
+                    if objective == "cross-entropy":
+                        expected[step] -= log_q_R[kept.tolist().index(labels[ahead])]
+                    else:
+                        expected[step] += (log_p_TR[ahead - 1].exp() * (log_p_TR[ahead - 1] - log_q_R)).sum()
+    assert counts.tolist() == items.int().tolist()
+    assert torch.allclose(sums.detach(), expected * torch.tensor([1.0, 0.5]), rtol=1e-4)
+
+
+def test_what_it_learned_is_accepted(worker: ModuleType, make_llama: Any):
+    """It learns the target's own texts by heart; then these are decoded in a third of the steps, by γ = 2."""
+    task = task_of(worker, None, "forward-kl", make_llama(worker.VOCAB, sharpness=2.0))
+    heads, module = task.module.heads, task.module
+    assert isinstance(heads, EagleHeads)
+    target, prompts = wrap_model(task.target, given_layers=heads.layers), [[1, 2, 3], [4, 5, 6]]
+
+    def decoded(name: str, **options: Any) -> list[list[list[int]]]:
+        method = build_method(name, Parts(EagleDrafter(heads)), Sampling(0.0), **options)
+        return [
+            step.new_ids
+            for step in generate(target, *method, prompts, Limits(24), Sampling(0.0), Rng([0, 1], target.device))
+        ]
+
+    steps = decoded("autoregressive")
+    tokens_BT = torch.tensor([prompt + [step[row][0] for step in steps] for row, prompt in enumerate(prompts)])
+    places_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
+    for _ in range(200):
+        sums_K, counts_K = module(tokens_BT, tokens_BT, places_BT, torch.zeros_like(tokens_BT))
+        loss = (sums_K / counts_K).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len(steps) == 24
+    assert len(decoded("speculative", gamma=2)) <= 10
