@@ -91,7 +91,7 @@ class EagleHeads(nn.Module):
         self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.vocab_size, self.hidden_size = config.vocab_size, hidden
-        if proposed is not None:
+        if proposed is not None and not proposed.is_meta:
             check_tokens(proposed, self.vocab_size)
         self.register_buffer(TOKENS, None if proposed is None else proposed.long(), persistent=False)
         self._attached: tuple[Tensor, Tensor] | None = None  # a module takes a bare parameter for its own

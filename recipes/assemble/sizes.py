@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.heads.eagle import EagleHeads
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import base_of, is_adapter
@@ -70,18 +71,22 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
         raise ValueError(f"{recipe.target} is an encoder-decoder ({meta.config.model_type}), and a decoder is needed")
     target, base = model_size(meta), None
     with torch.device("meta"):
-        projection_VD = meta.get_output_embeddings().weight.float()
-        forms = (recipe.projection, recipe.rank, recipe.states)
-        heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers, *forms)
-    if recipe.vocabulary is not None:
-        heads.propose(torch.arange(recipe.vocabulary.tokens or 0, device="meta"))
+        kept_P = None if recipe.vocabulary is None else torch.arange(recipe.vocabulary.tokens or 0)
+        heads: PredictionHeads | EagleHeads
+        if recipe.architecture == "eagle3":
+            heads = EagleHeads.for_target(meta.config, recipe.layers, kept_P, recipe.num_heads)
+        else:
+            projection_VD = meta.get_output_embeddings().weight.float()
+            forms = (recipe.projection, recipe.rank, recipe.states)
+            heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers, *forms)
+            heads.propose(kept_P)
     exported = sum(p.numel() for p in heads.parameters()) * meta.dtype.itemsize
     if recipe.base is not None:
         with torch.device("meta"):
             trained = made_trainable(meta, ModelSection(source=recipe.target, lora=recipe.base.lora))
         base = model_size(meta)
         exported += _exported_bytes(trained, base)
-    model = heads_size(heads, target, base)
+    model = heads_size(heads, target, recipe.data.block_tokens, base)
     taught = recipe.hidden.cache is None and base is None
     decodes = base is None and bool(recipe.measure.prompts) and decodes_fast(meta)
     demand = Demand(model, None if base else target, taught, recipe.num_heads, *_of_loop(recipe), 0, launch, decodes)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
+from ...checkpoints.heads.module import PredictionHeads
 from ...decode.models.draft_vocabulary import kept_tokens
 from ..losses.chunks import chunk_positions
 
 if TYPE_CHECKING:
-    from ...checkpoints.heads.files import PredictionHeads
+    from ...checkpoints.heads.eagle import EagleHeads
 
 Memory = Literal["device", "host"]
 Phase = Literal["always", "training", "saving", "loading"]
@@ -125,16 +126,25 @@ def model_size(model: Any, *, eight_bit: bool = False) -> ModelSize:
     )
 
 
-def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None = None) -> ModelSize:
-    """The sizes of prediction heads on a target; a layer is all heads together. `base` is the target, where it is
-    trained with them: then those of both."""
+def heads_size(
+    heads: PredictionHeads | EagleHeads, target: ModelSize, block_tokens: int, base: ModelSize | None = None
+) -> ModelSize:
+    """The sizes of prediction heads on a target; a layer is all heads together, or a step of EAGLE-3's, which keeps its
+    scores of a block. `base` is the target, where it is trained with them: then those of both."""
     count = sum(p.numel() for p in heads.parameters())
     weights = sum(p.numel() * p.element_size() for p in heads.parameters())
-    own = heads.projection_kind != "target"
-    projection = heads.num_heads * target.vocab_size * (heads.rank or target.hidden_size) if own else 0
-    item, layer = next(heads.parameters()).element_size(), 3 * heads.num_heads * target.hidden_size
-    vocab = target.vocab_size if heads.proposed is None else len(heads.proposed)
-    alone = ModelSize(0, 0, 0, 0, item, vocab, target.hidden_size, heads.num_layers, layer, 0, 0)
+    item, vocab = next(heads.parameters()).element_size(), len(heads.proposed) if heads.proposed is not None else 0
+    alone = ModelSize(0, 0, 0, 0, item, vocab or target.vocab_size, target.hidden_size, 0, 0, 0, 0)
+    projection = 0
+    if isinstance(heads, PredictionHeads):
+        own = heads.projection_kind != "target"
+        projection = heads.num_heads * target.vocab_size * (heads.rank or target.hidden_size) if own else 0
+        alone = replace(alone, layers=heads.num_layers, layer_elements=3 * heads.num_heads * target.hidden_size)
+    else:
+        sizes = heads.config
+        scores = 2 * sizes.num_attention_heads * block_tokens
+        step = 12 * sizes.hidden_size + 4 * sizes.intermediate_size + scores
+        alone = replace(alone, layers=heads.num_heads, layer_elements=step)
     size = base or alone
     return replace(
         size,

@@ -138,7 +138,7 @@ def test_the_peak_is_what_always_lies_there_and_the_greediest_phase():
 def test_heads_are_trained_and_their_target_is_not():
     target = make("llama", tie_word_embeddings=False)
     heads = PredictionHeads.from_lm_head(target.lm_head.weight, 3, 1)
-    size = heads_size(heads, model_size(target))
+    size = heads_size(heads, model_size(target), 64)
     count = sum(p.numel() for p in heads.parameters())
     assert (size.trained, size.weights) == (count, 4 * count)
     demand = Demand(size, model_size(target), True, 3, block_tokens=64, micro_batch=2, global_batch=4)
