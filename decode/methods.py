@@ -16,6 +16,7 @@ from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle,
 from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.chains import DraftChains
 from .proposers.draft_tree import DraftTree, NoDraft
+from .proposers.dynamic_tree import DynamicTree
 from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
 from .proposers.lookup_first import LookupOrDrafter
 from .proposers.ngrams import PromptLookup, TableChain, TableSource
@@ -108,6 +109,11 @@ def _lookup_or_drafter(parts: Parts, sampling: Sampling, options: Options) -> Me
     policy = Confidence(options["threshold"])
     proposer = LookupOrDrafter(parts.drafter, options["draft_gamma"], policy, _lookup(options))
     return _matching(proposer, sampling, ExactChain())
+
+
+def _dynamic_tree(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.drafter is not None
+    return _matching(DynamicTree(parts.drafter, **options), sampling, SampleAndMatch())
 
 
 def _suffix(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -230,6 +236,7 @@ METHODS: dict[str, _Spec] = {
     "lookup-drafter": _Spec(
         _lookup_or_drafter, ("drafter",), _LOOKUP | {"shortest": 2, "draft_gamma": 4, "threshold": 0.4}
     ),
+    "dynamic-tree": _Spec(_dynamic_tree, ("drafter",), {"nodes": 6, "depth": 4, "width": 2, "least": 0.1}),
     "suffix": _Spec(_suffix, (), _SUFFIX, _STORE),
     "suffix-heads": _Spec(_suffix, ("heads",), _SUFFIX | {"candidates": 4}, _STORE),
     "multi-candidate": _Spec(_multi_candidate, ("drafter",), _TREE, _ATTENTION),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ...checkpoints.table.texts import CONTEXT, TextStore
 from ..engine import Context, Limits, Proposal, Proposer, Verdict
@@ -95,26 +96,11 @@ class SuffixTree(Proposer):
         """Of each row's last tree the nodes that follow its own text, with the lengths of their matches."""
 
     def propose(self, context: Context) -> Proposal:
-        device, guesses = context.ids_BS.device, self._guesses(context)
-        rows = []
+        guesses, rows = self._guesses(context), list[tuple[list[int], list[int]]]()
         for row, length in enumerate(context.lengths):
             text_S = context.host_ids_BS[row, :length]
             rows.append(([], []) if context.ended[row] else self.grow(row, text_S, guesses[row] if guesses else ()))
-        most = max(len(tokens) for _, tokens in rows)
-        parents_BN = np.full((len(rows), 1 + most), -1)
-        tokens_BN = np.zeros((len(rows), most), dtype=np.int64)
-        for row, (parents, tokens) in enumerate(rows):
-            parents_BN[row, 1 : 1 + len(tokens)], tokens_BN[row, : len(tokens)] = parents, tokens
-        all_BN = torch.cat((context.root_B1, sent(torch.from_numpy(tokens_BN), device)), 1)
-        if len(rows) == 1 and (parents_BN[0] == np.arange(-1, most)).all():
-            return Proposal(Tree.chain(most).to(device), all_BN, levels=self.depth)
-        depth_BN = np.zeros_like(parents_BN)
-        for node in range(1, 1 + most):
-            above_B = parents_BN[:, node]
-            depth_BN[:, node] = np.where(above_B < 0, 0, 1 + depth_BN[np.arange(len(rows)), above_B])
-        sides = [sent(torch.from_numpy(side), device) for side in (parents_BN, depth_BN)]
-        tree = Tree.from_parents(sides[0], int(depth_BN.max()), sides[1])
-        return Proposal(tree, all_BN, levels=self.depth)
+        return proposal_of(rows, context.root_B1, self.depth)
 
     def _guesses(self, context: Context) -> list[list[dict[int, float]]] | None:
         """By row and depth the heads' candidates and their probabilities."""
@@ -174,6 +160,24 @@ class SuffixTree(Proposer):
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [] if self.heads is None else [(self.heads, 1)]
+
+
+def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, levels: int) -> Proposal:
+    """Trees of parents and tokens of each row's nodes, the root not counted, parents before their children."""
+    device, most = root_B1.device, max(len(tokens) for _, tokens in rows)
+    parents_BN = np.full((len(rows), 1 + most), -1)
+    tokens_BN = np.zeros((len(rows), most), dtype=np.int64)
+    for row, (parents, tokens) in enumerate(rows):
+        parents_BN[row, 1 : 1 + len(tokens)], tokens_BN[row, : len(tokens)] = parents, tokens
+    all_BN = torch.cat((root_B1, sent(torch.from_numpy(tokens_BN), device)), 1)
+    if len(rows) == 1 and (parents_BN[0] == np.arange(-1, most)).all():
+        return Proposal(Tree.chain(most).to(device), all_BN, levels=levels)
+    depth_BN = np.zeros_like(parents_BN)
+    for node in range(1, 1 + most):
+        above_B = parents_BN[:, node]
+        depth_BN[:, node] = np.where(above_B < 0, 0, 1 + depth_BN[np.arange(len(rows)), above_B])
+    sides = [sent(torch.from_numpy(side), device) for side in (parents_BN, depth_BN)]
+    return Proposal(Tree.from_parents(sides[0], int(depth_BN.max()), sides[1]), all_BN, levels=levels)
 
 
 def longest_match(text_S: Ints) -> tuple[int, int]:

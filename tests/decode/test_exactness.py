@@ -19,8 +19,8 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method, needs_of
-from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.models.thin.eagle import EagleDrafter
 from draftsmith.decode.proposers.draft_tree import DraftTree
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.verifiers import lossless as verifiers
@@ -68,6 +68,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("spectr", {"gamma": 2, "drafts": 4}),
     ("specinfer", {"gamma": 3, "drafts": 1}),
     ("specinfer", {"gamma": 2, "drafts": 2}),
+    ("dynamic-tree", {"nodes": 4, "depth": 3, "width": 2, "least": 0.05}),
+    ("dynamic-tree", {"nodes": 6, "depth": 2, "width": 3, "least": 0.1}),
     ("adaptive", {"gamma": 3, "policy": "confidence", "threshold": 0.4}),
     ("adaptive", {"gamma": 3, "policy": "expected-gain", "cost": 0.3}),
     ("adaptive", {"gamma": 3, "policy": "oracle", "cost": 0.3}),

@@ -104,7 +104,7 @@ class TeacherTargets:
                 raise ValueError(
                     f"the drafter's vocabulary has {vocab} tokens, the teacher's {theirs}: they must agree"
                 )
-            self._product = _Product(hidden_XE, weight_VE, size, own_type=True)
+            self._product = Product(hidden_XE, weight_VE, size, own_type=True)
         self._top_k = top_k
         if top_k is not None and top_k.tail == "bucket" and temperature != 1:
             raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
@@ -169,7 +169,7 @@ def blocks_of_logits(
     size = chunk or chunk_positions(vocab, hidden_XD.device)
     if proposed is not None:
         hidden_XD, weight_VD = rows_of(proposed, hidden_XD, weight_VD)
-    product, targets = _Product(hidden_XD, weight_VD, size), None
+    product, targets = Product(hidden_XD, weight_VD, size), None
     if teacher is not None:
         targets = TeacherTargets(teacher, vocab, size)
         assert targets.positions == len(labels_X), (targets.positions, len(labels_X))
@@ -238,7 +238,7 @@ def product_type(values: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
 
-class _Product:
+class Product:
     """Rows of `hidden_XD @ weight_VD.T`, written into the same memory each time; or rows of `hidden_XD`."""
 
     def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, rows: int, own_type: bool = False) -> None:

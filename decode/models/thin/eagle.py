@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.heads.eagle import EagleHeads
-from ..tree import Tree
-from .kv_cache import KVCache
-from .lean import LeanLlama, _Product
+from ....checkpoints.heads.eagle import EagleHeads
+from ...tree import Tree
+from ..kv_cache import KVCache
+from .llama import LeanLlama, Product
 
 
 class EagleDrafter(LeanLlama):
@@ -27,7 +27,7 @@ class EagleDrafter(LeanLlama):
         embedding_VD = heads.embedding.to(weight_DG.dtype)
         self._hold(heads.config, embedding_VD, heads.projection().to(weight_DG.dtype), heads, [heads.midlayer])
         self.head_weights = None if self._kept_R is None else heads.projection().numel()
-        self._take_in = _Product(weight_DG)
+        self._take_in = Product(weight_DG)
         self._above_XD: Tensor | None = None
         self._embedded_XD: Tensor | None = None
 

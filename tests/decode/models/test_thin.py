@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.models.lean import _FEW_ROWS, _SMALLEST_PACKED, LeanLlama, _Product
+from draftsmith.decode.models.thin.llama import _FEW_ROWS, _SMALLEST_PACKED, LeanLlama, Product
 from transformers import LlamaForCausalLM
 
 
@@ -19,10 +19,10 @@ def test_products_of_any_number_of_rows_are_the_matrix_product(shape: tuple[int,
     torch.manual_seed(0)
     outputs, inputs = shape
     weight_OI = torch.randn(outputs, inputs, dtype=dtype)
-    product = _Product(weight_OI)
+    product = Product(weight_OI)
     assert (product.packed is not None) == (outputs * inputs >= _SMALLEST_PACKED), "this machine packs nothing"
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-18
-    library = _Product(weight_OI)
+    library = Product(weight_OI)
     library.few_rows = None  # as where there is no compiler
     for made, rows in itertools.product((product, library), (1, 2, 5, 17, _FEW_ROWS, _FEW_ROWS + 1)):
         x_XI, sum_XO = torch.randn(rows, inputs, dtype=dtype), torch.randn(rows, outputs, dtype=dtype)

@@ -1,7 +1,7 @@
 """A thin forward over the weights of Llama-type decoders, equal to transformers' and free of its overhead.
 
 Projections that share an input are one product, the rotation of queries and keys is one complex multiplication, norms
-take three small operations, and weights lie as the CPU's library likes them for the number of rows (`_Product`).
+take three small operations, and weights lie as the CPU's library likes them for the number of rows (`Product`).
 
 Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F width of the MLP, H heads, E head width,
 I and O inputs and outputs of a product, V vocabulary.
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...checkpoints.storage.draft_vocabulary import widen
-from .base import LanguageModel, position_limit
-from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
+from ....checkpoints.storage.draft_vocabulary import widen
+from ..base import LanguageModel, position_limit
+from ..draft_vocabulary import LowRankHead, head_weights, kept_tokens
+from ..kv_cache import KVCache
 from .few_rows import FewRows, compiled, fits
-from .kv_cache import KVCache
 
 _FEW_ROWS = 64
 _LARGEST_COPY = 1 << 25
@@ -31,7 +31,7 @@ _SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than is won
 _PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
 
 
-class _Product:
+class Product:
     """x Wᵀ, by the fastest of the library's paths for the number of rows.
 
     On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
@@ -84,11 +84,11 @@ def _packs(dtype: torch.dtype) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     norm_in_D: Tensor
-    qkv: _Product
-    out: _Product
+    qkv: Product
+    out: Product
     norm_mlp_D: Tensor
-    gate_up: _Product
-    down: _Product
+    gate_up: Product
+    down: Product
 
 
 class LeanLlama(LanguageModel):
@@ -117,7 +117,7 @@ class LeanLlama(LanguageModel):
         decoder, output = model.model, model.get_output_embeddings()
         self.states, self.given_layers = states, tuple(given_layers)
         self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
-        self._inner = _Product(output.inner.weight.detach()) if isinstance(output, LowRankHead) else None
+        self._inner = Product(output.inner.weight.detach()) if isinstance(output, LowRankHead) else None
         embedding_VD, head = decoder.embed_tokens.weight.detach(), output.weight.detach()
         self.vocab_size = len(head)
         rows = head if self._kept_R is None else head[self._kept_R]
@@ -137,7 +137,7 @@ class LeanLlama(LanguageModel):
         self._grouped = self.heads != self.kv_heads
         self._eps = config.rms_norm_eps
         self._embedding_VD = embedding
-        self._head = _Product(head)
+        self._head = Product(head)
         # One complex product turns a pair of neighbours; transformers pairs element e with e + E/2. Queries and keys
         # are therefore projected in interleaved order, which leaves their inner products as they were.
         self._complex = self.dtype == torch.float32
@@ -181,11 +181,11 @@ class LeanLlama(LanguageModel):
                 module.weight.data = part
         return _Layer(
             norm_in_D,
-            _Product(qkv),
-            _Product(attention.o_proj.weight.detach()),
+            Product(qkv),
+            Product(attention.o_proj.weight.detach()),
             norm_mlp_D,
-            _Product(gate_up),
-            _Product(mlp.down_proj.weight.detach()),
+            Product(gate_up),
+            Product(mlp.down_proj.weight.detach()),
         )
 
     def _norm_in(self, layer: Any) -> Tensor:
