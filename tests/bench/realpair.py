@@ -1,6 +1,7 @@
 """The evidence of a real pair: every method on Spec-Bench, the same beside transformers, and what training tokens buy.
 
     python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--groups qa rag] [--rows medusa]
+    python tests/bench/realpair.py --pair runs/realpair --drafter runs/eagle3 [--rows speculative dynamic-tree]
     python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32] [--gguf FILE]
     python tests/bench/realpair.py --pair runs/realpair --curve runs/drafter-1 runs/drafter-2 runs/heads-1
 
@@ -9,7 +10,7 @@ The pair is a finished quickstart of any recipe. Each part says first how long i
 realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts of 16 tokens.
 
 Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
-prediction. Peers: greedily and in turns prompt by prompt, in float32 and bfloat16, each at the γ that was its fastest
+prediction; with `--drafter` those that need a drafter, with another one. Peers: greedily and in turns prompt by prompt, in float32 and bfloat16, each at the γ that was its fastest
 on the first prompts; the assistant of transformers is the padded export of the drafter; all texts end where this
 engine's own do. With `--gguf`, the target's own file, llama.cpp decodes the same weights by the package xllamacpp
 (other builds, and vLLM: engines.py). Curve: tokens per step of finished artifacts by replay of the target's own texts,
@@ -38,7 +39,7 @@ from draftsmith.checkpoints.storage.atomic import atomic_text
 from draftsmith.decode.evaluation.profile import drafting_cost
 from draftsmith.decode.evaluation.replay.recording import record
 from draftsmith.decode.evaluation.replay.replay import predict
-from draftsmith.decode.methods import METHODS, build_method
+from draftsmith.decode.methods import METHODS, build_method, needs_of
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
@@ -61,6 +62,7 @@ LOSSY = ("beam", "mjgd", "bild", "relaxed-opt", "relaxed-uno")
 """Left out; MJSD is lossy too, and stays."""
 BASELINE = {"method": "autoregressive"}
 MORE: list[tuple[str, dict[str, Any]]] = [
+    ("speculative", {"gamma": 1}),
     ("speculative", {"gamma": 2}),
     ("speculative", {"gamma": 3}),
     ("prompt-lookup", {"shortest": 2}),
@@ -69,6 +71,8 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("suffix", {"store": "table"}),
     ("suffix-heads", {"store": "table"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
+    ("dynamic-tree", {"nodes": 3, "depth": 3}),
+    ("dynamic-tree", {"nodes": 10, "depth": 5, "least": 0.06}),
     ("medusa", {"tree": "2x1"}),
     ("slim-s", {"sequences": 8, "least": 0.05}),
 ]
@@ -97,7 +101,9 @@ Steps = dict[str, dict[str, tuple[float, float]]]
 
 def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **more: Any) -> Any:
     """An evaluation of the pair on the prompts that are asked for."""
-    values = {"kind": "evaluate", "out": str(options.work / f"T{temperature:g}.json"), "target": "", "prompts": ""}
+    other = "" if options.drafter is None else f"-{options.drafter.name}"
+    out = options.work / f"T{temperature:g}{other}.json"
+    values = {"kind": "evaluate", "out": str(out), "target": "", "prompts": ""}
     first = EvaluateRecipe.model_validate(values | {"methods": methods})
     asked: dict[str, Any] = {"prompts": str(options.prompts)}
     if "spec_bench" in options.prompts.name:
@@ -105,14 +111,18 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
     asked |= {"groups": options.groups, "limit": options.limit, "max_prompt_tokens": options.prompt_tokens}
     asked |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
     asked |= {"energy": "off", "predict": True, "show_categories": True}
+    if options.drafter is not None:
+        asked |= {"drafter": str(options.drafter), "heads": None, "table": None}
     return EvaluateRecipe.model_validate(pair_values(first, options.found, PARTS) | asked | more)
 
 
-def rows_of(chosen: Sequence[str]) -> list[dict[str, Any]]:
-    """The baseline and the rows, all of them or those named by label or method."""
+def rows_of(chosen: Sequence[str], drafter: bool) -> list[dict[str, Any]]:
+    """The baseline and the rows, all of them, those named by label or method, or those that need a `drafter`."""
     rows = [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
     found = [BASELINE]
     for name, options in rows:
+        if drafter and needs_of(name, options) != ("drafter",):
+            continue
         label = " ".join([name, *map(str, options.values())])
         if not chosen or label in chosen or name in chosen:
             found.append({"method": name, "label": label, "options": options})
@@ -154,7 +164,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
     """Every row at every temperature."""
     found = {}
     for temperature in options.temperatures:
-        recipe = recipe_of(options, temperature, rows_of(options.rows))
+        recipe = recipe_of(options, temperature, rows_of(options.rows, options.drafter is not None))
         if options.plan:
             case = open_case(recipe)
             said_first(options, f"methods, T={temperature:g}", case, evaluation_runs(recipe, len(case.prompts)))
@@ -162,7 +172,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
         results = evaluated(recipe)
         of_rows = {row["label"]: numbers_of(row) for row in results["methods"]}
         print_rows(f"T={temperature:g}, {results['prompts']} prompts", of_rows)
-        found[f"T={temperature:g}"] = {
+        found[f"T={temperature:g}" + ("" if options.drafter is None else f", {short(options.drafter)}")] = {
             **{key: results[key] for key in ("prompts", "prompts_sha256", "categories", "errors")},
             "greedy_equals_transformers": results["greedy_equals_transformers"],
             "rows": of_rows,
@@ -354,6 +364,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=SPEC_BENCH, help="questions; those of Spec-Bench by default")
     parser.add_argument("--groups", nargs="+", default=[], help="only these groups of the prompts")
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by label or method")
+    parser.add_argument("--drafter", type=Path, help="another drafter, or EAGLE-3 heads, instead of the pair's")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--peers", action="store_true", help="beside transformers, and nothing else")
     parser.add_argument("--gguf", type=Path, help="of --peers: the target's GGUF file, for llama.cpp (xllamacpp)")
