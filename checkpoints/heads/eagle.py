@@ -152,8 +152,8 @@ class EagleHeads(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
-        """Begin as the target's own layer behind the last one that is read, with its final norm, where its layers have a
-        Llama's parts; what reads embeddings stays as it is. After 150 steps the loss is 8.5 instead of 11.6."""
+        """Begin as the target's own layer behind the last one that is read, with its final norm, where its layers have
+        a Llama's parts; what reads embeddings stays as it is."""
         decoder, hidden = target.get_decoder(), self.hidden_size
         theirs, mine = decoder.layers[max(self.layers)], self.midlayer
         if not hasattr(theirs.self_attn, "q_proj") or not hasattr(theirs.mlp, "gate_proj"):
@@ -211,8 +211,9 @@ class EagleHeads(nn.Module):
 
 
 def default_layers(count: int) -> list[int]:
-    """The layers that engines read of a target of so many: 2, the middle one, and the last but two."""
-    return sorted({2, count // 2, count - 3})
+    """The layers that engines read of a target of so many: 2, the middle one, and the last but two; fewer of less than
+    six."""
+    return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
 
 
 def _attend_beside(

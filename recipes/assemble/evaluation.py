@@ -75,6 +75,8 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     heads = table = None
     if recipe.heads is not None:  # which decide what hidden states the target must give
         folder = Path(place_of(recipe.heads, "heads"))
+        if is_eagle(folder):
+            raise ValueError(f"{recipe.heads} are EAGLE-3 heads, which draft token by token: name them as `drafter`")
         identities["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
     sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}

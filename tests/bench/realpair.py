@@ -10,8 +10,8 @@ The pair is a finished quickstart of any recipe. Each part says first how long i
 realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts of 16 tokens.
 
 Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
-prediction; with `--drafter` those that need a drafter, with another one. Peers: greedily and in turns prompt by prompt, in float32 and bfloat16, each at the γ that was its fastest
-on the first prompts; the assistant of transformers is the padded export of the drafter; all texts end where this
+prediction; with `--drafter` those that need a drafter, with another one. Peers: greedily and in turns prompt by prompt,
+in float32 and bfloat16, each at the γ that was its fastest on the first prompts; the assistant of transformers is the padded export of the drafter; all texts end where this
 engine's own do. With `--gguf`, the target's own file, llama.cpp decodes the same weights by the package xllamacpp
 (other builds, and vLLM: engines.py). Curve: tokens per step of finished artifacts by replay of the target's own texts,
 against the tokens that they were trained on, those of the artifacts that they went on from included, and what one

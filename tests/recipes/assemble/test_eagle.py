@@ -1,0 +1,82 @@
+"""EAGLE-3 heads by a recipe: trained on states as they come and from disk, verified, and evaluated as a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.heads.eagle import load_eagle
+from draftsmith.checkpoints.verify.inspect import find_faults
+from draftsmith.decode.methods import METHODS, needs_of
+from draftsmith.recipes.assemble.teacher import prepare_teacher
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.loading import parse_recipe
+
+TOKENS = 60
+
+
+def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
+    """A drafter's recipe as one of EAGLE-3 heads."""
+    values = {name: made[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
+    values |= {
+        "target": str(target),
+        "num_heads": 2,
+        "vocabulary": {"tokens": TOKENS},
+        "objective": {"forward-kl": 1.0},
+    }
+    return parse_recipe(values | {"measure": {"prompts": 2, "new_tokens": 4}} | more, "the test's recipe")
+
+
+def test_states_from_disk_teach_what_live_ones_do(
+    tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
+) -> None:
+    """But for rounding in other batches; then every method with a drafter writes the target's own greedy text with them."""
+    made, target = tiny_drafter(tmp_path), tiny_pair / "target"
+    run_train(recipe_of(made, target))
+    cached = recipe_of(
+        made, target, out=str(tmp_path / "cached"), hidden={"cache": str(tmp_path / "hidden"), "dtype": "float32"}
+    )
+    prepare_teacher(cached)
+    run_train(cached)
+    live, other = (load_eagle(Path(out)) for out in (made["out"], cached.out))
+    theirs = other.state_dict()
+    assert all((weight - theirs[name]).abs().max() < 1e-4 for name, weight in live.state_dict().items())
+    assert live.proposed is not None
+    assert len(live.proposed) == TOKENS
+    manifest, faults = find_faults(Path(made["out"]))
+    assert faults == []
+    assert manifest is not None
+    assert manifest.shapes["architecture"] == "eagle3"
+    rows = [{"method": name} for name in METHODS if needs_of(name, {}) == ("drafter",)]
+    evaluated = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(target), "energy": "off"}
+    evaluated |= {"drafter": made["out"], "prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "limit": 3}
+    evaluated |= {"template": "chatml", "max_new_tokens": 12, "methods": [{"method": "autoregressive"}, *rows]}
+    results = run_evaluate(EvaluateRecipe.model_validate(evaluated))
+    found = {row["method"]: row["identical_to_greedy"] for row in results["methods"] if row["lossless"]}
+    assert len(found) >= 9
+    assert set(map(tuple, found.values())) == {(3, 3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"projection": "own"}, r"projection.*Medusa"),
+        ({"states": "before-norm"}, r"states.*Medusa"),
+        ({"layers": [0, 9]}, r"9.*from 0 to 1"),
+        ({"architecture": "medusa", "layers": [1]}, r"layers.*eagle3"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(
+    changes: dict[str, Any],
+    words: str,
+    tiny_drafter: Callable[[Path], dict[str, Any]],
+    tiny_pair: Path,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        run_train(recipe_of(tiny_drafter(tmp_path), tiny_pair / "target", **changes))
