@@ -24,6 +24,7 @@ _WHAT = {
     "target": "a target model for speculative decoding",
 }
 _TAGS = {"drafter": ["draft-model"], "heads": ["medusa", "prediction-heads"], "table": ["bigram-table"], "target": []}
+_EAGLE = ["eagle3", "prediction-heads"]
 _MODELS = ("drafter", "target")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TARGET = "the-target"
@@ -75,7 +76,8 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
         "is_ours": _is_ours(manifest),
         "pulled": pulled,
         "place": place,
-        "method": _METHODS.get(manifest.role),
+        "method": None if _is_eagle(manifest) else _METHODS.get(manifest.role),
+        "is_eagle": _is_eagle(manifest),
         "loader": "AutoModelForSeq2SeqLM" if _is_encoder_decoder(manifest) else "AutoModelForCausalLM",
         "target": python(place) if manifest.role == "target" else _target(manifest.target or {}),
         "measured": known.measured,
@@ -128,6 +130,11 @@ def _parts(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each for part in inner for each in _parts(part)] if inner else [data]
 
 
+def _is_eagle(manifest: Manifest) -> bool:
+    """Whether it is EAGLE-3 heads, which transformers has no use for."""
+    return manifest.shapes.get("architecture") == "eagle3"
+
+
 def _is_ours(manifest: Manifest) -> bool:
     return manifest.export is None or bool(manifest.export.get("native"))
 
@@ -144,7 +151,7 @@ def _head(manifest: Manifest, known: Evidence) -> str:
         "base_model": base and line(base),
         "base_model_relation": relation if base else None,
         "datasets": [line(each) for each in known.datasets],
-        "tags": ["speculative-decoding", "draftsmith", *_TAGS[manifest.role]],
+        "tags": ["speculative-decoding", "draftsmith", *(_EAGLE if _is_eagle(manifest) else _TAGS[manifest.role])],
     }
     kept = {key: value for key, value in values.items() if value}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=1 << 20)

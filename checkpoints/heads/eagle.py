@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from ..artifact.compat import read_config
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
+from .layouts import EAGLE
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _LIKE_THE_TARGET = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
@@ -252,8 +253,11 @@ def save_eagle(heads: EagleHeads, directory: Path, state: Mapping[str, Tensor] |
         tensors["t2d"] = known_V
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(held, directory / WHOLE_FILES[0], metadata={"format": "pt"})
-    named = heads.config.to_dict() | {
-        "architectures": [ARCHITECTURE],
+    named = {name: getattr(heads.config, name) for name in _LIKE_THE_TARGET} | {
+        "architectures": [EAGLE],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,  # SGLang would take the embeddings for the output layer
         "dtype": str(held["fc.weight"].dtype).removeprefix("torch."),
         "draft_vocab_size": heads.vocab_size if heads.proposed is None else len(heads.proposed),
         _LAYERS: [*heads.layers],
@@ -263,15 +267,9 @@ def save_eagle(heads: EagleHeads, directory: Path, state: Mapping[str, Tensor] |
     (directory / CONFIG_FILE).write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 
 
-def is_eagle(directory: Path) -> bool:
-    """Whether a folder holds EAGLE-3 heads, by its config."""
-    path = Path(directory) / CONFIG_FILE
-    return path.is_file() and ARCHITECTURE in (json.loads(path.read_text(encoding="utf-8")).get("architectures") or [])
-
-
 def eagle_layers(directory: Path) -> list[int]:
     """The target's layers that heads in a folder read. Raises ValueError: its config does not say it."""
-    layers = json.loads((Path(directory) / CONFIG_FILE).read_text(encoding="utf-8")).get(_LAYERS)
+    layers = read_config(Path(directory) / CONFIG_FILE).get(_LAYERS)
     if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
         raise ValueError(f"{directory}: {_LAYERS} is {layers!r}, expected layers of the target")
     return layers

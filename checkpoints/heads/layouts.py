@@ -33,6 +33,10 @@ _ORDER = (HEADS_FILE, PICKLED_FILE, *_WHOLE)
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError, KeyError, AttributeError)
 
 
+EAGLE = "LlamaForCausalLMEagle3"
+"""The architecture that the config of EAGLE-3 heads names."""
+
+
 @dataclass(frozen=True)
 class StoredHeads:
     """Heads as they lie on the disk: read and checked against each other, but not yet a module."""
@@ -84,6 +88,12 @@ class StoredHeads:
         return heads
 
 
+def is_eagle(directory: Path) -> bool:
+    """Whether a folder holds EAGLE-3 heads, by its config. Raises ValueError: a config that cannot be read."""
+    path = directory / CONFIG_FILE
+    return path.is_file() and EAGLE in (read_config(path).get("architectures") or [])
+
+
 def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = None) -> StoredHeads:
     """Read the heads in a folder, from the first that is there of
 
@@ -96,6 +106,8 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     Raises ValueError: names the file, the tensor where one is at fault, and what was expected.
     """
     directory = Path(directory)
+    if is_eagle(directory):
+        raise ValueError(f"{directory} holds EAGLE-3 heads, which draft token by token: name them as `drafter`")
     path = _find(directory)
     if path is None:
         raise ValueError(f"there are no heads in {directory}: none of {', '.join(_ORDER)}")

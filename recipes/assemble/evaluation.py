@@ -19,8 +19,9 @@ from ...checkpoints.artifact.artifact import check_target, load_manifest, open_a
 from ...checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from ...checkpoints.artifact.identity import Identity, load_identified
 from ...checkpoints.artifact.locate import at_revision, model_source, resolve
-from ...checkpoints.heads.eagle import eagle_layers, is_eagle, load_eagle
+from ...checkpoints.heads.eagle import eagle_layers, load_eagle
 from ...checkpoints.heads.files import load_heads
+from ...checkpoints.heads.layouts import is_eagle
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
 from ...data.prompts import Prompt, SkippedPrompts, load_prompts, stop_ids
@@ -75,8 +76,6 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     heads = table = None
     if recipe.heads is not None:  # which decide what hidden states the target must give
         folder = Path(place_of(recipe.heads, "heads"))
-        if is_eagle(folder):
-            raise ValueError(f"{recipe.heads} are EAGLE-3 heads, which draft token by token: name them as `drafter`")
         identities["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
     sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}

@@ -11,11 +11,12 @@ realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts 
 
 Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
 prediction; with `--drafter` those that need a drafter, with another one. Peers: greedily and in turns prompt by prompt,
-in float32 and bfloat16, each at the γ that was its fastest on the first prompts; the assistant of transformers is the padded export of the drafter; all texts end where this
-engine's own do. With `--gguf`, the target's own file, llama.cpp decodes the same weights by the package xllamacpp
-(other builds, and vLLM: engines.py). Curve: tokens per step of finished artifacts by replay of the target's own texts,
-against the tokens that they were trained on, those of the artifacts that they went on from included, and what one
-forward of each takes beside one of the target's. The last line is one JSON object.
+in float32 and bfloat16, each at the γ that was its fastest on the first prompts; the assistant of transformers is the
+padded export of the drafter; all texts end where this engine's own do. With `--gguf`, the target's own file, llama.cpp
+decodes the same weights by the package xllamacpp (other builds, and vLLM: engines.py). Curve: tokens per step of
+finished artifacts by replay of the target's own texts, against the tokens that they were trained on, those of the
+artifacts that they went on from included, and what one forward of each takes beside one of the target's. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("prompt-lookup", {"shortest": 2}),
     ("adaptive", {"threshold": 0.6}),
     ("lookup-drafter", {"threshold": 0.6}),
+    ("lookup-drafter", {"threshold": 0.0, "draft_gamma": 1}),
     ("suffix", {"store": "table"}),
     ("suffix-heads", {"store": "table"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
@@ -101,8 +103,8 @@ Steps = dict[str, dict[str, tuple[float, float]]]
 
 def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **more: Any) -> Any:
     """An evaluation of the pair on the prompts that are asked for."""
-    other = "" if options.drafter is None else f"-{options.drafter.name}"
-    out = options.work / f"T{temperature:g}{other}.json"
+    out = options.work / "-".join([f"T{temperature:g}", *words_of(options)]).replace("/", "-")
+    out = out.with_name(out.name + ".json")
     values = {"kind": "evaluate", "out": str(out), "target": "", "prompts": ""}
     first = EvaluateRecipe.model_validate(values | {"methods": methods})
     asked: dict[str, Any] = {"prompts": str(options.prompts)}
@@ -110,10 +112,15 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
         asked = {"prompts": "spec-bench", "prompts_path": str(options.prompts)}  # whose groups come in turn
     asked |= {"groups": options.groups, "limit": options.limit, "max_prompt_tokens": options.prompt_tokens}
     asked |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
-    asked |= {"energy": "off", "predict": True, "show_categories": True}
+    asked |= {"energy": "off", "predict": True, "show_categories": True, "drafter_dtype": options.drafter_dtype}
     if options.drafter is not None:
         asked |= {"drafter": str(options.drafter), "heads": None, "table": None}
     return EvaluateRecipe.model_validate(pair_values(first, options.found, PARTS) | asked | more)
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """What is asked for besides the pair's own drafter."""
+    return [*filter(None, [options.drafter and short(options.drafter.absolute()), options.drafter_dtype])]
 
 
 def rows_of(chosen: Sequence[str], drafter: bool) -> list[dict[str, Any]]:
@@ -172,7 +179,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
         results = evaluated(recipe)
         of_rows = {row["label"]: numbers_of(row) for row in results["methods"]}
         print_rows(f"T={temperature:g}, {results['prompts']} prompts", of_rows)
-        found[f"T={temperature:g}" + ("" if options.drafter is None else f", {short(options.drafter)}")] = {
+        found[", ".join([f"T={temperature:g}", *words_of(options)])] = {
             **{key: results[key] for key in ("prompts", "prompts_sha256", "categories", "errors")},
             "greedy_equals_transformers": results["greedy_equals_transformers"],
             "rows": of_rows,
@@ -365,6 +372,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", default=[], help="only these groups of the prompts")
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by label or method")
     parser.add_argument("--drafter", type=Path, help="another drafter, or EAGLE-3 heads, instead of the pair's")
+    parser.add_argument("--drafter-dtype", help="the type of its weights, where it is not the target's")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--peers", action="store_true", help="beside transformers, and nothing else")
     parser.add_argument("--gguf", type=Path, help="of --peers: the target's GGUF file, for llama.cpp (xllamacpp)")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from draftsmith.checkpoints.heads.eagle import EagleHeads, is_eagle, load_eagle, save_eagle
+from draftsmith.checkpoints.heads.eagle import EagleHeads, load_eagle, save_eagle
+from draftsmith.checkpoints.heads.layouts import is_eagle, read_heads
 from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
@@ -135,6 +136,8 @@ def test_heads_are_read_back(make_llama: Any, make_eagle: Any, tmp_path: Path) -
     heads = make_eagle(model, KEPT)
     save_eagle(heads, tmp_path)
     found = load_eagle(tmp_path)
+    with pytest.raises(ValueError, match=r"EAGLE-3.*drafter"):
+        read_heads(tmp_path)
     assert is_eagle(tmp_path)
     assert not is_eagle(tmp_path.parent)
     assert found.layers == heads.layers

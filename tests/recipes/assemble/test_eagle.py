@@ -34,12 +34,11 @@ def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
 def test_states_from_disk_teach_what_live_ones_do(
     tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """But for rounding in other batches; then every method with a drafter writes the target's own greedy text with them."""
+    """But for rounding in other batches; then every method that takes a drafter writes the target's greedy text."""
     made, target = tiny_drafter(tmp_path), tiny_pair / "target"
     run_train(recipe_of(made, target))
-    cached = recipe_of(
-        made, target, out=str(tmp_path / "cached"), hidden={"cache": str(tmp_path / "hidden"), "dtype": "float32"}
-    )
+    hidden = {"cache": str(tmp_path / "hidden"), "dtype": "float32"}
+    cached = recipe_of(made, target, out=str(tmp_path / "cached"), hidden=hidden)
     prepare_teacher(cached)
     run_train(cached)
     live, other = (load_eagle(Path(out)) for out in (made["out"], cached.out))
