@@ -117,15 +117,24 @@ def _dynamic_tree(parts: Parts, sampling: Sampling, options: Options) -> Method:
 
 
 def _suffix(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    heads = parts.heads if "candidates" in options else None
+    return _matching(_suffix_tree(parts, options, heads), sampling, SampleAndMatch())
+
+
+def _suffix_tree(parts: Parts, options: Options, heads: HeadModule | None = None) -> SuffixTree:
     texts = None
     if options["store"] == "table":
         assert parts.table is not None
         if (texts := parts.table.texts) is None:
             raise ValueError("`store: table` looks into texts, and the table has none: count it with `count.texts`")
-    heads = parts.heads if "candidates" in options else None
-    proposer = SuffixTree(
-        options["nodes"], options["depth"], options["least"], texts, heads, options.get("candidates", 1)
-    )
+    sizes = (options["nodes"], options["depth"], options["least"])
+    return SuffixTree(*sizes, texts, heads, options.get("candidates", 1))
+
+
+def _suffix_drafter(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.drafter is not None
+    sizes = (options["nodes"], options["draft_depth"], options["width"], options["least"])
+    proposer = DynamicTree(parts.drafter, *sizes, _suffix_tree(parts, options), options["sure"])
     return _matching(proposer, sampling, SampleAndMatch())
 
 
@@ -238,6 +247,9 @@ METHODS: dict[str, _Spec] = {
     ),
     "dynamic-tree": _Spec(_dynamic_tree, ("drafter",), {"nodes": 6, "depth": 4, "width": 2, "least": 0.1}),
     "suffix": _Spec(_suffix, (), _SUFFIX, _STORE),
+    "suffix-drafter": _Spec(
+        _suffix_drafter, ("drafter",), _SUFFIX | {"draft_depth": 3, "width": 2, "sure": 0.7}, _STORE
+    ),
     "suffix-heads": _Spec(_suffix, ("heads",), _SUFFIX | {"candidates": 4}, _STORE),
     "multi-candidate": _Spec(_multi_candidate, ("drafter",), _TREE, _ATTENTION),
     "naive-multi-candidate": _Spec(partial(_multi_candidate, naive=True), ("drafter",), _TREE, _ATTENTION),

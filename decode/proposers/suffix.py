@@ -39,6 +39,16 @@ _PRIOR = 4.0
 _NOWHERE = np.zeros(0, dtype=np.int32)
 
 
+class Node(NamedTuple):
+    """A token that may follow."""
+
+    joint: float
+    """The probability of the path to it."""
+    parent: int
+    """Its parent's number among the row's nodes, from 1; 0: the root."""
+    token: int
+
+
 class _Path(NamedTuple):
     """What is known of the tokens after a path from the root."""
 
@@ -99,7 +109,8 @@ class SuffixTree(Proposer):
         guesses, rows = self._guesses(context), list[tuple[list[int], list[int]]]()
         for row, length in enumerate(context.lengths):
             text_S = context.host_ids_BS[row, :length]
-            rows.append(([], []) if context.ended[row] else self.grow(row, text_S, guesses[row] if guesses else ()))
+            nodes = [] if context.ended[row] else self.grow(row, text_S, guesses[row] if guesses else ())
+            rows.append(([node.parent for node in nodes], [node.token for node in nodes]))
         return proposal_of(rows, context.root_B1, self.depth)
 
     def _guesses(self, context: Context) -> list[list[dict[int, float]]] | None:
@@ -112,9 +123,8 @@ class SuffixTree(Proposer):
         pairs = zip(*to_host(top.indices, top.values), strict=True)
         return [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
 
-    def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> tuple[list[int], list[int]]:
-        """Parents and tokens of the nodes after a row's text, in the order of their probability; `guesses`: the heads'
-        of each depth."""
+    def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> list[Node]:
+        """The nodes after a row's text, in the order of their probability; `guesses`: the heads' of each depth."""
         own_nodes = self._own[row] = []
         start, match = longest_match(text_S)
         own_K = text_S[start + np.arange(self.depth) % (len(text_S) - start)].tolist() if match else []
@@ -122,8 +132,7 @@ class SuffixTree(Proposer):
         if self.texts is not None:
             places_M = self.texts.matches(text_S[-CONTEXT:])[1]
             places_M = places_M[:: 1 + len(places_M) // _MOST_PLACES]
-        parents: list[int] = []
-        tokens: list[int] = []
+        nodes: list[Node] = []
         numbers, waiting = count(), list[tuple[float, int, int, int, _Path]]()
 
         def go_on(node: int, joint: float, depth: int, match: int, places_M: Ints) -> None:
@@ -138,17 +147,20 @@ class SuffixTree(Proposer):
                     heapq.heappush(waiting, (-joint * share, next(numbers), node, token, path))
 
         go_on(0, 1.0, 0, match, places_M)
-        while waiting and len(tokens) < self.nodes:
+        while waiting and len(nodes) < self.nodes:
             joint, _, parent, token, path = heapq.heappop(waiting)
-            parents.append(parent)
-            tokens.append(token)
+            nodes.append(Node(-joint, parent, token))
             follows = path.match > 0 and token == own_K[path.depth]
             if follows:
-                own_nodes.append((len(tokens), path.match))
+                own_nodes.append((len(nodes), path.match))
             if path.depth + 1 < self.depth:
                 on_M = path.places_M[path.next_M == token]
-                go_on(len(tokens), -joint, path.depth + 1, path.match + 1 if follows else 0, on_M)
-        return parents, tokens
+                go_on(len(nodes), -joint, path.depth + 1, path.match + 1 if follows else 0, on_M)
+        return nodes
+
+    def renumber(self, row: int, places: dict[int, int]) -> None:
+        """Of a row's last nodes those that are proposed, by their numbers there, for others may stand between them."""
+        self._own[row] = [(places[node], match) for node, match in self._own[row] if node in places]
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         for row, path in enumerate(context.paths):

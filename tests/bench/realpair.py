@@ -72,6 +72,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("lookup-drafter", {"threshold": 0.0, "draft_gamma": 1}),
     ("suffix", {"store": "table"}),
     ("suffix-heads", {"store": "table"}),
+    ("suffix-drafter", {"store": "table"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
     ("dynamic-tree", {"nodes": 3, "depth": 3}),
     ("dynamic-tree", {"nodes": 10, "depth": 5, "least": 0.06}),

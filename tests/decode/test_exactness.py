@@ -55,6 +55,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("lookup-drafter", {"gamma": 1, "draft_gamma": 3, "ngram": 2, "shortest": 2, "threshold": 0.0}),
     ("suffix", {"nodes": 3, "depth": 3, "least": 0.05, "store": "table"}),
     ("suffix", {"nodes": 6, "depth": 2, "least": 0.1}),
+    ("suffix-drafter", {"nodes": 5, "depth": 3, "least": 0.03, "draft_depth": 2, "sure": 0.3}),
+    ("suffix-drafter", {"nodes": 6, "depth": 3, "least": 0.05, "draft_depth": 3, "sure": 0.9, "store": "table"}),
     ("suffix-heads", {"nodes": 5, "depth": 3, "least": 0.02, "store": "table"}),
     ("suffix-heads", {"nodes": 2, "depth": 2, "least": 0.2, "candidates": 2}),
     ("multi-candidate", {"k_config": "4x2x2", "replacement": True}),
@@ -154,7 +156,7 @@ def test_three_tokens_follow_the_target(
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.2, top_p=0.8)], ids=str)
 @pytest.mark.parametrize(
-    ("name", "options"), [(name, options) for name, options in CASES if "drafter" in needs_of(name, options)], ids=str
+    ("name", "options"), [(name, options) for name, options in CASES if needs_of(name, options) == ("drafter",)], ids=str
 )
 def test_drafters_that_read_the_targets_states_are_exact(
     make_llama: Callable[..., LlamaForCausalLM],

@@ -20,7 +20,7 @@ VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
 LIMITS = Limits(24)
 NAMES = [name for name in METHODS if name != "beam"]  # whose one step is a whole text
-STOPS_DRAFTING = ("adaptive", "bild", "dynamic-tree", "lookup-drafter")
+STOPS_DRAFTING = ("adaptive", "bild", "dynamic-tree", "lookup-drafter", "suffix-drafter")
 ASKS_WHILE_DRAFTING = (*STOPS_DRAFTING, "suffix-heads")
 
 

@@ -25,7 +25,7 @@ SYNCS = {"suffix-heads": 2}
 LAUNCHES = {
     "autoregressive": 18, "mjgd": 100, "speculative": 85, "unigram": 51, "bigram": 93, "prompt-lookup": 32,
     "dynamic-tree": 200, "lookup-drafter": 50, "suffix": 30, "suffix-heads": 30, "multi-candidate": 375,
-    "naive-multi-candidate": 174,
+    "naive-multi-candidate": 174, "suffix-drafter": 200,
     "batch-speculative": 305, "spectr": 1590, "specinfer": 377, "bild": 38, "mjsd": 184, "adaptive": 43,
     "relaxed-opt": 85, "relaxed-uno": 76, "bpd": 79, "medusa": 83, "slim-ss": 117, "slim-s": 128, "slim-l": 161,
 }  # fmt: skip
