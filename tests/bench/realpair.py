@@ -115,7 +115,7 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
     asked |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
     asked |= {"energy": "off", "predict": True, "show_categories": True, "drafter_dtype": options.drafter_dtype}
     if options.drafter is not None:
-        asked |= {"drafter": str(options.drafter), "heads": None, "table": None}
+        asked |= {"drafter": str(options.drafter), "heads": None}
     return EvaluateRecipe.model_validate(pair_values(first, options.found, PARTS) | asked | more)
 
 
@@ -129,7 +129,7 @@ def rows_of(chosen: Sequence[str], drafter: bool) -> list[dict[str, Any]]:
     rows = [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
     found = [BASELINE]
     for name, options in rows:
-        if drafter and needs_of(name, options) != ("drafter",):
+        if drafter and "drafter" not in needs_of(name, options):
             continue
         label = " ".join([name, *map(str, options.values())])
         if not chosen or label in chosen or name in chosen:
