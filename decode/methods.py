@@ -23,6 +23,7 @@ from .proposers.ngrams import PromptLookup, TableChain, TableSource
 from .proposers.suffix import SuffixTree
 from .tree import parse_branching
 from .verifiers.lossless import (
+    BlockChain,
     ExactChain,
     GreedyMatch,
     KSequential,
@@ -77,13 +78,17 @@ def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
     return Method(TargetBeam(options.get("gamma", 0), options["beams"]), AcceptAll())
 
 
+_CHAINS: dict[str, Callable[[], Verifier]] = {"token": ExactChain, "block": BlockChain}
+"""How a sampled chain is verified."""
+
+
 def _chain(parts: Parts, gamma: int) -> DraftTree:
     assert parts.drafter is not None
     return DraftTree(parts.drafter, (1,) * gamma)
 
 
 def _speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    return _matching(_chain(parts, options["gamma"]), sampling, ExactChain())
+    return _matching(_chain(parts, options["gamma"]), sampling, _CHAINS[options["verification"]]())
 
 
 def _relaxed(parts: Parts, sampling: Sampling, options: Options, optimal: bool) -> Method:
@@ -183,7 +188,7 @@ def _adaptive(parts: Parts, sampling: Sampling, options: Options) -> Method:
         "oracle": lambda: Oracle(options["cost"]),
     }
     proposer = AdaptiveChain(parts.drafter, options["gamma"], policies[options["policy"]]())
-    return _matching(proposer, sampling, ExactChain())
+    return _matching(proposer, sampling, _CHAINS[options["verification"]]())
 
 
 # Candidates of heads are not drawn by chance: matching the target's own choice is exact, and best.
@@ -236,7 +241,9 @@ METHODS: dict[str, _Spec] = {
     "autoregressive": _Spec(_autoregressive),
     "beam": _Spec(_beam, (), {"beams": 4}),
     "mjgd": _Spec(_beam, (), {"gamma": 2, "beams": 8}),
-    "speculative": _Spec(_speculative, ("drafter",), {"gamma": 4}),
+    "speculative": _Spec(
+        _speculative, ("drafter",), {"gamma": 4, "verification": "token"}, {"verification": tuple(_CHAINS)}
+    ),
     "unigram": _Spec(partial(_table_chain, order=1), ("table",), {"gamma": 2}),
     "bigram": _Spec(
         partial(_table_chain, order=2), ("table",), {"gamma": 2, "prior": 1.0} | _SMOOTHING, {"smoothing": SMOOTHINGS}
@@ -261,8 +268,8 @@ METHODS: dict[str, _Spec] = {
     "adaptive": _Spec(
         _adaptive,
         ("drafter",),
-        {"gamma": 8, "policy": "confidence", "threshold": 0.4, "cost": 0.1},
-        {"policy": ("confidence", "expected-gain", "oracle")},
+        {"gamma": 8, "policy": "confidence", "threshold": 0.4, "cost": 0.1, "verification": "token"},
+        {"policy": ("confidence", "expected-gain", "oracle"), "verification": tuple(_CHAINS)},
     ),
     "relaxed-opt": _Spec(partial(_relaxed, optimal=True), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
     "relaxed-uno": _Spec(partial(_relaxed, optimal=False), ("drafter",), {"gamma": 4, "epsilon": 0.1}),

@@ -95,6 +95,48 @@ class ExactChain(Verifier):
         return residual(target_BV, draft_BV)
 
 
+class BlockChain(Verifier):
+    """Block verification of a sampled chain: how many of its tokens are kept is decided for all of them together.
+
+    Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2. With p₀ = 1, pᵢ = min(pᵢ₋₁ p(xᵢ)/q(xᵢ), 1) and the mass
+    Zᵢ = Σᵥ [pᵢ p(v) − q(v)]+ that is left after i tokens, these are kept with probability hᵢ = Zᵢ / (Zᵢ + 1 − pᵢ), all
+    of them with h = pᵢ; the largest i that is kept counts, and what follows is drawn from [pᵢ p − q]+, or after the
+    last from p. Never fewer tokens than by `ExactChain`, which it is where nothing was drawn. A row's chain may end
+    where its prefix decides: the proof goes from the end to the root, node by node.
+    """
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        draft_BKV, depth = proposal.draft_probs_BMV, proposal.tree.max_depth
+        if draft_BKV is None or depth == 0:
+            return ExactChain().verify(proposal, target_BNV, rng)
+        uniform_BU = rng.uniform((proposal.levels or depth) + 1)
+        drafted_BK1 = proposal.tokens_BN[:, 1:, None]
+        target_BK1, draft_BK1 = target_BNV[:, :-1].gather(2, drafted_BK1), draft_BKV.gather(2, drafted_BK1)
+        ratio_BK = (target_BK1 / draft_BK1.clamp(min=_TINY))[..., 0]
+        kept = [torch.ones_like(ratio_BK[:, 0])]
+        for level in range(depth):
+            kept.append((kept[-1] * ratio_BK[:, level]).clamp(max=1))
+        kept_BN = torch.stack(kept, 1)
+        left_BK = (kept_BN[:, :-1, None] * target_BNV[:, :-1] - draft_BKV).clamp(min=0).sum(-1)
+        rest_BK = 1 - kept_BN[:, :-1]
+        # where p = q and all is kept so far, neither is anything left nor anything lost
+        inner_BK = torch.where(rest_BK > 0, left_BK / (left_BK + rest_BK).clamp(min=_TINY), 1.0)
+        valid_BK = torch.ones_like(ratio_BK, dtype=torch.bool)
+        if proposal.valid_BN is not None:
+            valid_BK = proposal.valid_BN[:, 1:].cumprod(1).bool()
+        length_B1 = valid_BK.sum(1, keepdim=True)
+        place_K = torch.arange(1, depth + 1, device=ratio_BK.device)
+        passes_BK = uniform_BU[:, :depth] < torch.where(place_K < length_B1, inner_BK.roll(-1, 1), kept_BN[:, 1:])
+        accepted_B = (passes_BK & valid_BK).mul(place_K).amax(1)
+        at_B11 = accepted_B[:, None, None].expand(-1, 1, target_BNV.shape[-1])
+        target_BV = target_BNV.gather(1, at_B11)[:, 0]
+        draft_BV = draft_BKV.gather(1, at_B11.clamp(max=depth - 1))[:, 0]
+        scaled_BV = kept_BN.gather(1, accepted_B[:, None]) * target_BV
+        refused_B1 = accepted_B[:, None] < length_B1
+        next_probs_BV = torch.where(refused_B1, normalise(scaled_BV - draft_BV, target_BV), target_BV)
+        return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
+
+
 class MultiCandidate(Verifier):
     """Multi-candidate speculative sampling over a tree: each node's children are tried in turn.
 

@@ -17,14 +17,15 @@ import torch
 from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
-from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.engine import Limits, Proposal, generate
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method, needs_of
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.models.thin.eagle import EagleDrafter
 from draftsmith.decode.proposers.draft_tree import DraftTree
 from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers import lossless as verifiers
-from draftsmith.decode.verifiers.lossless import ExactChain, MultiCandidate
+from draftsmith.decode.verifiers.lossless import BlockChain, ExactChain, MultiCandidate
 from draftsmith.decode.warpers import Sampling, warp
 from scipy.stats import chisquare
 from transformers import LlamaForCausalLM
@@ -47,6 +48,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("autoregressive", {}),
     ("speculative", {"gamma": 1}),
     ("speculative", {"gamma": 3}),
+    ("speculative", {"gamma": 1, "verification": "block"}),
+    ("speculative", {"gamma": 3, "verification": "block"}),
+    ("adaptive", {"gamma": 3, "policy": "confidence", "threshold": 0.4, "verification": "block"}),
     ("unigram", {"gamma": 2}),
     ("bigram", {"gamma": 3}),
     ("prompt-lookup", {"gamma": 3}),
@@ -156,7 +160,9 @@ def test_three_tokens_follow_the_target(
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.2, top_p=0.8)], ids=str)
 @pytest.mark.parametrize(
-    ("name", "options"), [(name, options) for name, options in CASES if needs_of(name, options) == ("drafter",)], ids=str
+    ("name", "options"),
+    [(name, options) for name, options in CASES if needs_of(name, options) == ("drafter",)],
+    ids=str,
 )
 def test_drafters_that_read_the_targets_states_are_exact(
     make_llama: Callable[..., LlamaForCausalLM],
@@ -172,6 +178,35 @@ def test_drafters_that_read_the_targets_states_are_exact(
     parts = Parts(EagleDrafter(heads), more_drafters=(EagleDrafter(heads),))
     method = build_method(name, parts, sampling, **options)
     assert p_value(method, target, sampling, make_stream(12, ROWS), heads.layers) > FALSE_ALARM
+
+
+def test_blocks_keep_what_the_formula_says_and_more_than_tokens_do(make_stream: MakeStream) -> None:
+    """Chains of three tokens over three, from fixed distributions: the mean length is Σᵢ E pᵢ, within five standard
+    errors, and above token by token's, whose mean is Σᵢ E Πⱼ min(1, p/q)."""
+    rows, vocab, depth = 200_000, 3, 3
+    stream = torch.Generator().manual_seed(4)
+    target_KV, draft_KV = torch.rand(2, depth + 1, vocab, generator=stream).softmax(-1).pow(3)
+    target_KV, draft_KV = (each / each.sum(-1, keepdim=True) for each in (target_KV, draft_KV))
+    drawn_BK = torch.stack([torch.multinomial(q_V, rows, True, generator=stream) for q_V in draft_KV[:depth]], 1)
+    tokens_BN = torch.nn.functional.pad(drawn_BK, (1, 0))
+    proposal = Proposal(Tree.chain(depth), tokens_BN, draft_KV[:depth].expand(rows, -1, -1))
+    target_BNV = target_KV.expand(rows, -1, -1)
+    found = [
+        rule.verify(proposal, target_BNV, make_stream(1, rows)).accepted_B for rule in (BlockChain(), ExactChain())
+    ]
+    ratio_XK = torch.tensor(list(itertools.product(range(vocab), repeat=depth)))
+    chance_X = torch.stack([draft_KV[level, ratio_XK[:, level]] for level in range(depth)]).prod(0)
+    kept_X, alone_X = torch.ones_like(chance_X), torch.ones_like(chance_X)
+    wanted = torch.zeros(2)
+    for level in range(depth):
+        token_X = ratio_XK[:, level]
+        ratio_X = target_KV[level, token_X] / draft_KV[level, token_X]
+        kept_X, alone_X = (kept_X * ratio_X).clamp(max=1), alone_X * ratio_X.clamp(max=1)
+        wanted += torch.stack(((chance_X * kept_X).sum(), (chance_X * alone_X).sum()))
+    assert wanted[0] > 1.02 * wanted[1]
+    for accepted_B, mean in zip(found, wanted.tolist(), strict=True):
+        lengths_B = accepted_B.double()
+        assert abs(float(lengths_B.mean()) - mean) < 5 * float(lengths_B.std()) / rows**0.5
 
 
 def test_every_lossless_method_is_tested(pair: tuple[LlamaForCausalLM, Parts]) -> None:
