@@ -66,6 +66,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"gamma": 1}),
     ("speculative", {"gamma": 2}),
     ("speculative", {"gamma": 3}),
+    ("speculative", {"gamma": 3, "verification": "block"}),
     ("prompt-lookup", {"shortest": 2}),
     ("adaptive", {"threshold": 0.6}),
     ("lookup-drafter", {"threshold": 0.6}),
