@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NEEDED = {
-    "heads": ((HEADS_FILE, WHOLE_FILES[0]), (CONFIG_FILE,)),
+    "heads": ((HEADS_FILE,), (CONFIG_FILE,)),
     "table": ((TABLE_FILE,),),
     "adapter": ((ADAPTER_CONFIG,), (ADAPTER_FILE,)),
     "model": ((CONFIG_FILE,), WHOLE_FILES),
@@ -60,6 +60,8 @@ def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
     files, form = set(manifest.files), manifest.kind
     if form in ("drafter", "target"):
         form = "adapter" if ADAPTER_CONFIG in files else "model"
+    if manifest.shapes.get("architecture") == "eagle3":
+        form = "model"
     lacking = [" or ".join(names) for names in _NEEDED[form] if not files & set(names)]
     return [f"{directory} lacks {name}, which a {manifest.role} artifact needs" for name in lacking]
 

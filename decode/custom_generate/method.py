@@ -30,8 +30,8 @@ from ..engine import generate
 from ..methods import Parts, build_method, method_options, needs_of
 from ..models.base import LanguageModel, check_same_vocabulary
 from ..models.graphs import GraphedModel
+from ..models.lean import LeanLlama
 from ..models.loading import load_model, wrap_model
-from ..models.thin.llama import LeanLlama
 from ..proposers.head_trees import HeadModule, attach_projection, states_of
 from ..rng import Rng
 from .request import Replay, check_request, held_back, prompts_of, sampling_of

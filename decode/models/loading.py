@@ -22,8 +22,8 @@ from .draft_vocabulary import kept_tokens, load_vocabulary
 from .final_norm import check_states
 from .finite import check_close
 from .graphs import GraphedModel
+from .lean import LeanLlama
 from .seq2seq import Seq2SeqModel, check_source_forward
-from .thin.llama import LeanLlama
 
 
 def wrap_model(
@@ -39,7 +39,7 @@ def wrap_model(
 
     Args:
         model: any causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper; put into evaluation mode.
-        fast: use the forward of `thin` where it covers the model (Llama-type decoders). It copies some
+        fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
             weights: after further training, wrap the model again.
         graphs: replay forwards of few tokens as CUDA graphs. None: on a CUDA device; of models that the thin forward
             does not cover only where replays give what the model gives (with `check`).

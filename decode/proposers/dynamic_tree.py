@@ -57,6 +57,7 @@ class DynamicTree(Proposer):
         self.model, self.nodes, self.depth, self.width, self.least = model, nodes, depth, width, least
         self.suffix, self.sure = suffix, sure
         self._levels = depth if suffix is None else max(depth, suffix.depth)
+        self._ran: list[int] = []
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return 1 + max(self.nodes, self.width * (self.depth - 1)), self._levels
@@ -73,6 +74,7 @@ class DynamicTree(Proposer):
         grown = [[] if context.ended[row] else self._open([0], nodes) for row, nodes in enumerate(rows)]
         tree, width = Tree.chain(0).to(device), min(self.width, self.model.vocab_size)
         self._drafted = any(grown)
+        self._ran = [1] if self._drafted else []
         if self._drafted:
             hidden_BMD = self._draft.read_root(context)[:, None]
         for level in range(self.depth if self._drafted else 0):
@@ -101,6 +103,7 @@ class DynamicTree(Proposer):
             start = tree.nodes
             tree = tree.grow(parents_BM + start - hidden_BMD.shape[1])
             hidden_BMD = self._draft.grow(tokens_BM, tree, start)
+            self._ran.append(widest)
         return proposal_of([self._chosen(*each) for each in enumerate(rows)], context.root_B1, self._levels)
 
     def _known(self, context: Context, row: int) -> list[Node]:
@@ -154,4 +157,5 @@ class DynamicTree(Proposer):
         del self._draft
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        return [(self.model, 1), *[(self.model, self.width)] * (min(self.depth, round(nodes)) - 1)]
+        """Those of the last proposal: how many it takes does not follow from its size."""
+        return [(self.model, count) for count in self._ran]

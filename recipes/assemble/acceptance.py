@@ -16,9 +16,9 @@ from ...decode.evaluation.measure import decode
 from ...decode.evaluation.metrics import total
 from ...decode.methods import Parts, build_method
 from ...decode.models.base import LanguageModel
+from ...decode.models.eagle import EagleDrafter
 from ...decode.models.final_norm import layers_in
 from ...decode.models.loading import wrap_model
-from ...decode.models.thin.eagle import EagleDrafter
 from ...decode.proposers.head_trees import attach_projection
 from ...decode.tree import parse_tree
 from ...decode.warpers import Sampling

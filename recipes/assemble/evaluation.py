@@ -30,8 +30,8 @@ from ...decode.engine import Limits
 from ...decode.evaluation.measure import Entry, sample_texts
 from ...decode.methods import Parts, method_options, needs_of
 from ...decode.models.base import LanguageModel, check_same_vocabulary
+from ...decode.models.eagle import EagleDrafter
 from ...decode.models.loading import load_model, wrap_model
-from ...decode.models.thin.eagle import EagleDrafter
 from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
 from ..schema.evaluation import EvaluateRecipe, RegenerateRecipe

@@ -36,8 +36,8 @@ from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.evaluation.metrics import speedup_interval
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import load_model
-from draftsmith.decode.models.thin.llama import LeanLlama
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe

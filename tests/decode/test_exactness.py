@@ -19,8 +19,8 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Limits, Proposal, generate
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method, needs_of
+from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.models.thin.eagle import EagleDrafter
 from draftsmith.decode.proposers.draft_tree import DraftTree
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree

@@ -92,11 +92,13 @@ def test_the_likeliest_paths_are_those_of_the_definition(seed: int) -> None:
     guesses = [{int(token): float(draw.random()) for token in draw.permutation(VOCAB)[:2]} for _ in range(seed % 3)]
     nodes, depth, least = int(draw.integers(1, 12)), int(draw.integers(1, 5)), float(draw.choice([0.02, 0.1, 0.3]))
     store = TextStore.from_documents([np.array(each, dtype=np.int32) for each in texts]) if texts else None
-    found = paths_of(*started(nodes, depth, least, store).grow(0, np.array(text), guesses))
+    grown = started(nodes, depth, least, store).grow(0, np.array(text), guesses)
+    found = paths_of([node.parent for node in grown], [node.token for node in grown])
     wanted = likely(text, texts, guesses, depth)
     enough = sorted((joint for joint in wanted.values() if joint >= least), reverse=True)[:nodes]
     assert len(set(found)) == len(found)
     assert [wanted[path] for path in found] == pytest.approx(enough)
+    assert [node.joint for node in grown] == pytest.approx(enough)
 
 
 def test_the_longest_match_is_the_latest_of_the_longest() -> None:
@@ -135,14 +137,14 @@ def test_texts_that_hold_the_answer_are_followed(target_model: LlamaForCausalLM)
 def test_what_is_refused_in_a_row_is_trusted_less() -> None:
     """A row in which what followed earlier matches was never right: its tree ends up empty."""
     proposer, text = started(4, 2, 0.15), np.array([1, 2, 1])
-    assert proposer.grow(0, text)[1] == [2]
+    assert [node.token for node in proposer.grow(0, text)] == [2]
 
     class Refused:
         paths = ([],)
 
     sizes = []
     for _ in range(6):
-        sizes.append(len(proposer.grow(0, text)[1]))
+        sizes.append(len(proposer.grow(0, text)))
         proposer.commit(Refused(), None, None)  # type: ignore[arg-type]
     assert sizes[0] == 1
     assert sizes[-1] == 0

@@ -26,6 +26,7 @@ from ...proposers.adaptive import AdaptiveChain
 from ...proposers.beams import DraftBeam
 from ...proposers.chains import DraftChains
 from ...proposers.draft_tree import DraftTree
+from ...proposers.dynamic_tree import DynamicTree
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
 from ...proposers.suffix import SuffixTree, longest_match
@@ -132,13 +133,16 @@ def proposers_view(
     vocab: int,
 ) -> View | None:
     """A function from a slice of the tokens to [C, V], what a proposer's drafter, heads or table hold likely as each
-    next token, given the text before it; None for proposers without any such part.
+    next token, given the text before it; None for proposers without any such part, and for drafters that read more
+    than the text.
 
     The mean of several drafters; of heads the first; of prompt look-up all on the token that it finds. It only orders
     the vocabulary: a deeper head proposes other tokens too.
     """
-    if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree)):
+    if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
+        if any(model.reads is not None for model in models):
+            return None
         states = [(model, read_back(model, prompts, outputs).hidden_XD) for model in models]
         return lambda index: torch.stack(
             [warp(model.logits(hidden_XD[index]), sampling) for model, hidden_XD in states]

@@ -12,8 +12,8 @@ from draftsmith.checkpoints.heads.eagle import EagleHeads, load_eagle, save_eagl
 from draftsmith.checkpoints.heads.layouts import is_eagle, read_heads
 from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.models.thin.eagle import EagleDrafter
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from torch import Tensor

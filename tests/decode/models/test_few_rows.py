@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.decode.models.thin.few_rows import MOST_ROWS, FewRows, compiled, fits
-from draftsmith.decode.models.thin.llama import _SMALLEST_PACKED, Product
+from draftsmith.decode.models.products.few_rows import MOST_ROWS, FewRows, compiled, fits
+from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-ASK = "import torch; from draftsmith.decode.models.thin.few_rows import fits; print(fits(torch.zeros(32, 4)))"
+ASK = "import torch; from draftsmith.decode.models.products.few_rows import fits; print(fits(torch.zeros(32, 4)))"
 
 
 @needs_compiler
@@ -43,7 +43,7 @@ def test_products_are_the_librarys(shape: tuple[int, int], threads: int, dtype: 
 def test_other_weights_are_left_to_the_library() -> None:
     assert not fits(torch.zeros(24, 4)), "outputs are no panels"
     assert not fits(torch.zeros(16, 4, dtype=torch.float16))
-    large = Product(torch.zeros(_SMALLEST_PACKED // 16, 16))
+    large = Product(torch.zeros(SMALLEST_PACKED // 16, 16))
     assert (large.few_rows is None) == (compiled() is None)
 
 

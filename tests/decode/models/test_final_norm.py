@@ -22,8 +22,8 @@ from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
 from draftsmith.decode.models.final_norm import final_norm, norm_input
+from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.models.thin.llama import LeanLlama
 from draftsmith.decode.proposers.head_trees import attach_projection
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree

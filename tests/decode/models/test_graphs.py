@@ -21,8 +21,8 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
 from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.kv_cache import KVCache
+from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.models.thin.llama import LeanLlama
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling

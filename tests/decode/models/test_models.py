@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.decode.models.base import TransformersModel
+from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.models.thin.llama import LeanLlama
 from draftsmith.decode.tree import Tree
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 

@@ -13,8 +13,8 @@ import torch
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import load_model, wrap_model
-from draftsmith.decode.models.thin.llama import LeanLlama
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.models import TrainableModel, build_model, check_vocabulary, cut_layers, load_trainable

@@ -10,8 +10,8 @@ import torch
 from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.models.thin.eagle import EagleDrafter
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.train.tasks.eagle import EagleTask

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
+from draftsmith.checkpoints.heads.eagle import load_eagle
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.acceptance import heads_measure
@@ -30,7 +32,8 @@ SAME = {f"heads/vicuna-{size}-medusa-1" for size in ("13b", "33b")} | {
 }
 """Which differ from others in names and numbers alone."""
 DRAFTERS, HEADS = ([name for name in shipped_recipes() if name.startswith(kind)] for kind in ("drafter/", "heads/"))
-RUNS = [(name, ()) for name in HEADS if name not in SAME] + [("heads/vicuna-7b-medusa-1", ("num_heads=3",))]
+RUNS = [(name, ()) for name in HEADS if name not in (*SAME, "heads/eagle3")]
+RUNS += [("heads/vicuna-7b-medusa-1", ("num_heads=3",))]
 
 
 def places(stand_ins: Any, folder: Path) -> list[str]:
@@ -49,6 +52,23 @@ def small_heads(name: str, stand_ins: Any, folder: Path, *changes: str) -> Heads
     found = load_training(name, [*given, *stand_ins.few, *changes])
     assert isinstance(found, HeadsRecipe)
     return found
+
+
+def test_it_leaves_eagle_heads_that_decode_losslessly(stand_ins: Any, tmp_path: Path) -> None:
+    recipe = small_heads("heads/eagle3", stand_ins, tmp_path, "vocabulary.tokens=200")
+    out = run_train(recipe)
+    manifest = verify_artifact(out)
+    assert manifest.training["steps"] == 3
+    assert manifest.evaluation["tokens_per_step"] >= 1
+    target: Any = load_model(recipe.target, dtype=torch.float32)
+    heads = load_eagle(out, torch.float32)
+    heads.attach(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
+    scorer, greedy, limits = wrap_model(target, given_layers=heads.layers), Sampling(temperature=0.0), Limits(24, ())
+    parts = Parts(drafter=EagleDrafter(heads.requires_grad_(False)))
+    ways = build_method("speculative", parts, greedy), build_method("autoregressive", parts, greedy)
+    for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
+        found, expected = (decode(scorer, way, greedy, 0, prompt, limits) for way in ways)
+        assert found.ids == expected.ids
 
 
 @pytest.mark.parametrize("name", sorted({*DRAFTERS} - SAME))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.models.thin.llama import _FEW_ROWS, _SMALLEST_PACKED, LeanLlama, Product
+from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.products.product import FEW_ROWS, SMALLEST_PACKED, Product
 from transformers import LlamaForCausalLM
 
 
@@ -20,11 +21,11 @@ def test_products_of_any_number_of_rows_are_the_matrix_product(shape: tuple[int,
     outputs, inputs = shape
     weight_OI = torch.randn(outputs, inputs, dtype=dtype)
     product = Product(weight_OI)
-    assert (product.packed is not None) == (outputs * inputs >= _SMALLEST_PACKED), "this machine packs nothing"
+    assert (product.packed is not None) == (outputs * inputs >= SMALLEST_PACKED), "this machine packs nothing"
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-18
     library = Product(weight_OI)
     library.few_rows = None  # as where there is no compiler
-    for made, rows in itertools.product((product, library), (1, 2, 5, 17, _FEW_ROWS, _FEW_ROWS + 1)):
+    for made, rows in itertools.product((product, library), (1, 2, 5, 17, FEW_ROWS, FEW_ROWS + 1)):
         x_XI, sum_XO = torch.randn(rows, inputs, dtype=dtype), torch.randn(rows, outputs, dtype=dtype)
         expected_XO = x_XI.double() @ weight_OI.double().T
         bound = unit * expected_XO.abs().max()

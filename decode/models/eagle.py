@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....checkpoints.heads.eagle import EagleHeads
-from ...tree import Tree
-from ..kv_cache import KVCache
-from .llama import LeanLlama, Product
+from ...checkpoints.heads.eagle import EagleHeads
+from ..tree import Tree
+from .kv_cache import KVCache
+from .lean import LeanLlama
+from .products.product import Product
 
 
 class EagleDrafter(LeanLlama):

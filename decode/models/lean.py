@@ -19,66 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ....checkpoints.storage.draft_vocabulary import widen
-from ..base import LanguageModel, position_limit
-from ..draft_vocabulary import LowRankHead, head_weights, kept_tokens
-from ..kv_cache import KVCache
-from .few_rows import FewRows, compiled, fits
+from ...checkpoints.storage.draft_vocabulary import widen
+from .base import LanguageModel, position_limit
+from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
+from .kv_cache import KVCache
+from .products.few_rows import compiled
+from .products.product import FEW_ROWS, Product
 
-_FEW_ROWS = 64
-_LARGEST_COPY = 1 << 25
-_SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than is won
 _PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
-
-
-class Product:
-    """x Wᵀ, by the fastest of the library's paths for the number of rows.
-
-    On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
-    bfloat16. Up to 16 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one row is
-    fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY` elements).
-    Results differ by rounding alone.
-    """
-
-    def __init__(self, weight_OI: Tensor) -> None:
-        self.weight_OI = weight_OI
-        outputs, inputs = weight_OI.shape
-        on_cpu, half = weight_OI.device.type == "cpu", weight_OI.dtype == torch.bfloat16
-        packs = on_cpu and weight_OI.numel() >= _SMALLEST_PACKED and _packs(weight_OI.dtype)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if packs else None
-        self.packed_rows = range(1 if half else 2, _FEW_ROWS + 1) if packs else range(0)
-        self.few_rows = FewRows(weight_OI) if weight_OI.numel() >= _SMALLEST_PACKED and fits(weight_OI) else None
-        copied = on_cpu and outputs > 2 * inputs and weight_OI.numel() <= _LARGEST_COPY and not (packs and half)
-        copied = copied and self.few_rows is None
-        self.weight_IO = weight_OI.t().contiguous() if copied else None
-
-    def __call__(self, x_XI: Tensor) -> Tensor:
-        """x Wᵀ, [X, O]."""
-        rows = len(x_XI)
-        if self.few_rows is not None and self.few_rows.takes(rows):
-            return self.few_rows(x_XI.float()).to(x_XI.dtype)
-        if x_XI.dtype != self.weight_OI.dtype:
-            return self(x_XI.to(self.weight_OI.dtype)).to(x_XI.dtype)
-        if rows in self.packed_rows:
-            product_XO: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self.packed, None, "none", [], "")
-            return product_XO
-        if rows == 1 and self.weight_IO is not None:
-            return torch.mm(x_XI, self.weight_IO)
-        return F.linear(x_XI, self.weight_OI)
-
-    def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
-        """sum + x Wᵀ."""
-        if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
-            return self.few_rows(x_XI.float(), sum_XO.float()).to(sum_XO.dtype)
-        apart = len(x_XI) in self.packed_rows or x_XI.dtype != self.weight_OI.dtype
-        return sum_XO + self(x_XI) if apart else torch.addmm(sum_XO, x_XI, self.weight_OI.t())
-
-
-def _packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN takes packed weights of this type here."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +194,7 @@ class LeanLlama(LanguageModel):
         given = list[Tensor]()
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
-        group = self.heads // self.kv_heads if count <= _FEW_ROWS else 1
+        group = self.heads // self.kv_heads if count <= FEW_ROWS else 1
         if mask_B1MS is not None and group > 1:
             mask_B1MS = mask_B1MS.repeat(1, 1, group, 1)
         attend = partial(F.scaled_dot_product_attention, enable_gqa=self._grouped and group == 1)
