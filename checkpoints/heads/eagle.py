@@ -60,13 +60,21 @@ class _Mlp(nn.Module):
         return made
 
 
+class _Norm(nn.RMSNorm):
+    """RMSNorm of what autocast may have made narrower than its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.self_attn, self.mlp = _Attention(config), _Mlp(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
 
 
 class EagleHeads(nn.Module):
@@ -89,7 +97,7 @@ class EagleHeads(nn.Module):
         hidden = config.hidden_size
         self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = _Norm(hidden, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.vocab_size, self.hidden_size = config.vocab_size, hidden
         if proposed is not None and not proposed.is_meta:
