@@ -32,7 +32,7 @@ static inline __attribute__((always_inline)) void some_panels(
             for (int odd = 0; odd < together; odd++) {
                 panel weight = weights(at + (i + odd) * bytes, narrow);
                 if (!narrow || !odd)
-                    __builtin_prefetch(at + (i + odd) * bytes + AHEAD, 0, 2);
+                    __builtin_prefetch(at + (i + odd) * bytes + AHEAD);
                 for (int row = 0; row < count; row++)
                     sums[odd][row] += weight * x[row * inputs + i + odd];
             }

@@ -14,9 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,12 +29,7 @@ _WIDTH = 16
 _SOURCE = Path(__file__).with_suffix(".c")
 _OPTIONS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _SECONDS = 60
-_PAGE, _PIECE, _LINE = 1 << 21, 1 << 26, 64
-_HUGE = 14  # MADV_HUGEPAGE
 _in_use = True
-_lock = threading.Lock()
-_piece, _used = torch.empty(0, dtype=torch.uint8), 0
-"""Where the next weights go, and how much of it is taken."""
 
 
 class FewRows:
@@ -46,9 +39,7 @@ class FewRows:
     def __init__(self, weight_OI: Tensor) -> None:
         outputs, self._inputs = weight_OI.shape
         self._outputs, self._narrow = outputs, weight_OI.dtype == torch.bfloat16
-        panels_PIW = weight_OI.view(-1, _WIDTH, self._inputs).transpose(1, 2)
-        with torch.no_grad():
-            self._weight_PIW = _memory(panels_PIW).copy_(panels_PIW)
+        self._weight_PIW = weight_OI.view(-1, _WIDTH, self._inputs).transpose(1, 2).contiguous()
         self._call = compiled()
 
     def takes(self, rows: int) -> bool:
@@ -69,23 +60,6 @@ class FewRows:
         sizes = (self._inputs, self._outputs, rows, self._narrow, torch.get_num_threads())
         self._call(*pointers, out_XO.data_ptr(), *sizes)
         return out_XO
-
-
-def _memory(like: Tensor) -> Tensor:
-    """A new tensor, behind others in pieces of memory that the kernel is asked to hold in pages of 2 MB: a forward
-    reads all weights once, and finding pages of 4 KB takes time."""
-    global _piece, _used
-    size = like.numel() * like.itemsize
-    with _lock, torch.inference_mode(False):  # made inside it, it could be written nowhere else
-        if _used + size > len(_piece):
-            raw = torch.empty(max(size, _PIECE) + _PAGE, dtype=torch.uint8)
-            start = -raw.data_ptr() % _PAGE
-            _piece, _used = raw[start : len(raw) - _PAGE + start], 0
-            if sys.platform == "linux":
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(_piece.data_ptr()), ctypes.c_size_t(len(_piece)), _HUGE)
-        part = _piece[_used : _used + size]
-        _used += -(-size // _LINE) * _LINE
-    return part.view(like.dtype).view(like.shape)
 
 
 def fits(weight_OI: Tensor) -> bool:

@@ -40,19 +40,6 @@ def test_products_are_the_librarys(shape: tuple[int, int], threads: int, dtype: 
         torch.set_num_threads(before)
 
 
-@needs_compiler
-def test_weights_lie_apart_from_each_other() -> None:
-    """Of many sizes, some larger than a piece of memory: each product is still that of its own weights."""
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        first = FewRows(torch.randn(16, 5))  # whose memory the others go on with outside
-    weights = [torch.randn(16 * outputs, inputs) for outputs, inputs in ((1, 3), (4000, 300), (7, 11), (2, 64), (1, 1))]
-    products = [first, *map(FewRows, weights)]
-    for weight_OI, product in zip(weights, products[1:], strict=True):
-        x_XI = torch.randn(2, weight_OI.shape[1])
-        assert (product(x_XI) - x_XI @ weight_OI.T).abs().max() < 1e-3
-
-
 def test_other_weights_are_left_to_the_library() -> None:
     assert not fits(torch.zeros(24, 4)), "outputs are no panels"
     assert not fits(torch.zeros(16, 4, dtype=torch.float16))
