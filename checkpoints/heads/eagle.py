@@ -13,7 +13,7 @@ R proposed tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,8 +113,8 @@ class EagleHeads(nn.Module):
         ValueError: a target of another form than Llama's, or without these layers."""
         count = config.num_hidden_layers
         layers = list(default_layers(count) if layers is None else layers)
-        if not layers or not all(0 <= layer < count for layer in layers) or len(set(layers)) < len(layers):
-            raise ValueError(f"layers to read are {layers}: expected different ones, from 0 to {count - 1}")
+        if not layers or not all(0 <= layer < count for layer in layers) or layers != sorted(set(layers)):
+            raise ValueError(f"layers to read are {layers}: expected different ones, rising, from 0 to {count - 1}")
         if missing := [name for name in _LIKE_THE_TARGET if getattr(config, name, None) is None and name != "head_dim"]:
             raise ValueError(
                 f"EAGLE-3 heads are for Llama-type targets: a {config.model_type!r} model has no {missing[0]}"
@@ -181,7 +181,8 @@ class EagleHeads(nn.Module):
         return self
 
     def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:
-        """[B, T, K, D] of which `rows` make logits: k steps of drafting from each position ("training-time test").
+        """[B, T, K, D] of which `projection` makes logits: k steps of drafting from each position
+        ("training-time test").
 
         Step k at position t reads the embedding of token t + 1 + k, and what step k − 1 made; it attends to the first
         step's keys up to t, as `mask_B1TT` (bool) has them, and to its own steps'. It speaks of token t + 2 + k.
@@ -247,12 +248,12 @@ def _attend_beside(
     return attended_BJUTE.flatten(1, 2)
 
 
-def save_eagle(heads: EagleHeads, directory: Path, state: Mapping[str, Tensor] | None = None) -> None:
+def save_eagle(heads: EagleHeads, directory: Path) -> None:
     """Write `model.safetensors` and the `config.json` that serving engines read: one layer under the name `midlayer`,
     layer ids in both of the forms in use, output rows of the proposed tokens, and ids as offsets (`d2t`)."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = dict(heads.state_dict() if state is None else state)
+    tensors = dict(heads.state_dict())
     if (ids_R := heads.proposed) is not None:
         tensors["lm_head.weight"] = heads.projection().to(next(iter(tensors.values())).dtype)
         tensors[TOKENS] = ids_R - torch.arange(len(ids_R), device=ids_R.device)
@@ -278,8 +279,9 @@ def save_eagle(heads: EagleHeads, directory: Path, state: Mapping[str, Tensor] |
 def eagle_layers(directory: Path) -> list[int]:
     """The target's layers that heads in a folder read. Raises ValueError: its config does not say it."""
     layers = read_config(Path(directory) / CONFIG_FILE).get(_LAYERS)
-    if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
-        raise ValueError(f"{directory}: {_LAYERS} is {layers!r}, expected layers of the target")
+    named = isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)
+    if not named or sorted(set(layers)) != layers:  # type: ignore[arg-type]
+        raise ValueError(f"{directory}: {_LAYERS} is {layers!r}, expected layers of the target, rising")
     return layers
 
 

@@ -70,8 +70,8 @@ def wrap_model(
         wrapped = LeanLlama(model, states, given_layers)
     else:
         wrapped = TransformersModel(model, states, given_layers)
-    if wrong := [layer for layer in given_layers if not 0 <= layer < wrapped.layers]:
-        raise ValueError(f"there is no layer {wrong[0]} to read from: the target has {wrapped.layers}, from 0")
+    if [*given_layers] != sorted({*given_layers} & {*range(wrapped.layers)}):
+        raise ValueError(f"given_layers is {[*given_layers]}: expected rising ones, from 0 to {wrapped.layers - 1}")
     if graphs or (graphs is None and wrapped.device.type == "cuda" and isinstance(wrapped, LeanLlama)):
         wrapped = GraphedModel(wrapped)
     if check:

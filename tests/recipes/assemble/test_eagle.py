@@ -66,6 +66,7 @@ def test_states_from_disk_teach_what_live_ones_do(
         ({"projection": "own"}, r"projection.*Medusa"),
         ({"states": "before-norm"}, r"states.*Medusa"),
         ({"layers": [0, 9]}, r"9.*from 0 to 1"),
+        ({"layers": [1, 0]}, r"1, 0.*from 0 to 1"),
         ({"architecture": "medusa", "layers": [1]}, r"layers.*eagle3"),
     ],
     ids=str,
