@@ -25,6 +25,8 @@ from .conversations import Conversation, Turn
 
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
 _HASH = "hash of "  # that settings which tell what files hold begin with
+SEEDS = 2**31
+"""A question's seed is below it."""
 _DECODING = ("method", "options", "drafter", "hash of the drafter")
 """Settings of former versions, on which the answers of a lossless method do not depend."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -51,7 +51,7 @@ class Parts:
     heads: HeadModule | None = None
     table: BigramTable | None = None
     more_drafters: tuple[LanguageModel, ...] = ()
-    """Drafters beside the first, for methods that take several."""
+    """Drafters beside the first: `drafter: 2` of a method's options names their first. `specinfer` takes all."""
 
 
 Options = dict[str, Any]
@@ -288,10 +288,13 @@ METHODS: dict[str, _Spec] = {
 
 def method_options(name: str, options: Options) -> Options:
     """The settings of a method, its defaults filled in. Raises ValueError: an unknown method, option or choice, with
-    the nearest right name; a value of another type; a count below 1."""
+    the nearest right name; a value of another type; a count below 1. Methods with a drafter know `drafter` too, which
+    of several it is, by default the first."""
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
     defaults = METHODS[name].defaults
+    if "drafter" in options and "drafter" in METHODS[name].needs:
+        defaults = defaults | {"drafter": 1}
     for key, value in options.items():
         if key not in defaults:
             known = ", ".join(defaults) or "none"
@@ -304,7 +307,7 @@ def method_options(name: str, options: Options) -> Options:
         if choices and value not in choices:
             known, hint = ", ".join(choices), did_you_mean(value, list(choices))
             raise ValueError(f"option {key!r} of method {name!r} cannot be {value!r}.{hint} Known: {known}")
-        if key in _COUNTS and value < 1:
+        if key in (*_COUNTS, "drafter") and value < 1:
             raise ValueError(f"option {key!r} of method {name!r} must be at least 1, got {value}")
     return defaults | options
 
@@ -323,4 +326,8 @@ def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) ->
     for part in needs_of(name, settings):
         if getattr(parts, part) is None:
             raise ValueError(f"method {name!r} needs a {part}, and none was given")
+    if (number := settings.pop("drafter", 1)) > 1:
+        if number > len(parts.more_drafters) + 1:
+            raise ValueError(f"`drafter` of method {name!r} is {number}: there are {len(parts.more_drafters) + 1}")
+        parts = replace(parts, drafter=parts.more_drafters[number - 2])
     return METHODS[name].build(parts, sampling, settings)

@@ -30,6 +30,7 @@ class _Row:
     """What a row of the cache holds: keys and values of all `ids` but the last."""
 
     ids: list[int]
+    sampling: Sampling
     ticket: int | None = None
     """Whose text this is; None where it has ended."""
     rng: Rng | None = None
@@ -48,18 +49,18 @@ class Pool:
             raise ValueError(f"a pool must have at least 1 row, got {rows}")
         self._target, self._limits, self._sampling = target, limits, sampling
         self._stop_ids = frozenset(limits.stop_ids)
-        self._rows = [_Row([]) for _ in range(rows)]
+        self._rows = [_Row([], sampling) for _ in range(rows)]
         self._cache = target.new_cache(rows, _FIRST_CAPACITY)
-        self._waiting: deque[tuple[int, list[int], int]] = deque()
+        self._waiting: deque[tuple[int, list[int], int, Sampling]] = deque()
         self._tickets = 0
         self._watch = Watch()
 
-    def add(self, prompt: Sequence[int], seed: int) -> int:
-        """Queue a prompt; the ticket that its text will come with. Raises ValueError: no tokens, or one outside the
-        vocabulary."""
+    def add(self, prompt: Sequence[int], seed: int, sampling: Sampling | None = None) -> int:
+        """Queue a prompt; the ticket that its text will come with. `sampling`: instead of the pool's. Raises
+        ValueError: no tokens, or one outside the vocabulary."""
         check_prompts(self._target, [prompt])
         self._tickets += 1
-        self._waiting.append((self._tickets, list(prompt), seed))
+        self._waiting.append((self._tickets, list(prompt), seed, sampling or self._sampling))
         return self._tickets
 
     @property
@@ -90,22 +91,24 @@ class Pool:
         return finished
 
     def _draw(self, logits_BV: torch.Tensor, rows: Sequence[_Row]) -> list[int]:
-        if self._sampling.greedy:
-            return logits_BV.argmax(-1).tolist()
-        uniform_B = torch.cat([row.rng.uniform() for row in rows if row.rng])
-        return categorical(warp(logits_BV, self._sampling), uniform_B).tolist()
+        drawn = logits_BV.argmax(-1)
+        for sampling in {row.sampling for row in rows if not row.sampling.greedy}:
+            chosen = [index for index, row in enumerate(rows) if row.sampling == sampling]
+            uniform_C = torch.cat([rng.uniform() for index in chosen if (rng := rows[index].rng)])
+            drawn[chosen] = categorical(warp(logits_BV[chosen], sampling), uniform_C)
+        return drawn.tolist()
 
     def _admit(self) -> None:
         """Give free rows to those who wait: of these rows, the one that holds most of the prompt."""
         free = [index for index, row in enumerate(self._rows) if row.ticket is None]
         while free and self._waiting:
-            ticket, prompt, seed = self._waiting.popleft()
+            ticket, prompt, seed, sampling = self._waiting.popleft()
             shared = {index: common_prefix(self._rows[index].ids, prompt) - 1 for index in free}
             index = max(free, key=lambda index: (shared[index], -len(self._rows[index].ids)))
             free.remove(index)
             self._read(index, prompt, max(shared[index], 0))
             new = self._limits.max_new_tokens
-            self._rows[index] = _Row(prompt, ticket, Rng([seed], self._target.device), new, len(prompt))
+            self._rows[index] = _Row(prompt, sampling, ticket, Rng([seed], self._target.device), new, len(prompt))
 
     def _read(self, index: int, prompt: list[int], start: int) -> None:
         """Run all of a prompt but its last token; the first `start` tokens have been run in this row."""

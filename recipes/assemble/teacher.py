@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from ...checkpoints.storage.atomic import check_writable
 from ...checkpoints.storage.messages import first_line
 from ...data.blocks.prepared import PreparedData
 from ...data.tokenizers import load_tokenizer
+from ...decode.models.final_norm import layers_in
 from ...decode.models.loading import load_model
 from ...train.loop.checkpoints import data_fingerprint
 from ...train.parallel.accelerate import make_accelerator
 from ...train.parallel.interrupts import Interrupted
 from ...train.parallel.processes import on_main, together
 from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows, HiddenSource
-from ...train.teachers.row_cache import RowCache, Source
+from ...train.teachers.row_cache import RowCache, Source, read_manifest
 from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
 from ...train.teachers.teacher import CachedTeacher, StatesTeacher, load_teacher
 from ...train.teachers.top_k_cache import CacheSource, TeacherCache, top_rows
@@ -96,7 +97,7 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
                 teacher = load_teacher(target, dtype, eight_bit, device)
             else:
                 model = load_model(target, dtype=dtype, device=str(device))
-                teacher = StatesTeacher(model, CachedHidden(*_opened(states, prepared)))
+                teacher = StatesTeacher(model, CachedHidden(*_opened(states, prepared), states="after-norm"))
             return partial(top_rows, teacher, top_k), teacher.vocab_size
 
         return _TargetCache(
@@ -158,7 +159,7 @@ def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
 
 def open_hidden(recipe: HeadsRecipe, prepared: Prepared) -> CachedHidden:
     """The same of the hidden states that a recipe names."""
-    return CachedHidden(*_opened(_cache_of(recipe), prepared))
+    return CachedHidden(*_opened(_cache_of(recipe), prepared), states=states_read(recipe))
 
 
 def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> Path:
@@ -204,9 +205,21 @@ def _parts(cache: _TargetCache, prepared: Prepared) -> list[_Part]:
     parts = []
     for name, data in (("training", prepared.train), ("held-out", prepared.heldout)):
         known = [cache.source(each, data_fingerprint(data)) for each in fingerprints]
+        known += _wider(cache.folder, known)
         source = next((each for each in known if (cache.folder / each.key / each.manifest).is_file()), known[0])
         parts.append(_Part(name, data, source, cache.folder / source.key))
     return parts
+
+
+def _wider(folder: Path, known: Sequence[Source]) -> list[Source]:
+    """The caches in a folder that hold, beside the inner layers that EAGLE-3 reads, what the known ones would hold."""
+    found: list[Source] = []
+    if any(isinstance(each, HiddenSource) and each.states == "after-norm" for each in known):
+        for manifest in sorted(folder.glob(f"*/{HiddenSource.manifest}")):
+            source = HiddenSource(**read_manifest(manifest.parent, HiddenSource)["source"])
+            if layers_in(source.states) and replace(source, target=known[0].target, states="after-norm") in known:
+                found.append(source)
+    return found
 
 
 def _opened(cache: _TargetCache, prepared: Prepared) -> list[Any]:

@@ -30,6 +30,7 @@ from ..assemble.teacher import prepare_teacher
 from ..schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ..schema.loading import parse_recipe, read_recipe, write_recipe
 from ..schema.papers import filled
+from ..session.machine import has_bfloat16
 from ..session.terminal import bar, log
 from .artifacts.import_drafter import import_gguf
 from .evaluation.evaluate import run_evaluate
@@ -37,7 +38,8 @@ from .regenerate import run_regenerate
 from .training.train import run_train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-STAGES = ("target", "answers", "drafter", "distilled", "heads", "table")
+STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table")
+"""EAGLE-3's layer comes first: what it reads of the target holds what the others read."""
 PACKAGE = "package:"
 
 
@@ -82,13 +84,21 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     the minutes asked for."""
     values = filled(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / recipe.reference_minutes
-    trained = [values[name] for name in ("target", "drafter", "distilled", "heads")]
+    trained = [values[name] for name in ("target", "eagle", "drafter", "distilled", "heads")]
     for train in (part["train"] for part in trained if isinstance(part, dict)):
         train["seed"] = recipe.seed
         if train["steps"] is not None:
             train["steps"] = max(1, round(train["steps"] * scale))
     answers = values["answers"]
     answers["limit"] = None if answers["limit"] is None else max(20, round(answers["limit"] * scale))
+    if recipe.precision == "bfloat16" or (recipe.precision == "auto" and has_bfloat16()):
+        answers["dtype"] = "bfloat16"
+        values["heads"]["target_dtype"] = values["drafter"]["teacher"]["dtype"] = "bfloat16"
+        for part in trained[1:]:
+            if part is not None:
+                part["train"]["precision"] = "bf16"
+        if values["eagle"] is not None:
+            values["eagle"]["target_dtype"] = "bfloat16"
     for name in ("answers", "evaluate"):
         values[name]["seed"] = recipe.seed
     resolved = parse_recipe(values, "quickstart")

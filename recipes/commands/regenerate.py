@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ...checkpoints.storage.safe_read import parse_json
 from ...data.cleaning.options import Cleaning
 from ...data.conversations import Conversation, CorpusReport, encodable
 from ...data.prompts import stop_ids
-from ...data.regeneration import Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate
+from ...data.regeneration import SEEDS, Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate
 from ...data.rendering.render import prompt_renderer
 from ...data.rendering.templates import OWN, Template, get_template
 from ...data.sources.reading import read_conversations
@@ -91,7 +92,13 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
         target |= recipe.model_dump(mode="json", include={"dtype"})
         target |= {"hash of the target": identify(str(recipe.target), content=True).hash}
     names = {"template", "system", "max_new_tokens", "on_length", "temperature", "top_k", "top_p", "seed"}
+    names |= {"sampled"} if recipe.sampled else set()  # answers of before do not know it
     return target | recipe.model_dump(mode="json", include=names)
+
+
+def _temperature(recipe: RegenerateRecipe, question: Question) -> float:
+    """At which a question is answered."""
+    return 1.0 if question.seed < recipe.sampled * SEEDS else recipe.temperature
 
 
 def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Iterator[Conversation]:
@@ -145,6 +152,7 @@ class LocalTarget:
         self._template = get_template(recipe.template, self._tokenizer)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
         self._target = wrap_model(model, graphs=False)  # rows join and leave: a graph is of one shape
+        self._recipe = recipe
         self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         ends = _end_ids(self._tokenizer, self._template, model.generation_config)
         self._limits = Limits(recipe.max_new_tokens, ends)
@@ -166,9 +174,9 @@ class LocalTarget:
             reason = f"the prompt has {len(prompt)} tokens; with {new} new ones, {self._longest} fit"
             return Failure(reason, lasting=True)
         if self._pool is None:
-            return self._read(self._alone(prompt, question.seed))
+            return self._read(self._alone(prompt, question.seed, self._warped(question)))
         answered = asyncio.get_running_loop().create_future()
-        self._asked[self._pool.add(prompt, question.seed)] = answered
+        self._asked[self._pool.add(prompt, question.seed, self._warped(question))] = answered
         if self._decoding is None or self._decoding.done():
             self._decoding = asyncio.create_task(self._decode(self._pool))
         await asyncio.wait({answered, self._decoding}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,10 +191,13 @@ class LocalTarget:
                 self._asked.pop(ticket).set_result(ids)
             await asyncio.sleep(_REACTION if ended else 0)
 
-    def _alone(self, prompt: list[int], seed: int) -> list[int]:
-        method = build_method("autoregressive", Parts(), self._sampling)
+    def _warped(self, question: Question) -> Sampling:
+        return replace(self._sampling, temperature=_temperature(self._recipe, question))
+
+    def _alone(self, prompt: list[int], seed: int, sampling: Sampling) -> list[int]:
+        method = build_method("autoregressive", Parts(), sampling)
         rng = Rng([seed], self._target.device)
-        steps = generate(self._target, *method, [prompt], self._limits, self._sampling, rng)
+        steps = generate(self._target, *method, [prompt], self._limits, sampling, rng)
         return [token for step in steps for token in step.new_ids[0]]
 
     def _read(self, ids: list[int]) -> Answer:
@@ -229,7 +240,12 @@ class _Server:
         except ImportError as error:
             raise ValueError(f"asking a server needs openai: {install_hint('regenerate')}") from error
         self._openai: Any = openai
-        self._server, self._spaced, self._key = server, spaced, os.environ.get(server.key_variable, "")
+        self._recipe, self._server, self._spaced, self._key = (
+            recipe,
+            server,
+            spaced,
+            os.environ.get(server.key_variable, ""),
+        )
         http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_pace(server.requests_per_minute)]})
         limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES, "http_client": http}
         # Given no key, the client would look for one in a variable of its own choice.
@@ -237,7 +253,6 @@ class _Server:
         self._settings: dict[str, Any] = {
             "model": server.model,
             "max_tokens": recipe.max_new_tokens,  # its successor, max_completion_tokens, is known to fewer servers
-            "temperature": recipe.temperature,
             "top_p": recipe.top_p,
         }
         if recipe.top_k:
@@ -250,10 +265,11 @@ class _Server:
         """Ask it."""
         openai, url = self._openai, self._server.url
         messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
-        seed = {"seed": question.seed} if self._settings["temperature"] > 0 else {}
+        temperature = _temperature(self._recipe, question)
+        own = {"temperature": temperature} | ({"seed": question.seed} if temperature > 0 else {})
         try:
             asked = self.client.chat.completions.with_raw_response
-            reply = await asked.create(messages=messages, **self._settings, **seed)
+            reply = await asked.create(messages=messages, **self._settings, **own)
             outcome = self._read(reply.content)
         except openai.APITimeoutError:
             outcome = Failure(f"no answer within {self._server.timeout:g} s")

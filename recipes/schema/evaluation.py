@@ -58,7 +58,7 @@ class EvaluateRecipe(_Decoding):
     drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """Type of the drafters' weights; null: `dtype`. A narrower one drafts faster, and methods stay exact."""
     more_drafters: list[str] = []
-    """Drafters beside the first, for methods that take several (specinfer)."""
+    """Drafters beside the first: with the option `drafter: 2` a row drafts with their first; specinfer takes all."""
     heads: str | None = None
     """Folder or hub id of the prediction heads."""
     table: str | None = None
@@ -176,6 +176,9 @@ class RegenerateRecipe(PlaceSection, _Decoding):
     on_length: Literal["drop", "keep"] = "drop"
     """What becomes of an answer that this limit cut: `drop` leaves it out with the turns that follow it, for a
     conversation written with it would teach to stop there."""
+    sampled: float = Field(0.0, ge=0, le=1)
+    """Share of the questions, chosen by their seeds, that are answered at temperature 1, whatever `temperature` says: a
+    drafter for both learns from both."""
     batch: int = Field(16, ge=1)
     """Conversations decoded together (in this process); one that has ended makes room for the next."""
 
@@ -210,6 +213,9 @@ class QuickstartRecipe(Section):
     """What it takes with those as they stand there."""
     seed: int = 0
     """Fixes the corpus, the initial weights and the order of the data."""
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
+    """In which the target answers and drafter, heads and EAGLE-3's layer are trained; auto: bfloat16 where the GPU or
+    the processor has it, float32 elsewhere. The evaluation is not touched."""
     corpus: CorpusSection
     target: DrafterRecipe | str
     """How it is trained; or a model that is there: a folder or hub id, to which `{out}/target` then is a link, or a
@@ -219,6 +225,8 @@ class QuickstartRecipe(Section):
     drafter: DrafterRecipe
     distilled: DrafterRecipe | None = None
     """A second stage from the first, which is then no more than that: the artifact of this one is the drafter."""
+    eagle: HeadsRecipe | None = None
+    """EAGLE-3's layer, which the evaluation names as a drafter of its own."""
     heads: HeadsRecipe
     table: TableRecipe
     evaluate: EvaluateRecipe

@@ -354,9 +354,10 @@ class HeadsRecipe(_Recipe):
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
         if self.architecture == "eagle3":
-            given = self.model_fields_set & {"num_layers", "projection", "rank", "states", "base", "shard_target"}
+            of_medusa = ("base", "num_layers", "projection", "rank", "shard_target", "states")
+            given = [name for name in of_medusa if getattr(self, name) != HeadsRecipe.model_fields[name].default]
             if given:
-                raise ValueError(f"`{min(given)}` is of Medusa's heads: leave it out with `architecture: eagle3`")
+                raise ValueError(f"`{given[0]}` is of Medusa's heads: leave it out with `architecture: eagle3`")
         elif self.layers is not None:
             raise ValueError("`layers` says what `architecture: eagle3` reads: Medusa's heads read the last one")
         if (self.projection == "low-rank") != (self.rank > 0):

@@ -49,6 +49,14 @@ def findings() -> list[Finding]:
     return rows
 
 
+def has_bfloat16() -> bool:
+    """Whether this machine's GPU, or without one its processor, multiplies in bfloat16."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # of torch 2.12 and later
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+
+
 def _packages() -> dict[str, str]:
     """Needed and optional packages, and the extra that brings them; none where draftsmith itself is not installed."""
     found: dict[str, str] = {}

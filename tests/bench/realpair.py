@@ -1,7 +1,6 @@
 """The evidence of a real pair: every method on Spec-Bench, the same beside transformers, and what training tokens buy.
 
     python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--groups qa rag] [--rows medusa]
-    python tests/bench/realpair.py --pair runs/realpair --drafter runs/eagle3 [--rows speculative dynamic-tree]
     python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32] [--gguf FILE]
     python tests/bench/realpair.py --pair runs/realpair --curve runs/drafter-1 runs/drafter-2 runs/heads-1
 
@@ -10,7 +9,7 @@ The pair is a finished quickstart of any recipe. Each part says first how long i
 realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts of 16 tokens.
 
 Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
-prediction; with `--drafter` those that need a drafter, with another one. Peers: greedily and in turns prompt by prompt,
+prediction; "eagle" rows draft with the pair's EAGLE-3 layer. Peers: greedily and in turns prompt by prompt,
 in float32 and bfloat16, each at the γ that was its fastest on the first prompts; the assistant of transformers is the
 padded export of the drafter; all texts end where this engine's own do. With `--gguf`, the target's own file, llama.cpp
 decodes the same weights by the package xllamacpp (other builds, and vLLM: engines.py). Curve: tokens per step of
@@ -40,7 +39,7 @@ from draftsmith.checkpoints.storage.atomic import atomic_text
 from draftsmith.decode.evaluation.profile import drafting_cost
 from draftsmith.decode.evaluation.replay.recording import record
 from draftsmith.decode.evaluation.replay.replay import predict
-from draftsmith.decode.methods import METHODS, build_method, needs_of
+from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
@@ -73,7 +72,6 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("lookup-drafter", {"threshold": 0.0, "draft_gamma": 1}),
     ("suffix", {"store": "table"}),
     ("suffix-heads", {"store": "table"}),
-    ("suffix-drafter", {"store": "table"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
     ("dynamic-tree", {"nodes": 3, "depth": 3}),
     ("dynamic-tree", {"nodes": 10, "depth": 5, "least": 0.06}),
@@ -81,6 +79,21 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("slim-s", {"sequences": 8, "least": 0.05}),
 ]
 """Rows beside those of all methods with their default settings."""
+OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
+    ("speculative", {"gamma": 1}),
+    ("speculative", {"gamma": 2}),
+    ("speculative", {"gamma": 3}),
+    ("speculative", {"gamma": 3, "verification": "block"}),
+    ("speculative", {"gamma": 4}),
+    ("lookup-drafter", {"threshold": 0.0, "draft_gamma": 1}),
+    ("dynamic-tree", {}),
+    ("dynamic-tree", {"nodes": 3, "depth": 3}),
+    ("suffix-drafter", {}),
+    ("suffix-drafter", {"store": "table"}),
+    ("suffix-drafter", {"nodes": 4, "draft_depth": 1, "store": "table"}),
+    ("multi-candidate", {"k_config": "2x1x1"}),
+]
+"""Rows with the pair's second drafter, where it has one."""
 NUMBERS = (
     "method", "options", "lossless", "tokens_per_step", "tokens_per_step_interval", "acceptance_rate",
     "acceptance_by_depth", "nodes_per_step", "speedup", "speedup_interval", "ideal", "bound", "efficiency",
@@ -105,8 +118,7 @@ Steps = dict[str, dict[str, tuple[float, float]]]
 
 def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **more: Any) -> Any:
     """An evaluation of the pair on the prompts that are asked for."""
-    out = options.work / "-".join([f"T{temperature:g}", *words_of(options)]).replace("/", "-")
-    out = out.with_name(out.name + ".json")
+    out = options.work / f"{title_of(options, temperature)}.json"
     values = {"kind": "evaluate", "out": str(out), "target": "", "prompts": ""}
     first = EvaluateRecipe.model_validate(values | {"methods": methods})
     asked: dict[str, Any] = {"prompts": str(options.prompts)}
@@ -115,29 +127,31 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
     asked |= {"groups": options.groups, "limit": options.limit, "max_prompt_tokens": options.prompt_tokens}
     asked |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
     asked |= {"energy": "off", "predict": True, "show_categories": True, "drafter_dtype": options.drafter_dtype}
-    if options.drafter is not None:
-        asked |= {"drafter": str(options.drafter), "heads": None}
+    if (eagle := Path(options.found.folder) / "eagle").is_dir():
+        asked |= {"more_drafters": [str(eagle)]}
     return EvaluateRecipe.model_validate(pair_values(first, options.found, PARTS) | asked | more)
 
 
-def words_of(options: argparse.Namespace) -> list[str]:
-    """What is asked for besides the pair's own drafter."""
-    return [*filter(None, [options.drafter and short(options.drafter.absolute()), options.drafter_dtype])]
+def title_of(options: argparse.Namespace, temperature: float) -> str:
+    """Of results: the temperature, and the type of drafters that is not the target's."""
+    return ", ".join(filter(None, [f"T={temperature:g}", options.drafter_dtype]))
 
 
-def rows_of(chosen: Sequence[str], drafter: bool) -> list[dict[str, Any]]:
-    """The baseline and the rows, all of them, those named by label or method, or those that need a `drafter`."""
-    rows = [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
-    found = [BASELINE]
-    for name, options in rows:
-        if drafter and "drafter" not in needs_of(name, options):
-            continue
-        label = " ".join([name, *map(str, options.values())])
-        if not chosen or label in chosen or name in chosen:
-            found.append({"method": name, "label": label, "options": options})
-    if len(found) == 1:
-        raise SystemExit(f"--rows {' '.join(chosen)}: there is none of {', '.join(METHODS)}")
-    return found
+def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    """The baseline and a pair's rows, all of them or those named by label or method."""
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        (" ".join([name, *map(str, options.values())]), name, options)
+        for name, options in [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
+    ]
+    if (folder / "eagle").is_dir():
+        more = [(" ".join([name, *map(str, given.values()), "eagle"]), name, given) for name, given in OF_EAGLE]
+        rows += [(label, name, {**given, "drafter": 2}) for label, name, given in more]
+    asked = [{"method": name, "label": label, "options": given} for label, name, given in rows]
+    found = [row for row in asked if not chosen or row["label"] in chosen or row["method"] in chosen]
+    if unknown := sorted(set(chosen) - {word for row in found for word in (row["label"], row["method"])}):
+        known = ", ".join(label for label, _, _ in rows)
+        raise SystemExit(f"--rows {unknown[0]!r}: there is none of this name among {known}")
+    return [BASELINE, *found]
 
 
 def said_first(options: argparse.Namespace, what: str, case: Case, runs: int) -> bool:
@@ -173,7 +187,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
     """Every row at every temperature."""
     found = {}
     for temperature in options.temperatures:
-        recipe = recipe_of(options, temperature, rows_of(options.rows, options.drafter is not None))
+        recipe = recipe_of(options, temperature, rows_of(options.rows, Path(options.found.folder)))
         if options.plan:
             case = open_case(recipe)
             said_first(options, f"methods, T={temperature:g}", case, evaluation_runs(recipe, len(case.prompts)))
@@ -181,7 +195,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
         results = evaluated(recipe)
         of_rows = {row["label"]: numbers_of(row) for row in results["methods"]}
         print_rows(f"T={temperature:g}, {results['prompts']} prompts", of_rows)
-        found[", ".join([f"T={temperature:g}", *words_of(options)])] = {
+        found[title_of(options, temperature)] = {
             **{key: results[key] for key in ("prompts", "prompts_sha256", "categories", "errors")},
             "greedy_equals_transformers": results["greedy_equals_transformers"],
             "rows": of_rows,
@@ -192,7 +206,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
 def evaluated(recipe: EvaluateRecipe) -> dict[str, Any]:
     """The results of an evaluation, which is not run where the same has finished."""
     out = Path(recipe.out)
-    stamp, parts = out.with_suffix(".stamp.json"), (recipe.drafter, recipe.heads, recipe.table)
+    stamp, parts = out.with_suffix(".stamp.json"), (recipe.drafter, *recipe.more_drafters, recipe.heads, recipe.table)
     identity = identity_of(recipe.recorded(), [recipe.target, *filter(None, (*parts, recipe.prompts_path))], recipe)
     if out.is_file() and read_finished(stamp, identity) is not None:
         print(f"{out} had finished already")
@@ -247,7 +261,7 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 def peers(options: argparse.Namespace) -> dict[str, Any]:
     """Rates by number format."""
-    case = open_case(recipe_of(options, 0.0, [BASELINE], heads=None, table=None, drafter=None))
+    case = open_case(recipe_of(options, 0.0, [BASELINE], heads=None, table=None, drafter=None, more_drafters=[]))
     kinds = 9 if options.gguf else 6
     tuned = (kinds - kinds // 3) * len(options.gammas) * min(TUNED, len(case.prompts))
     if said_first(options, "peers", case, len(options.dtypes) * (kinds * len(case.prompts) * options.repeats + tuned)):
@@ -295,7 +309,7 @@ def chosen(manifest: Any) -> dict[str, Any]:
 
 def curve(options: argparse.Namespace) -> dict[str, Any]:
     """By artifact: tokens of training, what it measured, its cost, tokens per step at both temperatures."""
-    base = recipe_of(options, 0.0, [BASELINE], drafter=None, heads=None, table=None)
+    base = recipe_of(options, 0.0, [BASELINE], drafter=None, more_drafters=[], heads=None, table=None)
     case = open_case(base)
     if said_first(options, "curve", case, len(options.temperatures) * len(case.prompts)):
         return {}
@@ -373,8 +387,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=SPEC_BENCH, help="questions; those of Spec-Bench by default")
     parser.add_argument("--groups", nargs="+", default=[], help="only these groups of the prompts")
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by label or method")
-    parser.add_argument("--drafter", type=Path, help="another drafter, or EAGLE-3 heads, instead of the pair's")
-    parser.add_argument("--drafter-dtype", help="the type of its weights, where it is not the target's")
+    parser.add_argument("--drafter-dtype", help="the type of drafters' weights, where it is not the target's")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--peers", action="store_true", help="beside transformers, and nothing else")
     parser.add_argument("--gguf", type=Path, help="of --peers: the target's GGUF file, for llama.cpp (xllamacpp)")

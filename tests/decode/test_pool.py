@@ -33,17 +33,22 @@ def prompts_of(count: int, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("sampling", [Sampling(), MANY], ids=["greedy", "sampled"])
-def test_every_text_is_its_own(make_llama: Callable[..., LlamaForCausalLM], sampling: Sampling, fast: bool) -> None:
+@pytest.mark.parametrize(
+    "samplings", [[Sampling()], [MANY], [Sampling(), MANY, Sampling(0.7)]], ids=["greedy", "sampled", "mixed"]
+)
+def test_every_text_is_its_own(
+    make_llama: Callable[..., LlamaForCausalLM], samplings: list[Sampling], fast: bool
+) -> None:
     """Twenty texts in three rows; of wrong positions, masks or random numbers none of some 150 tokens would be right
     but by a chance of about 1 in 10."""
     target, limits = wrap_model(make_llama(VOCAB), fast=fast), Limits(12, STOPS)
-    pool, prompts = Pool(target, 3, limits, sampling), prompts_of(20, 3)
-    tickets = {pool.add(prompt, seed): seed for seed, prompt in enumerate(prompts)}
+    pool, prompts = Pool(target, 3, limits, samplings[0]), prompts_of(20, 3)
+    asked = [samplings[seed % len(samplings)] for seed in range(20)]
+    tickets = {pool.add(prompt, seed, asked[seed]): seed for seed, prompt in enumerate(prompts)}
     found = {}
     while pool.busy:
         found |= {tickets[ticket]: ids for ticket, ids in pool.step()}
-    assert found == {n: alone(target, prompt, n, limits, sampling) for n, prompt in enumerate(prompts)}
+    assert found == {n: alone(target, prompt, n, limits, asked[n]) for n, prompt in enumerate(prompts)}
     ends = [ids[-1] in STOPS for ids in found.values()]
     assert 0 < sum(ends) < 20, "some end by a stop token, some by the limit"
 

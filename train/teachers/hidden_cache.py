@@ -54,17 +54,19 @@ class HiddenCache(RowCache):
 
 
 class CachedHidden:
-    """A target's hidden states from disk: `caches`, of one target, are of all the data that batches may come from."""
+    """A target's hidden states from disk: `caches`, of one target, are of all the data that batches may come from. Of
+    caches that hold inner layers too, "after-norm" `states` are the last part."""
 
-    def __init__(self, *caches: HiddenCache) -> None:
+    def __init__(self, *caches: HiddenCache, states: str | None = None) -> None:
         self._caches = caches
         source = caches[0].source
-        self.states = source.states
-        self.hidden_size = caches[0].size
+        self.states = source.states if states is None else states
+        inner = 0 if layers_in(self.states) else len(layers_in(source.states))
+        self.hidden_size = caches[0].size // (1 + inner)
         self.settings: dict[str, Any] = {
             "target": source.fingerprint,
             "target_dtype": source.target_dtype,
-            "states": source.states,
+            "states": self.states,
             "cached_states": source.dtype,
         }
         """What a resumed run must find unchanged, as JSON."""
@@ -75,7 +77,7 @@ class CachedHidden:
         cache, positions_R, rows_R = look_up(self._caches, batch)
         device = batch.tokens_BT.device
         # pinned memory is copied to a GPU while the processor works on; torch keeps it until that is done
-        rows_RD = cache.gather(rows_R, ["hidden"], pin=device.type == "cuda")["hidden"]
+        rows_RD = cache.gather(rows_R, ["hidden"], pin=device.type == "cuda")["hidden"][:, -self.hidden_size :]
         hidden_XD = torch.zeros(batch.tokens_BT.numel(), self.hidden_size, dtype=rows_RD.dtype, device=device)
         hidden_XD[torch.from_numpy(positions_R).to(device)] = rows_RD.to(device, non_blocking=True)
         return hidden_XD.view(*batch.tokens_BT.shape, -1)

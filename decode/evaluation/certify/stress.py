@@ -71,9 +71,10 @@ def stress_method(
 ) -> Iterator[Certificate]:
     """Judge an entry's method with its options under every one of `CHECKS` in which it calls itself lossless; the
     plan's level is that of all checks together."""
-    world = make_world(*_sizes(method_options(entry.method, entry.options)), device)
+    given = {name: value for name, value in entry.options.items() if name != "drafter"}
+    world = make_world(*_sizes(method_options(entry.method, given)), device)
     for check in CHECKS:
-        options = _short(method_options(entry.method, entry.options)) if check.short else entry.options
+        options = _short(method_options(entry.method, given)) if check.short else given
         method = build_method(entry.method, world.parts, check.sampling, **options)
         if not method.verifier.lossless:
             continue

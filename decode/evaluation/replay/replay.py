@@ -91,9 +91,10 @@ def _needs(proposer: Proposer) -> tuple[int, int]:
 def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str, Any]) -> Prediction | None:
     """Replay a method with these settings; None for methods that cannot be replayed: lossy ones, adaptive chains,
     look-up beside a model, chains of several drafters, above temperature 0 several chains of one, and those whose part
-    was not recorded. Raises ValueError: what `build_method` raises; more candidates than were recorded."""
+    was not recorded, as all drafters but the first. Raises ValueError: what `build_method` raises; more candidates than
+    were recorded."""
     proposer, verifier = build_method(name, parts, recording.sampling, **options)
-    if not verifier.lossless:
+    if not verifier.lossless or options.get("drafter", 1) > 1:
         return None
     match proposer:
         case NoDraft():

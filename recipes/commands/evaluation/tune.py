@@ -274,13 +274,16 @@ def _methods_to_tune(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -
             if name not in known and all(getattr(parts, part) is not None for part in METHODS[name].needs)
         }
         return {name: {} for name in known}, same
-    here = [row.temperature in (None, recipe.temperature) for row in rows]
+    first = [row.options.get("drafter", 1) == 1 for row in rows]
+    here = [mine and row.temperature in (None, recipe.temperature) for mine, row in zip(first, rows, strict=True)]
     last = {_tuned_as(row, sampling): index for index, row in enumerate(rows) if here[index]}
     fixed: Fixed = {}
     why: LeftOut = {}
     for index, row in enumerate(rows):
         name, at = _tuned_as(row, sampling), row.temperature
-        if not here[index]:
+        if not first[index]:
+            why[_named(row)] = "only methods of the first drafter are replayed"
+        elif not here[index]:
             why[_named(row)] = f"its temperature is {at:g}, the recipe's {recipe.temperature:g}: `temperature={at:g}`"
         elif name not in (*known, *SAME_WHEN_GREEDY, *SLIM):  # one without correlation needs no table
             why[_named(row)] = "none of its settings is searched"

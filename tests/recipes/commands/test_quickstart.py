@@ -24,9 +24,10 @@ SMALL = [
     "corpus.packages=[typer]", "corpus.megabytes=0.02", "corpus.heldout_share=0.2", "answers.limit=40",
     "answers.max_new_tokens=8", "drafter.model.layers=[0, 1]",
     "drafter.model.vocabulary.tokens=200", "heads.vocabulary.tokens=200",
-    *(f"{name}.train.steps=2" for name in ("drafter", "heads")),
-    *(f"{name}.data.block_tokens=256" for name in ("drafter", "heads")),
-    *(f"{name}.measure={{prompts: 1, new_tokens: 4, blocks: 2}}" for name in ("drafter", "heads")),
+    "eagle.vocabulary.tokens=200",
+    *(f"{name}.train.steps=2" for name in ("eagle", "drafter", "heads")),
+    *(f"{name}.data.block_tokens=256" for name in ("eagle", "drafter", "heads")),
+    *(f"{name}.measure={{prompts: 1, new_tokens: 4, blocks: 2}}" for name in ("eagle", "drafter", "heads")),
     "evaluate.limit=2", "evaluate.max_new_tokens=8", "evaluate.energy=off", "evaluate.again=0",
 ]  # fmt: skip
 
@@ -49,7 +50,7 @@ def run(out: Path, *changes: str) -> dict[str, Any]:
 
 def stamps(out: Path) -> dict[str, int]:
     """Of all that is made before the evaluation."""
-    parts = ("corpus", "target", "drafter", "heads", "table", "prepared", "teacher", "hidden")
+    parts = ("corpus", "target", "eagle", "drafter", "heads", "table", "prepared", "teacher", "hidden")
     files = [out / "answers.jsonl", *(file for part in parts for file in (out / part).rglob("*") if file.is_file())]
     return {str(file): file.stat().st_mtime_ns for file in files}
 
@@ -72,6 +73,9 @@ def test_from_a_packaged_gguf_to_the_report(package: Path, tmp_path: Path, capsy
     proposed = kept_tokens(load_model(str(out / "drafter")))
     assert proposed is not None
     assert len(proposed) == 200
+    states = [json.loads(file.read_text())["source"]["states"] for file in (out / "hidden").glob("*/hidden.json")]
+    assert len(states) == 2, "of training and held-out data: drafter and heads read what EAGLE-3's layer does"
+    assert all(name.startswith("layers-") for name in states)
     assert load_tokenizer(str(out / "target")).pad_token_id == 2
     (train,) = (out / "prepared").glob("*/train")
     counts = PreparedData.load(train).trained_counts()
@@ -85,7 +89,7 @@ def test_from_a_packaged_gguf_to_the_report(package: Path, tmp_path: Path, capsy
     assert stamps(out) == before
     said = capsys.readouterr().err
     assert ": step " not in said
-    assert said.count("reusing it") == 3
+    assert said.count("reusing it") == 4
     with pytest.raises(ValueError, match="corpus"):
         run(out, changes[0])
 

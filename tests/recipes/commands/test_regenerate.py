@@ -136,6 +136,19 @@ def test_answers_do_not_depend_on_batch_order_or_interruption(values: dict[str, 
         run(values, out=one)
 
 
+def test_a_share_of_the_questions_is_answered_by_chance(values: dict[str, Any]) -> None:
+    """Each as it is where all are so answered."""
+    found = {}
+    for name, changes in {"cold": {}, "hot": {"temperature": 1.0}, "mixed": {"sampled": 0.4}}.items():
+        run(values, **(changes | {"out": (out := values["out"].replace("out.", f"{name}."))}))
+        found[name] = {key: row["messages"][1]["content"] for key, row in rows(out).items()}
+    everywhere = found["cold"].keys() & found["hot"].keys() & found["mixed"].keys()  # an empty answer is none
+    told = [key for key in everywhere if found["cold"][key] != found["hot"][key]]
+    hot = sum(found["mixed"][key] == found["hot"][key] for key in told)
+    assert hot + sum(found["mixed"][key] == found["cold"][key] for key in told) == len(told) > 10
+    assert 0 < hot < len(told)
+
+
 def test_a_recipe_of_0_1_names_a_method_that_changes_nothing(values: dict[str, Any], models: Path) -> None:
     run(values, limit=3)
     former = Path(values["out"] + ".json")

@@ -166,6 +166,27 @@ def test_prompts_are_reproducible_and_those_skipped_are_named(corpus: Path, tmp_
             load_prompts(str(tmp_path / "none.json"), "chatml", tokenizer, 10, 100)
 
 
+def test_a_row_drafts_with_the_drafter_that_it_names(
+    evaluation: dict[str, Any], tmp_path: Path, save_llama: Any
+) -> None:
+    """As it would with that one alone: one drafter is the target itself, the other knows nothing."""
+    save_llama(tmp_path / "other", seed=9)
+    values = evaluation | {"drafter": evaluation["target"], "more_drafters": [str(tmp_path / "other")]}
+    values |= {"max_new_tokens": 16, "limit": 3, "energy": "off", "compare_with_transformers": False}
+    rows = [{"method": "autoregressive"}]
+    rows += [{"method": "speculative", "label": f"{n}", "options": {"gamma": 3, "drafter": n}} for n in (1, 2)]
+    asked = EvaluateRecipe.model_validate(values | {"methods": rows, "predict": True})
+    _, first, second = run_evaluate(asked)["methods"]
+    changes = {"drafter": asked.more_drafters[0], "more_drafters": [], "methods": asked.methods[:2]}
+    _, wanted = run_evaluate(asked.model_copy(update=changes | {"out": str(tmp_path / "alone.json")}))["methods"]
+    assert first["tokens_per_step"] > 3 > 2 > second["tokens_per_step"] == wanted["tokens_per_step"]
+    assert first["prediction"] is not None
+    assert second["prediction"] is None, "replay knows of the first drafter alone"
+    rows[2]["options"] = {"drafter": 3}
+    with pytest.raises(ValueError, match="`drafter` of method 'speculative' is 3: there are 2"):
+        run_evaluate(asked.model_copy(update={"methods": [type(asked.methods[0])(**row) for row in rows]}))
+
+
 @pytest.mark.parametrize(("positions", "most"), [((80, 256), 70), ((256, 70), 60)])
 def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded(
     evaluation: dict[str, Any], tmp_path: Path, save_llama: Any, positions: tuple[int, int], most: int
