@@ -50,7 +50,9 @@ LOSSY = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL, "mjsd")
 PROBE_SETTINGS = 3
 """Settings of a method whose steps are timed, at most (`probes`)."""
 CHAINS = ("batch-speculative", "spectr", "specinfer")
-DECODED = ("adaptive", "lookup-drafter", "suffix", "suffix-heads", *CHAINS, *LOSSY)
+TREES = ("dynamic-tree", "suffix", "suffix-drafter", "suffix-heads")
+"""As large as probabilities warrant."""
+DECODED = ("adaptive", "lookup-drafter", *TREES, *CHAINS, *LOSSY)
 """Methods whose settings are decoded to be judged."""
 SLIM = ("slim-ss", "slim-s", "slim-l")
 
@@ -78,7 +80,7 @@ class Space:
     confidences: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     """Below which adaptive chains stop."""
     posteriors: tuple[float, ...] = (0.05, 0.02, 0.1, 0.2)
-    """Not above which paths are left out of SLiM's trees, and of those by suffixes."""
+    """Not above which paths are left out of SLiM's trees, and of `TREES`."""
     fallbacks: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     """Of BiLD: its τ₁."""
     rollbacks: tuple[float, ...] = (1.0, 2.0, 3.0, 5.0)
@@ -216,9 +218,13 @@ def _decoded_grid(name: str, parts: Parts, sampling: Sampling, space: Space) -> 
         return {"gamma": gammas, "policy": ("confidence",), "threshold": space.confidences}
     if name == "lookup-drafter":
         return {"shortest": (2, 3), "threshold": space.confidences}
-    if name in ("suffix", "suffix-heads"):
+    if name in TREES:
         stores = ("none", "table") if parts.table is not None and parts.table.texts is not None else ("none",)
-        return {"nodes": (4, 8, 16), "least": space.posteriors, "store": stores}
+        own: dict[str, dict[str, Iterable[Any]]] = {
+            "dynamic-tree": {"nodes": (4, 12), "width": (2, 4)},
+            "suffix-drafter": {"draft_depth": (1, 3), "store": stores},
+        }
+        return own.get(name, {"nodes": (4, 8, 16), "store": stores}) | {"least": space.posteriors}
     if name == "mjsd":
         return {"gamma": gammas, "beams": (4,), "threshold": space.thresholds}
     if name == TYPICAL:
@@ -336,7 +342,7 @@ def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
     """What is worth tuning with these parts. At temperature 0 methods that do the same as another are left out, and so
     is typical acceptance."""
     names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
-    names += ["lookup-drafter", "suffix", "suffix-heads"]
+    names += ["lookup-drafter", *TREES]
     names += ["bpd", "medusa", *SLIM, *LOSSY]
     names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
     if sampling.greedy:

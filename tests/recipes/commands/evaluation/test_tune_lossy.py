@@ -58,7 +58,7 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
         assert (choice.found_by, choice.lossless) == ("decoding", name not in tuning.LOSSY)
         surprise = None if choice.lossless else pytest.approx(perplexity(target, prompts[:6], texts))
         assert choice.perplexity == surprise
-    knobs = {"bild": "rollback", "suffix": "least", "suffix-heads": "least"} | dict.fromkeys(tuning.CHAINS, "drafts")
+    knobs = {"bild": "rollback"} | dict.fromkeys(tuning.TREES, "least") | dict.fromkeys(tuning.CHAINS, "drafts")
     knobs |= dict.fromkeys(("mjsd", "adaptive", "lookup-drafter"), "threshold")
     by_knob: dict[float, list[float]] = {}
     for choice in choices:
@@ -66,7 +66,7 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
     means = [np.mean(rates) for _, rates in sorted(by_knob.items())]
     assert means[0] != means[-1]
     if name not in (tuning.TYPICAL, *tuning.CHAINS):  # whose threshold is the higher the larger ε is
-        fewer = ("mjsd", "adaptive", "lookup-drafter", "suffix", "suffix-heads")  # tokens the higher the limit is
+        fewer = ("mjsd", "adaptive", "lookup-drafter", *tuning.TREES)  # tokens the higher the limit is
         assert (means[0] < means[-1]) == (name not in fewer)
 
 
