@@ -13,7 +13,7 @@ R proposed tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +29,10 @@ from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from .layouts import EAGLE
 
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+NORMED = "norm_before_residual"
+"""The config's keys for the layers that are read, and for heads whose residual stream begins behind `hidden_norm`."""
+HEAD = "lm_head.weight"
 _LIKE_THE_TARGET = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act"),
@@ -88,12 +91,16 @@ class EagleHeads(nn.Module):
     """
 
     projection_kind = "target"
+    own_head: Tensor | None = None
+    """Output rows [R, D] as the files have them, which need not be the target's."""
 
     def __init__(
         self, config: LlamaConfig, layers: Sequence[int], proposed: Tensor | None = None, num_heads: int = 3
     ) -> None:
         super().__init__()
         self.config, self.layers, self.num_heads = config, tuple(layers), num_heads
+        self.normed = bool(getattr(config, NORMED, False))
+        """Whether the residual stream begins behind `hidden_norm`."""
         hidden = config.hidden_size
         self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
         self.midlayer = _Layer(config)
@@ -144,18 +151,21 @@ class EagleHeads(nn.Module):
         return self._attached[0]
 
     def projection(self, step: int = 0) -> Tensor:
-        """What features are multiplied with for logits: the target's output rows [R, D] of the proposed tokens."""
+        """What features are multiplied with for logits: output rows [R, D] of the proposed tokens."""
         assert self._attached is not None, "hand over the target's weights first: heads.attach"
         return self._attached[1]
 
     def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
-        """Take the target's embeddings and output layer. They are no parameters of this, and stay where they are."""
+        """Take the target's embeddings, and its output layer unless `own_head` is there. They are no parameters of
+        this, and stay where they are."""
         expected = [self.vocab_size, self.hidden_size]
         for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
             if list(weight.shape) != expected:
                 raise ValueError(f"the target's {name} are {list(weight.shape)}, the heads expect {expected}")
-        ids_R = self.proposed
-        rows_RD = lm_head_VD.detach() if ids_R is None else lm_head_VD.detach()[ids_R.to(lm_head_VD.device)]
+        ids_R, rows_RD = self.proposed, self.own_head
+        if rows_RD is None:
+            rows_RD = lm_head_VD.detach() if ids_R is None else lm_head_VD.detach()[ids_R.to(lm_head_VD.device)]
+        rows_RD = rows_RD.to(lm_head_VD.device)
         self._attached = (embedding_VD.detach(), rows_RD)
         return self
 
@@ -194,7 +204,9 @@ class EagleHeads(nn.Module):
         for step in range(self.num_heads):
             after_BT = F.pad(after_BT[:, 1:], (0, 1))
             embedded_BTD = F.embedding(after_BT, self.embedding).to(states_BTD.dtype)
-            read_BTC = torch.cat((layer.input_layernorm(embedded_BTD), layer.hidden_norm(states_BTD)), -1)
+            read_BTD = layer.hidden_norm(states_BTD)
+            states_BTD = read_BTD if self.normed else states_BTD
+            read_BTC = torch.cat((layer.input_layernorm(embedded_BTD), read_BTD), -1)
             query_BHTE, key_BJTE, value_BJTE = self._projected(read_BTC, positions_BT + step)
             if first is None:
                 first = key_BJTE, value_BJTE
@@ -254,8 +266,10 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = dict(heads.state_dict())
+    if heads.proposed is not None or heads.own_head is not None:
+        rows_RD = heads.projection() if heads.own_head is None else heads.own_head
+        tensors[HEAD] = rows_RD.to(next(iter(tensors.values())).dtype)
     if (ids_R := heads.proposed) is not None:
-        tensors["lm_head.weight"] = heads.projection().to(next(iter(tensors.values())).dtype)
         tensors[TOKENS] = ids_R - torch.arange(len(ids_R), device=ids_R.device)
         known_V = torch.zeros(heads.vocab_size, dtype=torch.bool)
         known_V[ids_R.cpu()] = True
@@ -269,19 +283,20 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
         "tie_word_embeddings": False,  # SGLang would take the embeddings for the output layer
         "dtype": str(held["fc.weight"].dtype).removeprefix("torch."),
         "draft_vocab_size": heads.vocab_size if heads.proposed is None else len(heads.proposed),
-        _LAYERS: [*heads.layers],
+        NORMED: heads.normed,
+        LAYER_IDS: [*heads.layers],
         # SGLang counts a layer's output where others count its input
-        "eagle_config": {_LAYERS: [layer - 1 for layer in heads.layers]},
+        "eagle_config": {LAYER_IDS: [layer - 1 for layer in heads.layers]},
     }
     (directory / CONFIG_FILE).write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 
 
 def eagle_layers(directory: Path) -> list[int]:
     """The target's layers that heads in a folder read. Raises ValueError: its config does not say it."""
-    layers = read_config(Path(directory) / CONFIG_FILE).get(_LAYERS)
+    layers = read_config(Path(directory) / CONFIG_FILE).get(LAYER_IDS)
     named = isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)
     if not named or sorted(set(layers)) != layers:  # type: ignore[arg-type]
-        raise ValueError(f"{directory}: {_LAYERS} is {layers!r}, expected layers of the target, rising")
+        raise ValueError(f"{directory}: {LAYER_IDS} is {layers!r}, expected layers of the target, rising")
     return layers
 
 
@@ -290,15 +305,30 @@ def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
     ValueError: a tensor that is missing, of another shape, or holds numbers that are NaN or infinite."""
     directory = Path(directory)
     stored, config = load_file(directory / WHOLE_FILES[0]), LlamaConfig.from_pretrained(directory)
-    offsets_R = stored.pop(TOKENS, None)
-    for name in ("lm_head.weight", "t2d"):
-        stored.pop(name, None)
-    proposed = None if offsets_R is None else offsets_R + torch.arange(len(offsets_R))
-    heads = EagleHeads(config, eagle_layers(directory), proposed).to(stored["fc.weight"].dtype)
+    heads = filled(EagleHeads(config, eagle_layers(directory), proposed_in(stored)), stored, directory)
+    return heads.to(dtype=dtype).eval()
+
+
+def proposed_in(stored: Mapping[str, Tensor]) -> Tensor | None:
+    """The ids of proposed tokens, from the offsets that tensors by name hold (`d2t`); None: all."""
+    offsets_R = stored.get(TOKENS)
+    return None if offsets_R is None else offsets_R.long() + torch.arange(len(offsets_R))
+
+
+def filled(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> EagleHeads:
+    """Heads with the tensors of a folder, in their type. Raises ValueError as `load_eagle` does."""
+    weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
+    heads = heads.to(next(iter(weights.values())).dtype)
     try:
-        heads.load_state_dict(stored)
+        heads.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{directory}: {error}") from error
-    if wrong := [name for name, weight in heads.named_parameters() if not bool(weight.isfinite().all())]:
+    if (rows_RD := stored.get(HEAD)) is not None:
+        expected = [heads.vocab_size if heads.proposed is None else len(heads.proposed), heads.hidden_size]
+        if list(rows_RD.shape) != expected:
+            raise ValueError(f"{directory}: {HEAD} is {list(rows_RD.shape)}, expected {expected}")
+        heads.own_head = rows_RD
+    held = {HEAD: heads.own_head} if heads.own_head is not None else {}
+    if wrong := [name for name, each in (*heads.named_parameters(), *held.items()) if not bool(each.isfinite().all())]:
         raise ValueError(f"{directory}: {wrong[0]} of the heads holds numbers that are NaN or infinite")
-    return heads.to(dtype=dtype).eval()
+    return heads

@@ -170,7 +170,7 @@ def holds_heads(directory: Path, *, unpickle: bool = False) -> bool:
     if path.suffix == ".json":
         return bool(shards_of_heads(path))
     if path.name in PICKLED_WHOLE_FILES:
-        return unpickle and bool(_read_pickled(path, _is_of_heads))
+        return unpickle and bool(read_pickled(path, _is_of_heads))
     return any(map(_is_of_heads, check_safetensors(path)))
 
 
@@ -206,7 +206,7 @@ def shards_of_heads(index: Path) -> dict[str, list[str]]:
 
 
 def _read(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
-    return (_read_pickled if path.suffix in (".pt", ".bin") else _read_safetensors)(path, wanted)
+    return (read_pickled if path.suffix in (".pt", ".bin") else _read_safetensors)(path, wanted)
 
 
 def _read_safetensors(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
@@ -221,7 +221,8 @@ def _read_safetensors(path: Path, wanted: Callable[[str], bool] | None) -> dict[
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 
-def _read_pickled(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
+def read_pickled(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
+    """The tensors of a pickled file whose names are wanted; None: all. Raises ValueError: it holds anything else."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _UNREADABLE as error:

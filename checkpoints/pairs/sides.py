@@ -6,8 +6,8 @@ read only to compare an artifact that lies here with its manifest (`checks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,13 @@ class Diagnosis:
     facts: tuple[tuple[str, str, str], ...]
     """Name, the target's value, the drafter's."""
     findings: tuple[Finding, ...]
+    consumers: Mapping[str, str] = field(default_factory=lambda: CONSUMERS)
+    """Who may decode with them, and of which versions the rules were read."""
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
         """By consumer."""
-        return {name: _verdict(name, self.findings) for name in CONSUMERS}
+        return {name: _verdict(name, self.findings) for name in self.consumers}
 
     def as_json(self) -> dict[str, Any]:
         """Facts, findings and verdicts as JSON can hold them."""
@@ -106,7 +108,7 @@ class Diagnosis:
             "drafter": self.drafter,
             "facts": [{"name": name, "target": mine, "drafter": theirs} for name, mine, theirs in self.facts],
             "findings": [asdict(finding) | {"severity": finding.severity} for finding in self.findings],
-            "verdicts": {name: {"reader": CONSUMERS[name]} | asdict(one) for name, one in self.verdicts.items()},
+            "verdicts": {name: {"reader": self.consumers[name]} | asdict(one) for name, one in self.verdicts.items()},
         }
 
 

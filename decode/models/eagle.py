@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...checkpoints.heads.eagle import EagleHeads
@@ -26,6 +27,7 @@ class EagleDrafter(LeanLlama):
         self.vocab_size, self._kept_R, self._inner = heads.vocab_size, heads.proposed, None
         weight_DG = heads.fc.weight.detach()
         embedding_VD = heads.embedding.to(weight_DG.dtype)
+        self._normed_D = heads.midlayer.hidden_norm.weight.detach() if heads.normed else None
         self._hold(heads.config, embedding_VD, heads.projection().to(weight_DG.dtype), heads, [heads.midlayer])
         self.head_weights = None if self._kept_R is None else heads.projection().numel()
         self._take_in = Product(weight_DG)
@@ -43,17 +45,25 @@ class EagleDrafter(LeanLlama):
         return self.extend(cache, tokens_BM, tree, start)
 
     def _norm_in(self, layer: Any) -> Tensor:
-        return torch.cat((layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach()))
+        above_D = layer.hidden_norm.weight.detach()
+        if self._normed_D is not None:  # what `_first` gives has been through it, and the next product changes nothing
+            above_D = torch.full_like(above_D, self.hidden_size**-0.5)
+        return torch.cat((layer.input_layernorm.weight.detach(), above_D))
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
         # what is timed alone, without a target, reads zeros
         above_XD, self._above_XD = self._above_XD, None
         self._embedded_XD = embedded_XD
-        return torch.zeros_like(embedded_XD) if above_XD is None else above_XD
+        if above_XD is None:
+            return torch.zeros_like(embedded_XD)
+        if self._normed_D is None:
+            return above_XD
+        return F.rms_norm(above_XD, self._normed_D.shape, self._normed_D, self._eps)
 
     def _normed(self, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
         assert self._embedded_XD is not None
         embedded_D, above_D = weight_D.chunk(2)
-        sides = (self._norm(self._embedded_XD, embedded_D), self._norm(hidden_XD, above_D))
+        above_XD = self._norm(hidden_XD, above_D) if self._normed_D is None else hidden_XD
+        sides = (self._norm(self._embedded_XD, embedded_D), above_XD)
         self._embedded_XD = None
         return torch.cat(sides, -1)

@@ -166,8 +166,8 @@ def import_(
     ] = False,
     states: Annotated[str | None, typer.Option(help="What heads read, if their config is silent: before-norm.")] = None,
 ) -> None:
-    """Make an artifact of a drafter, or of prediction heads (Medusa) in any layout that FasterDecoding has used; of a
-    GGUF file, a plain model folder."""
+    """Make an artifact of a drafter, of Medusa heads in any layout that FasterDecoding has used, or of EAGLE-3 heads,
+    plain or of speculators; of a GGUF file, a plain model folder."""
     from .artifacts.import_drafter import import_published
 
     import_published(source, out, target, unpickle=unpickle, states=states)

@@ -15,6 +15,7 @@ from ....checkpoints.artifact.compat import patch_model, patch_tokenizer, read_c
 from ....checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from ....checkpoints.artifact.locate import find_folder, target_record
 from ....checkpoints.heads.layouts import holds_heads
+from ....checkpoints.heads.published import is_published_eagle
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, Side, open_side
 from ....checkpoints.storage.atomic import atomic_dir
@@ -52,7 +53,7 @@ def import_published(
         import_gguf(Path(source).expanduser(), out, target)
         return
     folder = find_folder(source, [CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", "medusa_lm_head.safetensors"])
-    is_model = _may_be_model(folder) and not holds_heads(folder, unpickle=unpickle)
+    is_model = _may_be_model(folder) and not is_published_eagle(folder) and not holds_heads(folder, unpickle=unpickle)
     if is_model:
         folder = find_folder(source, [*_FETCHED, *([PICKLED] if unpickle else [])])
         is_model = not holds_heads(folder, unpickle=unpickle)

@@ -7,13 +7,15 @@ from pathlib import Path
 
 from ....checkpoints.artifact.artifact import save_artifact
 from ....checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
-from ....checkpoints.artifact.locate import fetch, target_record
+from ....checkpoints.artifact.locate import fetch, find_folder, target_record
+from ....checkpoints.heads.eagle import save_eagle
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads
+from ....checkpoints.heads.published import is_published_eagle, read_published
 from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ....checkpoints.storage.places import here, hub_place
-from ....checkpoints.verify.model_files import load_config
+from ....checkpoints.verify.model_files import load_config, read_tensor
 from ....data.tokenizers import load_tokenizer
 from ...session.terminal import log
 from ...session.typed import typed_command
@@ -27,6 +29,9 @@ def import_heads(
     """Write an artifact of kind heads from published ones (folder or hub id), which are for `target`, by default the
     whole model that they lie beside; see `layouts.read_heads`."""
     check_new(out)
+    if is_published_eagle(find_folder(source, [CONFIG_FILE])):
+        _import_eagle(source, out, target, states, unpickle=unpickle)
+        return
     stored = read_heads(_folder(source, unpickle), unpickle=unpickle, states=states)
     log(_description(source, stored))
     for disagreement in stored.disagreements:
@@ -46,6 +51,34 @@ def import_heads(
         command=typed_command(),
     )
     log(f"heads: wrote {out}")
+
+
+def _import_eagle(source: str, out: Path, target: str | None, states: str | None, *, unpickle: bool) -> None:
+    """EAGLE-3 heads, plain or of speculators, in the form that all engines read alike."""
+    if target is None:
+        raise ValueError(f"say with --target which model the EAGLE-3 heads in {source} are for")
+    if states is not None:
+        raise ValueError(f"--states is for Medusa's heads, and {source} holds EAGLE-3's, which read inner layers")
+    wanted = [CONFIG_FILE, WHOLE_FILES[0], *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
+    config = load_config(target).get_text_config(decoder=True)
+    embedding_VD = read_tensor(target, "model.embed_tokens.weight")
+    heads = read_published(find_folder(source, wanted), config, embedding_VD, unpickle=unpickle)
+    shapes = {name: getattr(heads, name) for name in ("hidden_size", "vocab_size", "projection_kind", "states")}
+    shapes["architecture"] = "eagle3"
+    if heads.proposed is not None:
+        shapes["proposed_tokens"] = len(heads.proposed)
+    save_artifact(
+        out,
+        kind="heads",
+        write=lambda folder: save_eagle(heads, folder),
+        vocab_size=heads.vocab_size,
+        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
+        target=target_record(target, fingerprint_of_files(target)),
+        shapes=shapes,
+        training={"imported_from": source},
+        command=typed_command(),
+    )
+    log(f"heads: wrote {out}, which read layers {', '.join(map(str, heads.layers))}; `draftsmith doctor` has the rest")
 
 
 def check_new(out: Path) -> None:

@@ -15,9 +15,11 @@ from rich.text import Text
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import find_folder
+from ....checkpoints.heads.published import is_published_eagle
 from ....checkpoints.pairs.checks import examine
+from ....checkpoints.pairs.eagle import examine_eagle
 from ....checkpoints.pairs.repair import repair
-from ....checkpoints.pairs.sides import CONSUMERS, WEIGHTS, WORKS, Diagnosis, Side, open_side
+from ....checkpoints.pairs.sides import WEIGHTS, WORKS, Diagnosis, Side, open_side
 from ....checkpoints.storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import pickles_allowed
 from ....checkpoints.verify.model_files import is_adapter
@@ -31,7 +33,12 @@ _MUST_WORK = ("transformers", "draftsmith")
 
 def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bool = False) -> bool:
     """Compare a target and a drafter, and show what was found; with `fix`, write a repaired drafter and compare that.
-    Whether transformers and this engine both take the pair, without a "but"."""
+    Whether transformers and this engine both take the pair, without a "but"; of EAGLE-3 heads, whether all engines do
+    whose rules are known."""
+    with redirect_stdout(sys.stderr):
+        folder = find_folder(drafter, ["*.json"])
+    if is_published_eagle(folder):
+        return _examine_eagle(target, drafter, fix, as_json)
     with ExitStack() as stack:
         with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
             mine = open_side(target, load_tokenizer)
@@ -55,6 +62,20 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
         write_json(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     verdicts = diagnosis.verdicts
     return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
+
+
+def _examine_eagle(target: str, heads: str, fix: Path | None, as_json: bool) -> bool:
+    if fix is not None:
+        raise ValueError(
+            f"--fix is for drafters: `draftsmith import {heads} --target {target} --out {fix}` mends heads"
+        )
+    with redirect_stdout(sys.stderr):
+        diagnosis = examine_eagle(open_side(target, load_tokenizer), heads, find_folder(heads, ["*.json", WEIGHTS]))
+    if as_json:
+        write_json(json.dumps({"pair": diagnosis.as_json()}, indent=2, ensure_ascii=False) + "\n")
+    else:
+        show(diagnosis)
+    return all(verdict.outcome == WORKS for verdict in diagnosis.verdicts.values())
 
 
 @contextmanager
@@ -85,7 +106,9 @@ def show(diagnosis: Diagnosis) -> None:
     verdicts = _table("verdicts", *short, "why, and what that was read of")
     for name, verdict in diagnosis.verdicts.items():
         why = Text("".join(f"{reason}; " for reason in verdict.reasons))
-        verdicts.add_row(name, Text(verdict.outcome, _COLOURS[verdict.outcome]), why.append(CONSUMERS[name], "dim"))
+        verdicts.add_row(
+            name, Text(verdict.outcome, _COLOURS[verdict.outcome]), why.append(diagnosis.consumers[name], "dim")
+        )
     console().print(facts, findings if diagnosis.findings else "nothing differs that matters\n", verdicts, sep="\n")
 
 

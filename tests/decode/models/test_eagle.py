@@ -48,7 +48,9 @@ def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: in
 
     def step(state_D: Tensor, token: int, position: int, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         embedded_D = norm(heads.embedding[token], layer.input_layernorm.weight, eps)
-        read_C = torch.cat((embedded_D, norm(state_D, layer.hidden_norm.weight, eps)))
+        normed_D = norm(state_D, layer.hidden_norm.weight, eps)
+        read_C = torch.cat((embedded_D, normed_D))
+        state_D = normed_D if heads.normed else state_D
         key = (attention.k_proj.weight @ read_C).view(-1, width)
         past.append(
             (torch.stack([turn(k, position, base) for k in key]), (attention.v_proj.weight @ read_C).view(-1, width))
@@ -71,11 +73,13 @@ def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: in
     return [norm(state_D, heads.norm.weight, eps) for state_D in made]
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @torch.no_grad()
-def test_training_computes_what_is_written_down(make_llama: Any, make_eagle: Any) -> None:
+def test_training_computes_what_is_written_down(make_llama: Any, make_eagle: Any, normed: bool) -> None:
     """Two documents in a block: the second must not see the first, whose states would change it by its own size."""
     model = make_llama(VOCAB).double()
     heads = make_eagle(model)
+    heads.normed = normed
     ids_T, split = torch.randint(VOCAB, (LENGTH + 7,), generator=torch.Generator().manual_seed(1)), 7
     documents_T = (torch.arange(len(ids_T)) >= split).long()
     given = [given_of(model, heads, part[None])[0] for part in (ids_T[:split], ids_T[split:])]
@@ -90,12 +94,15 @@ def test_training_computes_what_is_written_down(make_llama: Any, make_eagle: Any
     assert (made_TKD[2] - torch.stack(wanted)).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("proposed", [None, KEPT], ids=["all", "some"])
+@pytest.mark.parametrize(("proposed", "normed"), [(None, False), (KEPT, False), (None, True)], ids=str)
 @torch.no_grad()
-def test_drafting_computes_what_training_computed(make_llama: Any, make_eagle: Any, proposed: Tensor | None) -> None:
+def test_drafting_computes_what_training_computed(
+    make_llama: Any, make_eagle: Any, proposed: Tensor | None, normed: bool
+) -> None:
     """Of a row beside a longer one, after a step that kept part of its draft."""
     model = make_llama(VOCAB)
     heads = make_eagle(model, proposed)
+    heads.normed = normed
     target, drafter = wrap_model(model, given_layers=heads.layers), EagleDrafter(heads)
     seen: list[Tensor] = []
 

@@ -1,0 +1,114 @@
+"""EAGLE-3 heads as others publish them, in the plain form of serving engines or in that of speculators.
+
+Which layers a config means, and what each engine makes of it, is in `pairs/eagle.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from ..artifact.compat import read_config
+from ..storage.draft_vocabulary import check_tokens
+from ..storage.names import CONFIG_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
+from .eagle import HEAD, LAYER_IDS, NORMED, EagleHeads, default_layers, filled, proposed_in
+from .layouts import EAGLE, read_pickled
+
+SPECULATORS = "speculators_model_type"
+_EMBEDDINGS = "embed_tokens.weight"
+_LEFT_OUT = re.compile(r"t2d|.*rotary_emb\.inv_freq")
+_STRANGE = ("mask_hidden", "fc_norm", "layers.1.", "q_norm", "k_norm", "bias")
+"""Parts of names of tensors that other forms have: P-EAGLE, EAGLE-3.1, several layers, layers of other families."""
+
+
+def is_published_eagle(directory: Path) -> bool:
+    """Whether a folder holds EAGLE-3 heads, ours or in a form that others use. Raises ValueError: a config that cannot
+    be read."""
+    path = directory / CONFIG_FILE
+    config = read_config(path) if path.is_file() else {}
+    return EAGLE in (config.get("architectures") or []) or config.get(SPECULATORS) == "eagle3"
+
+
+def layers_named(config: Mapping[str, Any], count: int) -> list[int]:
+    """The layers that heads of a published config were trained on, what goes into them, for a target of `count`: the
+    ids beside the sizes; else those in `eagle_config`, which are counted as SGLang does; else those that engines take.
+    Raises ValueError: ids that are none."""
+    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    named = config.get(LAYER_IDS) or (nested and [layer + 1 for layer in nested if type(layer) is int])
+    layers = named or default_layers(count)
+    if not all(type(layer) is int and 0 <= layer < count for layer in layers) or layers != sorted(set(layers)):
+        raise ValueError(f"{LAYER_IDS} is {layers!r}: expected different layers, rising, from 0 to {count - 1}")
+    return list(layers)
+
+
+def read_published(
+    directory: Path, target: Any, embedding_VD: Tensor | None = None, *, unpickle: bool = False
+) -> EagleHeads:
+    """EAGLE-3 heads of a folder for a target of this configuration, and, where they are known, of these embeddings,
+    which published copies must equal. Raises ValueError: what the layer computes differs from EAGLE-3's, or the target
+    is another."""
+    config = read_config(directory / CONFIG_FILE)
+    inner = config.get("transformer_layer_config") if SPECULATORS in config else config
+    if not isinstance(inner, dict):
+        raise ValueError(f"{directory / CONFIG_FILE}: transformer_layer_config is {inner!r}, expected settings")
+    stored = _tensors(directory, unpickle)
+    if strange := [name for name in stored for part in _STRANGE if part in name]:
+        raise ValueError(f"{directory}: {strange[0]} is no tensor of EAGLE-3's one Llama layer, which alone is read")
+    sizes = LlamaConfig(**{name: value for name, value in inner.items() if name not in ("architectures", "dtype")})
+    sizes.num_hidden_layers, sizes.tie_word_embeddings = 1, False
+    setattr(sizes, NORMED, bool(config.get(NORMED, SPECULATORS in config)))
+    for name in ("vocab_size", "hidden_size"):
+        if getattr(sizes, name) != getattr(target, name):
+            raise ValueError(
+                f"{directory}: {name} of the heads is {getattr(sizes, name)}, of the target {getattr(target, name)}"
+            )
+    _check_embeddings(stored.pop(_EMBEDDINGS, None), embedding_VD, directory)
+    proposed = proposed_in(stored)
+    if proposed is not None:
+        check_tokens(proposed, sizes.vocab_size)
+        if HEAD not in stored:
+            raise ValueError(f"{directory}: there are offsets of proposed tokens, and no {HEAD} of theirs")
+    layers = layers_named(config, target.num_hidden_layers)
+    fed = stored["fc.weight"].shape[1] if "fc.weight" in stored else 0
+    if fed != len(layers) * sizes.hidden_size:
+        wanted = f"{len(layers)} layers of {sizes.hidden_size}"
+        raise ValueError(f"{directory}: fc.weight reads {fed} numbers, and the config names {wanted}")
+    return filled(EagleHeads(sizes, layers, proposed), stored, directory).eval()
+
+
+def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
+    """By the names of `EagleHeads`."""
+    whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
+    if whole.is_file():
+        found = load_file(whole)
+    elif not pickled.is_file():
+        raise ValueError(f"there are no heads in {directory}: neither {whole.name} nor {pickled.name}")
+    elif not unpickle:
+        raise ValueError(f"{pickled} is pickled: read it with `unpickle=True`, or --unpickle on the command line")
+    else:
+        found = read_pickled(pickled, None)
+    renamed = {re.sub(r"^(model\.)?(layers\.0\.)?", _shorter, name): tensor for name, tensor in found.items()}
+    return {name: tensor for name, tensor in renamed.items() if not _LEFT_OUT.fullmatch(name)}
+
+
+def _shorter(found: re.Match[str]) -> str:
+    return "midlayer." if found[2] else ""
+
+
+def _check_embeddings(theirs_VD: Tensor | None, mine_VD: Tensor | None, directory: Path) -> None:
+    """Raises ValueError: embeddings of their own, which differ from the target's by more than rounding."""
+    if theirs_VD is None or mine_VD is None:
+        return
+    if theirs_VD.shape == mine_VD.shape:
+        gap = float((theirs_VD.float() - mine_VD.float()).abs().max())
+        if gap <= float(mine_VD.float().abs().max()) * 2**-7:
+            return
+        raise ValueError(f"{directory}: {_EMBEDDINGS} differs from the target's by up to {gap:.3g}: another target?")
+    sizes = f"{list(theirs_VD.shape)}, the target's {list(mine_VD.shape)}"
+    raise ValueError(f"{directory}: {_EMBEDDINGS} is {sizes}")

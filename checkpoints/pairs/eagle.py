@@ -1,0 +1,144 @@
+"""EAGLE-3 heads beside a target: what each engine makes of their config, and what their files lack.
+
+The engines' rules were read in their own code: vLLM 0.33's `config/speculative.py` and its two model runners, SGLang
+0.5.23's `models/llama_eagle3.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from ..artifact.compat import read_config
+from ..heads.eagle import HEAD, LAYER_IDS, NORMED, default_layers, proposed_in
+from ..heads.published import SPECULATORS, layers_named
+from ..storage.draft_vocabulary import TOKENS, check_tokens
+from ..storage.names import CONFIG_FILE, WHOLE_FILES
+from .sides import BUT, REFUSED, Diagnosis, Effect, Finding, Side
+
+READERS = {
+    "vllm": "vLLM 0.33, method eagle3",
+    "vllm, runner V1": "vLLM 0.33 with VLLM_USE_V2_MODEL_RUNNER=0, method eagle3",
+    "sglang": "SGLang 0.5.23, EAGLE3",
+    "draftsmith": "this engine, as an evaluation's `drafter`",
+}
+"""Who drafts with EAGLE-3 heads, and of which versions the rules were read."""
+Config = Mapping[str, Any]
+
+
+def layers_read(config: Config, count: int) -> dict[str, list[int]]:
+    """The layers of a target of `count` that each engine feeds heads with, what goes into them, counted from 0."""
+    nested, top, usual = config.get("eagle_config") or {}, config.get(LAYER_IDS), default_layers(count)
+    own = nested.get(LAYER_IDS)
+    return {
+        "vllm": list(top or nested.get("layer_ids") or usual),
+        "vllm, runner V1": list(top or own or usual),
+        "sglang": [layer + 1 for layer in own] if own else usual,
+    }
+
+
+def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
+    """All that is known of EAGLE-3 heads in a folder, beside their target. Raises ValueError: ids of layers that are
+    none."""
+    config = read_config(folder / CONFIG_FILE)
+    stored = load_file(folder / WHOLE_FILES[0]) if (folder / WHOLE_FILES[0]).is_file() else {}
+    trained = layers_named(config, target.config.num_hidden_layers)
+    findings = [
+        *_form(config, folder, stored),
+        *_layers(config, trained, target),
+        *_sizes(config, target),
+        *_vocabulary(config, stored, target),
+    ]
+    proposed = config.get("draft_vocab_size") or target.vocab_size
+    facts = [
+        ("layers", f"{target.config.num_hidden_layers}", f"reads {_listed(trained)}"),
+        ("hidden_size", f"{target.config.hidden_size:,}", f"{_inner(config).get('hidden_size')}"),
+        ("vocab_size", f"{target.vocab_size:,}", f"proposes {proposed:,} tokens"),
+    ]
+    return Diagnosis(target.source, source, tuple(facts), tuple(findings), READERS)
+
+
+def _inner(config: Config) -> Config:
+    """The sizes, which speculators' form has one level down."""
+    found: Config = config.get("transformer_layer_config", config)
+    return found
+
+
+def _listed(layers: list[int]) -> str:
+    return ", ".join(map(str, layers))
+
+
+def _form(config: Config, folder: Path, stored: Mapping[str, Any]) -> Iterator[Finding]:
+    if SPECULATORS in config:
+        what, imported = "the config is in the form of speculators", "`draftsmith import` makes it the form of all"
+        effects = {"sglang": Effect(REFUSED, "it does not know this form"), "draftsmith": Effect(REFUSED, imported)}
+        yield Finding("form", what, "–", str(config[SPECULATORS]), effects)
+    elif not any(name.startswith("midlayer.") for name in stored):
+        reason = "it reads its own names alone: `draftsmith import` gives them"
+        value = next(iter(sorted(stored)), "no safetensors")
+        yield Finding("form", "tensors have other names", "–", value, {"draftsmith": Effect(REFUSED, reason)})
+    inner = _inner(config)
+    if inner.get("tie_word_embeddings", SPECULATORS not in config):
+        effects = {
+            "sglang": Effect(BUT, "it takes the embeddings for the output layer: set tie_word_embeddings: false")
+        }
+        yield Finding("tied", "the config says, or leaves it open, that embeddings are tied", "–", "true", effects)
+    if config.get(NORMED, SPECULATORS in config):
+        effects = {"sglang": Effect(BUT, f"it does not know {NORMED}: the layer's residual stream is another")}
+        yield Finding("norm", "the residual stream begins behind a norm", "–", f"{NORMED}: true", effects)
+    if not (folder / WHOLE_FILES[0]).is_file():
+        effects = {"draftsmith": Effect(REFUSED, "it reads safetensors alone: `draftsmith import --unpickle`")}
+        yield Finding("weights", f"there is no {WHOLE_FILES[0]}", "–", "–", effects)
+
+
+def _layers(config: Config, trained: list[int], target: Side) -> Iterator[Finding]:
+    read = layers_read(config, target.config.num_hidden_layers)
+    wrong = {name: layers for name, layers in read.items() if layers != trained}
+    if wrong:
+        effects = {
+            name: Effect(BUT, f"it feeds layers {_listed(layers)}: little is accepted")
+            for name, layers in wrong.items()
+        }
+        if LAYER_IDS not in config:
+            effects["draftsmith"] = Effect(REFUSED, f"it looks for {LAYER_IDS} beside the sizes: `draftsmith import`")
+        what = f"engines find other layers in the config than {LAYER_IDS} means"
+        yield Finding("layers", what, _listed(next(iter(wrong.values()))), _listed(trained), effects)
+
+
+def _sizes(config: Config, target: Side) -> Iterator[Finding]:
+    for name in ("hidden_size", "vocab_size"):
+        mine, theirs = getattr(target.config, name), _inner(config).get(name)
+        if mine != theirs:
+            reason = "the heads are of another target"
+            yield Finding(name, reason, str(mine), str(theirs), _all(Effect(REFUSED, reason)))
+
+
+def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iterator[Finding]:
+    if not stored:
+        return
+    rows = len(stored[HEAD]) if HEAD in stored else target.vocab_size
+    named = config.get("draft_vocab_size") or target.vocab_size
+    if rows != named:
+        reason = "sizes of the output layer do not agree"
+        yield Finding("draft vocabulary", reason, str(named), str(rows), _all(Effect(REFUSED, reason)))
+    if named < target.vocab_size and TOKENS not in stored:
+        reason = "nothing says which tokens the output rows are of"
+        yield Finding("draft vocabulary", reason, "–", f"no {TOKENS}", _all(Effect(BUT, reason)))
+    if (ids_R := proposed_in(stored)) is None:
+        return
+    known = [number for number, kept in enumerate(stored["t2d"].tolist()) if kept] if "t2d" in stored else None
+    try:
+        check_tokens(ids_R, target.vocab_size)
+        wrong = "" if known in (None, ids_R.tolist()) else "t2d names other tokens"
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        effects = _all(Effect(BUT, f"{TOKENS} has it draft other tokens than it learned"))
+        yield Finding("draft vocabulary", f"{TOKENS} does not hold offsets to the ids", "–", wrong, effects)
+
+
+def _all(effect: Effect) -> dict[str, Effect]:
+    return dict.fromkeys(READERS, effect)

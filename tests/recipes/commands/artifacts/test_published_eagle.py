@@ -1,0 +1,163 @@
+"""EAGLE-3 heads in the forms that others publish compute what ours do, and the doctor finds what engines mind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.eagle import EagleHeads, load_eagle, save_eagle
+from draftsmith.checkpoints.heads.published import read_published
+from draftsmith.checkpoints.verify.inspect import find_faults
+from draftsmith.recipes.commands.artifacts.import_drafter import import_published
+from draftsmith.recipes.commands.artifacts.pair import examine_pair
+from safetensors.torch import load_file, save_file
+
+LAYERS, TOP = [1, 3, 6], "eagle_aux_hidden_state_layer_ids"
+KEPT = torch.arange(3, 60, 3)
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+
+
+@pytest.fixture
+def target(make_llama: Any, tiny_pair: Path, tmp_path: Path) -> Path:
+    """Eight layers, and the tokenizer of the quickstart's."""
+    vocab = json.loads((tiny_pair / "target" / "config.json").read_text())["vocab_size"]
+    folder = tmp_path / "target"
+    make_llama(vocab, num_hidden_layers=8).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_pair / "target" / name, folder / name)
+    return folder
+
+
+def heads_of(target: Path, layers: list[int], normed: bool = False) -> EagleHeads:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(target)
+    torch.manual_seed(2)
+    heads = EagleHeads.for_target(model.config, layers, KEPT)
+    heads.normed = normed
+    for name, weight in heads.named_parameters():
+        torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.4)
+    return heads.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight).eval()
+
+
+def changed(folder: Path, change: Change, *, pickled: bool = False) -> Path:
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config, weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors")
+    if pickled:
+        torch.save(weights, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+def speculators(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    inner = {name: config.pop(name) for name in [*config] if name not in (TOP, "draft_vocab_size", "eagle_config")}
+    inner.pop("norm_before_residual")
+    config |= {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+    config["transformer_layer_config"] = inner
+    del config["eagle_config"]
+    renamed = {name.replace("midlayer.", "layers.0."): weights.pop(name) for name in [*weights]}
+    weights |= renamed
+
+
+def nested_alone(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    del config[TOP]
+    weights |= {f"model.{name}": weights.pop(name) for name in [*weights] if name.startswith("midlayer")}
+
+
+def default_layers(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    del config[TOP], config["eagle_config"], config["norm_before_residual"]
+
+
+@pytest.mark.parametrize(
+    ("form", "layers", "normed"),
+    [(speculators, LAYERS, True), (nested_alone, LAYERS, False), (default_layers, [2, 4, 5], False)],
+    ids=["speculators", "pickled", "plain"],
+)
+def test_other_forms_compute_the_same(form: Change, layers: list[int], normed: bool, target: Path) -> None:
+    heads = heads_of(target, layers, normed)
+    save_eagle(heads, folder := target.with_name("theirs"))
+    changed(folder, form, pickled=form is nested_alone)
+    out = target.with_name("mine")
+    import_published(str(folder), out, str(target), unpickle=form is nested_alone)
+    found = load_eagle(out).attach(heads.embedding, torch.zeros(heads.vocab_size, heads.hidden_size))
+    assert (list(found.layers), found.normed) == (layers, normed)
+    _, faults = find_faults(out)
+    assert faults == []
+    given_BTG = torch.randn(2, 6, 3 * heads.hidden_size)
+    tokens_BT, places_BT = torch.randint(60, (2, 6)), torch.arange(6).expand(2, 6)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    logits = [each.features(given_BTG, tokens_BT, places_BT, mask) @ each.projection().T for each in (heads, found)]
+    assert torch.equal(*logits)
+    assert found.proposed is not None
+    assert found.proposed.tolist() == KEPT.tolist()
+    assert examine_pair(str(target), str(out)) == (not normed), "of engines SGLang alone minds the norm"
+
+
+PLANTED: dict[str, tuple[Change, str, set[str]]] = {
+    "nothing": (lambda config, weights: None, "", set()),
+    "ids of SGLang's count": (
+        lambda config, weights: config.update({TOP: [0, 2, 5]}), "layers", {"sglang"},
+    ),
+    "nested ids as others count": (
+        lambda config, weights: config["eagle_config"].update({TOP: LAYERS}), "layers", {"sglang"},
+    ),
+    "no ids beside the sizes": (
+        lambda config, weights: config.pop(TOP), "layers", {"vllm", "vllm, runner V1", "draftsmith"},
+    ),
+    "tied": (lambda config, weights: config.update(tie_word_embeddings=True), "tied", {"sglang"}),
+    "normed": (lambda config, weights: config.update(norm_before_residual=True), "norm", {"sglang"}),
+    "ids instead of offsets": (
+        lambda config, weights: weights.update(d2t=KEPT.clone()), "draft vocabulary",
+        {"vllm", "vllm, runner V1", "sglang", "draftsmith"},
+    ),
+    "another size": (
+        lambda config, weights: config.update(draft_vocab_size=7), "draft vocabulary",
+        {"vllm", "vllm, runner V1", "sglang", "draftsmith"},
+    ),
+    "another target": (
+        lambda config, weights: config.update(hidden_size=64), "hidden_size",
+        {"vllm", "vllm, runner V1", "sglang", "draftsmith"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_error_is_named_with_who_minds_it(
+    name: str, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, check, minding = PLANTED[name]
+    save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
+    changed(folder, change)
+    assert examine_pair(str(target), str(folder), as_json=True) == (not minding)
+    found = json.loads(capsys.readouterr().out)["pair"]
+    assert {one["check"] for one in found["findings"]} == ({check} if check else set())
+    assert {reader for reader, verdict in found["verdicts"].items() if verdict["outcome"] != "works"} == minding
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda config, weights: config.update({TOP: [1, 3, 8]}), r"8.*from 0 to 7"),
+        (lambda config, weights: config.update({TOP: [1, 3]}), r"fc.weight reads 96 numbers.*2 layers of 32"),
+        (lambda config, weights: config.update(vocab_size=99), r"vocab_size.*99"),
+        (lambda config, weights: weights.pop("lm_head.weight"), r"lm_head.weight"),
+        (lambda config, weights: weights.pop("norm.weight"), r"norm.weight"),
+        (lambda config, weights: weights.update({"fc_norm.weight": torch.ones(2)}), r"fc_norm.*EAGLE-3's one"),
+        (lambda config, weights: weights.update({"embed_tokens.weight": torch.ones(5, 5)}), r"embed_tokens.*\[5, 5\]"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(change: Change, words: str, target: Path) -> None:
+    from transformers import AutoConfig
+
+    save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
+    changed(folder, change)
+    with pytest.raises(ValueError, match=words):
+        read_published(folder, AutoConfig.from_pretrained(target), torch.zeros(7, 7))
