@@ -1,16 +1,23 @@
-"""Drafters as draft models of vLLM and SGLang, which take them only with a target of the same vocabulary."""
+"""What vLLM and SGLang draft with: drafters, which they take only with a target of the same vocabulary, and EAGLE-3
+heads, whose config each reads in its own way (`pairs/eagle.py`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from ..storage.names import DRAFT_VOCABULARY
+from safetensors.torch import load_file
+
+from ..heads.eagle import load_eagle, save_eagle
+from ..heads.layouts import is_eagle
+from ..pairs.eagle import examine_eagle
+from ..pairs.sides import REFUSED, open_side
+from ..storage.names import DRAFT_VOCABULARY, WHOLE_FILES
 from ..verify.model_files import load_config
-from .base import ExportOptions, Source, format_of
+from .base import ExportOptions, Source, check_same_tensors, format_of
 from .drafter import compare_whole, drafter_config, stored_types, write_whole
 from .target import check_pair, needed_target
-from .tokenizer import has_tokenizer
+from .tokenizer import has_tokenizer, load_tokenizer
 
 ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM"),
@@ -61,3 +68,37 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
 
 
 DRAFT_MODEL = format_of("vllm-sglang", write=_write, compare=_compare, values=_values)
+
+
+def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
+    if not is_eagle(source.folder):
+        raise ValueError(f"{source.folder} holds heads side by side, no EAGLE-3 layer: export them as medusa")
+    heads = load_eagle(source.folder)
+    if heads.proposed is not None and heads.own_head is None:
+        raise ValueError(f"{source.folder} has offsets of proposed tokens, and no output rows of theirs")
+    save_eagle(heads, folder)
+
+
+def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    expected, found = load_file(source.folder / WHOLE_FILES[0]), load_file(folder / WHOLE_FILES[0])
+    check_same_tensors(found, expected, folder)
+    target = needed_target(source, options, "engines count its layers")
+    diagnosis = examine_eagle(open_side(target, load_tokenizer), str(source.folder), folder)
+    verdicts = diagnosis.verdicts
+    if refused := [name for name, verdict in verdicts.items() if verdict.outcome == REFUSED]:
+        reasons = "; ".join(verdicts[refused[0]].reasons)
+        raise ValueError(f"{source.folder} is no pair with the target {target} for {refused[0]}: {reasons}")
+    lines = [f"all {len(found)} tensors, bit by bit, with the artifact's"]
+    for name, verdict in verdicts.items():
+        why = f" ({'; '.join(verdict.reasons)})" if verdict.reasons else ""
+        lines.append(f"layers, norms and vocabulary as {diagnosis.consumers[name]} reads them: {verdict.outcome}{why}")
+    return lines
+
+
+def _values_of_heads(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
+    heads = load_eagle(folder)
+    return {"layers": ", ".join(map(str, heads.layers)), "tokens": options.speculative_tokens or heads.num_heads}
+
+
+EAGLE_FORMAT = format_of("eagle3", write=_write_heads, compare=_compare_heads, values=_values_of_heads)
+"""EAGLE-3 heads for vLLM and SGLang."""

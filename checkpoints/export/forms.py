@@ -73,6 +73,14 @@ FORMS = {
             native=True,
         ),
         Form(
+            "eagle3",
+            "heads",
+            "EAGLE-3 heads, whose config says to each engine which layers they read",
+            "vLLM 0.33 (eagle3), SGLang 0.5.23 (EAGLE3)",
+            ("target", "speculative_tokens"),
+            native=True,
+        ),
+        Form(
             "npz", "table", "Counts of pairs as a sparse matrix, and sums of tokens as arrays", "scipy ≥ 1.8 and numpy"
         ),
         Form(

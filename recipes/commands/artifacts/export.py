@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ....checkpoints.export.base import Format
 from ....checkpoints.export.drafter import ASSISTANT
-from ....checkpoints.export.engines import DRAFT_MODEL
+from ....checkpoints.export.engines import DRAFT_MODEL, EAGLE_FORMAT
 from ....checkpoints.export.gguf import GGUF
 from ....checkpoints.export.heads import HEADS_FORMATS
 from ....checkpoints.export.table import TABLE_FORMATS
 from ....decode.custom_generate.export import ATTACHED_FORMATS
 
-FORMATS: dict[str, Format] = {
-    form.name: form for form in (ASSISTANT, DRAFT_MODEL, GGUF, *HEADS_FORMATS, *TABLE_FORMATS, *ATTACHED_FORMATS)
-}
+_SINGLE = (ASSISTANT, DRAFT_MODEL, GGUF, EAGLE_FORMAT)
+FORMATS: dict[str, Format] = {form.name: form for form in (*_SINGLE, *HEADS_FORMATS, *TABLE_FORMATS, *ATTACHED_FORMATS)}

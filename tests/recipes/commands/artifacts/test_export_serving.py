@@ -16,6 +16,7 @@ from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from draftsmith.checkpoints.artifact.markdown import python, shell, span
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
+from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
@@ -55,12 +56,16 @@ def serving(
         elif kind == "drafter":
             make_llama(VOCAB, 2, **SIZES).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+        elif form == "eagle3":
+            eagle = EagleHeads.for_target(model.config, [0, 1])
+            save_eagle(eagle.attach(model.get_input_embeddings().weight, model.lm_head.weight), folder)
         elif kind == "heads":
             save_heads(PredictionHeads.from_lm_head(model.lm_head.weight.detach().clone(), 3, 1), folder, str(target))
         else:
             BigramTable.from_documents([[1, 2, 3, 1, 2], [3, 3, 1]], VOCAB).save(folder)
 
     about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
+    about["shapes"] = {"architecture": form} if form == "eagle3" else {}
     about |= {"target": {"id": str(target)}, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
     save_artifact(place / "artifact", kind=kind, write=write, vocab_size=VOCAB, **about)
     shutil.copyfile(CONVERTER, place / "convert_hf_to_gguf.py")

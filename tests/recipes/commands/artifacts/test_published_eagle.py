@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.checkpoints.heads.eagle import EagleHeads, load_eagle, save_eagle
 from draftsmith.checkpoints.heads.published import read_published
 from draftsmith.checkpoints.verify.inspect import find_faults
+from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.artifacts.import_drafter import import_published
 from draftsmith.recipes.commands.artifacts.pair import examine_pair
 from safetensors.torch import load_file, save_file
@@ -99,6 +101,9 @@ def test_other_forms_compute_the_same(form: Change, layers: list[int], normed: b
     assert found.proposed is not None
     assert found.proposed.tolist() == KEPT.tolist()
     assert examine_pair(str(target), str(out)) == (not normed), "of engines SGLang alone minds the norm"
+    lines = export_artifact(out, "eagle3", target.with_name("served"), FORMATS)
+    assert [line.partition(": ")[2].partition(" ")[0] for line in lines[1:]] == (["works", "works", "works", "works"])
+    assert sum("works but" in line for line in lines) == normed
 
 
 PLANTED: dict[str, tuple[Change, str, set[str]]] = {
