@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 from rich.text import Text
@@ -19,7 +20,7 @@ from ....checkpoints.heads.published import is_published_eagle
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.eagle import examine_eagle
 from ....checkpoints.pairs.repair import repair
-from ....checkpoints.pairs.sides import WEIGHTS, WORKS, Diagnosis, Side, open_side
+from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, WORKS, Diagnosis, Side, open_side
 from ....checkpoints.storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import pickles_allowed
 from ....checkpoints.verify.model_files import is_adapter
@@ -27,18 +28,25 @@ from ....data.tokenizers import load_tokenizer
 from ...session.terminal import console, log, write_json
 from .import_drafter import PICKLED, whole_model
 
+if TYPE_CHECKING:
+    from .readings import Reading
+
 _COLOURS = {"fault": "red", "weakness": "yellow", "works": "green", "works but": "yellow", "refused": "red"}
 _MUST_WORK = ("transformers", "draftsmith")
 
 
-def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bool = False) -> bool:
+def examine_pair(
+    target: str, drafter: str, fix: Path | None = None, as_json: bool = False, prompts: str | None = None
+) -> bool:
     """Compare a target and a drafter, and show what was found; with `fix`, write a repaired drafter and compare that.
     Whether transformers and this engine both take the pair, without a "but"; of EAGLE-3 heads, whether all engines do
     whose rules are known."""
     with redirect_stdout(sys.stderr):
         folder = find_folder(drafter, ["*.json"])
     if is_published_eagle(folder):
-        return _examine_eagle(target, drafter, fix, as_json)
+        return _examine_eagle(target, drafter, fix, prompts, as_json)
+    if prompts is not None:
+        raise ValueError(f"--prompts is for EAGLE-3 heads, and {drafter} holds a model: draftsmith evaluate")
     with ExitStack() as stack:
         with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
             mine = open_side(target, load_tokenizer)
@@ -64,18 +72,32 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
     return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
 
 
-def _examine_eagle(target: str, heads: str, fix: Path | None, as_json: bool) -> bool:
+def _examine_eagle(target: str, heads: str, fix: Path | None, prompts: str | None, as_json: bool) -> bool:
     if fix is not None:
-        raise ValueError(
-            f"--fix is for drafters: `draftsmith import {heads} --target {target} --out {fix}` mends heads"
-        )
+        again = shlex.join(["draftsmith", "import", heads, "--target", target, "--out", str(fix)])
+        raise ValueError(f"--fix is for drafters; heads are mended by `{again}`")
+    found: list[Reading] = []
+    best: Reading | None = None
     with redirect_stdout(sys.stderr):
-        diagnosis = examine_eagle(open_side(target, load_tokenizer), heads, find_folder(heads, ["*.json", WEIGHTS]))
+        folder = find_folder(heads, ["*.json", WEIGHTS])
+        diagnosis = examine_eagle(open_side(target, load_tokenizer), heads, folder)
+        if prompts is not None:
+            if diagnosis.verdicts["draftsmith"].outcome == REFUSED:
+                raise ValueError(f"{heads} is not decoded: {'; '.join(diagnosis.verdicts['draftsmith'].reasons)}")
+            from .readings import better, decoded
+
+            found = decoded(str(find_folder(target, ["*.json", WEIGHTS])), folder, prompts)
+            best = better(found)
     if as_json:
-        write_json(json.dumps({"pair": diagnosis.as_json()}, indent=2, ensure_ascii=False) + "\n")
+        shown = {"pair": diagnosis.as_json(), "readings": [reading._asdict() for reading in found]}
+        write_json(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     else:
         show(diagnosis)
-    return all(verdict.outcome == WORKS for verdict in diagnosis.verdicts.values())
+        show_readings(found)
+    if best is not None:
+        way = f"layers {', '.join(map(str, best.layers))}{', normed' if best.normed else ''}"
+        log(f"doctor: fed {way} the heads keep more tokens than as their config says: that is what they learned from")
+    return best is None and all(verdict.outcome == WORKS for verdict in diagnosis.verdicts.values())
 
 
 @contextmanager
@@ -110,6 +132,17 @@ def show(diagnosis: Diagnosis) -> None:
             name, Text(verdict.outcome, _COLOURS[verdict.outcome]), why.append(diagnosis.consumers[name], "dim")
         )
     console().print(facts, findings if diagnosis.findings else "nothing differs that matters\n", verdicts, sep="\n")
+
+
+def show_readings(found: Sequence[Reading]) -> None:
+    """Tokens a step of heads fed in several ways, as a table."""
+    if not found:
+        return
+    rows = _table("fed as", "layers", Column(no_wrap=True), Column("tokens a step", no_wrap=True))
+    for reading in found:
+        layers = ", ".join(map(str, reading.layers)) + (", normed" if reading.normed else "")
+        rows.add_row(layers, "; ".join(reading.who), f"{reading.tokens_per_step:.2f} ± {reading.error:.2f}")
+    console().print(rows)
 
 
 def _table(title: str, *columns: Column | str) -> Table:

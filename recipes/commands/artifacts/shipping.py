@@ -17,6 +17,9 @@ def doctor(
     target: Annotated[str | None, typer.Argument(help="A target (folder or hub id); by default this machine.")] = None,
     drafter: Annotated[str | None, typer.Argument(help="Folder or hub id of a drafter for it.")] = None,
     fix: Annotated[Path | None, typer.Option(help="Write a drafter that fits to this new folder.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Of EAGLE-3 heads: also decode these questions as each engine would feed them.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: the pair's findings as JSON.")] = False,
 ) -> None:
     """What this machine has and lacks; or, of TARGET and DRAFTER, whether they are a pair.
@@ -27,9 +30,9 @@ def doctor(
     if target is not None and drafter is not None:
         from .pair import examine_pair
 
-        raise typer.Exit(0 if examine_pair(target, drafter, fix, as_json) else 1)
-    if target is not None or fix is not None or as_json:
-        raise ValueError("a pair is two, and --fix and --json are for pairs: draftsmith doctor TARGET DRAFTER")
+        raise typer.Exit(0 if examine_pair(target, drafter, fix, as_json, prompts) else 1)
+    if target is not None or fix is not None or prompts is not None or as_json:
+        raise ValueError("a pair is two, and options are for pairs: draftsmith doctor TARGET DRAFTER")
     from ...session.machine import findings
 
     table = Table(show_header=False, box=None)

@@ -173,16 +173,22 @@ def paper_recipe(name: str, overrides: Sequence[str] = ()) -> PaperRecipe:
     return recipe
 
 
+def template_of(target: str) -> str:
+    """The template of a target that no recipe speaks of: its tokenizer's own, if it has one."""
+    from ....data.tokenizers import load_tokenizer
+
+    return "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
+
+
 def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
     """What makes `base`, the values of `BASE`, a recipe for these artifacts alone."""
     for part in ("target", *PARTS):
         if part in changes:
             check_place(changes[part])  # before what takes seconds to import
-    from ....data.tokenizers import load_tokenizer
     from ....decode.methods import METHODS, needs_of
 
     target = str(changes["target"])
-    template = "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
+    template = template_of(target)
     usable = [name for name in METHODS if set(needs_of(name, {})) <= set(changes)]
     core = usable if rows.every or rows.names else core_methods(changes)
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"

@@ -17,6 +17,7 @@ from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.artifacts.import_drafter import import_published
 from draftsmith.recipes.commands.artifacts.pair import examine_pair
+from draftsmith.recipes.commands.artifacts.readings import Reading, better
 from safetensors.torch import load_file, save_file
 
 LAYERS, TOP = [1, 3, 6], "eagle_aux_hidden_state_layer_ids"
@@ -166,3 +167,25 @@ def test_what_would_compute_something_else_is_refused(change: Change, words: str
     changed(folder, change)
     with pytest.raises(ValueError, match=words):
         read_published(folder, AutoConfig.from_pretrained(target), torch.zeros(7, 7))
+
+
+def test_heads_are_decoded_as_engines_would_feed_them(
+    target: Path, tiny_pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each way once, the config's first; heads that know nothing keep no more in any."""
+    save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
+    changed(folder, lambda config, weights: config.update(eagle_config={TOP: LAYERS}))
+    prompts = str(tiny_pair / "corpus" / "heldout.jsonl")
+    assert not examine_pair(str(target), str(folder), as_json=True, prompts=prompts)
+    found = json.loads(capsys.readouterr().out)["readings"]
+    assert found[0]["who"] == ["as the config says", "vllm", "vllm, runner V1"]
+    ways = [(tuple(one["layers"]), one["normed"]) for one in found]
+    assert ways == [((1, 3, 6), False), ((2, 4, 7), False), ((0, 2, 5), False), ((2, 4, 5), False), ((1, 3, 6), True)]
+    assert "sglang" in found[1]["who"]
+    assert all(1 <= one["tokens_per_step"] < 2 for one in found)
+
+
+@pytest.mark.parametrize(("rates", "named"), [((1.2, 1.3), False), ((1.2, 1.9), True), ((1.9, 1.2), False)])
+def test_a_better_reading_is_named_where_chance_does_not_explain_it(rates: tuple[float, float], named: bool) -> None:
+    found = [Reading((number,), False, [], rate, 0.1) for number, rate in enumerate(rates)]
+    assert better(found) == (found[1] if named else None)
