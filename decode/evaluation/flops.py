@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...checkpoints.heads.files import PredictionHeads
 from ..methods import Method
 from ..models.base import LanguageModel
-from ..models.products.few_rows import library_products
+from ..models.products.native import library_products
 from .profile import isolated_forward
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite", "olmo2")

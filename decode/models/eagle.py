@@ -60,10 +60,10 @@ class EagleDrafter(LeanLlama):
             return above_XD
         return F.rms_norm(above_XD, self._normed_D.shape, self._normed_D, self._eps)
 
-    def _normed(self, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
+    def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
         assert self._embedded_XD is not None
         embedded_D, above_D = weight_D.chunk(2)
         above_XD = self._norm(hidden_XD, above_D) if self._normed_D is None else hidden_XD
         sides = (self._norm(self._embedded_XD, embedded_D), above_XD)
         self._embedded_XD = None
-        return torch.cat(sides, -1)
+        return product(torch.cat(sides, -1))

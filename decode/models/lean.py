@@ -9,7 +9,7 @@ I and O inputs and outputs of a product, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from ...checkpoints.storage.draft_vocabulary import widen
 from .base import LanguageModel, position_limit
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import KVCache
-from .products.few_rows import compiled
+from .products.attention import FewQueries
+from .products.native import compiled
 from .products.product import FEW_ROWS, Product
 
 _PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
@@ -83,6 +84,7 @@ class LeanLlama(LanguageModel):
         self.kv_heads = config.num_key_value_heads
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._grouped = self.heads != self.kv_heads
+        self._few_queries = FewQueries(self.heads, self.kv_heads, self.key_width)
         self._eps = config.rms_norm_eps
         self._embedding_VD = embedding
         self._head = Product(head)
@@ -92,7 +94,8 @@ class LeanLlama(LanguageModel):
         # ‖x‖₂ with a constant √(D ε) beside it is √D times the root mean square that RMSNorm divides by. In float32 the
         # √D and the norm's weight are multiplied into the product that follows.
         self._folded = embedding.dtype == torch.float32
-        self._offset = torch.tensor((self.hidden_size * self._eps) ** 0.5, device=self.device)
+        self._offset_value = (self.hidden_size * self._eps) ** 0.5
+        self._offset = torch.tensor(self._offset_value, device=self.device)
         self._norm_D = decoder.norm.weight.detach()
         if self._complex:
             self._norm_D = self._scaled(self._norm_D)
@@ -189,10 +192,37 @@ class LeanLlama(LanguageModel):
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
         batch, count = tokens_BM.shape
-        rotated_heads = self.heads + self.kv_heads
         hidden_XD = self._first(F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype))
         given = list[Tensor]()
+        attend = self._attention(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+        for index, layer in enumerate(self._layers):
+            if index in self.given_layers:
+                given.append(hidden_XD)
+            qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
+            attended_XD = attend(index, qkv_XO)
+            hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
+            hidden_XD = layer.down.add_gated(hidden_XD, self._of_normed(layer.gate_up, hidden_XD, layer.norm_mlp_D))
+        if self.states == "after-norm":
+            hidden_XD = self._final_norm(hidden_XD)
+        if given:
+            hidden_XD = torch.cat((*given, hidden_XD), -1)
+        return hidden_XD.view(batch, count, -1)
+
+    def _attention(
+        self,
+        cache: KVCache,
+        tokens_BM: Tensor,
+        positions_BM: Tensor,
+        mask_B1MS: Tensor | None,
+        start: int,
+        end: int,
+    ) -> Callable[[int, Tensor], Tensor]:
+        """What a layer reads [X, H · E], by its number and its queries, keys and values [X, O], which are kept."""
+        batch, count = tokens_BM.shape
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
+        if self._complex and self._few_queries.takes(cache, tokens_BM):
+            return lambda index, qkv_XO: self._few_queries(cache, index, qkv_XO, turns_BM1E, mask_B1MS, start, end)
+        rotated_heads = self.heads + self.kv_heads
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
         group = self.heads // self.kv_heads if count <= FEW_ROWS else 1
         if mask_B1MS is not None and group > 1:
@@ -201,10 +231,8 @@ class LeanLlama(LanguageModel):
         stops = [length + 1 for length in cache.lengths]
         padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
         apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
-        for index, layer in enumerate(self._layers):
-            if index in self.given_layers:
-                given.append(hidden_XD)
-            qkv_XO = layer.qkv(self._normed(hidden_XD, layer.norm_in_D))
+
+        def attended(index: int, qkv_XO: Tensor) -> Tensor:
             qkv_BMHE = qkv_XO.view(batch, count, -1, self.key_width)
             qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
             cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
@@ -218,23 +246,25 @@ class LeanLlama(LanguageModel):
             else:
                 attended_BHME = attend(*sides, attn_mask=mask_B1MS)
             attended_BKGME = attended_BHME.unflatten(2, (group, count))
-            attended_XD = attended_BKGME.permute(0, 3, 1, 2, 4).reshape(batch * count, -1)
-            hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
-            gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
-            hidden_XD = layer.down.add_to(hidden_XD, F.silu(gate_XF) * up_XF)
-        if self.states == "after-norm":
-            hidden_XD = self._final_norm(hidden_XD)
-        if given:
-            hidden_XD = torch.cat((*given, hidden_XD), -1)
-        return hidden_XD.view(batch, count, -1)
+            return attended_BKGME.permute(0, 3, 1, 2, 4).reshape(batch * count, -1)
+
+        return attended
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
         """What the first layer reads, of the tokens' embeddings."""
         return embedded_XD
 
-    def _normed(self, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
-        """What a layer's attention reads."""
-        return self._norm(hidden_XD, weight_D)
+    def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
+        """A layer's queries, keys and values."""
+        return self._of_normed(product, hidden_XD, weight_D)
+
+    def _of_normed(self, product: Product, x_XD: Tensor, weight_D: Tensor) -> Tensor:
+        """A product of what RMSNorm makes of rows, in one call if there is one."""
+        if self._complex:
+            made_XO = product.of_normed(x_XD, None if self._folded else weight_D, self._offset_value)
+            if made_XO is not None:
+                return made_XO
+        return product(self._norm(x_XD, weight_D))
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         rows_XD = hidden_XD.flatten(0, -2)[:, -self.hidden_size :].contiguous()

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from common import finish, in_turns, medians, parser_of
 from draftsmith.decode.models.loading import load_model, wrap_model
-from draftsmith.decode.models.products.few_rows import compiled, library_products
+from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.tree import Tree
 
 ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 16, 21)

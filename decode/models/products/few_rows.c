@@ -1,9 +1,14 @@
 /* y = x W^T (+ add) for the few rows x that decoding has: each weight is read once, whatever the rows.
 
    W lies in panels of 16 outputs, w[output / 16][input][output % 16], of float32 or, if narrow, of bfloat16. x is [count,
-   inputs], y and add [count, outputs], float32; outputs are a multiple of 16, count is at most 16, add may be null. */
+   inputs], y and add [count, outputs], float32; outputs are a multiple of 16, count is at most 16, add may be null.
 
-typedef float panel __attribute__((vector_size(64), aligned(4)));
+   What stands before a product in a decoder is done here too: a row of x may be divided by its length, with an offset
+   beside it, and multiplied by a norm's weights; or, if gated, be SiLU(first half) * second half. Inputs are a multiple of
+   16 then. Every thread does so for itself: that costs less than to wait for each other. */
+
+#include "panels.h"
+
 typedef unsigned int words __attribute__((vector_size(64)));
 typedef unsigned short halves __attribute__((vector_size(32), aligned(2)));
 
@@ -52,13 +57,44 @@ static inline __attribute__((always_inline)) void some_panels(
     }
 }
 
+static void gate(const float *x, float *to, long inputs, int count)
+{
+    for (int row = 0; row < count; row++)
+        for (long i = 0; i < inputs; i += 16) {
+            const float *at = x + row * 2 * inputs + i;
+            panel open = *(const panel *)at, value = *(const panel *)(at + inputs);
+            *(panel *)(to + row * inputs + i) = open / (1.0f + exponential(-open)) * value;
+        }
+}
+
+static void normalise(const float *x, float *to, long inputs, int count, const float *norm, float offset)
+{
+    for (int row = 0; row < count; row++) {
+        const float *at = x + row * inputs;
+        panel squares = {0};
+        for (long i = 0; i < inputs; i += 16)
+            squares += *(const panel *)(at + i) * *(const panel *)(at + i);
+        float scale = 1.0f / sqrtf(total(squares) + offset * offset);
+        for (long i = 0; i < inputs; i += 16) {
+            panel scaled = *(const panel *)(at + i) * scale;
+            *(panel *)(to + row * inputs + i) = norm ? scaled * *(const panel *)(norm + i) : scaled;
+        }
+    }
+}
+
 void few_rows(
-    const char *w, const float *x, const float *add, float *y, long inputs, long outputs, int count, int narrow,
-    int threads)
+    const char *w, const float *given, const float *add, float *y, long inputs, long outputs, int count, int narrow,
+    int threads, const float *norm, float offset, int gated)
 {
     long panels = outputs / 16;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
+        float made[gated || offset >= 0 ? count * inputs : 1];
+        if (gated)
+            gate(given, made, inputs, count);
+        else if (offset >= 0)
+            normalise(given, made, inputs, count, norm, offset);
+        const float *x = gated || offset >= 0 ? made : given;
         long from = panels * thread / threads, to = panels * (thread + 1) / threads;
 #define CASE(count) \
     case count: \

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.decode.models.products.few_rows import MOST_ROWS, FewRows, compiled, fits
+from draftsmith.decode.models.kv_cache import KVCache
+from draftsmith.decode.models.products.attention import FewQueries
+from draftsmith.decode.models.products.few_rows import MOST_ROWS, FewRows, fits
+from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -38,6 +41,87 @@ def test_products_are_the_librarys(shape: tuple[int, int], threads: int, dtype: 
             assert (product(x_XI, add_XO).double() - expected_XO - add_XO.double()).abs().max() < bound
     finally:
         torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -> None:
+    """With gates of every size that float32 has, of which SiLU is the gate itself, or 0."""
+    torch.manual_seed(0)
+    outputs, inputs, offset = 48, 96, 0.03
+    weight_OI, norm_I = torch.randn(outputs, inputs, dtype=dtype), torch.rand(inputs)
+    product, weight_IO = FewRows(weight_OI), weight_OI.double().T
+    for rows in range(1, MOST_ROWS + 1):
+        assert product.prepares(rows)
+        x_XI, add_XO = torch.randn(rows, inputs) * 3, torch.randn(rows, outputs)
+        scaled_XI = x_XI.double() / (x_XI.double().square().sum(-1, keepdim=True) + offset**2).sqrt()
+        assert (product(x_XI, offset=offset).double() - scaled_XI @ weight_IO).abs().max() < 1e-5
+        found_XO = product(x_XI, add_XO, norm_I=norm_I, offset=offset).double() - add_XO.double()
+        assert (found_XO - (scaled_XI * norm_I.double()) @ weight_IO).abs().max() < 1e-5
+        gate_up_XI = torch.randn(rows, 2 * inputs)
+        gate_up_XI[:, :inputs] *= torch.logspace(-3, 3, inputs)
+        gate_XI, up_XI = gate_up_XI.double().chunk(2, -1)
+        wanted_XO = (torch.nn.functional.silu(gate_XI) * up_XI) @ weight_IO + add_XO.double()
+        found_XO = product(gate_up_XI, add_XO, gated=True).double()
+        assert (found_XO - wanted_XO).abs().max() < 1e-6 * wanted_XO.abs().max() + 1e-4
+    edges_1I = torch.cat(
+        (torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0]]).repeat(1, 12), torch.ones(1, inputs)), -1
+    )
+    row_XO = FewRows(torch.eye(inputs, dtype=dtype))(edges_1I, gated=True)
+    assert torch.allclose(row_XO, torch.nn.functional.silu(edges_1I[:, :inputs]), rtol=1e-6, atol=1e-30)
+    odd = FewRows(torch.zeros(16, 24))
+    assert odd.takes(1)
+    assert not odd.prepares(1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("lengths", [[0], [37], [5, 40, 18]], ids=str)
+@pytest.mark.parametrize("count", [1, 5])
+@torch.no_grad()
+def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int) -> None:
+    """Queries of a tree, whose nodes see some of each other, behind rows of these lengths; two layers, one cache."""
+    torch.manual_seed(0)
+    heads, groups, width, start = 6, 2, 32, 2
+    batch, end = len(lengths), max(lengths) + start + count
+    attend, cache = (
+        FewQueries(heads, groups, width),
+        KVCache(2, batch, groups, 64, width, width, torch.float32, torch.device("cpu")),
+    )
+    for side in (*cache.keys, *cache.values):
+        side.copy_(torch.randn(side.shape) * 2)
+    cache.set_lengths(lengths)
+    before = [side.clone() for side in (*cache.keys, *cache.values)]
+    qkv_XO = torch.randn(batch * count, (heads + 2 * groups) * width)
+    angles_BM1E = torch.rand(batch, count, 1, width // 2) * 6
+    turns_BM1E = torch.polar(torch.ones_like(angles_BM1E), angles_BM1E)
+    slots_BS = torch.arange(end)[None] < torch.tensor(lengths)[:, None]
+    mask_BMS = slots_BS[:, None].repeat(1, count, 1)
+    for row, length in enumerate(lengths):
+        seen = torch.rand(count, start + count) > 0.4
+        seen[torch.arange(count), start + torch.arange(count)] = True
+        mask_BMS[row, :, length : length + start + count] = seen
+    mask_B1MS = torch.zeros(batch, 1, count, end).masked_fill_(~mask_BMS[:, None], -torch.inf)
+    tokens_BM = torch.zeros(batch, count, dtype=torch.int64)
+    assert attend.takes(cache, tokens_BM)
+    with library_products():
+        assert not attend.takes(cache, tokens_BM)
+    found_XD = attend(cache, 1, qkv_XO, turns_BM1E, mask_B1MS, start, end)
+    qkv_BMHE = qkv_XO.view(batch, count, -1, width).double()
+    turned = torch.view_as_complex(qkv_BMHE[:, :, : heads + groups].unflatten(-1, (-1, 2)).contiguous()) * turns_BM1E
+    query, key = torch.view_as_real(turned).flatten(-2).split([heads, groups], 2)
+    for row, length in enumerate(lengths):
+        first, last = length + start, length + start + count
+        sides = [cache.keys[1][row].double(), cache.values[1][row].double()]
+        for side, new in zip(sides, (key[row], qkv_BMHE[row, :, heads + groups :]), strict=True):
+            assert (side[:, first:last] - new.transpose(0, 1)).abs().max() < 1e-5
+        keys, values = (side[:, :last].repeat_interleave(heads // groups, 0) for side in sides)
+        scores = query[row].transpose(0, 1) @ keys.mT / width**0.5 + mask_B1MS[row, :, :, :last]
+        wanted = (scores.softmax(-1) @ values).transpose(0, 1).reshape(count, -1)
+        assert (found_XD.view(batch, count, -1)[row] - wanted).abs().max() < 1e-5
+        for side, old in zip((*cache.keys, *cache.values), before, strict=True):
+            kept = [place for place in range(64) if not first <= place < last]
+            assert torch.equal(side[row][:, kept], old[row][:, kept]), "no other slot is written to"
+    assert torch.equal(cache.keys[0], before[0])
 
 
 def test_other_weights_are_left_to_the_library() -> None:

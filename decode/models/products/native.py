@@ -1,0 +1,86 @@
+"""C functions of ours, compiled on the machine that they run on.
+
+Without a C compiler, with DRAFTSMITH_NATIVE=0, or within `library_products`, the library's functions are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent
+_SOURCES = [_FOLDER / name for name in ("attention.c", "few_rows.c")]
+_OPTIONS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_SECONDS = 60
+_in_use = True
+
+
+def in_use() -> bool:
+    """Whether compiled functions are used now, if there are any."""
+    return _in_use
+
+
+@contextmanager
+def library_products() -> Iterator[None]:
+    """Within it the library's functions are used, as for torch's counter of FLOPs, which sees no others."""
+    global _in_use
+    _in_use = False
+    try:
+        yield
+    finally:
+        _in_use = True
+
+
+@cache
+def compiled() -> Any:
+    """The library with the C functions, compiled with the first call on a machine; None where that cannot be."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if os.environ.get("DRAFTSMITH_NATIVE") == "0" or compiler is None:
+        return None
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    path = folder / f"products-{_key(compiler)}.so"
+    try:
+        if not _is_mine(path):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                made = Path(scratch) / "products.so"
+                command = [compiler, *_OPTIONS, *map(str, _SOURCES), "-o", str(made), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS)
+                made.replace(path)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    pointer, long, small = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    library.few_rows.argtypes = [*[pointer] * 4, *[long] * 2, *[small] * 3, pointer, ctypes.c_float, small]
+    library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 9]
+    library.few_rows.restype = library.attend.restype = None
+    return library
+
+
+def _is_mine(path: Path) -> bool:
+    """Whether the library is there, and nobody else could have written it."""
+    try:
+        about = path.stat()
+    except OSError:
+        return False
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+
+def _key(compiler: str) -> str:
+    """A digest of all that decides what is compiled: machines of one home folder may have other processors."""
+    processor = Path("/proc/cpuinfo")
+    about = processor.read_text().split("\n\n")[0] if processor.is_file() else platform.processor()
+    flags = sorted(line for line in about.splitlines() if line.startswith(("model name", "flags", "Features")))
+    texts = [path.read_text() for path in [*_SOURCES, _FOLDER / "panels.h"]]
+    parts = [*texts, *_OPTIONS, compiler, platform.machine(), *flags]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
