@@ -1,6 +1,6 @@
 """The evidence of a real pair: every method on Spec-Bench, the same beside transformers, and what training tokens buy.
 
-    python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--groups qa rag] [--rows medusa]
+    python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--groups qa rag] [--rows 'medusa*']
     python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32] [--gguf FILE]
     python tests/bench/realpair.py --pair runs/realpair --curve runs/drafter-1 runs/drafter-2 runs/heads-1
 
@@ -21,6 +21,7 @@ is one JSON object.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import re
 import sys
@@ -88,9 +89,15 @@ OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
     ("lookup-drafter", {"threshold": 0.0, "draft_gamma": 1}),
     ("dynamic-tree", {}),
     ("dynamic-tree", {"nodes": 3, "depth": 3}),
+    ("dynamic-tree", {"nodes": 4, "depth": 1, "width": 4, "least": 0.05}),
+    ("dynamic-tree", {"nodes": 8, "depth": 2, "width": 4, "least": 0.05}),
     ("suffix-drafter", {}),
+    ("suffix-drafter", {"least": 0.05}),
     ("suffix-drafter", {"store": "table"}),
+    ("suffix-drafter", {"nodes": 6, "draft_depth": 2, "least": 0.15, "store": "table"}),
     ("suffix-drafter", {"nodes": 4, "draft_depth": 1, "store": "table"}),
+    ("multi-candidate", {"k_config": "4"}),
+    ("multi-candidate", {"k_config": "3x1"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
 ]
 """Rows with the pair's second drafter, where it has one."""
@@ -138,7 +145,7 @@ def title_of(options: argparse.Namespace, temperature: float) -> str:
 
 
 def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """The baseline and a pair's rows, all of them or those named by label or method."""
+    """The baseline and a pair's rows, all of them or those whose labels are chosen, also by patterns."""
     rows: list[tuple[str, str, dict[str, Any]]] = [
         (" ".join([name, *map(str, options.values())]), name, options)
         for name, options in [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
@@ -146,12 +153,11 @@ def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     if (folder / "eagle").is_dir():
         more = [(" ".join([name, *map(str, given.values()), "eagle"]), name, given) for name, given in OF_EAGLE]
         rows += [(label, name, {**given, "drafter": 2}) for label, name, given in more]
-    asked = [{"method": name, "label": label, "options": given} for label, name, given in rows]
-    found = [row for row in asked if not chosen or row["label"] in chosen or row["method"] in chosen]
-    if unknown := sorted(set(chosen) - {word for row in found for word in (row["label"], row["method"])}):
-        known = ", ".join(label for label, _, _ in rows)
-        raise SystemExit(f"--rows {unknown[0]!r}: there is none of this name among {known}")
-    return [BASELINE, *found]
+    labels = [label for label, _, _ in rows]
+    wanted = set(labels) if not chosen else {label for word in chosen for label in fnmatch.filter(labels, word)}
+    if unknown := [word for word in chosen if not fnmatch.filter(labels, word)]:
+        raise SystemExit(f"--rows {unknown[0]!r}: there is none of this name among {', '.join(labels)}")
+    return [BASELINE, *({"method": name, "label": label, "options": o} for label, name, o in rows if label in wanted)]
 
 
 def said_first(options: argparse.Namespace, what: str, case: Case, runs: int) -> bool:
@@ -386,7 +392,7 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, default=Path("runs/realpair"), help="a finished quickstart's folder")
     parser.add_argument("--prompts", type=Path, default=SPEC_BENCH, help="questions; those of Spec-Bench by default")
     parser.add_argument("--groups", nargs="+", default=[], help="only these groups of the prompts")
-    parser.add_argument("--rows", nargs="+", default=[], help="only these, by label or method")
+    parser.add_argument("--rows", nargs="+", default=[], help="only these, by label: 'speculative*'")
     parser.add_argument("--drafter-dtype", help="the type of drafters' weights, where it is not the target's")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--peers", action="store_true", help="beside transformers, and nothing else")
