@@ -1,6 +1,6 @@
 """The evidence of a real pair: every method on Spec-Bench, the same beside transformers, and what training tokens buy.
 
-    python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--groups qa rag] [--rows 'medusa*']
+    python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--rows 'medusa*']
     python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32] [--gguf FILE]
     python tests/bench/realpair.py --pair runs/realpair --curve runs/drafter-1 runs/drafter-2 runs/heads-1
 

@@ -86,7 +86,7 @@ def _examine_eagle(target: str, heads: str, fix: Path | None, prompts: str | Non
                 raise ValueError(f"{heads} is not decoded: {'; '.join(diagnosis.verdicts['draftsmith'].reasons)}")
             from .readings import better, decoded
 
-            found = decoded(str(find_folder(target, ["*.json", WEIGHTS])), folder, prompts)
+            found = decoded(target, folder, prompts)
             best = better(found)
     if as_json:
         shown = {"pair": diagnosis.as_json(), "readings": [reading._asdict() for reading in found]}

@@ -87,15 +87,21 @@ def pairs_of_draws(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rng, "uniform", changed)
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "replacement": {"k_config": "3x2x1", "replacement": True},
+    "blocks": {"verification": "block"},
+}
+
+
 def _faults() -> list[Fault]:
     kinds = yaml.safe_load(Path(__file__).with_name("planted.yaml").read_text(encoding="utf-8"))
     own = {plant.__name__: plant for plant in (stale_probs, stale_masks, pairs_of_draws)}
     found = []
     for kind, rows in kinds.items():
         for name, method, function, *pieces in rows:
-            method, _, replaced = method.partition(" with ")
-            options = {"k_config": "3x2x1", "replacement": True} if replaced else {}
-            found.append(Fault(kind, name, method, options, own.get(function) or edit(function, pieces)))
+            method, _, way = method.partition(" with ")
+            found.append(Fault(kind, name, method, _OPTIONS[way], own.get(function) or edit(function, pieces)))
     return found
 
 

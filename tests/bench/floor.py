@@ -1,0 +1,129 @@
+"""How near a model's forward is to what the memory allows: by rows, with ragged rows, and when it reads a prompt.
+
+    python tests/bench/floor.py FOLDER [--runs 40] [--context 300] [--dtypes float32 bfloat16] [--startup]
+
+On a CPU. The floor of few rows is the time in which the machine reads the weights that a forward needs, as fast as it
+sums a tensor of half a GiB; that of a prompt is its products at the rate of a large one. `library`: the same forward
+without our compiled functions. Forwards of a chain of tokens behind `--context` cached ones; all in turns, medians.
+`ragged_share`: the rate of sixteen rows of different lengths over that of sixteen of their mean length. `--startup`:
+seconds of commands that decode nothing. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from common import finish, in_turns, medians, parser_of
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.models.products.native import library_products
+from draftsmith.decode.tree import Tree
+
+ROWS = (1, 2, 3, 5, 8, 12, 16)
+BATCH = 16
+PROMPT = 512
+COMMANDS = ("--version", "recipes ls", "corpora", "export", "doctor", "evaluate --help", "train --help")
+
+
+def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
+    """Bytes a second that are read, and FLOP a second of a large product."""
+    memory = torch.ones(1 << 27)
+    left, right = torch.ones(PROMPT, 4096, dtype=dtype), torch.ones(4096, 4096, dtype=dtype)
+    jobs = {"read": memory.sum, "product": lambda: left @ right}
+    seconds = in_turns(jobs, runs, warm=2)
+    best = {name: min(one.wall for one in each) for name, each in seconds.items()}
+    return memory.numel() * 4 / best["read"], 2.0 * PROMPT * right.numel() / best["product"]
+
+
+@torch.inference_mode()
+def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]:
+    """What is measured in one number format."""
+    dtype = getattr(torch, name)
+    model = load_model(folder, dtype=dtype)
+    output = model.get_output_embeddings().weight
+    weights = output.numel() + sum(each.numel() for each in model.get_decoder().layers.parameters())
+    wrapped = wrap_model(model.requires_grad_(False))
+    bandwidth, peak = rates(dtype, runs)
+    tokens = torch.randint(0, wrapped.vocab_size, (1, context + max(ROWS)))
+    cache = wrapped.new_cache(1, tokens.shape[1])
+    wrapped.extend(cache, tokens[:, :context])
+    cache.set_lengths([context])
+    spread = [context - context // 2 + context * row // (BATCH - 1) for row in range(BATCH)]
+    caches = {"even": [sum(spread) // BATCH] * BATCH, "ragged": spread}
+    batch = wrapped.new_cache(BATCH, max(spread) + 1)
+    roots = torch.randint(0, wrapped.vocab_size, (BATCH, 1))
+    prompt = torch.randint(0, wrapped.vocab_size, (1, PROMPT))
+    whole = wrapped.new_cache(1, PROMPT)
+
+    def few(rows: int, ours: bool) -> None:
+        with nullcontext() if ours else library_products():
+            given = tokens[:, context : context + rows]
+            wrapped.logits(wrapped.extend(cache, given, Tree.chain(rows - 1)))
+
+    def many(lengths: list[int]) -> None:
+        batch.set_lengths(lengths)
+        wrapped.logits(wrapped.extend(batch, roots))
+
+    def read() -> None:
+        whole.set_lengths([0])
+        wrapped.logits(wrapped.extend(whole, prompt)[:, -1])
+
+    both = [(rows, who) for rows in ROWS for who in ("ours", "library")]
+    jobs: dict[str, Any] = {f"{who} {rows}": partial(few, rows, who == "ours") for rows, who in both}
+    jobs |= {kind: partial(many, lengths) for kind, lengths in caches.items()} | {"prompt": read}
+    seconds = medians(in_turns(jobs, runs, warm=3))
+    floor = weights * dtype.itemsize / bandwidth
+    work = 2.0 * PROMPT * sum(each.numel() for each in model.get_decoder().layers.parameters())
+    found = {
+        "bandwidth_gb_per_sec": bandwidth / 1e9,
+        "floor_ms": 1e3 * floor,
+        "forward_ms": {who: {rows: 1e3 * seconds[f"{who} {rows}"] for rows in ROWS} for who in ("ours", "library")},
+        "floor_ratio": {rows: seconds[f"ours {rows}"] / floor for rows in ROWS},
+        "ragged_share": seconds["even"] / seconds["ragged"],
+        "prefill_tokens_per_sec": PROMPT / seconds["prompt"],
+        "prefill_share_of_peak": work / seconds["prompt"] / peak,
+    }
+    print(f"{name}: reads {bandwidth / 1e9:.1f} GB/s, floor {1e3 * floor:.1f} ms")
+    print(f"{'rows':>4} {'library':>8} {'ours':>8} {'floors':>7}")
+    for rows in ROWS:
+        theirs, mine = (1e3 * seconds[f"{who} {rows}"] for who in ("library", "ours"))
+        print(f"{rows:>4} {theirs:>8.1f} {mine:>8.1f} {mine / 1e3 / floor:>7.2f}")
+    print(f"ragged {found['ragged_share']:.2f}, prefill {found['prefill_tokens_per_sec']:.0f} tokens/s", end=", ")
+    print(f"{found['prefill_share_of_peak']:.2f} of the peak")
+    return found
+
+
+def startup() -> dict[str, float]:
+    """Seconds of commands."""
+    found = {}
+    for command in COMMANDS:
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-m", "draftsmith", *command.split()], check=True, capture_output=True)
+            times.append(time.perf_counter() - began)
+        found[command] = min(times)
+        print(f"{command:20} {found[command]:.2f} s")
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "five runs of each", runs=40, context=300)
+    parser.add_argument("model", help="a model's folder or GGUF file")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--startup", action="store_true", help="also time commands that decode nothing")
+    args = parser.parse_args()
+    runs = 5 if args.quick else args.runs
+    results: dict[str, Any] = {name: of_format(args.model, name, runs, args.context) for name in args.dtypes}
+    if args.startup:
+        results["startup_sec"] = startup()
+    finish(results)
+
+
+if __name__ == "__main__":
+    main()
