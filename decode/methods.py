@@ -20,6 +20,7 @@ from .proposers.dynamic_tree import DynamicTree
 from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
 from .proposers.lookup_first import LookupOrDrafter
 from .proposers.ngrams import PromptLookup, TableChain, TableSource
+from .proposers.speculative_beam import SpeculativeBeam
 from .proposers.suffix import SuffixTree
 from .tree import parse_branching
 from .verifiers.lossless import (
@@ -75,6 +76,12 @@ def _autoregressive(parts: Parts, sampling: Sampling, options: Options) -> Metho
 
 
 def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    if options.get("width"):
+        assert parts.drafter is not None
+        if not sampling.greedy:
+            raise ValueError(f"`width` is for temperature 0, where beams are no chance: it is {sampling.temperature:g}")
+        sizes = (options["beams"], options["width"], options["draft_gamma"])
+        return Method(SpeculativeBeam(parts.drafter, *sizes), AcceptAll())
     return Method(TargetBeam(options.get("gamma", 0), options["beams"]), AcceptAll())
 
 
@@ -239,7 +246,7 @@ _TREE = {"k_config": "4x2x2x1", "replacement": False, "attention": "tree"}
 
 METHODS: dict[str, _Spec] = {
     "autoregressive": _Spec(_autoregressive),
-    "beam": _Spec(_beam, (), {"beams": 4}),
+    "beam": _Spec(_beam, (), {"beams": 4, "width": 0, "draft_gamma": 3}),
     "mjgd": _Spec(_beam, (), {"gamma": 2, "beams": 8}),
     "speculative": _Spec(
         _speculative, ("drafter",), {"gamma": 4, "verification": "token"}, {"verification": tuple(_CHAINS)}
@@ -314,9 +321,10 @@ def method_options(name: str, options: Options) -> Options:
 
 def needs_of(name: str, options: Options) -> tuple[str, ...]:
     """The parts that a method works with: drafter, heads, table. SLiM without correlation (r ≡ 1) needs no table; what
-    looks into a table's texts needs it."""
+    looks into a table's texts needs it, and a beam that is searched with a drafter that."""
     without = ("table",) if options.get("correlation") == "none" else ()
-    more = ("table",) if options.get("store") == "table" else ()
+    more = ["table"] if options.get("store") == "table" else []
+    more += ["drafter"] if name == "beam" and options.get("width") else []
     return *(part for part in METHODS[name].needs if part not in without), *more
 
 

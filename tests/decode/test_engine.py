@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -225,3 +226,29 @@ def test_a_row_that_has_ended_does_not_run_past_learned_positions() -> None:
     for options in ({"gamma": 3}, {"gamma": 2}):
         output, _ = run(target, "speculative", parts, prompts, Limits(8), **options)
         assert output == [greedy(target_model, prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.parametrize("stops", [(), (3, 9, 20, 33)], ids=["to the limit", "with ends"])
+@pytest.mark.parametrize(("beams", "width", "gamma"), [(1, 1, 4), (2, 2, 3), (4, 8, 3), (8, 32, 2)])
+def test_a_drafter_gives_the_targets_beams_in_fewer_forwards(
+    target_model: LlamaForCausalLM,
+    make_llama: Callable[..., LlamaForCausalLM],
+    beams: int,
+    width: int,
+    gamma: int,
+    stops: tuple[int, ...],
+) -> None:
+    """Of three rows together, by a drafter that is often right, one that is wrong, and the target itself."""
+    near, target = copy.deepcopy(target_model), wrap_model(target_model)
+    with torch.no_grad():
+        near.lm_head.weight += 0.02 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
+    limits, sampling = Limits(14, stops), Sampling()
+    wanted, plain = run(target, "beam", Parts(), PROMPTS, limits, sampling, beams=beams)
+    found = {}
+    for name, model in {"same": target_model, "near": near, "far": make_llama(VOCAB, seed=5)}.items():
+        options = {"beams": beams, "width": width, "draft_gamma": gamma}
+        texts, steps = run(target, "beam", Parts(wrap_model(model)), PROMPTS, limits, sampling, **options)
+        assert texts == wanted
+        found[name] = steps[0].forwards
+    assert found["same"] <= found["near"] <= found["far"] <= plain[0].forwards
+    assert found["same"] <= 2 + -(-13 // (1 + gamma)) * (1 if not stops else 2)

@@ -1,0 +1,219 @@
+"""Beam search over the target in fewer forwards: a drafter's beam says which continuations to look at beforehand.
+
+A search asks the target only how each of its beams goes on. What a forward says of more sequences than those, the
+drafter's likeliest, serves the levels that follow for as long as all beams are among them; the beams are those of
+`TargetBeam` at temperature 0, to the rounding of a forward of more rows. All that was run stays in one tree, in both
+models' caches.
+
+Shape letters: B batch, M new nodes, D hidden, V vocabulary, W candidates of a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..engine import Context, Limits, Proposal, Proposer
+from ..models.base import LanguageModel
+from ..models.kv_cache import sent, to_host
+from ..tree import Tree
+from .draft_state import DraftState
+
+_Known = dict[int, list[tuple[np.float32, int]]]
+"""By node its likeliest continuations: log-probability and token, the likeliest first."""
+
+
+_Wanted = tuple[np.float32, int | None, int, tuple[int, ...]]
+"""A sequence's score, its node if it was run, its parent, and its last token in a tuple."""
+
+
+class _Beam(NamedTuple):
+    score: np.float32
+    node: int | None
+    """Of its last token; None where that was not run."""
+    parent: int
+    tokens: tuple[int, ...]
+    ended: bool
+
+
+@dataclass
+class _Row:
+    """A row's search."""
+
+    beams: list[_Beam]
+    nodes: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By parent and token."""
+    target: _Known = field(default_factory=dict)
+    drafter: _Known = field(default_factory=dict)
+
+    def advance(self, most: int, levels: int, stop_ids: frozenset[int]) -> None:
+        """Take levels for as long as the target's word on all beams is known."""
+        while not self.ended(levels) and all(beam.ended or beam.node is not None for beam in self.beams):
+            found: list[tuple[np.float32, int, int]] = []
+            for number, beam in enumerate(self.beams):
+                if beam.ended:
+                    found.append((beam.score, number, beam.tokens[-1]))
+                else:
+                    assert beam.node is not None
+                    found += [(beam.score + p, number, token) for p, token in self.target[beam.node]]
+            found = sorted(found, key=lambda each: (-each[0], each[1:]))[:most]
+            self.beams = [self._next(self.beams[number], score, token, stop_ids) for score, number, token in found]
+
+    def _next(self, beam: _Beam, score: np.float32, token: int, stop_ids: frozenset[int]) -> _Beam:
+        if beam.ended:
+            return beam._replace(tokens=(*beam.tokens, token))
+        assert beam.node is not None
+        node = self.nodes.get((beam.node, token))
+        return _Beam(score, node, beam.node, (*beam.tokens, token), token in stop_ids)
+
+    def look_up(self) -> None:
+        """Beams that were run meanwhile get their nodes."""
+        for number, beam in enumerate(self.beams):
+            if beam.node is None and not beam.ended:
+                self.beams[number] = beam._replace(node=self.nodes.get((beam.parent, beam.tokens[-1])))
+
+    def ended(self, levels: int) -> bool:
+        """Whether the search is over."""
+        return len(self.beams[0].tokens) == levels or all(beam.ended for beam in self.beams)
+
+
+class SpeculativeBeam(Proposer):
+    """The likeliest of `beams` sequences, for all new tokens at once; see `TargetBeam`.
+
+    Args:
+        width: sequences of the drafter's beam, at least `beams`.
+        gamma: levels that are drafted before a forward of the target.
+
+    Raises ValueError: a drafter's beam that is narrower than the target's.
+    """
+
+    def __init__(self, model: LanguageModel, beams: int, width: int, gamma: int) -> None:
+        if width < beams:
+            raise ValueError(f"the drafter's beam is {width} wide, the target's {beams}: it must not be narrower")
+        self.model, self.beams, self.width, self.gamma = model, beams, width, gamma
+        self._ran: list[tuple[Any, int]] = []
+
+    def capacity(self, limits: Limits) -> tuple[int, int]:
+        return limits.max_new_tokens + 1, 1
+
+    def start(self, context: Context) -> None:
+        self._levels = context.limits.max_new_tokens
+        most = 1 + self._levels * (self.beams + self.width * self.gamma)
+        self._target, self._draft = (DraftState(model, context, most, 1) for model in (context.target, self.model))
+        self._stop_ids = frozenset(context.limits.stop_ids)
+
+    def propose(self, context: Context) -> Proposal:
+        rows = [_Row([_Beam(np.float32(0), 0, 0, (), False)]) for _ in context.lengths]
+        self._context, self._parents, self._depths = context, [[-1] for _ in rows], [[0] for _ in rows]
+        hiddens = [state.read_root(context)[:, None] for state in (self._target, self._draft)]
+        forwards, everywhere = 1, [[0]] * len(rows)
+        self._learn([row.target for row in rows], self._target, hiddens[0], self.beams, everywhere)
+        self._learn([row.drafter for row in rows], self._draft, hiddens[1], self.width, everywhere)
+        self._ran = [(self.model, 1)]
+        while True:
+            for row in rows:
+                row.advance(self.beams, self._levels, self._stop_ids)
+            if all(row.ended(self._levels) for row in rows):
+                break
+            self._look_ahead(rows)
+            forwards += 1
+        self._ran.append((None, 1))
+        best = [max(row.beams, key=lambda beam: beam.score).tokens for row in rows]
+        chosen = [[*tokens, *[tokens[-1]] * (self._levels - len(tokens))] for tokens in best]
+        device = context.target.device
+        tokens_BN = torch.cat((context.root_B1, sent(torch.tensor(chosen), device)), 1)
+        return Proposal(Tree.chain(self._levels).to(device), tokens_BN, target_forwards=forwards)
+
+    def _look_ahead(self, rows: list[_Row]) -> None:
+        """Run the beams that were not, and what the drafter holds likeliest after all of them."""
+        start, tokens = len(self._parents[0]), [list[int]() for _ in rows]
+        made = [list[int]() for _ in rows]
+        searched = [[] if row.ended(self._levels) else [each for each in row.beams if not each.ended] for row in rows]
+        reached: list[list[tuple[np.float32, int]]] = [[] for _ in rows]
+        for level in range(1 + self.gamma):
+            group = [list[tuple[int, int]]() for _ in rows]
+            for number, row in enumerate(rows):
+                wanted = [(each.score, each.node, each.parent, each.tokens[-1:]) for each in searched[number]]
+                if level:
+                    deep = len(row.beams[0].tokens) + level >= self._levels
+                    wanted = [] if deep else self._likeliest(row, reached[number])
+                reached[number] = []
+                for score, node, parent, last in wanted:
+                    if node is None:
+                        node = row.nodes[parent, last[0]] = len(self._parents[number]) + len(group[number])
+                        group[number].append((parent, last[0]))
+                        made[number].append(node)
+                    reached[number].append((score, node))
+            self._run(rows, group, tokens)
+        tree = self._tree()
+        hidden_BMD = self._target.grow(sent(torch.tensor(tokens), self.model.device), tree, start)
+        self._ran.append((None, tree.nodes - start))
+        self._learn([row.target for row in rows], self._target, hidden_BMD, self.beams, made, start)
+        for row in rows:
+            row.look_up()
+
+    def _likeliest(self, row: _Row, reached: list[tuple[np.float32, int]]) -> list[_Wanted]:
+        """What the drafter holds likeliest one level below nodes, of those that do not end a text."""
+        found = [
+            (score + p, parent, token)
+            for score, parent in reached
+            for p, token in row.drafter[parent]
+            if token not in self._stop_ids
+        ]
+        best = sorted(found, key=lambda each: (-each[0], each[1:]))[: self.width]
+        return [(score, row.nodes.get((parent, token)), parent, (token,)) for score, parent, token in best]
+
+    def _run(self, rows: list[_Row], group: list[list[tuple[int, int]]], tokens: list[list[int]]) -> None:
+        """Have the drafter read new nodes of one level, by parent and token; rows of fewer are filled with what nobody
+        looks at."""
+        widest, start = max(map(len, group)), len(self._parents[0])
+        if not widest:
+            return
+        for number, asked in enumerate(group):
+            missing = widest - len(asked)
+            depths = [1 + self._depths[number][parent] for parent, _ in asked]
+            self._parents[number] += [*(parent for parent, _ in asked), *[0] * missing]
+            self._depths[number] += [*depths, *[1] * missing]
+            tokens[number] += [*(token for _, token in asked), *[0] * missing]
+        tree = self._tree()
+        newest = torch.tensor([each[-widest:] for each in tokens])
+        hidden_BMD = self._draft.grow(sent(newest, self.model.device), tree, start)
+        self._ran.append((self.model, widest))
+        known = [[start + place for place in range(len(asked))] for asked in group]
+        self._learn([row.drafter for row in rows], self._draft, hidden_BMD, self.width, known, start)
+
+    def _tree(self) -> Tree:
+        device = self.model.device
+        parents_BN, depth_BN = (sent(torch.tensor(sides), device) for sides in (self._parents, self._depths))
+        return Tree.from_parents(parents_BN, int(max(map(max, self._depths))), depth_BN)
+
+    def _learn(
+        self,
+        known: list[_Known],
+        state: DraftState,
+        hidden_BMD: Tensor,
+        most: int,
+        nodes: list[list[int]],
+        start: int = 0,
+    ) -> None:
+        """Keep the likeliest continuations of nodes, of which `start` was run first."""
+        logits_BMV = state.model.logits(hidden_BMD).float()
+        whose = "the target's" if state is self._target else "the drafter's"
+        top = logits_BMV.log_softmax(-1).topk(min(most, logits_BMV.shape[-1]), -1)
+        self._context.watch(whose, top.values[:, :1, 0], 0)
+        values_BMW, tokens_BMW = to_host(top.values, top.indices)
+        for row, numbers in enumerate(nodes):
+            for node in numbers:
+                pairs = zip(values_BMW[row][node - start], tokens_BMW[row][node - start], strict=True)
+                known[row][node] = [(np.float32(p), token) for p, token in pairs]
+
+    def stop(self) -> None:
+        del self._target, self._draft
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        """Those of the last proposal: how many it takes does not follow from its size."""
+        return self._ran
