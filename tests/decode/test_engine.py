@@ -252,3 +252,16 @@ def test_a_drafter_gives_the_targets_beams_in_fewer_forwards(
         found[name] = steps[0].forwards
     assert found["same"] <= found["near"] <= found["far"] <= plain[0].forwards
     assert found["same"] <= 2 + -(-13 // (1 + gamma)) * (1 if not stops else 2)
+
+
+def test_beams_are_those_of_transformers(target_model: LlamaForCausalLM) -> None:
+    """Where no token ends a text, and so no length is weighed: a hundred prompts, the drafter's help included."""
+    draws, target = torch.Generator().manual_seed(7), wrap_model(target_model)
+    prompts = [torch.randint(1, VOCAB, (length % 9 + 1,), generator=draws).tolist() for length in range(100)]
+    options = {"beams": 4, "width": 8, "draft_gamma": 2}
+    found, _ = run(target, "beam", Parts(target), prompts, Limits(7), Sampling(), **options)
+    for prompt, text in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        asked = {"num_beams": 4, "do_sample": False, "max_new_tokens": 7, "length_penalty": 0.0}
+        given = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
+        assert target_model.generate(ids, **asked, **given)[0, len(prompt) :].tolist() == text
