@@ -245,7 +245,7 @@ def test_benches_of_a_gpu_need_what_such_machines_have(tmp_path: Path) -> None:
     script = f"""{NOT_INSTALLED}
 without("pydantic", "datasets", "deepspeed")
 sys.path.insert(0, {str(ROOT / "tests" / "bench")!r})
-import decode, products, train_heads
+import decode, train_heads
 """
     assert run("-c", script, cwd=tmp_path) == ""
 

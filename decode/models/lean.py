@@ -220,8 +220,10 @@ class LeanLlama(LanguageModel):
         """What a layer reads [X, H · E], by its number and its queries, keys and values [X, O], which are kept."""
         batch, count = tokens_BM.shape
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
-        if self._complex and self._few_queries.takes(cache, tokens_BM):
-            return lambda index, qkv_XO: self._few_queries(cache, index, qkv_XO, turns_BM1E, mask_B1MS, start, end)
+        if self._complex and type(cache) is KVCache and self._few_queries.takes(cache.keys[0], tokens_BM):
+            return lambda index, qkv_XO: self._few_queries(
+                qkv_XO, turns_BM1E, mask_B1MS, cache.keys[index], cache.values[index], cache.lengths_B, start, end
+            )
         rotated_heads = self.heads + self.kv_heads
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
         group = self.heads // self.kv_heads if count <= FEW_ROWS else 1

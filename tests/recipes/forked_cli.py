@@ -90,6 +90,7 @@ def become(arguments: Sequence[str], said: str, cwd: str, environment: dict[str,
     for name, number, mode in ((os.devnull, 0, os.O_RDONLY), (os.devnull, 1, os.O_WRONLY)):
         os.dup2(os.open(name, mode), number)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background of a shell
     os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = ["draftsmith", *arguments]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kv_cache import KVCache
 from .native import compiled, in_use
 
 _MOST_TOKENS = 64
@@ -22,28 +21,27 @@ class FewQueries:
     def __init__(self, heads: int, kv_heads: int, width: int) -> None:
         self._sizes = (heads, kv_heads, width)
 
-    def takes(self, cache: KVCache, tokens_BM: Tensor) -> bool:
-        """Whether it is for so many tokens on this cache, now."""
-        keys_BHSE = cache.keys[0]
-        if type(cache) is not KVCache or keys_BHSE.dtype != torch.float32 or keys_BHSE.device.type != "cpu":
+    def takes(self, keys_BHSE: Tensor, tokens_BM: Tensor) -> bool:
+        """Whether it is for so many tokens on a cache of such keys, now."""
+        if keys_BHSE.dtype != torch.float32 or keys_BHSE.device.type != "cpu":
             return False
         return in_use() and tokens_BM.numel() <= _MOST_TOKENS and not self._sizes[2] % _WIDTH and compiled() is not None
 
     def __call__(
         self,
-        cache: KVCache,
-        layer: int,
         qkv_XO: Tensor,
         turns_BM1E: Tensor,
         mask_B1MS: Tensor | None,
+        keys_BHSE: Tensor,
+        values_BHSE: Tensor,
+        lengths_B: Tensor,
         start: int,
         end: int,
     ) -> Tensor:
         """What the tokens read, [X, H · E]. They are nodes `start` and on of each row's tree, and see what the mask, as
         of `LanguageModel.extend`, lets them see of `end` slots; without one all up to the last of them."""
         heads, kv_heads, width = self._sizes
-        batch, count = len(cache.lengths), turns_BM1E.shape[1]
-        keys_BHSE, values_BHSE = cache.keys[layer], cache.values[layer]
+        batch, count = len(lengths_B), turns_BM1E.shape[1]
         out_XD = qkv_XO.new_empty(batch * count, heads * width)
         row_apart, head_apart, slot_apart, _ = keys_BHSE.stride()
         assert keys_BHSE.stride() == values_BHSE.stride()
@@ -51,9 +49,9 @@ class FewQueries:
         assert qkv_XO.is_contiguous()
         assert turns_BM1E.is_contiguous()
         assert mask_B1MS is None or (mask_B1MS.is_contiguous() and mask_B1MS.dtype == torch.float32)
-        pointers = [qkv_XO, turns_BM1E, mask_B1MS, keys_BHSE, values_BHSE, cache.lengths_B, out_XD]
+        pointers = [qkv_XO, turns_BM1E, mask_B1MS, keys_BHSE, values_BHSE, lengths_B, out_XD]
         rows = (len(turns_BM1E), 1 if mask_B1MS is None else len(mask_B1MS), row_apart, head_apart)
-        ends = (start, end - max(cache.lengths), end, torch.get_num_threads())
+        ends = (start, start + count, end, torch.get_num_threads())
         given = [None if tensor is None else tensor.data_ptr() for tensor in pointers]
         compiled().attend(*given, *rows, batch, count, heads, kv_heads, width, *ends)
         return out_XD

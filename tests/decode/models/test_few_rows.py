@@ -83,10 +83,8 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int) 
     torch.manual_seed(0)
     heads, groups, width, start = 6, 2, 32, 2
     batch, end = len(lengths), max(lengths) + start + count
-    attend, cache = (
-        FewQueries(heads, groups, width),
-        KVCache(2, batch, groups, 64, width, width, torch.float32, torch.device("cpu")),
-    )
+    attend = FewQueries(heads, groups, width)
+    cache = KVCache(2, batch, groups, 64, width, width, torch.float32, torch.device("cpu"))
     for side in (*cache.keys, *cache.values):
         side.copy_(torch.randn(side.shape) * 2)
     cache.set_lengths(lengths)
@@ -102,10 +100,11 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int) 
         mask_BMS[row, :, length : length + start + count] = seen
     mask_B1MS = torch.zeros(batch, 1, count, end).masked_fill_(~mask_BMS[:, None], -torch.inf)
     tokens_BM = torch.zeros(batch, count, dtype=torch.int64)
-    assert attend.takes(cache, tokens_BM)
+    assert attend.takes(cache.keys[1], tokens_BM)
     with library_products():
-        assert not attend.takes(cache, tokens_BM)
-    found_XD = attend(cache, 1, qkv_XO, turns_BM1E, mask_B1MS, start, end)
+        assert not attend.takes(cache.keys[1], tokens_BM)
+    of_layer = (cache.keys[1], cache.values[1], cache.lengths_B)
+    found_XD = attend(qkv_XO, turns_BM1E, mask_B1MS, *of_layer, start, end)
     qkv_BMHE = qkv_XO.view(batch, count, -1, width).double()
     turned = torch.view_as_complex(qkv_BMHE[:, :, : heads + groups].unflatten(-1, (-1, 2)).contiguous()) * turns_BM1E
     query, key = torch.view_as_real(turned).flatten(-2).split([heads, groups], 2)

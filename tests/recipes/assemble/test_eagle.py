@@ -63,7 +63,7 @@ def test_states_from_disk_teach_what_live_ones_do(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"projection": "own"}, r"projection.*Medusa"),
+        ({"projection": "target"}, r"projection.*Medusa"),
         ({"states": "before-norm"}, r"states.*Medusa"),
         ({"layers": [0, 9]}, r"9.*from 0 to 1"),
         ({"layers": [1, 0]}, r"1, 0.*from 0 to 1"),
