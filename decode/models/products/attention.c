@@ -16,41 +16,97 @@ static inline void turn(const float *from, const float *by, float *to, long widt
     }
 }
 
-static void attend_once(
-    const float *query, const float *keys, const float *values, const float *mask, float *attended, long slots, long width)
+#define MOST 4   /* tokens that are worked with together: what they read is near then */
+#define BLOCK 64 /* slots whose values stay near while each query reads them */
+
+/* Sixteen slots' products with a query. */
+static inline __attribute__((always_inline)) panel sixteen(const float *query, const float *keys, const long width)
+{
+    panel products[16];
+#pragma GCC unroll 16
+    for (int s = 0; s < 16; s++) {
+        products[s] = *(const panel *)query * *(const panel *)(keys + s * width);
+#pragma GCC unroll 8
+        for (long e = 16; e < width; e += 16)
+            products[s] += *(const panel *)(query + e) * *(const panel *)(keys + s * width + e);
+    }
+    return totals(products);
+}
+
+/* Scores become the shares that they give; those beyond the last become 0. */
+static void shares(float *scores, const float *mask, long slots)
+{
+    panel most = (panel){0} - INFINITY, sums = {0};
+    for (long s = 0; mask && s < slots; s++)
+        scores[s] += mask[s];
+    for (long s = slots; s % 16; s++)
+        scores[s] = -INFINITY;
+    for (long s = 0; s < slots; s += 16)
+        most = larger(most, *(panel *)(scores + s));
+    float largest = most[0];
+    for (int lane = 1; lane < 16; lane++)
+        largest = most[lane] > largest ? most[lane] : largest;
+    for (long s = 0; s < slots; s += 16) {
+        panel shifted = *(panel *)(scores + s) - largest;
+        integers seen = shifted > -87.0f; /* the rest would be less than 2^-125 of the largest */
+        *(panel *)(scores + s) = (panel)((integers)exponential(shifted) & seen);
+        sums += *(panel *)(scores + s);
+    }
+    float scale = 1.0f / total(sums);
+    for (long s = 0; s < slots; s += 16)
+        *(panel *)(scores + s) *= scale;
+}
+
+/* Some slots' values by their shares, in so many panels. */
+static inline __attribute__((always_inline)) void add_values(
+    const float *by, const float *values, float *to, long from, long until, long width, const int panels)
+{
+    panel sums[2][4]; /* of even and odd slots, for one sum waits four cycles for the last */
+#pragma GCC unroll 4
+    for (int e = 0; e < panels; e++) {
+        sums[0][e] = from ? *(panel *)(to + 16 * e) : (panel){0};
+        sums[1][e] = (panel){0};
+    }
+    long s = from;
+    for (; s + 1 < until; s += 2)
+#pragma GCC unroll 4
+        for (int e = 0; e < panels; e++) {
+            sums[0][e] += by[s] * *(const panel *)(values + s * width + 16 * e);
+            sums[1][e] += by[s + 1] * *(const panel *)(values + (s + 1) * width + 16 * e);
+        }
+    if (s < until)
+#pragma GCC unroll 4
+        for (int e = 0; e < panels; e++)
+            sums[0][e] += by[s] * *(const panel *)(values + s * width + 16 * e);
+#pragma GCC unroll 4
+    for (int e = 0; e < panels; e++)
+        *(panel *)(to + 16 * e) = sums[0][e] + sums[1][e];
+}
+
+/* Queries of some tokens that share keys and values, so many a token. */
+static inline __attribute__((always_inline)) void attend_together(
+    const float *queries, const float *keys, const float *values, const float *mask, float *attended, const long slots,
+    const long width, const int tokens, const int each, const long end, const long token)
 {
     const long padded = (slots + 15) / 16 * 16;
-    float scores[padded];
-    float most = -INFINITY, sum = 0;
-    for (long s = 0; s < slots; s++) {
-        panel products = {0};
-        for (long e = 0; e < width; e += 16)
-            products += *(const panel *)(query + e) * *(const panel *)(keys + s * width + e);
-        scores[s] = total(products) + (mask ? mask[s] : 0.0f);
-        most = scores[s] > most ? scores[s] : most;
-    }
-    for (long s = slots; s < padded; s++)
-        scores[s] = -INFINITY;
-    panel sums = {0};
-    for (long s = 0; s < padded; s += 16) {
-        panel shifted = *(panel *)(scores + s) - most;
-        integers seen = shifted > -87.0f; /* the rest would be less than 2^-125 of the largest */
-        panel shares = (panel)((integers)exponential(shifted) & seen);
-        *(panel *)(scores + s) = shares;
-        sums += shares;
-    }
-    sum = 1.0f / total(sums);
-    for (long e = 0; e < width; e += 16) {
-        panel even = {0}, odd = {0};
-        long s = 0;
-        for (; s + 1 < slots; s += 2) {
-            even += scores[s] * *(const panel *)(values + s * width + e);
-            odd += scores[s + 1] * *(const panel *)(values + (s + 1) * width + e);
+    float scores[tokens * each * padded], last[16 * width]; /* the last slots, fewer than sixteen */
+    for (long e = 0; e < 16 * width; e++)
+        last[e] = e < slots % 16 * width ? keys[slots / 16 * 16 * width + e] : 0;
+    for (long s = 0; s < slots; s += 16)
+        for (int q = 0; q < tokens * each; q++)
+            *(panel *)(scores + q * padded + s) = sixteen(queries + q * width, s + 16 > slots ? last : keys + s * width, width);
+    for (int q = 0; q < tokens * each; q++)
+        shares(scores + q * padded, mask ? mask + q / each * end : 0, slots);
+    for (long from = 0; from < slots; from += BLOCK)
+        for (int q = 0; q < tokens * each; q++) {
+            const long until = from + BLOCK < slots ? from + BLOCK : slots;
+            float *to = attended + q / each * token + q % each * width;
+            long e = 0;
+            for (; e + 64 <= width; e += 64)
+                add_values(scores + q * padded, values + e, to + e, from, until, width, 4);
+            for (; e < width; e += 16)
+                add_values(scores + q * padded, values + e, to + e, from, until, width, 1);
         }
-        if (s < slots)
-            even += scores[s] * *(const panel *)(values + s * width + e);
-        *(panel *)(attended + e) = (even + odd) * sum;
-    }
 }
 
 void attend(
@@ -60,6 +116,8 @@ void attend(
 {
     const long token = (long)(heads + 2 * groups) * width;
     const float scale = 1.0f / sqrtf((float)width);
+    const int shared = batch * groups * count / (2 * threads); /* tokens that may be worked with together */
+    const int tokens = shared < 1 ? 1 : shared < MOST ? shared : MOST, parts = (count + tokens - 1) / tokens;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -73,19 +131,28 @@ void attend(
                 values[at + e] = given[(heads + groups + group) * (long)width + e];
         }
 #pragma omp for schedule(static)
-        for (int task = 0; task < batch * count * heads; task++) {
-            const int row = task / (count * heads), head = task / count % heads, m = task % count;
-            const float *given = qkv + ((long)row * count + m) * token + (long)head * width;
-            const float *by = turns + ((rows_of_turns > 1 ? row : 0) * (long)count + m) * width;
-            const long at = row * row_apart + head / (heads / groups) * head_apart;
+        for (int task = 0; task < batch * parts * groups; task++) {
+            const int row = task / (parts * groups), group = task / parts % groups, m = task % parts * tokens;
+            const int each = heads / groups, some = count - m < tokens ? count - m : tokens;
+            const long at = row * row_apart + group * head_apart, slots = lengths[row] + stop;
             const float *added = mask ? mask + ((rows_of_mask > 1 ? row : 0) * (long)count + m) * end : 0;
-            float query[width];
-            turn(given, by, query, width);
-            for (int e = 0; e < width; e++)
-                query[e] *= scale;
-            attend_once(
-                query, keys + at, values + at, added, attended + (((long)row * count + m) * heads + head) * width,
-                lengths[row] + stop, width);
+            float *to = attended + ((long)row * count + m) * heads * width + group * each * width;
+            float queries[some * each * width];
+            for (int q = 0; q < some * each; q++) {
+                const float *by = turns + ((rows_of_turns > 1 ? row : 0) * (long)count + m + q / each) * width;
+                const float *given = qkv + ((long)row * count + m + q / each) * token + (group * each + q % each) * width;
+                turn(given, by, queries + q * width, width);
+            }
+            for (int e = 0; e < some * each * width; e++)
+                queries[e] *= scale;
+#define ATTEND(width) \
+    attend_together(queries, keys + at, values + at, added, to, slots, width, some, each, end, (long)heads * width)
+            if (width == 64) /* known, so that loops can be unrolled */
+                ATTEND(64);
+            else if (width == 128)
+                ATTEND(128);
+            else
+                ATTEND(width);
         }
     }
 }

@@ -1,7 +1,10 @@
-/* y = x W^T (+ add) for the few rows x that decoding has: each weight is read once, whatever the rows.
+/* y = x W^T (+ add) for the few rows x that decoding has: each weight is read from memory once, whatever the rows.
 
    W lies in panels of 16 outputs, w[output / 16][input][output % 16], of float32 or, if narrow, of bfloat16. x is [count,
-   inputs], y and add [count, outputs], float32; outputs are a multiple of 16, count is at most 16, add may be null.
+   inputs], y and add [count, outputs], float32; outputs are a multiple of 16, add may be null.
+
+   Rows are worked with in groups, whose sums for two panels stay in registers; the second group finds the weights in the
+   cache. What a group reads lies as [input][row], so that one pointer follows it.
 
    What stands before a product in a decoder is done here too: a row of x may be divided by its length, with an offset
    beside it, and multiplied by a norm's weights; or, if gated, be SiLU(first half) * second half. Inputs are a multiple of
@@ -13,6 +16,11 @@ typedef unsigned int words __attribute__((vector_size(64)));
 typedef unsigned short halves __attribute__((vector_size(32), aligned(2)));
 
 #define AHEAD 8192 /* bytes: how far ahead of its use a weight is asked for */
+#ifdef __AVX512F__
+#define MOST 12 /* rows of a group: their sums for two panels are 24 of 32 registers */
+#else
+#define MOST 3 /* in registers a quarter as large, or in half of half as many */
+#endif
 
 static inline __attribute__((always_inline)) panel weights(const char *at, const int narrow)
 {
@@ -21,64 +29,69 @@ static inline __attribute__((always_inline)) panel weights(const char *at, const
     return *(const panel *)at;
 }
 
-static inline __attribute__((always_inline)) void some_panels(
-    const char *w, const float *x, const float *add, float *y, long inputs, long outputs, long from, long to,
-    const int count, const int narrow)
+/* Two panels by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the sums stay in
+   registers. */
+static inline __attribute__((always_inline)) void two_panels(
+    const char *left, const char *right, const float *x, const float *add[2], float *y[2], long inputs, long outputs,
+    const int count, const int narrow, const char *ahead, long lines)
 {
     const long bytes = narrow ? 32 : 64;
-    const int together = count <= 12 ? 2 : 1; /* more sums than there are registers are slow */
-    for (long p = from; p < to; p++) {
-        const char *at = w + p * inputs * bytes;
-        panel sums[2][count]; /* of even and odd inputs, for one sum waits four cycles for the last */
-        for (int row = 0; row < count; row++)
-            sums[0][row] = sums[1][row] = (panel){0};
-        long i = 0;
-        for (; i + together <= inputs; i += together)
-            for (int odd = 0; odd < together; odd++) {
-                panel weight = weights(at + (i + odd) * bytes, narrow);
-                if (!narrow || !odd)
-                    __builtin_prefetch(at + (i + odd) * bytes + AHEAD);
-                for (int row = 0; row < count; row++)
-                    sums[odd][row] += weight * x[row * inputs + i + odd];
-            }
-        for (; i < inputs; i++) {
-            panel weight = weights(at + i * bytes, narrow);
-            for (int row = 0; row < count; row++)
-                sums[0][row] += weight * x[row * inputs + i];
-        }
-        for (int row = 0; row < count; row++)
-            sums[0][row] += sums[1][row];
+    panel sums[2][MOST];
+#pragma GCC unroll 16
+    for (int row = 0; row < count; row++)
+        sums[0][row] = sums[1][row] = (panel){0};
+    for (long i = 0; i < inputs; i++) {
+        panel weight = weights(left + i * bytes, narrow), other = weights(right + i * bytes, narrow);
+        if (!ahead) {
+            __builtin_prefetch(left + i * bytes + AHEAD);
+            __builtin_prefetch(right + i * bytes + AHEAD);
+        } else if (i < lines)
+            __builtin_prefetch(ahead + i * 64, 0, 2);
+#pragma GCC unroll 16
         for (int row = 0; row < count; row++) {
-            long place = row * outputs + p * 16;
-            if (add)
-                sums[0][row] += *(const panel *)(add + place);
-            *(panel *)(y + place) = sums[0][row];
+            sums[0][row] += weight * x[i * count + row];
+            sums[1][row] += other * x[i * count + row];
         }
+    }
+#pragma GCC unroll 2
+    for (int side = 0; side < 2; side++)
+#pragma GCC unroll 16
+        for (int row = 0; row < count; row++) {
+            if (add[side])
+                sums[side][row] += *(const panel *)(add[side] + row * outputs);
+            *(panel *)(y[side] + row * outputs) = sums[side][row];
+        }
+}
+
+/* A row's numbers, in steps of a group's rows. */
+static void lay(const float *x, float *to, long inputs, int step)
+{
+    for (long i = 0; i < inputs; i++)
+        to[i * step] = x[i];
+}
+
+static void gate(const float *x, float *to, long inputs, int step)
+{
+    for (long i = 0; i < inputs; i += 16) {
+        panel open = *(const panel *)(x + i), value = *(const panel *)(x + inputs + i);
+        value *= open / (1.0f + exponential(-open));
+        for (int lane = 0; lane < 16; lane++)
+            to[(i + lane) * step] = value[lane];
     }
 }
 
-static void gate(const float *x, float *to, long inputs, int count)
+static void normalise(const float *x, float *to, long inputs, int step, const float *norm, float offset)
 {
-    for (int row = 0; row < count; row++)
-        for (long i = 0; i < inputs; i += 16) {
-            const float *at = x + row * 2 * inputs + i;
-            panel open = *(const panel *)at, value = *(const panel *)(at + inputs);
-            *(panel *)(to + row * inputs + i) = open / (1.0f + exponential(-open)) * value;
-        }
-}
-
-static void normalise(const float *x, float *to, long inputs, int count, const float *norm, float offset)
-{
-    for (int row = 0; row < count; row++) {
-        const float *at = x + row * inputs;
-        panel squares = {0};
-        for (long i = 0; i < inputs; i += 16)
-            squares += *(const panel *)(at + i) * *(const panel *)(at + i);
-        float scale = 1.0f / sqrtf(total(squares) + offset * offset);
-        for (long i = 0; i < inputs; i += 16) {
-            panel scaled = *(const panel *)(at + i) * scale;
-            *(panel *)(to + row * inputs + i) = norm ? scaled * *(const panel *)(norm + i) : scaled;
-        }
+    panel squares = {0};
+    for (long i = 0; i < inputs; i += 16)
+        squares += *(const panel *)(x + i) * *(const panel *)(x + i);
+    float scale = 1.0f / sqrtf(total(squares) + offset * offset);
+    for (long i = 0; i < inputs; i += 16) {
+        panel scaled = *(const panel *)(x + i) * scale;
+        if (norm)
+            scaled *= *(const panel *)(norm + i);
+        for (int lane = 0; lane < 16; lane++)
+            to[(i + lane) * step] = scaled[lane];
     }
 }
 
@@ -86,26 +99,44 @@ void few_rows(
     const char *w, const float *given, const float *add, float *y, long inputs, long outputs, int count, int narrow,
     int threads, const float *norm, float offset, int gated)
 {
-    long panels = outputs / 16;
+    const long panels = outputs / 16, pairs = (panels + 1) / 2, apart = inputs * (narrow ? 32 : 64);
+    const int groups = (count + MOST - 1) / MOST, size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
-        float made[gated || offset >= 0 ? count * inputs : 1];
-        if (gated)
-            gate(given, made, inputs, count);
-        else if (offset >= 0)
-            normalise(given, made, inputs, count, norm, offset);
-        const float *x = gated || offset >= 0 ? made : given;
-        long from = panels * thread / threads, to = panels * (thread + 1) / threads;
-#define CASE(count) \
-    case count: \
+        const int as_it_is = count == 1 && !gated && offset < 0;
+        float made[as_it_is ? 1 : count * inputs];
+        for (int row = 0; row < count && !as_it_is; row++) {
+            const int start = row / size * size, step = count - start < size ? count - start : size;
+            const float *from = given + row * inputs * (1 + gated);
+            float *to = made + start * inputs + (row - start);
+            if (gated)
+                gate(from, to, inputs, step);
+            else if (offset >= 0)
+                normalise(from, to, inputs, step, norm, offset);
+            else
+                lay(from, to, inputs, step);
+        }
+        const float *x = as_it_is ? given : made;
+        for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
+            const long p = 2 * pair, q = p + 1 < panels ? p + 1 : p; /* a last one alone is made twice */
+            for (int start = 0; start < count; start += size) {
+                const long at = start * outputs, lines = 2 * apart / 64 / groups;
+                const char *ahead = groups > 1 ? w + (p + 2) * apart + start / size * lines * 64 : 0;
+                const float *adds[2] = {add ? add + at + p * 16 : 0, add ? add + at + q * 16 : 0};
+                float *ys[2] = {y + at + p * 16, y + at + q * 16};
+#define CASE(rows) \
+    case rows: \
+        if (rows > MOST) \
+            break; \
         if (narrow) \
-            some_panels(w, x, add, y, inputs, outputs, from, to, count, 1); \
+            two_panels(w + p * apart, w + q * apart, x + start * inputs, adds, ys, inputs, outputs, rows, 1, ahead, lines); \
         else \
-            some_panels(w, x, add, y, inputs, outputs, from, to, count, 0); \
+            two_panels(w + p * apart, w + q * apart, x + start * inputs, adds, ys, inputs, outputs, rows, 0, ahead, lines); \
         break;
-        switch (count) { /* each with its number of rows known, so that the sums stay in registers */
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-            CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16)
+                switch (count - start < size ? count - start : size) { /* known, so that loops can be unrolled */
+                    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+                }
+            }
         }
     }
 }

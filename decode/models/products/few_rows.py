@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .native import compiled, in_use
 
-MOST_ROWS = 16
+MOST_ROWS = 32
 _WIDTH = 16
 
 

@@ -20,7 +20,7 @@ class Product:
     """x Wᵀ, by the fastest of the library's paths for the number of rows.
 
     On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
-    bfloat16. Up to 16 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one row is
+    bfloat16. Up to 32 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one row is
     fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY` elements).
     Results differ by rounding alone.
     """

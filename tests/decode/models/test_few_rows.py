@@ -75,16 +75,16 @@ def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("lengths", [[0], [37], [5, 40, 18]], ids=str)
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("lengths", [[0], [37], [5, 140, 18]], ids=str)
+@pytest.mark.parametrize(("count", "width"), [(1, 32), (5, 32), (1, 64), (20, 64), (5, 128), (6, 80)])
 @torch.no_grad()
-def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int) -> None:
+def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, width: int) -> None:
     """Queries of a tree, whose nodes see some of each other, behind rows of these lengths; two layers, one cache."""
     torch.manual_seed(0)
-    heads, groups, width, start = 6, 2, 32, 2
+    heads, groups, start, room = 6, 2, 2, 192
     batch, end = len(lengths), max(lengths) + start + count
     attend = FewQueries(heads, groups, width)
-    cache = KVCache(2, batch, groups, 64, width, width, torch.float32, torch.device("cpu"))
+    cache = KVCache(2, batch, groups, room, width, width, torch.float32, torch.device("cpu"))
     for side in (*cache.keys, *cache.values):
         side.copy_(torch.randn(side.shape) * 2)
     cache.set_lengths(lengths)
@@ -118,7 +118,7 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int) 
         wanted = (scores.softmax(-1) @ values).transpose(0, 1).reshape(count, -1)
         assert (found_XD.view(batch, count, -1)[row] - wanted).abs().max() < 1e-5
         for side, old in zip((*cache.keys, *cache.values), before, strict=True):
-            kept = [place for place in range(64) if not first <= place < last]
+            kept = [place for place in range(room) if not first <= place < last]
             assert torch.equal(side[row][:, kept], old[row][:, kept]), "no other slot is written to"
     assert torch.equal(cache.keys[0], before[0])
 
