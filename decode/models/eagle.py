@@ -60,6 +60,10 @@ class EagleDrafter(LeanLlama):
             return above_XD
         return F.rms_norm(above_XD, self._normed_D.shape, self._normed_D, self._eps)
 
+    def _read_apart(self, hidden_XD: Tensor) -> Tensor:
+        layer = self._layers[0]
+        return self._read(layer.qkv, hidden_XD, layer.norm_in_D)
+
     def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
         assert self._embedded_XD is not None
         embedded_D, above_D = weight_D.chunk(2)

@@ -23,7 +23,7 @@ from ...checkpoints.storage.draft_vocabulary import widen
 from .base import LanguageModel, position_limit
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import KVCache
-from .products.attention import FewQueries
+from .products.layers import DecoderLayers
 from .products.native import compiled
 from .products.product import FEW_ROWS, Product
 
@@ -84,7 +84,6 @@ class LeanLlama(LanguageModel):
         self.kv_heads = config.num_key_value_heads
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._grouped = self.heads != self.kv_heads
-        self._few_queries = FewQueries(self.heads, self.kv_heads, self.key_width)
         self._eps = config.rms_norm_eps
         self._embedding_VD = embedding
         self._head = Product(head)
@@ -101,6 +100,10 @@ class LeanLlama(LanguageModel):
             self._norm_D = self._scaled(self._norm_D)
         self._layers = [self._fuse(layer) for layer in layers]
         self.layers = len(self._layers)
+        sizes = (self.heads, self.kv_heads, self.key_width)
+        self._few = (
+            DecoderLayers.made(self._layers, *sizes, self._offset_value, self._folded) if self._complex else None
+        )
         self._rotary = decoder.rotary_emb
         self._turns_SE = torch.empty(0, 0)
         self._sin_SE = torch.empty(0, 0)
@@ -193,20 +196,30 @@ class LeanLlama(LanguageModel):
     ) -> Tensor:
         batch, count = tokens_BM.shape
         hidden_XD = self._first(F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype))
-        given = list[Tensor]()
-        attend = self._attention(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
-        for index, layer in enumerate(self._layers):
-            if index in self.given_layers:
-                given.append(hidden_XD)
-            qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
-            attended_XD = attend(index, qkv_XO)
-            hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
-            hidden_XD = layer.down.add_gated(hidden_XD, self._of_normed(layer.gate_up, hidden_XD, layer.norm_mlp_D))
+        if self._few is not None and self._few.takes(cache, len(hidden_XD)):
+            turns_BM1E, _ = self._rotation(positions_BM, end)
+            seen = (turns_BM1E, mask_B1MS, cache, start, end)
+            hidden_XD, given = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.given_layers)
+        else:
+            hidden_XD, given = self._through_layers(hidden_XD, cache, tokens_BM, positions_BM, mask_B1MS, start, end)
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
         if given:
             hidden_XD = torch.cat((*given, hidden_XD), -1)
         return hidden_XD.view(batch, count, -1)
+
+    def _through_layers(self, hidden_XD: Tensor, cache: KVCache, *seen: Any) -> tuple[Tensor, list[Tensor]]:
+        """What comes out of the last layer, and what went into `given_layers`; `seen` as of `_attention`."""
+        given = list[Tensor]()
+        attend = self._attention(cache, *seen)
+        for index, layer in enumerate(self._layers):
+            if index in self.given_layers:
+                given.append(hidden_XD)
+            qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
+            hidden_XD = layer.out.add_to(hidden_XD, attend(index, qkv_XO))
+            gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
+            hidden_XD = layer.down.add_to(hidden_XD, F.silu(gate_XF) * up_XF)
+        return hidden_XD, given
 
     def _attention(
         self,
@@ -220,10 +233,6 @@ class LeanLlama(LanguageModel):
         """What a layer reads [X, H · E], by its number and its queries, keys and values [X, O], which are kept."""
         batch, count = tokens_BM.shape
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
-        if self._complex and type(cache) is KVCache and self._few_queries.takes(cache.keys[0], tokens_BM):
-            return lambda index, qkv_XO: self._few_queries(
-                qkv_XO, turns_BM1E, mask_B1MS, cache.keys[index], cache.values[index], cache.lengths_B, start, end
-            )
         rotated_heads = self.heads + self.kv_heads
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
         group = self.heads // self.kv_heads if count <= FEW_ROWS else 1
@@ -258,15 +267,11 @@ class LeanLlama(LanguageModel):
 
     def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
         """A layer's queries, keys and values."""
-        return self._of_normed(product, hidden_XD, weight_D)
+        return product(self._norm(hidden_XD, weight_D))
 
-    def _of_normed(self, product: Product, x_XD: Tensor, weight_D: Tensor) -> Tensor:
-        """A product of what RMSNorm makes of rows, in one call if there is one."""
-        if self._complex:
-            made_XO = product.of_normed(x_XD, None if self._folded else weight_D, self._offset_value)
-            if made_XO is not None:
-                return made_XO
-        return product(self._norm(x_XD, weight_D))
+    def _read_apart(self, hidden_XD: Tensor) -> Tensor | None:
+        """The first layer's queries, keys and values, where they are read from more than what goes into it."""
+        return None
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         rows_XD = hidden_XD.flatten(0, -2)[:, -self.hidden_size :].contiguous()

@@ -12,52 +12,44 @@ from torch import Tensor
 
 from .native import compiled, in_use
 
-MOST_ROWS = 32
+MOST_ROWS = 48
+_MOST_NUMBERS = 1 << 18  # of all rows' inputs, which lie on the stack
 _WIDTH = 16
 
 
 class FewRows:
-    """x Wᵀ for 1 to `MOST_ROWS` rows of float32, with weights of float32 or bfloat16; a copy of W [O, I] is kept. See
+    """x Wᵀ for 1 to `most_rows` rows of float32, with weights of float32 or bfloat16; a copy of W [O, I] is kept. See
     `fits`."""
 
     def __init__(self, weight_OI: Tensor) -> None:
         outputs, self._inputs = weight_OI.shape
         self._outputs, self._narrow = outputs, weight_OI.dtype == torch.bfloat16
         self._weight_PIW = weight_OI.view(-1, _WIDTH, self._inputs).transpose(1, 2).contiguous()
+        self.most_rows = min(MOST_ROWS, _MOST_NUMBERS // self._inputs)
         self._call = compiled().few_rows
+
+    @property
+    def pointer(self) -> int:
+        """Where the weights lie, as C takes them."""
+        return self._weight_PIW.data_ptr()
 
     def takes(self, rows: int) -> bool:
         """Whether it is for so many rows, now."""
-        return in_use() and 0 < rows <= MOST_ROWS
+        return in_use() and 0 < rows <= self.most_rows
 
-    def prepares(self, rows: int) -> bool:
-        """Whether so many rows may be normed or gated by it, now."""
-        return self.takes(rows) and self._inputs % _WIDTH == 0
-
-    def __call__(
-        self,
-        x_XI: Tensor,
-        add_XO: Tensor | None = None,
-        *,
-        norm_I: Tensor | None = None,
-        offset: float = -1.0,
-        gated: bool = False,
-    ) -> Tensor:
-        """x Wᵀ, [X, O], float32; plus `add_XO`. With an `offset` rows are divided by √(x² + offset²) before, and
-        multiplied by `norm_I`; `gated` ones are SiLU(first half) · second half of what is given, [X, 2 · I]."""
+    def __call__(self, x_XI: Tensor, add_XO: Tensor | None = None) -> Tensor:
+        """x Wᵀ, [X, O], float32; plus `add_XO`."""
         rows = len(x_XI)
         x_XI = x_XI.contiguous()
         add = None if add_XO is None else add_XO.contiguous()
         assert x_XI.dtype == torch.float32
-        assert 1 <= rows <= MOST_ROWS
-        assert x_XI.shape[1] == self._inputs * (1 + gated)
-        assert norm_I is None or (norm_I.dtype == torch.float32 and norm_I.is_contiguous())
+        assert 1 <= rows <= self.most_rows
+        assert x_XI.shape[1] == self._inputs
         assert add is None or (add.shape == (rows, self._outputs) and add.dtype == torch.float32)
         out_XO = x_XI.new_empty(rows, self._outputs)
-        pointers = (self._weight_PIW.data_ptr(), x_XI.data_ptr(), None if add is None else add.data_ptr())
+        added = None if add is None else add.data_ptr()
         sizes = (self._inputs, self._outputs, rows, self._narrow, torch.get_num_threads())
-        norm = None if norm_I is None else norm_I.data_ptr()
-        self._call(*pointers, out_XO.data_ptr(), *sizes, norm, offset, gated)
+        self._call(self.pointer, x_XI.data_ptr(), added, out_XO.data_ptr(), *sizes, None, -1.0, False)
         return out_XO
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent
-_SOURCES = [_FOLDER / name for name in ("attention.c", "few_rows.c")]
+_SOURCES = [_FOLDER / name for name in ("attention.c", "few_rows.c", "layers.c")]
 _OPTIONS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _SECONDS = 60
 _in_use = True
@@ -63,7 +63,8 @@ def compiled() -> Any:
     pointer, long, small = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     library.few_rows.argtypes = [*[pointer] * 4, *[long] * 2, *[small] * 3, pointer, ctypes.c_float, small]
     library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 9]
-    library.few_rows.restype = library.attend.restype = None
+    library.layers.argtypes = [*[pointer] * 8, *[long] * 6, *[small] * 10, ctypes.c_float]
+    library.few_rows.restype = library.attend.restype = library.layers.restype = None
     return library
 
 

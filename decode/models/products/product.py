@@ -20,7 +20,7 @@ class Product:
     """x Wᵀ, by the fastest of the library's paths for the number of rows.
 
     On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
-    bfloat16. Up to 32 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one row is
+    bfloat16. Up to 48 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one row is
     fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY` elements).
     Results differ by rounding alone.
     """
@@ -50,20 +50,6 @@ class Product:
         if rows == 1 and self.weight_IO is not None:
             return torch.mm(x_XI, self.weight_IO)
         return F.linear(x_XI, self.weight_OI)
-
-    def of_normed(self, x_XI: Tensor, norm_I: Tensor | None, offset: float) -> Tensor | None:
-        """x Wᵀ of rows divided by √(x² + offset²) and multiplied by `norm_I`; None where that is no one call."""
-        if self.few_rows is None or x_XI.dtype != torch.float32 or not self.few_rows.prepares(len(x_XI)):
-            return None
-        return self.few_rows(x_XI, norm_I=norm_I, offset=offset)
-
-    def add_gated(self, sum_XO: Tensor, gate_up_XI: Tensor) -> Tensor:
-        """sum + (SiLU(gate) · up) Wᵀ of gates and values side by side."""
-        fused = sum_XO.dtype == gate_up_XI.dtype == torch.float32
-        if fused and self.few_rows is not None and self.few_rows.prepares(len(sum_XO)):
-            return self.few_rows(gate_up_XI, sum_XO, gated=True)
-        gate_XI, up_XI = gate_up_XI.chunk(2, -1)
-        return self.add_to(sum_XO, F.silu(gate_XI) * up_XI)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
         """sum + x Wᵀ."""

@@ -100,7 +100,7 @@ def test_drafting_computes_what_training_computed(
     make_llama: Any, make_eagle: Any, proposed: Tensor | None, normed: bool
 ) -> None:
     """Of a row beside a longer one, after a step that kept part of its draft."""
-    model = make_llama(VOCAB)
+    model = make_llama(VOCAB, hidden_size=64)  # heads so wide are C's work
     heads = make_eagle(model, proposed)
     heads.normed = normed
     target, drafter = wrap_model(model, given_layers=heads.layers), EagleDrafter(heads)

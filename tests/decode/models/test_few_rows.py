@@ -6,15 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from draftsmith.decode.models.kv_cache import KVCache
-from draftsmith.decode.models.products.attention import FewQueries
+from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.products.few_rows import MOST_ROWS, FewRows, fits
 from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
+from draftsmith.decode.tree import Tree
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 ASK = "import torch; from draftsmith.decode.models.products.few_rows import fits; print(fits(torch.zeros(32, 4)))"
@@ -33,7 +36,7 @@ def test_products_are_the_librarys(shape: tuple[int, int], threads: int, dtype: 
     product, before = FewRows(weight_OI), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for rows in range(1, MOST_ROWS + 1):
+        for rows in (*range(1, 27), MOST_ROWS):
             x_XI, add_XO = torch.randn(inputs, rows).T, torch.randn(rows, outputs)  # x is not contiguous
             expected_XO = x_XI.double() @ weight_OI.double().T
             bound = 2.0**-20 * (1 + inputs**0.5) * 8
@@ -51,27 +54,32 @@ def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -
     outputs, inputs, offset = 48, 96, 0.03
     weight_OI, norm_I = torch.randn(outputs, inputs, dtype=dtype), torch.rand(inputs)
     product, weight_IO = FewRows(weight_OI), weight_OI.double().T
-    for rows in range(1, MOST_ROWS + 1):
-        assert product.prepares(rows)
+
+    def made(x_XI: torch.Tensor, add_XO: torch.Tensor | None, norm_I: Any, offset: float, gated: bool) -> torch.Tensor:
+        out_XO = torch.empty(len(x_XI), outputs)
+        pointers = [None if each is None else each.data_ptr() for each in (x_XI, add_XO, out_XO, norm_I)]
+        sizes = (inputs, outputs, len(x_XI), dtype == torch.bfloat16, 2)
+        compiled().few_rows(product.pointer, *pointers[:3], *sizes, pointers[3], offset, gated)
+        return out_XO.double()
+
+    for rows in (*range(1, 27), MOST_ROWS):
         x_XI, add_XO = torch.randn(rows, inputs) * 3, torch.randn(rows, outputs)
         scaled_XI = x_XI.double() / (x_XI.double().square().sum(-1, keepdim=True) + offset**2).sqrt()
-        assert (product(x_XI, offset=offset).double() - scaled_XI @ weight_IO).abs().max() < 1e-5
-        found_XO = product(x_XI, add_XO, norm_I=norm_I, offset=offset).double() - add_XO.double()
+        assert (made(x_XI, None, None, offset, False) - scaled_XI @ weight_IO).abs().max() < 1e-5
+        found_XO = made(x_XI, add_XO, norm_I, offset, False) - add_XO.double()
         assert (found_XO - (scaled_XI * norm_I.double()) @ weight_IO).abs().max() < 1e-5
         gate_up_XI = torch.randn(rows, 2 * inputs)
         gate_up_XI[:, :inputs] *= torch.logspace(-3, 3, inputs)
         gate_XI, up_XI = gate_up_XI.double().chunk(2, -1)
         wanted_XO = (torch.nn.functional.silu(gate_XI) * up_XI) @ weight_IO + add_XO.double()
-        found_XO = product(gate_up_XI, add_XO, gated=True).double()
+        found_XO = made(gate_up_XI, add_XO, None, -1.0, True)
         assert (found_XO - wanted_XO).abs().max() < 1e-6 * wanted_XO.abs().max() + 1e-4
     edges_1I = torch.cat(
         (torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0]]).repeat(1, 12), torch.ones(1, inputs)), -1
     )
-    row_XO = FewRows(torch.eye(inputs, dtype=dtype))(edges_1I, gated=True)
+    product, outputs = FewRows(torch.eye(inputs, dtype=dtype)), inputs
+    row_XO = made(edges_1I, None, None, -1.0, True).float()
     assert torch.allclose(row_XO, torch.nn.functional.silu(edges_1I[:, :inputs]), rtol=1e-6, atol=1e-30)
-    odd = FewRows(torch.zeros(16, 24))
-    assert odd.takes(1)
-    assert not odd.prepares(1)
 
 
 @needs_compiler
@@ -83,7 +91,6 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, 
     torch.manual_seed(0)
     heads, groups, start, room = 6, 2, 2, 192
     batch, end = len(lengths), max(lengths) + start + count
-    attend = FewQueries(heads, groups, width)
     cache = KVCache(2, batch, groups, room, width, width, torch.float32, torch.device("cpu"))
     for side in (*cache.keys, *cache.values):
         side.copy_(torch.randn(side.shape) * 2)
@@ -99,12 +106,11 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, 
         seen[torch.arange(count), start + torch.arange(count)] = True
         mask_BMS[row, :, length : length + start + count] = seen
     mask_B1MS = torch.zeros(batch, 1, count, end).masked_fill_(~mask_BMS[:, None], -torch.inf)
-    tokens_BM = torch.zeros(batch, count, dtype=torch.int64)
-    assert attend.takes(cache.keys[1], tokens_BM)
-    with library_products():
-        assert not attend.takes(cache.keys[1], tokens_BM)
-    of_layer = (cache.keys[1], cache.values[1], cache.lengths_B)
-    found_XD = attend(qkv_XO, turns_BM1E, mask_B1MS, *of_layer, start, end)
+    found_XD = torch.empty(batch * count, heads * width)
+    given = (qkv_XO, turns_BM1E, mask_B1MS, cache.keys[1], cache.values[1], cache.lengths_B, found_XD)
+    apart = cache.keys[1].stride()[:2]
+    sizes = (batch, count, heads, groups, width, start, start + count, end, 2)
+    compiled().attend(*(each.data_ptr() for each in given), batch, batch, *apart, *sizes)
     qkv_BMHE = qkv_XO.view(batch, count, -1, width).double()
     turned = torch.view_as_complex(qkv_BMHE[:, :, : heads + groups].unflatten(-1, (-1, 2)).contiguous()) * turns_BM1E
     query, key = torch.view_as_real(turned).flatten(-2).split([heads, groups], 2)
@@ -121,6 +127,30 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, 
             kept = [place for place in range(room) if not first <= place < last]
             assert torch.equal(side[row][:, kept], old[row][:, kept]), "no other slot is written to"
     assert torch.equal(cache.keys[0], before[0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given_layers", [(), (0, 2)], ids=str)
+@torch.inference_mode()
+def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.dtype, given_layers: Any) -> None:
+    """A tree and a ragged batch through all layers and one by one; what goes into some of them is the same too."""
+    model = make_llama(hidden_size=64, num_hidden_layers=4).to(dtype).requires_grad_(False)
+    thin = LeanLlama(model, given_layers=given_layers)
+    assert thin._few is not None
+    tokens_BM = torch.randint(0, thin.vocab_size, (2, 9))
+    tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1, 2]]).repeat(2, 1), 2)
+    found = []
+    for context in (nullcontext(), library_products()):
+        with context:
+            cache = thin.new_cache(2, 16)
+            thin.extend(cache, tokens_BM[:, :4])
+            cache.set_lengths([4, 2])
+            found.append((thin.extend(cache, tokens_BM[:, 4:], tree), cache.keys[-1][0, :, :4].clone()))
+            assert thin._few.takes(cache, 10) == isinstance(context, nullcontext)
+    bound = 1e-5 if dtype == torch.float32 else 0.05
+    for ours, librarys in zip(*found, strict=True):
+        assert (ours - librarys).abs().max() < bound * librarys.abs().max()
 
 
 def test_other_weights_are_left_to_the_library() -> None:

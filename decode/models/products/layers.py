@@ -1,0 +1,108 @@
+"""Whole decoder layers for few new tokens on a CPU, by one call of C for all of them.
+
+Letters: L layers, B batch, M new tokens, X = B · M, D hidden, O queries, keys and values side by side, S cache slots,
+E width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kv_cache import KVCache
+from .few_rows import FewRows, fits
+from .native import compiled, in_use
+from .product import Product
+
+_WIDTH = 16
+
+
+class DecoderLayers:
+    """Layers of norms, attention and gated MLPs for a few tokens of a batch, in float32; their weights are
+    float32 or bfloat16, and a copy of them is kept. See `made`."""
+
+    @classmethod
+    def made(
+        cls, layers: Sequence[Any], heads: int, kv_heads: int, width: int, offset: float, folded: bool
+    ) -> DecoderLayers | None:
+        """Those of layers that each have the products `qkv`, `out`, `gate_up` and `down` and the norms' weights
+        `norm_in_D` and `norm_mlp_D`, which the products hold if `folded`; norms divide by √(x² + offset²). None where
+        there is no such function for them here."""
+        weights = [product.weight_OI for layer in layers for product in _products(layer)]
+        right = all(fits(each) and each.shape[1] % _WIDTH == 0 for each in weights) and width % _WIDTH == 0
+        return cls(layers, (heads, kv_heads, width), offset, folded) if right else None
+
+    def __init__(self, layers: Sequence[Any], sizes: tuple[int, int, int], offset: float, folded: bool) -> None:
+        self._sizes, self._offset = sizes, offset
+        few = [[product.few_rows or FewRows(product.weight_OI) for product in _products(layer)] for layer in layers]
+        norms = [[] if folded else [layer.norm_in_D.contiguous(), layer.norm_mlp_D.contiguous()] for layer in layers]
+        assert all(norm.dtype == torch.float32 for of_layer in norms for norm in of_layer)
+        self._held = few, norms
+        """What the table points to."""
+        self._table_L8 = torch.zeros(len(layers), 8, dtype=torch.int64)
+        self._table_L8[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
+        if not folded:
+            self._table_L8[:, 4:6] = torch.tensor([[norm.data_ptr() for norm in of_layer] for of_layer in norms])
+        self._narrow = layers[0].qkv.weight_OI.dtype == torch.bfloat16
+        self._mlp = layers[0].down.weight_OI.shape[1]
+        self._most_tokens = min(product.most_rows for products in few for product in products)
+        self._call = compiled().layers
+
+    def takes(self, cache: KVCache, tokens: int) -> bool:
+        """Whether it is for so many tokens on such a cache, now."""
+        return in_use() and 0 < tokens <= self._most_tokens and type(cache) is KVCache
+
+    def __call__(
+        self,
+        hidden_XD: Tensor,
+        first_qkv_XO: Tensor | None,
+        turns_BM1E: Tensor,
+        mask_B1MS: Tensor | None,
+        cache: KVCache,
+        start: int,
+        end: int,
+        given_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What comes out of the last layer [X, D], and what went into `given_layers`, which rise; keys and values are
+        written to the cache. The tokens are nodes `start` and on of each row's tree, and see what the mask, as of
+        `LanguageModel.extend`, lets them see of `end` slots; without one all up to the last of them. The first layer's
+        queries, keys and values may be given."""
+        heads, kv_heads, width = self._sizes
+        batch, count = len(cache.lengths), turns_BM1E.shape[1]
+        rows, inputs = hidden_XD.shape
+        keys_BHSE = cache.keys[0]
+        row_apart, head_apart, slot_apart, _ = keys_BHSE.stride()
+        hidden_XD, turns_BM1E = hidden_XD.contiguous(), turns_BM1E.contiguous()
+        assert hidden_XD.dtype == keys_BHSE.dtype == torch.float32
+        assert keys_BHSE.stride() == cache.values[-1].stride()
+        assert slot_apart == width
+        assert mask_B1MS is None or (mask_B1MS.is_contiguous() and mask_B1MS.dtype == torch.float32)
+        assert first_qkv_XO is None or first_qkv_XO.is_contiguous()
+        caches = [[key.data_ptr(), value.data_ptr()] for key, value in zip(cache.keys, cache.values, strict=True)]
+        self._table_L8[:, 6:] = torch.tensor(caches)
+        work = hidden_XD.new_empty(rows * ((2 * heads + 2 * kv_heads) * width + 2 * self._mlp + inputs))
+        masks = (None, 1) if mask_B1MS is None else (mask_B1MS.data_ptr(), len(mask_B1MS))
+        given = list[Tensor]()
+        bounds = (0, *given_layers, len(self._table_L8))
+        for part, (first, last) in enumerate(pairwise(bounds)):
+            if part:
+                given.append(hidden_XD)
+            made_XD = torch.empty_like(hidden_XD)
+            qkv = None if first or first_qkv_XO is None else first_qkv_XO.data_ptr()
+            data = (hidden_XD.data_ptr(), qkv, work.data_ptr(), made_XD.data_ptr(), turns_BM1E.data_ptr(), masks[0])
+            apart = (len(turns_BM1E), masks[1], row_apart, head_apart)
+            sizes = (inputs, self._mlp, last - first, self._narrow, batch, count, heads, kv_heads, width, start, end)
+            table = self._table_L8[first:].data_ptr()
+            threads = torch.get_num_threads()
+            self._call(table, *data, cache.lengths_B.data_ptr(), *apart, *sizes, threads, self._offset)
+            if last > first:
+                hidden_XD = made_XD
+        return hidden_XD, given
+
+
+def _products(layer: Any) -> tuple[Product, Product, Product, Product]:
+    return layer.qkv, layer.out, layer.gate_up, layer.down
