@@ -135,10 +135,8 @@ def test_drafting_computes_what_training_computed(
         logits_KR = made_KD @ heads.projection().T
         for step, step_BMV in enumerate(seen[:STEPS]):
             found_R = step_BMV[row, -1] if proposed is None else step_BMV[row, -1, proposed]
-            assert (found_R - logits_KR[step]).abs().max() < 1e-3, (
-                row,
-                step,
-            )  # 1e-4 is one row's rounding, grown tenfold a step
+            # 1e-4 is one row's rounding, where it grows tenfold a step
+            assert (found_R - logits_KR[step]).abs().max() < 1e-3, (row, step)
 
 
 def test_heads_are_read_back(make_llama: Any, make_eagle: Any, tmp_path: Path) -> None:
