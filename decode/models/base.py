@@ -137,6 +137,10 @@ class LanguageModel(ABC):
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """[..., D] hidden states as `extend` gives them to [..., V] logits."""
 
+    def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of the tokens that the model proposes [..., R], and which these are [R]; None: all."""
+        return self.logits(hidden_XD), None
+
 
 class SlotCache(Cache):
     """Our cache for transformers' attention layers: writes where the tree stands, returns views up to `end`."""

@@ -241,6 +241,9 @@ class GraphedModel(LanguageModel):
         """[..., V]; a single product, which a graph would not start any faster."""
         return self.model.logits(hidden_XD)
 
+    def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.model.proposed_logits(hidden_XD)
+
 
 def round_up(slots: int, stride: int) -> int:
     """The least size that holds `slots`: a multiple of `stride`, and of a quarter of the power of two below `slots`."""

@@ -274,10 +274,13 @@ class LeanLlama(LanguageModel):
         return None
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
+        logits_XR, kept_R = self.proposed_logits(hidden_XD)
+        return logits_XR if kept_R is None else widen(logits_XR, kept_R, self.vocab_size)
+
+    def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
         rows_XD = hidden_XD.flatten(0, -2)[:, -self.hidden_size :].contiguous()
         if self.states == "before-norm":
             rows_XD = self._final_norm(rows_XD)
         if self._inner is not None:
             rows_XD = self._inner(rows_XD)
-        logits_XV = self._head(rows_XD).view(*hidden_XD.shape[:-1], -1)
-        return logits_XV if self._kept_R is None else widen(logits_XV, self._kept_R, self.vocab_size)
+        return self._head(rows_XD).view(*hidden_XD.shape[:-1], -1), self._kept_R

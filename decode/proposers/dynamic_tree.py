@@ -4,7 +4,8 @@ Source: EAGLE-2 (Li et al. 2024, arXiv 2406.16858), sections 3.1 and 3.2: levels
 joint probability, and of all nodes the best are scored. What is proposed depends on committed tokens alone, not on
 chance, so that matching the target's own choice is exact.
 
-Shape letters: B batch, M nodes of a level, W candidates of a node, D hidden, V vocabulary.
+Shape letters: B batch, M nodes of a level, W candidates of a node, D hidden, R tokens that are
+proposed.
 """
 
 from __future__ import annotations
@@ -72,15 +73,16 @@ class DynamicTree(Proposer):
         rows = [self._known(context, row) for row in range(len(context.lengths))]
         # the nodes of the level, by their numbers
         grown = [[] if context.ended[row] else self._open([0], nodes) for row, nodes in enumerate(rows)]
-        tree, width = Tree.chain(0).to(device), min(self.width, self.model.vocab_size)
+        tree = Tree.chain(0).to(device)
         self._drafted = any(grown)
         self._ran = [1] if self._drafted else []
         if self._drafted:
             hidden_BMD = self._draft.read_root(context)[:, None]
         for level in range(self.depth if self._drafted else 0):
-            top = warp(self.model.logits(hidden_BMD), sampling).topk(width, -1)
+            logits_BMR, kept_R = self.model.proposed_logits(hidden_BMD)
+            top = warp(logits_BMR, sampling).topk(min(self.width, logits_BMR.shape[-1]), -1)
             context.watch("the drafter's", top.values[..., 0], level)
-            tokens_BMW, probs_BMW = to_host(top.indices, top.values)
+            tokens_BMW, probs_BMW = to_host(top.indices if kept_R is None else kept_R[top.indices], top.values)
             parents = list[list[int]]()
             for row, nodes in enumerate(rows):
                 above = grown[row]

@@ -17,6 +17,7 @@ static inline void turn(const float *from, const float *by, float *to, long widt
 }
 
 #define MOST 4   /* tokens that are worked with together: what they read is near then */
+#define SCORES (1 << 17) /* that lie on the stack, unless those of one query are more */
 #define BLOCK 64 /* slots whose values stay near while each query reads them */
 
 /* Sixteen slots' products with a query. */
@@ -88,25 +89,29 @@ static inline __attribute__((always_inline)) void attend_together(
     const float *queries, const float *keys, const float *values, const float *mask, float *attended, const long slots,
     const long width, const int tokens, const int each, const long end, const long token)
 {
-    const long padded = (slots + 15) / 16 * 16;
-    float scores[tokens * each * padded], last[16 * width]; /* the last slots, fewer than sixteen */
+    const long padded = (slots + 15) / 16 * 16, fitting = SCORES / padded;
+    const int number = tokens * each, most = fitting < 1 ? 1 : fitting < number ? fitting : number;
+    float scores[most * padded], last[16 * width]; /* the last slots, fewer than sixteen */
     for (long e = 0; e < 16 * width; e++)
         last[e] = e < slots % 16 * width ? keys[slots / 16 * 16 * width + e] : 0;
-    for (long s = 0; s < slots; s += 16)
-        for (int q = 0; q < tokens * each; q++)
-            *(panel *)(scores + q * padded + s) = sixteen(queries + q * width, s + 16 > slots ? last : keys + s * width, width);
-    for (int q = 0; q < tokens * each; q++)
-        shares(scores + q * padded, mask ? mask + q / each * end : 0, slots);
-    for (long from = 0; from < slots; from += BLOCK)
-        for (int q = 0; q < tokens * each; q++) {
-            const long until = from + BLOCK < slots ? from + BLOCK : slots;
-            float *to = attended + q / each * token + q % each * width;
-            long e = 0;
-            for (; e + 64 <= width; e += 64)
-                add_values(scores + q * padded, values + e, to + e, from, until, width, 4);
-            for (; e < width; e += 16)
-                add_values(scores + q * padded, values + e, to + e, from, until, width, 1);
-        }
+    for (int first = 0; first < number; first += most) {
+        const int stop = first + most < number ? first + most : number;
+        for (long s = 0; s < slots; s += 16)
+            for (int q = first; q < stop; q++)
+                *(panel *)(scores + (q - first) * padded + s) = sixteen(queries + q * width, s + 16 > slots ? last : keys + s * width, width);
+        for (int q = first; q < stop; q++)
+            shares(scores + (q - first) * padded, mask ? mask + q / each * end : 0, slots);
+        for (long from = 0; from < slots; from += BLOCK)
+            for (int q = first; q < stop; q++) {
+                const long until = from + BLOCK < slots ? from + BLOCK : slots;
+                float *to = attended + q / each * token + q % each * width;
+                long e = 0;
+                for (; e + 64 <= width; e += 64)
+                    add_values(scores + (q - first) * padded, values + e, to + e, from, until, width, 4);
+                for (; e < width; e += 16)
+                    add_values(scores + (q - first) * padded, values + e, to + e, from, until, width, 1);
+            }
+    }
 }
 
 void attend(

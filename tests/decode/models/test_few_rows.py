@@ -83,13 +83,13 @@ def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("lengths", [[0], [37], [5, 140, 18]], ids=str)
+@pytest.mark.parametrize("lengths", [[0], [37], [5, 140, 18], [70_000]], ids=str)
 @pytest.mark.parametrize(("count", "width"), [(1, 32), (5, 32), (1, 64), (20, 64), (5, 128), (6, 80)])
 @torch.no_grad()
 def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, width: int) -> None:
     """Queries of a tree, whose nodes see some of each other, behind rows of these lengths; two layers, one cache."""
     torch.manual_seed(0)
-    heads, groups, start, room = 6, 2, 2, 192
+    heads, groups, start, room = 6, 2, 2, max(lengths) + 52
     batch, end = len(lengths), max(lengths) + start + count
     cache = KVCache(2, batch, groups, room, width, width, torch.float32, torch.device("cpu"))
     for side in (*cache.keys, *cache.values):
