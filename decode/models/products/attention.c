@@ -97,8 +97,10 @@ static inline __attribute__((always_inline)) void attend_together(
     for (int first = 0; first < number; first += most) {
         const int stop = first + most < number ? first + most : number;
         for (long s = 0; s < slots; s += 16)
-            for (int q = first; q < stop; q++)
-                *(panel *)(scores + (q - first) * padded + s) = sixteen(queries + q * width, s + 16 > slots ? last : keys + s * width, width);
+            for (int q = first; q < stop; q++) {
+                panel found = sixteen(queries + q * width, s + 16 > slots ? last : keys + s * width, width);
+                *(panel *)(scores + (q - first) * padded + s) = found;
+            }
         for (int q = first; q < stop; q++)
             shares(scores + (q - first) * padded, mask ? mask + q / each * end : 0, slots);
         for (long from = 0; from < slots; from += BLOCK)
@@ -116,8 +118,8 @@ static inline __attribute__((always_inline)) void attend_together(
 
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
-    float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count, int heads,
-    int groups, int width, int start, int stop, int end, int threads)
+    float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
+    int heads, int groups, int width, int start, int stop, int end, int threads)
 {
     const long token = (long)(heads + 2 * groups) * width;
     const float scale = 1.0f / sqrtf((float)width);

@@ -124,14 +124,16 @@ void few_rows(
                 const char *ahead = groups > 1 ? w + (p + 2) * apart + start / size * lines * 64 : 0;
                 const float *adds[2] = {add ? add + at + p * 16 : 0, add ? add + at + q * 16 : 0};
                 float *ys[2] = {y + at + p * 16, y + at + q * 16};
+                const char *left = w + p * apart, *right = w + q * apart;
+                const float *from = x + start * inputs;
 #define CASE(rows) \
     case rows: \
         if (rows > MOST) \
             break; \
         if (narrow) \
-            two_panels(w + p * apart, w + q * apart, x + start * inputs, adds, ys, inputs, outputs, rows, 1, ahead, lines); \
+            two_panels(left, right, from, adds, ys, inputs, outputs, rows, 1, ahead, lines); \
         else \
-            two_panels(w + p * apart, w + q * apart, x + start * inputs, adds, ys, inputs, outputs, rows, 0, ahead, lines); \
+            two_panels(left, right, from, adds, ys, inputs, outputs, rows, 0, ahead, lines); \
         break;
                 switch (count - start < size ? count - start : size) { /* known, so that loops can be unrolled */
                     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)

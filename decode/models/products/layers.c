@@ -17,14 +17,14 @@ void few_rows(
     int threads, const float *norm, float offset, int gated);
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
-    float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count, int heads,
-    int groups, int width, int start, int stop, int end, int threads);
+    float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
+    int heads, int groups, int width, int start, int stop, int end, int threads);
 
 void layers(
     const layer *all, const float *hidden, const float *first_qkv, float *work, float *result, const float *turns,
     const float *mask, const long *lengths, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart,
-    long inputs, long mlp, int number, int narrow, int batch, int count, int heads, int groups, int width, int start, int end,
-    int threads, float offset)
+    long inputs, long mlp, int number, int narrow, int batch, int count, int heads, int groups, int width, int start,
+    int end, int threads, float offset)
 {
     const long read = (long)heads * width, asked = read + 2L * groups * width;
     const int rows = batch * count;
