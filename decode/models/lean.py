@@ -191,6 +191,12 @@ class LeanLlama(LanguageModel):
         first, second = x_BMHE.chunk(2, -1)
         return torch.addcmul(x_BMHE * turns_BM1E, torch.cat((-second, first), -1), sin_BM1E)
 
+    def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
+        """As of `LanguageModel`; None also for over `FEW_ROWS` tokens of an empty cache: attention is causal then."""
+        if bias_BMn is None and start == 0 and stop > FEW_ROWS and not any(cache.lengths):
+            return None
+        return super()._mask(cache, bias_BMn, start, stop, end)
+
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
@@ -238,7 +244,8 @@ class LeanLlama(LanguageModel):
         group = self.heads // self.kv_heads if count <= FEW_ROWS else 1
         if mask_B1MS is not None and group > 1:
             mask_B1MS = mask_B1MS.repeat(1, 1, group, 1)
-        attend = partial(F.scaled_dot_product_attention, enable_gqa=self._grouped and group == 1)
+        causal = mask_B1MS is None and count > 1
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=self._grouped and group == 1, is_causal=causal)
         stops = [length + 1 for length in cache.lengths]
         padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
         apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots

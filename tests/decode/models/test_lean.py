@@ -57,3 +57,19 @@ def test_weights_that_are_trained_stay_where_they_are(make_llama: Any, dtype: to
     before = [weight.data_ptr() for weight in model.parameters()]
     LeanLlama(model)
     assert [weight.data_ptr() for weight in model.parameters()] == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_the_beginning_of_texts_is_read_as_its_parts_are(make_llama: Any, dtype: torch.dtype) -> None:
+    """A whole prompt needs no mask, the second half of one does; an attention to later tokens would be off by the size
+    of the result."""
+    thin = LeanLlama(make_llama().to(dtype))
+    tokens_BM = torch.randint(0, thin.vocab_size, (2, FEW_ROWS + 9))
+    whole, parts = (thin.new_cache(2, tokens_BM.shape[1]) for _ in range(2))
+    whole_BMD = thin.extend(whole, tokens_BM)
+    first_BMD = thin.extend(parts, tokens_BM[:, :40])
+    parts.set_lengths([40, 40])
+    second_BMD = thin.extend(parts, tokens_BM[:, 40:])
+    apart = (whole_BMD - torch.cat((first_BMD, second_BMD), 1)).abs().max()
+    assert apart < (1e-5 if dtype == torch.float32 else 0.1) * whole_BMD.abs().max()
