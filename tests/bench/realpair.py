@@ -143,7 +143,13 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
         asked = {"prompts": "spec-bench", "prompts_path": str(options.prompts)}  # whose groups come in turn
     asked |= {"groups": options.groups, "limit": options.limit, "max_prompt_tokens": options.prompt_tokens}
     asked |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
-    asked |= {"energy": "off", "predict": True, "show_categories": True, "drafter_dtype": options.drafter_dtype}
+    asked |= {
+        "compare_with_transformers": not options.alone,
+        "energy": "off",
+        "predict": True,
+        "show_categories": True,
+        "drafter_dtype": options.drafter_dtype,
+    }
     if (eagle := Path(options.found.folder) / "eagle").is_dir():
         asked |= {"more_drafters": [str(eagle)]}
     return EvaluateRecipe.model_validate(pair_values(first, options.found, PARTS) | asked | more)
@@ -404,6 +410,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", default=[], help="only these groups of the prompts")
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by label: 'speculative*'")
     parser.add_argument("--drafter-dtype", help="the type of drafters' weights, where it is not the target's")
+    parser.add_argument("--alone", action="store_true", help="without the greedy texts of transformers")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--peers", action="store_true", help="beside transformers, and nothing else")
     parser.add_argument("--gguf", type=Path, help="of --peers: the target's GGUF file, for llama.cpp (xllamacpp)")
