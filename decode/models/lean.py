@@ -202,7 +202,7 @@ class LeanLlama(LanguageModel):
     ) -> Tensor:
         batch, count = tokens_BM.shape
         hidden_XD = self._first(F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype))
-        if self._few is not None and self._few.takes(cache, len(hidden_XD)):
+        if self._few is not None and type(cache) is KVCache and self._few.takes(len(hidden_XD)):
             turns_BM1E, _ = self._rotation(positions_BM, end)
             seen = (turns_BM1E, mask_B1MS, cache, start, end)
             hidden_XD, given = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.given_layers)

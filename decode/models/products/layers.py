@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_cache import KVCache
 from .few_rows import FewRows, fits
 from .native import compiled, in_use
 from .product import Product
@@ -52,9 +51,9 @@ class DecoderLayers:
         self._most_tokens = min(product.most_rows for products in few for product in products)
         self._call = compiled().layers
 
-    def takes(self, cache: KVCache, tokens: int) -> bool:
-        """Whether it is for so many tokens on such a cache, now."""
-        return in_use() and 0 < tokens <= self._most_tokens and type(cache) is KVCache
+    def takes(self, tokens: int) -> bool:
+        """Whether it is for so many tokens, now."""
+        return in_use() and 0 < tokens <= self._most_tokens
 
     def __call__(
         self,
@@ -62,15 +61,15 @@ class DecoderLayers:
         first_qkv_XO: Tensor | None,
         turns_BM1E: Tensor,
         mask_B1MS: Tensor | None,
-        cache: KVCache,
+        cache: Any,
         start: int,
         end: int,
         given_layers: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """What comes out of the last layer [X, D], and what went into `given_layers`, which rise; keys and values are
-        written to the cache. The tokens are nodes `start` and on of each row's tree, and see what the mask, as of
-        `LanguageModel.extend`, lets them see of `end` slots; without one all up to the last of them. The first layer's
-        queries, keys and values may be given."""
+        written to the cache, a `KVCache`. The tokens are nodes `start` and on of each row's tree, and see what the
+        mask, as of `LanguageModel.extend`, lets them see of `end` slots; without one all up to the last of them. The
+        first layer's queries, keys and values may be given."""
         heads, kv_heads, width = self._sizes
         batch, count = len(cache.lengths), turns_BM1E.shape[1]
         rows, inputs = hidden_XD.shape
