@@ -41,37 +41,28 @@ static inline float total(panel x)
     return sum;
 }
 
-/* The totals of sixteen, in their order. */
-static inline panel totals(const panel x[16])
+/* The totals of sixteen, in their order: neighbours are added, of two panels beside each other, until one is left. */
+static inline panel totals(const panel of[16])
 {
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-    panel two[8], four[4], eight[2];
-#define PAIRS(a, b) \
-    (__builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) + \
-     __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-#define FOURS(a, b) \
-    (__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) + \
-     __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-#define EIGHTS(a, b) \
-    (__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) + \
-     __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-#define HALVES(a, b) \
-    (__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) + \
-     __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        two[i] = PAIRS(x[2 * i], x[2 * i + 1]);
+#define EACH_SECOND(a, b, n) \
+    __builtin_shufflevector( \
+        a, b, n, n + 2, n + 4, n + 6, n + 8, n + 10, n + 12, n + 14, n + 16, n + 18, n + 20, n + 22, n + 24, n + 26, \
+        n + 28, n + 30)
+    panel x[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        x[i] = of[i];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        four[i] = FOURS(two[2 * i], two[2 * i + 1]);
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
-        eight[i] = EIGHTS(four[2 * i], four[2 * i + 1]);
-    return HALVES(eight[0], eight[1]);
+    for (int number = 8; number; number /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < number; i++)
+            x[i] = EACH_SECOND(x[2 * i], x[2 * i + 1], 0) + EACH_SECOND(x[2 * i], x[2 * i + 1], 1);
+    return x[0];
 #else
     panel sums;
     for (int i = 0; i < 16; i++)
-        sums[i] = total(x[i]);
+        sums[i] = total(of[i]);
     return sums;
 #endif
 }

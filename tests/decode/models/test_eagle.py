@@ -94,13 +94,14 @@ def test_training_computes_what_is_written_down(make_llama: Any, make_eagle: Any
     assert (made_TKD[2] - torch.stack(wanted)).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("hidden", [32, 64])  # C does the layer of 64, whose heads are wide enough
 @pytest.mark.parametrize(("proposed", "normed"), [(None, False), (KEPT, False), (None, True)], ids=str)
 @torch.no_grad()
 def test_drafting_computes_what_training_computed(
-    make_llama: Any, make_eagle: Any, proposed: Tensor | None, normed: bool
+    make_llama: Any, make_eagle: Any, proposed: Tensor | None, normed: bool, hidden: int
 ) -> None:
     """Of a row beside a longer one, after a step that kept part of its draft."""
-    model = make_llama(VOCAB, hidden_size=64)  # heads so wide are C's work
+    model = make_llama(VOCAB, hidden_size=hidden, seed=1)
     heads = make_eagle(model, proposed)
     heads.normed = normed
     target, drafter = wrap_model(model, given_layers=heads.layers), EagleDrafter(heads)
@@ -135,8 +136,7 @@ def test_drafting_computes_what_training_computed(
         logits_KR = made_KD @ heads.projection().T
         for step, step_BMV in enumerate(seen[:STEPS]):
             found_R = step_BMV[row, -1] if proposed is None else step_BMV[row, -1, proposed]
-            # 1e-4 is one row's rounding, where it grows tenfold a step
-            assert (found_R - logits_KR[step]).abs().max() < 1e-3, (row, step)
+            assert (found_R - logits_KR[step]).abs().max() < 1e-4, (row, step)
 
 
 def test_heads_are_read_back(make_llama: Any, make_eagle: Any, tmp_path: Path) -> None:
