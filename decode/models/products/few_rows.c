@@ -1,7 +1,9 @@
 /* y = x W^T (+ add) for the few rows x that decoding has: each weight is read from memory once, whatever the rows.
 
-   W lies in panels of 16 outputs, w[output / 16][input][output % 16], of float32 or, if narrow, of bfloat16. x is [count,
-   inputs], y and add [count, outputs], float32; outputs are a multiple of 16, add may be null.
+   W lies in panels of 16 outputs, w[output / 16][input][output % 16], of float32 or bfloat16. Where `multiplies_pairs`,
+   bfloat16 weights may lie in w[output / 16][input / 2][output % 16][input % 2] instead, with inputs a multiple of 16; x is
+   rounded to bfloat16 then, and the sums are float32. x is [count, inputs], y and add [count, outputs], float32; outputs
+   are a multiple of 16, add may be null.
 
    Rows are worked with in groups, whose sums for two panels stay in registers; the second group finds the weights in the
    cache. What a group reads lies as [input][row], so that one pointer follows it.
@@ -11,6 +13,10 @@
    16 then. Every thread does so for itself: that costs less than to wait for each other. */
 
 #include "panels.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 typedef unsigned int words __attribute__((vector_size(64)));
 typedef unsigned short halves __attribute__((vector_size(32), aligned(2)));
@@ -22,26 +28,46 @@ typedef unsigned short halves __attribute__((vector_size(32), aligned(2)));
 #define MOST 3 /* in registers a quarter as large, or in half of half as many */
 #endif
 
-static inline __attribute__((always_inline)) panel weights(const char *at, const int narrow)
+enum { WIDE, NARROW, PAIRS }; /* how weights lie: float32, bfloat16, bfloat16 by pairs of inputs */
+
+int multiplies_pairs(void)
 {
-    if (narrow)
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+static inline __attribute__((always_inline)) panel weights(const char *at, const int kind)
+{
+    if (kind == NARROW)
         return (panel)(__builtin_convertvector(*(const halves *)at, words) << 16);
     return *(const panel *)at;
+}
+
+static inline __attribute__((always_inline)) panel plus(panel sum, panel weight, float x, const int kind)
+{
+#ifdef __AVX512BF16__
+    if (kind == PAIRS)
+        return (panel)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)_mm512_set1_ps(x));
+#endif
+    return sum + weight * x;
 }
 
 /* Two panels by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the sums stay in
    registers. */
 static inline __attribute__((always_inline)) void two_panels(
-    const char *left, const char *right, const float *x, const float *add[2], float *y[2], long inputs, long outputs,
-    const int count, const int narrow, const char *ahead, long lines)
+    const char *left, const char *right, const float *x, const float *add[2], float *y[2], long steps, long outputs,
+    const int count, const int kind, const char *ahead, long lines)
 {
-    const long bytes = narrow ? 32 : 64;
+    const long bytes = kind == NARROW ? 32 : 64;
     panel sums[2][MOST];
 #pragma GCC unroll 16
     for (int row = 0; row < count; row++)
         sums[0][row] = sums[1][row] = (panel){0};
-    for (long i = 0; i < inputs; i++) {
-        panel weight = weights(left + i * bytes, narrow), other = weights(right + i * bytes, narrow);
+    for (long i = 0; i < steps; i++) {
+        panel weight = weights(left + i * bytes, kind), other = weights(right + i * bytes, kind);
         if (!ahead) {
             __builtin_prefetch(left + i * bytes + AHEAD);
             __builtin_prefetch(right + i * bytes + AHEAD);
@@ -49,8 +75,8 @@ static inline __attribute__((always_inline)) void two_panels(
             __builtin_prefetch(ahead + i * 64, 0, 2);
 #pragma GCC unroll 16
         for (int row = 0; row < count; row++) {
-            sums[0][row] += weight * x[i * count + row];
-            sums[1][row] += other * x[i * count + row];
+            sums[0][row] = plus(sums[0][row], weight, x[i * count + row], kind);
+            sums[1][row] = plus(sums[1][row], other, x[i * count + row], kind);
         }
     }
 #pragma GCC unroll 2
@@ -63,24 +89,39 @@ static inline __attribute__((always_inline)) void two_panels(
         }
 }
 
-/* A row's numbers, in steps of a group's rows. */
-static void lay(const float *x, float *to, long inputs, int step)
+/* Sixteen numbers of a row, from its number i on, in steps of a group's rows. */
+static inline __attribute__((always_inline)) void put(panel x, float *to, long i, int step, int kind)
 {
-    for (long i = 0; i < inputs; i++)
+#ifdef __AVX512BF16__
+    if (kind == PAIRS) {
+        union { __m256bh halves; float pairs[8]; } rounded = {_mm512_cvtneps_pbh((__m512)x)};
+        for (int pair = 0; pair < 8; pair++)
+            to[(i / 2 + pair) * step] = rounded.pairs[pair];
+        return;
+    }
+#endif
+    for (int lane = 0; lane < 16; lane++)
+        to[(i + lane) * step] = x[lane];
+}
+
+static void lay(const float *x, float *to, long inputs, int step, int kind)
+{
+    long i = 0;
+    for (; i + 16 <= inputs; i += 16)
+        put(*(const panel *)(x + i), to, i, step, kind);
+    for (; i < inputs; i++)
         to[i * step] = x[i];
 }
 
-static void gate(const float *x, float *to, long inputs, int step)
+static void gate(const float *x, float *to, long inputs, int step, int kind)
 {
     for (long i = 0; i < inputs; i += 16) {
         panel open = *(const panel *)(x + i), value = *(const panel *)(x + inputs + i);
-        value *= open / (1.0f + exponential(-open));
-        for (int lane = 0; lane < 16; lane++)
-            to[(i + lane) * step] = value[lane];
+        put(value * (open / (1.0f + exponential(-open))), to, i, step, kind);
     }
 }
 
-static void normalise(const float *x, float *to, long inputs, int step, const float *norm, float offset)
+static void normalise(const float *x, float *to, long inputs, int step, int kind, const float *norm, float offset)
 {
     panel squares = {0};
     for (long i = 0; i < inputs; i += 16)
@@ -90,31 +131,31 @@ static void normalise(const float *x, float *to, long inputs, int step, const fl
         panel scaled = *(const panel *)(x + i) * scale;
         if (norm)
             scaled *= *(const panel *)(norm + i);
-        for (int lane = 0; lane < 16; lane++)
-            to[(i + lane) * step] = scaled[lane];
+        put(scaled, to, i, step, kind);
     }
 }
 
 void few_rows(
-    const char *w, const float *given, const float *add, float *y, long inputs, long outputs, int count, int narrow,
+    const char *w, const float *given, const float *add, float *y, long inputs, long outputs, int count, int kind,
     int threads, const float *norm, float offset, int gated)
 {
-    const long panels = outputs / 16, pairs = (panels + 1) / 2, apart = inputs * (narrow ? 32 : 64);
+    const long panels = outputs / 16, pairs = (panels + 1) / 2, apart = inputs * (kind == WIDE ? 64 : 32);
+    const long steps = kind == PAIRS ? inputs / 2 : inputs;
     const int groups = (count + MOST - 1) / MOST, size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
-        const int as_it_is = count == 1 && !gated && offset < 0;
-        float made[as_it_is ? 1 : count * inputs];
+        const int as_it_is = count == 1 && kind != PAIRS && !gated && offset < 0;
+        float made[as_it_is ? 1 : count * steps];
         for (int row = 0; row < count && !as_it_is; row++) {
             const int start = row / size * size, step = count - start < size ? count - start : size;
             const float *from = given + row * inputs * (1 + gated);
-            float *to = made + start * inputs + (row - start);
+            float *to = made + start * steps + (row - start);
             if (gated)
-                gate(from, to, inputs, step);
+                gate(from, to, inputs, step, kind);
             else if (offset >= 0)
-                normalise(from, to, inputs, step, norm, offset);
+                normalise(from, to, inputs, step, kind, norm, offset);
             else
-                lay(from, to, inputs, step);
+                lay(from, to, inputs, step, kind);
         }
         const float *x = as_it_is ? given : made;
         for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
@@ -125,15 +166,17 @@ void few_rows(
                 const float *adds[2] = {add ? add + at + p * 16 : 0, add ? add + at + q * 16 : 0};
                 float *ys[2] = {y + at + p * 16, y + at + q * 16};
                 const char *left = w + p * apart, *right = w + q * apart;
-                const float *from = x + start * inputs;
+                const float *from = x + start * steps;
 #define CASE(rows) \
     case rows: \
         if (rows > MOST) \
             break; \
-        if (narrow) \
-            two_panels(left, right, from, adds, ys, inputs, outputs, rows, 1, ahead, lines); \
+        if (kind == WIDE) \
+            two_panels(left, right, from, adds, ys, steps, outputs, rows, WIDE, ahead, lines); \
+        else if (kind == NARROW) \
+            two_panels(left, right, from, adds, ys, steps, outputs, rows, NARROW, ahead, lines); \
         else \
-            two_panels(left, right, from, adds, ys, inputs, outputs, rows, 0, ahead, lines); \
+            two_panels(left, right, from, adds, ys, steps, outputs, rows, PAIRS, ahead, lines); \
         break;
                 switch (count - start < size ? count - start : size) { /* known, so that loops can be unrolled */
                     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)

@@ -2,7 +2,7 @@
 
 The library's products cost more with each row, although reading the weights is most of the work of one row as of ten.
 
-Letters: X rows, I and O inputs and outputs, P panels of 16 outputs.
+Letters: X rows, I and O inputs and outputs, P panels of W = 16 outputs, T inputs that lie together.
 """
 
 from __future__ import annotations
@@ -15,23 +15,29 @@ from .native import compiled, in_use
 MOST_ROWS = 48
 _MOST_NUMBERS = 1 << 18  # of all rows' inputs, which lie on the stack
 _WIDTH = 16
+_WIDE, _NARROW, _PAIRS = range(3)  # as the C function calls them
 
 
 class FewRows:
     """x Wᵀ for 1 to `most_rows` rows of float32, with weights of float32 or bfloat16; a copy of W [O, I] is kept. See
-    `fits`."""
+    `fits`.
+
+    `rounds`: x is rounded to bfloat16, as bfloat16 weights have it where the processor multiplies pairs of them."""
 
     def __init__(self, weight_OI: Tensor) -> None:
         outputs, self._inputs = weight_OI.shape
-        self._outputs, self._narrow = outputs, weight_OI.dtype == torch.bfloat16
-        self._weight_PIW = weight_OI.view(-1, _WIDTH, self._inputs).transpose(1, 2).contiguous()
+        self._outputs, half = outputs, weight_OI.dtype == torch.bfloat16
+        self.rounds = half and self._inputs % _WIDTH == 0 and bool(compiled().multiplies_pairs())
+        self.kind = _PAIRS if self.rounds else _NARROW if half else _WIDE
+        together = 2 if self.rounds else 1
+        self._weight_PIWT = weight_OI.view(len(weight_OI) // _WIDTH, _WIDTH, -1, together).transpose(1, 2).contiguous()
         self.most_rows = min(MOST_ROWS, _MOST_NUMBERS // self._inputs)
         self._call = compiled().few_rows
 
     @property
     def pointer(self) -> int:
         """Where the weights lie, as C takes them."""
-        return self._weight_PIW.data_ptr()
+        return self._weight_PIWT.data_ptr()
 
     def takes(self, rows: int) -> bool:
         """Whether it is for so many rows, now."""
@@ -48,7 +54,7 @@ class FewRows:
         assert add is None or (add.shape == (rows, self._outputs) and add.dtype == torch.float32)
         out_XO = x_XI.new_empty(rows, self._outputs)
         added = None if add is None else add.data_ptr()
-        sizes = (self._inputs, self._outputs, rows, self._narrow, torch.get_num_threads())
+        sizes = (self._inputs, self._outputs, rows, self.kind, torch.get_num_threads())
         self._call(self.pointer, x_XI.data_ptr(), added, out_XO.data_ptr(), *sizes, None, -1.0, False)
         return out_XO
 

@@ -13,7 +13,7 @@ typedef struct {
 } layer;
 
 void few_rows(
-    const char *w, const float *given, const float *add, float *y, long inputs, long outputs, int count, int narrow,
+    const char *w, const float *given, const float *add, float *y, long inputs, long outputs, int count, int kind,
     int threads, const float *norm, float offset, int gated);
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
@@ -23,7 +23,7 @@ void attend(
 void layers(
     const layer *all, const float *hidden, const float *first_qkv, float *work, float *result, const float *turns,
     const float *mask, const long *lengths, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart,
-    long inputs, long mlp, int number, int narrow, int batch, int count, int heads, int groups, int width, int start,
+    long inputs, long mlp, int number, int kind, int batch, int count, int heads, int groups, int width, int start,
     int end, int threads, float offset)
 {
     const long read = (long)heads * width, asked = read + 2L * groups * width;
@@ -34,13 +34,13 @@ void layers(
         const layer *one = all + number_of;
         const float *qkv = number_of == 0 && first_qkv ? first_qkv : own_qkv;
         if (qkv == own_qkv)
-            few_rows(one->qkv, hidden, NULL, own_qkv, inputs, asked, rows, narrow, threads, one->norm_in, offset, 0);
+            few_rows(one->qkv, hidden, NULL, own_qkv, inputs, asked, rows, kind, threads, one->norm_in, offset, 0);
         attend(
             qkv, turns, mask, one->keys, one->values, lengths, attended, rows_of_turns, rows_of_mask, row_apart, head_apart,
             batch, count, heads, groups, width, start, start + count, end, threads);
-        few_rows(one->out, attended, hidden, between, read, inputs, rows, narrow, threads, NULL, -1, 0);
-        few_rows(one->gate_up, between, NULL, gates, inputs, 2 * mlp, rows, narrow, threads, one->norm_mlp, offset, 0);
-        few_rows(one->down, gates, between, result, mlp, inputs, rows, narrow, threads, NULL, -1, 1);
+        few_rows(one->out, attended, hidden, between, read, inputs, rows, kind, threads, NULL, -1, 0);
+        few_rows(one->gate_up, between, NULL, gates, inputs, 2 * mlp, rows, kind, threads, one->norm_mlp, offset, 0);
+        few_rows(one->down, gates, between, result, mlp, inputs, rows, kind, threads, NULL, -1, 1);
         hidden = result;
     }
 }

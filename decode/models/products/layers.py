@@ -46,7 +46,8 @@ class DecoderLayers:
         self._table_L8[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
         if not folded:
             self._table_L8[:, 4:6] = torch.tensor([[norm.data_ptr() for norm in of_layer] for of_layer in norms])
-        self._narrow = layers[0].qkv.weight_OI.dtype == torch.bfloat16
+        self._kind = few[0][0].kind
+        assert all(product.kind == self._kind for products in few for product in products)
         self._mlp = layers[0].down.weight_OI.shape[1]
         self._most_tokens = min(product.most_rows for products in few for product in products)
         self._call = compiled().layers
@@ -94,7 +95,7 @@ class DecoderLayers:
             qkv = None if first or first_qkv_XO is None else first_qkv_XO.data_ptr()
             data = (hidden_XD.data_ptr(), qkv, work.data_ptr(), made_XD.data_ptr(), turns_BM1E.data_ptr(), masks[0])
             apart = (len(turns_BM1E), masks[1], row_apart, head_apart)
-            sizes = (inputs, self._mlp, last - first, self._narrow, batch, count, heads, kv_heads, width, start, end)
+            sizes = (inputs, self._mlp, last - first, self._kind, batch, count, heads, kv_heads, width, start, end)
             table = self._table_L8[first:].data_ptr()
             threads = torch.get_num_threads()
             self._call(table, *data, cache.lengths_B.data_ptr(), *apart, *sizes, threads, self._offset)

@@ -64,6 +64,7 @@ def compiled() -> Any:
     library.few_rows.argtypes = [*[pointer] * 4, *[long] * 2, *[small] * 3, pointer, ctypes.c_float, small]
     library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 9]
     library.layers.argtypes = [*[pointer] * 8, *[long] * 6, *[small] * 10, ctypes.c_float]
+    library.multiplies_pairs.argtypes, library.multiplies_pairs.restype = [], small
     library.few_rows.restype = library.attend.restype = library.layers.restype = None
     return library
 
