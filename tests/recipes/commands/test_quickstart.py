@@ -10,11 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from draftsmith.checkpoints.artifact.locate import resolve
 from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.draft_vocabulary import kept_tokens
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.commands.artifacts.import_drafter import import_gguf
+from draftsmith.recipes.commands.artifacts.import_drafter import import_gguf, import_published
 from draftsmith.recipes.commands.quickstart import run_quickstart
 from draftsmith.recipes.schema.loading import load_recipe
 
@@ -92,6 +93,15 @@ def test_from_a_packaged_gguf_to_the_report(package: Path, tmp_path: Path, capsy
     assert said.count("reusing it") == 4
     with pytest.raises(ValueError, match="corpus"):
         run(out, changes[0])
+
+
+def test_a_packaged_gguf_is_a_model_wherever_one_is_named(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    import_published(TARGET, tmp_path / "model")
+    weights = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert (resolve(TARGET) / "model.safetensors").read_bytes() == weights
 
 
 def test_a_folder_is_linked_to_and_a_wrong_name_binds_nothing(package: Path, tmp_path: Path) -> None:
