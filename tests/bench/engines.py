@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from common import finish, parser_of
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import Decoded, decode, decode_reference
+from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
@@ -46,8 +47,8 @@ VLLM = f"""
 import json, sys, time
 from vllm import LLM, SamplingParams
 asked = json.loads(sys.argv[1])
-engine = LLM(asked["target"], speculative_config=asked["speculative"], dtype="float32", max_model_len={CONTEXT},
-             enable_prefix_caching=False, max_num_seqs=1)
+engine = LLM(asked["target"], speculative_config=asked["speculative"], dtype=asked["dtype"],
+             max_model_len=asked["context"], enable_prefix_caching=False, max_num_seqs=1)
 print("{ANSWER}{{}}", flush=True)
 for line in sys.stdin:
     prompt, tokens = json.loads(line)
@@ -76,14 +77,22 @@ def own(pair: Pair, gamma: int) -> dict[str, Job]:
     return {label: partial(run, way) for label, way in ways.items()}
 
 
-def vllm(python: str, pair: Path, speculative: dict[str, Any] | None, threads: int, held: ExitStack) -> Job:
+def vllm(
+    python: str,
+    target: Path,
+    speculative: dict[str, Any] | None,
+    threads: int,
+    held: ExitStack,
+    dtype: str = "float32",
+    context: int = CONTEXT,
+) -> Job:
     """A vLLM of its own, ready."""
     known = serving.environment(
         OMP_NUM_THREADS=str(threads), VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_HOST_IP="127.0.0.1", VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="WARNING",
     )  # fmt: skip
-    asked = json.dumps({"target": str(pair / "target"), "speculative": speculative})
+    asked = json.dumps({"target": str(target), "speculative": speculative, "dtype": dtype, "context": context})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     child: Any = subprocess.Popen([python, "-c", VLLM, asked], env=known, **pipes)
     held.callback(child.wait)
@@ -105,6 +114,31 @@ def vllm(python: str, pair: Path, speculative: dict[str, Any] | None, threads: i
     return run
 
 
+def vllm_ways(
+    python: str,
+    target: Path,
+    exported: Path,
+    dtype: str,
+    gammas: Sequence[int],
+    threads: int,
+    context: int,
+    held: ExitStack,
+) -> Iterator[tuple[str, int, Any]]:
+    """Name, γ and job of each way in which vLLM decodes, for realpair.py; each is a process of its own."""
+
+    def decoded(job: Job, prompt: Sequence[int], limits: Limits) -> Decoded:
+        ids, seconds = job(prompt, limits.max_new_tokens)
+        return Decoded(ids, Tally(tokens=len(ids), steps=len(ids)), seconds, 0.0)
+
+    asked: list[tuple[str, int, dict[str, Any] | None]] = [("vLLM", 0, None)]
+    for gamma in gammas:
+        drafting = {"method": "draft_model", "model": str(exported), "num_speculative_tokens": gamma}
+        looking = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": gamma}
+        asked += [("vLLM, drafter", gamma, drafting), ("vLLM, prompt look-up", gamma, looking)]
+    for name, gamma, speculative in asked:
+        yield name, gamma, partial(decoded, vllm(python, target, speculative, threads, held, dtype, context))
+
+
 def llama_cpp(engine: Path, options: Sequence[str], threads: int, held: ExitStack) -> Job:
     """A llama-server of its own, ready."""
     settings = f"-c {CONTEXT} -np 1 -t {threads} -ctk f32 -ctv f32 -fa off".split()
@@ -124,8 +158,8 @@ def jobs_of(folder: Path, jobs: dict[str, Job], gamma: int, threads: int, held: 
     """Everything to be compared, ready."""
     if python := os.environ.get("DRAFTSMITH_VLLM"):
         drafting = {"method": "draft_model", "model": str(folder / "drafter"), "num_speculative_tokens": gamma}
-        jobs["vLLM"] = vllm(python, folder, None, threads, held)
-        jobs["vLLM, drafter"] = vllm(python, folder, drafting, threads, held)
+        jobs["vLLM"] = vllm(python, folder / "target", None, threads, held)
+        jobs["vLLM, drafter"] = vllm(python, folder / "target", drafting, threads, held)
     if built := os.environ.get("DRAFTSMITH_LLAMA_CPP"):
         engine, out = Path(built), Path(held.enter_context(tempfile.TemporaryDirectory()))
         for name in ("target", "drafter"):

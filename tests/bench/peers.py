@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import bootstrap, per_step
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import Decoded, decode, decode_reference
 from draftsmith.decode.methods import Parts, build_method
@@ -53,15 +54,18 @@ def ways(folder: Path, exported: Path, dtype: str, gammas: Sequence[int]) -> lis
     """All ways of decoding with a pair's models in a number format; `exported`: the drafter for transformers."""
     load = partial(load_model, dtype=dtype)
     theirs, assistant, drafter = (load(str(one)) for one in (folder / "target", exported, folder / "drafter"))
-    target, parts, sampling = wrap_model(theirs), Parts(wrap_model(drafter)), Sampling()
+    table = BigramTable.load(folder / "table") if (folder / "table").is_dir() else None
+    target, parts, sampling = wrap_model(theirs), Parts(wrap_model(drafter), table=table), Sampling()
 
-    def own(name: str, **given: int) -> Job:
+    def own(name: str, **given: Any) -> Job:
         return partial(decode, target, build_method(name, parts, sampling, **given), sampling, 0)
 
     def with_assistant(gamma: int, prompt: Sequence[int], limits: Limits) -> Decoded:
         return assisted(theirs, assistant, gamma)(prompt, limits)  # γ lies in the assistant's settings
 
     found = [Peer("draftsmith", 0, own("autoregressive")), Peer("transformers", 0, partial(decode_reference, theirs))]
+    if table is not None and table.texts is not None:
+        found.append(Peer("draftsmith, suffix", 0, own("suffix", store="table")))
     for gamma in gammas:
         found += [
             Peer("draftsmith, drafter", gamma, own("speculative", gamma=gamma)),

@@ -10,12 +10,12 @@ realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts 
 
 Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
 prediction; "eagle" rows draft with the pair's EAGLE-3 layer. Peers: greedily and in turns prompt by prompt,
-in float32 and bfloat16, each at the γ that was its fastest on the first prompts; the assistant of transformers is the
+in float32 and bfloat16, ours also with the method `suffix`, each at the γ that was its fastest on the first prompts; the assistant of transformers is the
 padded export of the drafter; all texts end where this engine's own do. With `--gguf`, the target's own file, llama.cpp
-decodes the same weights by the package xllamacpp (other builds, and vLLM: engines.py). Curve: tokens per step of
-finished artifacts by replay of the target's own texts, against the tokens that they were trained on, those of the
-artifacts that they went on from included, and what one forward of each takes beside one of the target's. The last line
-is one JSON object.
+decodes the same weights by the package xllamacpp (other builds: engines.py), with DRAFTSMITH_VLLM the vLLM of that
+Python (tests/engines/test_vllm.py). Curve: tokens per step of finished artifacts by replay of the target's own texts,
+against the tokens that they were trained on, those of the artifacts that they went on from included, and what one
+forward of each takes beside one of the target's. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from itertools import starmap
 from pathlib import Path
@@ -55,6 +57,7 @@ from draftsmith.recipes.schema.results import load_results
 from draftsmith.recipes.session.machine import machine
 from draftsmith.recipes.session.stopping import Stoppable
 from draftsmith.train.parallel.interrupts import Interrupted
+from engines import vllm_ways
 from peers import GAMMAS, TUNED, Peer, of_format, print_peers, ways
 from pydantic import TypeAdapter
 
@@ -276,7 +279,7 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 def peers(options: argparse.Namespace) -> dict[str, Any]:
     """Rates by number format."""
     case = open_case(recipe_of(options, 0.0, [BASELINE], heads=None, table=None, drafter=None, more_drafters=[]))
-    kinds = 9 if options.gguf else 6
+    kinds = 7 + 3 * bool(options.gguf) + 3 * ("DRAFTSMITH_VLLM" in os.environ)
     tuned = (kinds - kinds // 3) * len(options.gammas) * min(TUNED, len(case.prompts))
     if said_first(options, "peers", case, len(options.dtypes) * (kinds * len(case.prompts) * options.repeats + tuned)):
         return {}
@@ -290,13 +293,17 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
             kept = Kept(journal, signals)
             for dtype in options.dtypes:
                 known = ways(Path(options.found.folder), exported, dtype, options.gammas)
-                if options.gguf is not None:
-                    from llama_cpp import ways as of_llama_cpp  # which needs xllamacpp
+                context, threads = options.prompt_tokens + options.tokens + 64, torch.get_num_threads()
+                with ExitStack() as held:
+                    if options.gguf is not None:
+                        from llama_cpp import ways as of_llama_cpp  # which needs xllamacpp
 
-                    context = options.prompt_tokens + options.tokens + 64
-                    given = (options.gguf, exported, Path(scratch), dtype, options.gammas, torch.get_num_threads())
-                    known += starmap(Peer, of_llama_cpp(*given, context))
-                found[dtype] = rounded(of_format(known, case, kept, f"{dtype} {digest}", options.repeats))
+                        given = (options.gguf, exported, Path(scratch), dtype, options.gammas, threads)
+                        known += starmap(Peer, of_llama_cpp(*given, context))
+                    if python := os.environ.get("DRAFTSMITH_VLLM"):
+                        theirs = (python, Path(case.recipe.target), exported, dtype, options.gammas, threads)
+                        known += starmap(Peer, vllm_ways(*theirs, context, held))
+                    found[dtype] = rounded(of_format(known, case, kept, f"{dtype} {digest}", options.repeats))
                 print_peers(dtype, found[dtype])
     return found
 
