@@ -9,13 +9,14 @@ The pair is a finished quickstart of any recipe. Each part says first how long i
 realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts of 16 tokens.
 
 Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
-prediction; "eagle" rows draft with the pair's EAGLE-3 layer. Peers: greedily and in turns prompt by prompt,
-in float32 and bfloat16, ours also with the method `suffix`, each at the γ that was its fastest on the first prompts; the assistant of transformers is the
-padded export of the drafter; all texts end where this engine's own do. With `--gguf`, the target's own file, llama.cpp
-decodes the same weights by the package xllamacpp (other builds: engines.py), with DRAFTSMITH_VLLM the vLLM of that
-Python (tests/engines/test_vllm.py). Curve: tokens per step of finished artifacts by replay of the target's own texts,
-against the tokens that they were trained on, those of the artifacts that they went on from included, and what one
-forward of each takes beside one of the target's. The last line is one JSON object.
+prediction; "eagle" rows draft with the pair's EAGLE-3 layer. Peers: greedily and in turns prompt by prompt, in
+float32 and bfloat16, ours also with the method `suffix`, each at the γ that was its fastest on the first prompts; the
+assistant of transformers is the padded export of the drafter; all texts end where this engine's own do. With
+`--gguf`, the target's own file, llama.cpp decodes the same weights by the package xllamacpp (other builds:
+engines.py), with DRAFTSMITH_VLLM the vLLM of that Python (tests/engines/test_vllm.py). Curve: tokens per step of
+finished artifacts by replay of the target's own texts, against the tokens that they were trained on, those of the
+artifacts that they went on from included, and what one forward of each takes beside one of the target's. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
