@@ -23,9 +23,10 @@ from ...checkpoints.storage.draft_vocabulary import widen
 from .base import LanguageModel, position_limit
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import KVCache
+from .products.few_rows import FEW_ROWS
 from .products.layers import DecoderLayers
 from .products.native import compiled
-from .products.product import FEW_ROWS, Product
+from .products.product import Product
 
 _PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
 

@@ -3,8 +3,8 @@
     python tests/bench/floor.py FOLDER [--runs 40] [--context 300] [--dtypes float32 bfloat16] [--startup]
 
 On a CPU. The floor of few rows is the time in which the machine reads the weights that a forward needs, as fast as it
-sums a tensor of half a GiB; that of a prompt is its products at the rate of a large one. `library`: the same forward
-without our compiled functions. Forwards of a chain of tokens behind `--context` cached ones; all in turns, medians.
+sums a tensor of half a GiB; that of a prompt is its products at the rate of a large one. Forwards of a chain of tokens
+behind `--context` cached ones; all in turns, medians; DRAFTSMITH_NATIVE=0: without our compiled functions.
 `ragged_share`: the rate of sixteen rows of different lengths over that of sixteen of their mean length. `--startup`:
 seconds of commands that decode nothing. The last line is one JSON object.
 """
@@ -14,17 +14,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from common import finish, in_turns, medians, parser_of
 from draftsmith.decode.models.loading import load_model, wrap_model
-from draftsmith.decode.models.products.native import library_products
 from draftsmith.decode.tree import Tree
 
-ROWS = (1, 2, 3, 5, 8, 12, 16)
+ROWS = (1, 2, 3, 5, 8, 12, 16, 32, 64)
 BATCH = 16
 PROMPT = 512
 COMMANDS = ("--version", "recipes ls", "corpora", "export", "doctor", "evaluate --help", "train --help")
@@ -60,10 +58,8 @@ def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]
     prompt = torch.randint(0, wrapped.vocab_size, (1, PROMPT))
     whole = wrapped.new_cache(1, PROMPT)
 
-    def few(rows: int, ours: bool) -> None:
-        with nullcontext() if ours else library_products():
-            given = tokens[:, context : context + rows]
-            wrapped.logits(wrapped.extend(cache, given, Tree.chain(rows - 1)))
+    def few(rows: int) -> None:
+        wrapped.logits(wrapped.extend(cache, tokens[:, context : context + rows], Tree.chain(rows - 1)))
 
     def many(lengths: list[int]) -> None:
         batch.set_lengths(lengths)
@@ -73,8 +69,7 @@ def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]
         whole.set_lengths([0])
         wrapped.logits(wrapped.extend(whole, prompt)[:, -1])
 
-    both = [(rows, who) for rows in ROWS for who in ("ours", "library")]
-    jobs: dict[str, Any] = {f"{who} {rows}": partial(few, rows, who == "ours") for rows, who in both}
+    jobs: dict[Any, Any] = {rows: partial(few, rows) for rows in ROWS}
     jobs |= {kind: partial(many, lengths) for kind, lengths in caches.items()} | {"prompt": read}
     seconds = medians(in_turns(jobs, runs, warm=3))
     floor = weights * dtype.itemsize / bandwidth
@@ -82,17 +77,16 @@ def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]
     found = {
         "bandwidth_gb_per_sec": bandwidth / 1e9,
         "floor_ms": 1e3 * floor,
-        "forward_ms": {who: {rows: 1e3 * seconds[f"{who} {rows}"] for rows in ROWS} for who in ("ours", "library")},
-        "floor_ratio": {rows: seconds[f"ours {rows}"] / floor for rows in ROWS},
+        "forward_ms": {rows: 1e3 * seconds[rows] for rows in ROWS},
+        "floor_ratio": {rows: seconds[rows] / floor for rows in ROWS},
         "ragged_share": seconds["even"] / seconds["ragged"],
         "prefill_tokens_per_sec": PROMPT / seconds["prompt"],
         "prefill_share_of_peak": work / seconds["prompt"] / peak,
     }
     print(f"{name}: reads {bandwidth / 1e9:.1f} GB/s, floor {1e3 * floor:.1f} ms")
-    print(f"{'rows':>4} {'library':>8} {'ours':>8} {'floors':>7}")
+    print(f"{'rows':>4} {'ms':>8} {'floors':>7}")
     for rows in ROWS:
-        theirs, mine = (1e3 * seconds[f"{who} {rows}"] for who in ("library", "ours"))
-        print(f"{rows:>4} {theirs:>8.1f} {mine:>8.1f} {mine / 1e3 / floor:>7.2f}")
+        print(f"{rows:>4} {1e3 * seconds[rows]:>8.1f} {seconds[rows] / floor:>7.2f}")
     print(f"ragged {found['ragged_share']:.2f}, prefill {found['prefill_tokens_per_sec']:.0f} tokens/s", end=", ")
     print(f"{found['prefill_share_of_peak']:.2f} of the peak")
     return found

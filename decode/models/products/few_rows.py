@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .native import compiled, in_use
 
-MOST_ROWS = 48
+FEW_ROWS = 64
 _MOST_NUMBERS = 1 << 18  # of all rows' inputs, which lie on the stack
 _WIDTH = 16
 _WIDE, _NARROW, _PAIRS = range(3)  # as the C function calls them
@@ -31,7 +31,7 @@ class FewRows:
         self.kind = _PAIRS if self.rounds else _NARROW if half else _WIDE
         together = 2 if self.rounds else 1
         self._weight_PIWT = weight_OI.view(len(weight_OI) // _WIDTH, _WIDTH, -1, together).transpose(1, 2).contiguous()
-        self.most_rows = min(MOST_ROWS, _MOST_NUMBERS // self._inputs)
+        self.most_rows = min(FEW_ROWS, _MOST_NUMBERS // self._inputs)
         self._call = compiled().few_rows
 
     @property

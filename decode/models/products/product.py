@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .few_rows import FewRows, fits
+from .few_rows import FEW_ROWS, FewRows, fits
 
-FEW_ROWS = 64
 _LARGEST_COPY = 1 << 25
 SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than is won
 
@@ -19,20 +18,21 @@ SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than is won
 class Product:
     """x Wᵀ, by the fastest of the library's paths for the number of rows.
 
-    On CPUs a few rows cost half with weights in oneDNN's own layout, which lie beside the others; so does one row in
-    bfloat16. Up to 48 rows cost least by a function of ours (`few_rows`). Where that is not to be had, one row is
-    fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY` elements).
-    Results differ by rounding alone.
+    On CPUs up to 64 rows cost least by a function of ours (`few_rows`), which keeps a copy of the weights. Where it is
+    not to be had, they cost half with weights in oneDNN's own layout, which lie beside the others, in bfloat16 also one
+    row; in float32 one row is fastest against a transposed copy where there are more outputs than inputs (kept up to
+    `_LARGEST_COPY` elements). Results differ by rounding alone.
     """
 
     def __init__(self, weight_OI: Tensor) -> None:
         self.weight_OI = weight_OI
         outputs, inputs = weight_OI.shape
         on_cpu, half = weight_OI.device.type == "cpu", weight_OI.dtype == torch.bfloat16
-        packs = on_cpu and weight_OI.numel() >= SMALLEST_PACKED and _packs(weight_OI.dtype)
+        large = weight_OI.numel() >= SMALLEST_PACKED
+        self.few_rows = FewRows(weight_OI) if large and fits(weight_OI) else None
+        packs = on_cpu and large and self.few_rows is None and _packs(weight_OI.dtype)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if packs else None
         self.packed_rows = range(1 if half else 2, FEW_ROWS + 1) if packs else range(0)
-        self.few_rows = FewRows(weight_OI) if weight_OI.numel() >= SMALLEST_PACKED and fits(weight_OI) else None
         copied = on_cpu and outputs > 2 * inputs and weight_OI.numel() <= _LARGEST_COPY and not (packs and half)
         copied = copied and self.few_rows is None
         self.weight_IO = weight_OI.t().contiguous() if copied else None

@@ -15,7 +15,7 @@ import pytest
 import torch
 from draftsmith.decode.models.kv_cache import KVCache
 from draftsmith.decode.models.lean import LeanLlama
-from draftsmith.decode.models.products.few_rows import MOST_ROWS, FewRows, fits
+from draftsmith.decode.models.products.few_rows import FEW_ROWS, FewRows, fits
 from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
 from draftsmith.decode.tree import Tree
@@ -42,7 +42,7 @@ def test_products_are_the_librarys(shape: tuple[int, int], threads: int, dtype: 
     few, before = FewRows(weight_OI), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for rows in range(1, MOST_ROWS + 1):
+        for rows in range(1, FEW_ROWS + 1):
             x_XI, add_XO = torch.randn(inputs, rows).T, torch.randn(rows, outputs)  # x is not contiguous
             expected_XO = as_multiplied(few, x_XI) @ weight_OI.double().T
             bound = 2.0**-20 * (1 + inputs**0.5) * 8
@@ -73,7 +73,7 @@ def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -
         most_XO = bound + (2.0**-8 if few.rounds else 0.0) * (x_XI.abs() @ weight_IO.abs())
         return bool(((found_XO - x_XI @ weight_IO).abs() < most_XO).all())
 
-    for rows in range(1, MOST_ROWS + 1):
+    for rows in range(1, FEW_ROWS + 1):
         x_XI, add_XO = torch.randn(rows, inputs) * 3, torch.randn(rows, outputs)
         scaled_XI = x_XI.double() / (x_XI.double().square().sum(-1, keepdim=True) + offset**2).sqrt()
         assert right(made(x_XI, None, None, offset, False), scaled_XI, 1e-5)
