@@ -24,7 +24,6 @@ from .proposers.speculative_beam import SpeculativeBeam
 from .proposers.suffix import SuffixTree
 from .tree import parse_branching
 from .verifiers.lossless import (
-    BlockChain,
     ExactChain,
     GreedyMatch,
     KSequential,
@@ -32,6 +31,7 @@ from .verifiers.lossless import (
     Sample,
     SampleAndMatch,
     SeveralDrafters,
+    Traversal,
 )
 from .verifiers.lossy import AcceptAll, JointLikelihood, OverAcceptance, Rollback, TypicalAcceptance
 from .warpers import Sampling
@@ -85,8 +85,10 @@ def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
     return Method(TargetBeam(options.get("gamma", 0), options["beams"]), AcceptAll())
 
 
-_CHAINS: dict[str, Callable[[], Verifier]] = {"token": ExactChain, "block": BlockChain}
+_CHAINS: dict[str, Callable[[], Verifier]] = {"token": ExactChain, "block": Traversal}
 """How a sampled chain is verified."""
+_TREES: dict[str, Callable[[bool], Verifier]] = {"token": MultiCandidate, "traversal": Traversal}
+"""How a sampled tree is, with or without replacement."""
 
 
 def _chain(parts: Parts, gamma: int) -> DraftTree:
@@ -159,7 +161,8 @@ def _draft_tree(parts: Parts, sampling: Sampling, branching: tuple[int, ...], op
 
 def _multi_candidate(parts: Parts, sampling: Sampling, options: Options, naive: bool = False) -> Method:
     proposer = _draft_tree(parts, sampling, parse_branching(options["k_config"]), options)
-    return _matching(proposer, sampling, SampleAndMatch() if naive else MultiCandidate(options["replacement"]))
+    verifier = SampleAndMatch if naive else partial(_TREES[options["verification"]], options["replacement"])
+    return _matching(proposer, sampling, verifier())
 
 
 def _batch_speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -265,7 +268,12 @@ METHODS: dict[str, _Spec] = {
         _suffix_drafter, ("drafter",), _SUFFIX | {"draft_depth": 3, "width": 2, "sure": 0.7}, _STORE
     ),
     "suffix-heads": _Spec(_suffix, ("heads",), _SUFFIX | {"candidates": 4}, _STORE),
-    "multi-candidate": _Spec(_multi_candidate, ("drafter",), _TREE, _ATTENTION),
+    "multi-candidate": _Spec(
+        _multi_candidate,
+        ("drafter",),
+        _TREE | {"verification": "token"},
+        _ATTENTION | {"verification": tuple(_TREES)},
+    ),
     "naive-multi-candidate": _Spec(partial(_multi_candidate, naive=True), ("drafter",), _TREE, _ATTENTION),
     "batch-speculative": _Spec(_batch_speculative, ("drafter",), {"gamma": 4, "drafts": 4}),
     "spectr": _Spec(partial(_chains, several=False), ("drafter",), {"gamma": 4, "drafts": 4}),

@@ -117,6 +117,12 @@ class Tree:
         return children_first_NN[: len(exists_MC), : exists_MC.shape[1]] * exists_MC, exists_MC
 
     @cached_property
+    def children(self) -> list[list[int]]:
+        """Of the first row's nodes, by number, their children."""
+        above = self.parents_BN[0].tolist()
+        return [[child for child, parent in enumerate(above) if parent == node] for node in range(len(above))]
+
+    @cached_property
     def widths(self) -> list[int]:
         """The most children of a node of `inner_children`, by depth."""
         count_M = self.inner_children[1].sum(1)

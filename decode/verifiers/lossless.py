@@ -95,48 +95,6 @@ class ExactChain(Verifier):
         return residual(target_BV, draft_BV)
 
 
-class BlockChain(Verifier):
-    """Block verification of a sampled chain: how many of its tokens are kept is decided for all of them together.
-
-    Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2. With p₀ = 1, pᵢ = min(pᵢ₋₁ p(xᵢ)/q(xᵢ), 1) and the mass
-    Zᵢ = Σᵥ [pᵢ p(v) − q(v)]+ that is left after i tokens, these are kept with probability hᵢ = Zᵢ / (Zᵢ + 1 − pᵢ), all
-    of them with h = pᵢ; the largest i that is kept counts, and what follows is drawn from [pᵢ p − q]+, or after the
-    last from p. Never fewer tokens than by `ExactChain`, which it is where nothing was drawn. A row's chain may end
-    where its prefix decides: the proof goes from the end to the root, node by node.
-    """
-
-    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
-        draft_BKV, depth = proposal.draft_probs_BMV, proposal.tree.max_depth
-        if draft_BKV is None or depth == 0:
-            return ExactChain().verify(proposal, target_BNV, rng)
-        uniform_BU = rng.uniform((proposal.levels or depth) + 1)
-        drafted_BK1 = proposal.tokens_BN[:, 1:, None]
-        target_BK1, draft_BK1 = target_BNV[:, :-1].gather(2, drafted_BK1), draft_BKV.gather(2, drafted_BK1)
-        ratio_BK = (target_BK1 / draft_BK1.clamp(min=_TINY))[..., 0]
-        kept = [torch.ones_like(ratio_BK[:, 0])]
-        for level in range(depth):
-            kept.append((kept[-1] * ratio_BK[:, level]).clamp(max=1))
-        kept_BN = torch.stack(kept, 1)
-        left_BK = (kept_BN[:, :-1, None] * target_BNV[:, :-1] - draft_BKV).clamp(min=0).sum(-1)
-        rest_BK = 1 - kept_BN[:, :-1]
-        # where p = q and all is kept so far, neither is anything left nor anything lost
-        inner_BK = torch.where(rest_BK > 0, left_BK / (left_BK + rest_BK).clamp(min=_TINY), 1.0)
-        valid_BK = torch.ones_like(ratio_BK, dtype=torch.bool)
-        if proposal.valid_BN is not None:
-            valid_BK = proposal.valid_BN[:, 1:].cumprod(1).bool()
-        length_B1 = valid_BK.sum(1, keepdim=True)
-        place_K = torch.arange(1, depth + 1, device=ratio_BK.device)
-        passes_BK = uniform_BU[:, :depth] < torch.where(place_K < length_B1, inner_BK.roll(-1, 1), kept_BN[:, 1:])
-        accepted_B = (passes_BK & valid_BK).mul(place_K).amax(1)
-        at_B11 = accepted_B[:, None, None].expand(-1, 1, target_BNV.shape[-1])
-        target_BV = target_BNV.gather(1, at_B11)[:, 0]
-        draft_BV = draft_BKV.gather(1, at_B11.clamp(max=depth - 1))[:, 0]
-        scaled_BV = kept_BN.gather(1, accepted_B[:, None]) * target_BV
-        refused_B1 = accepted_B[:, None] < length_B1
-        next_probs_BV = torch.where(refused_B1, normalise(scaled_BV - draft_BV, target_BV), target_BV)
-        return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
-
-
 class MultiCandidate(Verifier):
     """Multi-candidate speculative sampling over a tree: each node's children are tried in turn.
 
@@ -194,6 +152,66 @@ class MultiCandidate(Verifier):
                 rest_B1 = rest_B1 - draft_B1
         # Rounding alone can leave nothing at all.
         return found_B1, torch.where(mass_B1 > 0, left_BV, target_BV)
+
+
+class Traversal(Verifier):
+    """Traversal verification of a sampled tree, from its leaves to the root: paths are kept as a whole.
+
+    Source: Weng et al. 2025, arXiv 2505.12398, algorithm 1; along a chain that is block verification (Sun et al. 2024,
+    arXiv 2403.10444, algorithm 2). The root is kept with probability h = 1, a child x with min(h P(x) / Q(x), 1), where
+    h, P and Q are what its node has when it is tried, after all below it. A refused child leaves its node of h P the
+    mass Z = Σ [h P − Q]+, with which h becomes Z / (Z + 1 − h) and P what is left, normalised; without replacement Q
+    loses the child. After the node that is kept a token is drawn from its P. Along a chain never fewer tokens than by
+    `ExactChain`, which it is where nothing was drawn. Nodes may be missing where their prefix decides: the proof goes
+    from the leaves to the root, node by node.
+    """
+
+    def __init__(self, replacement: bool = True) -> None:
+        self.replacement = replacement
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        tree, tokens_BN, draft_BMV = proposal.tree, proposal.tokens_BN, proposal.draft_probs_BMV
+        if draft_BMV is None or tree.max_depth == 0:
+            return ExactChain().verify(proposal, target_BNV, rng)
+        valid_BN = torch.ones_like(tokens_BN) if proposal.valid_BN is None else proposal.valid_BN
+        uniform_BU = rng.uniform(max(proposal.levels, tree.nodes - 1) + 1)
+        uniform_BN = torch.nn.functional.pad(uniform_BU[:, :-1], (1, 0), value=-1.0)  # the root is kept in any case
+        node_B, next_BV = torch.zeros_like(tokens_BN[:, 0]), target_BNV[:, 0]
+        open_B = torch.ones_like(node_B, dtype=torch.bool)
+
+        def decided() -> bool:
+            """Whether nothing is open; a device is not asked, for which the host would wait."""
+            return open_B.device.type == "cpu" and not open_B.any()
+
+        def visit(node: int, keep_B1: Tensor) -> None:
+            nonlocal node_B, next_BV, open_B
+            # of h P, `left` times `scale`
+            left_BV, scale_B1, rest_B1 = target_BNV[:, node], keep_B1, torch.ones_like(keep_B1)
+            for child in tree.children[node]:
+                token_B1, exists_B1 = tokens_BN[:, child, None], valid_BN[:, child, None]
+                draft_B1 = draft_BMV[:, node].gather(1, token_B1)
+                ratio_B1 = scale_B1 * left_BV.gather(1, token_B1) * rest_B1 / draft_B1.clamp(min=_TINY)
+                visit(child, ratio_B1.clamp(max=1) * exists_B1)
+                if decided():
+                    return
+                share_B1 = exists_B1 / rest_B1.clamp(min=_TINY)
+                left_BV = torch.addcmul(scale_B1 * left_BV, share_B1, draft_BMV[:, node], value=-1).clamp_(min=0)
+                mass_B1 = left_BV.sum(1, keepdim=True)
+                scale_B1 = 1 / (mass_B1 + 1 - keep_B1).clamp(min=_TINY)
+                keep_B1 = mass_B1 * scale_B1
+                if not self.replacement:
+                    rest_B1 = rest_B1 - draft_B1  # of a refused child nothing is left, so that it cannot come again
+            kept_B = open_B & (uniform_BN[:, node] < keep_B1[:, 0])
+            node_B = torch.where(kept_B, node, node_B)
+            next_BV, open_B = torch.where(kept_B[:, None], left_BV, next_BV), open_B & ~kept_B
+
+        visit(0, torch.ones_like(uniform_BU[:, :1]))
+        # rounding alone can leave nothing at all
+        next_BV = torch.where(next_BV.sum(1, keepdim=True) > 0, next_BV, at(target_BNV, node_B))
+        accepted_B, path_BK = at(tree.depth_BN, node_B), identity_path(tree, len(node_B))
+        above_BK = (accepted_B[:, None] - path_BK).clamp(min=0)
+        path_BK = torch.where(path_BK <= accepted_B[:, None], at(tree.line_BNP, node_B).gather(1, above_BK), path_BK)
+        return Verdict(path_BK, accepted_B, categorical(next_BV, uniform_BU[:, -1]))
 
 
 class SampleAndMatch(Verifier):

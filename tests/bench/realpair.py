@@ -104,6 +104,8 @@ OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
     ("suffix-drafter", {"nodes": 11, "draft_depth": 2, "width": 4, "least": 0.03, "store": "table"}),
     ("multi-candidate", {"k_config": "4"}),
     ("multi-candidate", {"k_config": "3x1"}),
+    ("multi-candidate", {"k_config": "4x2"}),
+    ("multi-candidate", {"k_config": "4x2", "verification": "traversal"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
 ]
 """Rows with the pair's second drafter, where it has one."""

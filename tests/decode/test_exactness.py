@@ -25,7 +25,7 @@ from draftsmith.decode.proposers.draft_tree import DraftTree
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers import lossless as verifiers
-from draftsmith.decode.verifiers.lossless import BlockChain, ExactChain, MultiCandidate
+from draftsmith.decode.verifiers.lossless import ExactChain, MultiCandidate, Traversal
 from draftsmith.decode.warpers import Sampling, warp
 from scipy.stats import chisquare
 from transformers import LlamaForCausalLM
@@ -67,6 +67,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("multi-candidate", {"k_config": "4x2x2", "replacement": False}),
     ("multi-candidate", {"k_config": "1x3", "replacement": False}),
     ("multi-candidate", {"k_config": "3x1x2", "replacement": False, "attention": "batch"}),
+    ("multi-candidate", {"k_config": "4x2x2", "replacement": True, "verification": "traversal"}),
+    ("multi-candidate", {"k_config": "4x2x2", "replacement": False, "verification": "traversal"}),
+    ("multi-candidate", {"k_config": "1x3", "replacement": False, "verification": "traversal"}),
     ("naive-multi-candidate", {"k_config": "4x2x1"}),
     ("naive-multi-candidate", {"k_config": "3x3", "replacement": True}),
     ("batch-speculative", {"gamma": 3, "drafts": 4}),
@@ -191,9 +194,7 @@ def test_blocks_keep_what_the_formula_says_and_more_than_tokens_do(make_stream: 
     tokens_BN = torch.nn.functional.pad(drawn_BK, (1, 0))
     proposal = Proposal(Tree.chain(depth), tokens_BN, draft_KV[:depth].expand(rows, -1, -1))
     target_BNV = target_KV.expand(rows, -1, -1)
-    found = [
-        rule.verify(proposal, target_BNV, make_stream(1, rows)).accepted_B for rule in (BlockChain(), ExactChain())
-    ]
+    found = [rule.verify(proposal, target_BNV, make_stream(1, rows)).accepted_B for rule in (Traversal(), ExactChain())]
     ratio_XK = torch.tensor(list(itertools.product(range(vocab), repeat=depth)))
     chance_X = torch.stack([draft_KV[level, ratio_XK[:, level]] for level in range(depth)]).prod(0)
     kept_X, alone_X = torch.ones_like(chance_X), torch.ones_like(chance_X)
@@ -209,6 +210,23 @@ def test_blocks_keep_what_the_formula_says_and_more_than_tokens_do(make_stream: 
         assert abs(float(lengths_B.mean()) - mean) < 5 * float(lengths_B.std()) / rows**0.5
 
 
+def test_traversal_keeps_more_of_a_tree_than_trying_from_its_root(make_stream: MakeStream) -> None:
+    """Pairs without replacement below pairs, over five tokens: by more than five standard errors, which equal means
+    exceed with probability 3e-7."""
+    rows, vocab, tree = 100_000, 5, Tree.k_ary((2, 2))
+    stream = torch.Generator().manual_seed(4)
+    target_KV, draft_KV = torch.rand(2, 3, vocab, generator=stream).softmax(-1).pow(3)
+    target_KV, draft_KV = (each / each.sum(-1, keepdim=True) for each in (target_KV, draft_KV))
+    draft_BMV = draft_KV[[0, 1, 1]].expand(rows, -1, -1)
+    race_BMV = draft_BMV / torch.empty(draft_BMV.shape).exponential_(generator=stream)
+    tokens_BN = torch.nn.functional.pad(race_BMV.topk(2, -1).indices.flatten(1), (1, 0))
+    proposal = Proposal(tree, tokens_BN, draft_BMV)
+    target_BNV = target_KV[tree.depth_BN[0]].expand(rows, -1, -1)
+    rules = (Traversal(replacement=False), MultiCandidate(replacement=False))
+    more, fewer = (rule.verify(proposal, target_BNV, make_stream(1, rows)).accepted_B.double() for rule in rules)
+    assert more.mean() - fewer.mean() > 5 * (float(more.var() + fewer.var()) / rows) ** 0.5
+
+
 def test_every_lossless_method_is_tested(pair: tuple[LlamaForCausalLM, Parts]) -> None:
     lossless = {name for name in METHODS if build_method(name, pair[1], Sampling(1.0)).verifier.lossless}
     assert lossless == {name for name, _ in CASES}
@@ -221,6 +239,8 @@ def test_every_lossless_method_is_tested(pair: tuple[LlamaForCausalLM, Parts]) -
         ("speculative", {"gamma": 2}),
         ("multi-candidate", {"k_config": "4x3", "replacement": True}),
         ("multi-candidate", {"k_config": "4x3", "replacement": False}),
+        ("multi-candidate", {"k_config": "4x3", "replacement": True, "verification": "traversal"}),
+        ("multi-candidate", {"k_config": "4x3", "replacement": False, "verification": "traversal"}),
         ("spectr", {"gamma": 2, "drafts": 4}),
         ("specinfer", {"gamma": 2, "drafts": 2}),
         ("naive-multi-candidate", {"k_config": "4x3"}),
