@@ -7,6 +7,7 @@ X any leading shape, P tokens that are proposed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -110,6 +111,7 @@ class PredictionHeads(nn.Module):
         self._vocab_size = vocab_size
         self._attached: tuple[Tensor] | None = None  # a module takes a bare parameter for its own
         self._rows: tuple[tuple[int, torch.device], Tensor] | None = None
+        self._product: tuple[Any, Callable[[Tensor], Tensor]] | None = None
         self.register_buffer(TOKENS, None)
         self.propose(proposed)
         self._stacked: _Stacks | None = None
@@ -239,6 +241,17 @@ class PredictionHeads(nn.Module):
             self._rows = (place, weight_VD.detach()[ids_P.to(weight_VD.device)])
         return self._rows[1]
 
+    def multiply_by(self, product: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
+        """Outside of training multiply with the target's projection, which they share, by what `product` makes of it:
+        rows [X, D] to rows [X, V]."""
+        if self.projection_kind == "target" and (self._product is None or self._product[0] != self._projection_state()):
+            self._product = self._projection_state(), product(self.projection(0))
+
+    def _projection_state(self) -> Any:
+        """Where the target's projection lies, and how often it has been written."""
+        weight_VD = self.projection(0)
+        return weight_VD.data_ptr(), weight_VD.device, None if weight_VD.is_inference() else weight_VD._version
+
     def head_forward(self, k: int, hidden_XD: Tensor) -> Tensor:
         """[..., D] hidden states to head k's logits [..., V]; minus infinity for tokens that are not proposed."""
         features_XF = self._features(k, hidden_XD)
@@ -255,8 +268,13 @@ class PredictionHeads(nn.Module):
         return hidden_XD if self.scale == 1 else hidden_XD * self.scale
 
     def _through_target(self, features_XD: Tensor) -> Tensor:
-        weight_VD = self.projection(0)
-        logits_XP, ids_P = F.linear(features_XD.to(weight_VD.dtype), weight_VD), self.proposed
+        weight_VD, ids_P = self.projection(0), self.proposed
+        features_XD = features_XD.to(weight_VD.dtype)
+        if self._product is None or torch.is_grad_enabled() or self._product[0] != self._projection_state():
+            logits_XP = F.linear(features_XD, weight_VD)
+        else:
+            rows_XP = self._product[1](features_XD.reshape(-1, self.hidden_size))
+            logits_XP = rows_XP.view(*features_XD.shape[:-1], -1)
         return logits_XP if ids_P is None else widen(logits_XP, ids_P.to(logits_XP.device), self.vocab_size)
 
     def features(self, hidden_XD: Tensor) -> Tensor:
@@ -317,7 +335,7 @@ class PredictionHeads(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stacked": None, "_rows": None}
+        return self.__dict__ | {"_stacked": None, "_rows": None, "_product": None}
 
 
 @torch.no_grad()

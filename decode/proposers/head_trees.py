@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...checkpoints.heads.module import PredictionHeads
 from ...checkpoints.table.smoothing import check_smoothing
 from ...checkpoints.table.table import BigramTable
 from ..engine import Context, Limits, Proposal, Proposer
 from ..models.base import check_same_vocabulary
+from ..models.products.product import Product
 from ..tree import Tree, parse_tree
 from .lattice import Lattice
 
@@ -185,7 +187,8 @@ def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) 
 
 
 def check_heads(heads: HeadModule, context: Context) -> None:
-    """ValueError for heads of another target, or of other states of it, as far as they know what they read."""
+    """Have heads multiply as the target does. Raises ValueError: heads of another target, or of other states of it, as
+    far as they know what they read."""
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")
     theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
@@ -196,3 +199,5 @@ def check_heads(heads: HeadModule, context: Context) -> None:
             f"the heads read hidden states {states_of(heads)}, the target gives those {context.target.states}: wrap it "
             f"with wrap_model(model, states={states_of(heads)!r})"
         )
+    if isinstance(heads, PredictionHeads):
+        heads.multiply_by(Product)
