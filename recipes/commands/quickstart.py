@@ -32,7 +32,7 @@ from ..schema.papers import filled
 from ..session.machine import has_bfloat16
 from ..session.terminal import bar, log
 from .artifacts.import_drafter import import_gguf
-from .evaluation.evaluate import run_evaluate
+from .evaluation.finished import evaluated
 from .regenerate import run_regenerate
 from .training.train import run_train
 
@@ -72,7 +72,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
                     prepare_teacher(stage)
                 run_train(stage)
         log(f"\n— evaluation → {resolved.evaluate.out}")
-        results = run_evaluate(resolved.evaluate)
+        results = evaluated(resolved.evaluate)
     log(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
     return results
 

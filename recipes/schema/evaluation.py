@@ -96,6 +96,11 @@ class EvaluateRecipe(_Decoding):
     methods: list[MethodSection] = Field(min_length=1)
     """Rows of the table; `autoregressive`, the baseline, must be one of them."""
 
+    def sources(self) -> list[str]:
+        """All files, folders and hub ids that it names."""
+        named = [self.target, self.drafter, *self.more_drafters, self.heads, self.table]
+        return [source for source in (*named, self.prompts, self.prompts_path) if source is not None]
+
     def labels(self) -> list[str]:
         """Names of the rows."""
         own = ["" if row.temperature is None else f" T={row.temperature:g}" for row in self.methods]

@@ -60,11 +60,6 @@ class PaperEvaluation(EvaluateRecipe):
     energy: Literal["auto", "off"] = "off"
     """As in an evaluation, but off unless the paper speaks of joules, which take time to count."""
 
-    def sources(self) -> list[str]:
-        """All files, folders and hub ids that it names."""
-        named = [self.target, self.drafter, *self.more_drafters, self.heads, self.table]
-        return [source for source in (*named, self.prompts, self.prompts_path) if source is not None]
-
 
 class PaperRecipe(Section):
     """One table or figure of a paper, run again with the paper's settings."""

@@ -48,10 +48,10 @@ from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.evaluation.estimate import evaluation_runs, time_words
-from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError
+from draftsmith.recipes.commands.evaluation.finished import evaluated
 from draftsmith.recipes.commands.evaluation.journal import Journal, Kept
 from draftsmith.recipes.commands.evaluation.recipe import find_pair
-from draftsmith.recipes.commands.papers.experiments import identity_of, read_finished
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.papers import PARTS, pair_values
 from draftsmith.recipes.schema.results import load_results
@@ -212,7 +212,11 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
             case = open_case(recipe)
             said_first(options, f"methods, T={temperature:g}", case, evaluation_runs(recipe, len(case.prompts)))
             continue
-        results = evaluated(recipe)
+        try:
+            results = evaluated(recipe)
+        except NotLosslessError as error:
+            print(f"error: {error}")
+            results = load_results(recipe.out)
         of_rows = {row["label"]: numbers_of(row) for row in results["methods"]}
         print_rows(f"T={temperature:g}, {results['prompts']} prompts", of_rows)
         found[title_of(options, temperature)] = {
@@ -221,26 +225,6 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
             "rows": of_rows,
         }
     return found
-
-
-def evaluated(recipe: EvaluateRecipe) -> dict[str, Any]:
-    """The results of an evaluation, which is not run where the same has finished."""
-    out = Path(recipe.out)
-    stamp, parts = out.with_suffix(".stamp.json"), (recipe.drafter, *recipe.more_drafters, recipe.heads, recipe.table)
-    identity = identity_of(recipe.recorded(), [recipe.target, *filter(None, (*parts, recipe.prompts_path))], recipe)
-    if out.is_file() and read_finished(stamp, identity) is not None:
-        print(f"{out} had finished already")
-        return load_results(out)
-    out.unlink(missing_ok=True)
-    try:
-        results = run_evaluate(recipe)
-    except ValueError as error:
-        if not out.is_file():
-            raise
-        print(f"error: {error}")  # a lossless method that is none: its numbers are there
-        results = load_results(out)
-    atomic_text(stamp, json.dumps({"identity": identity}) + "\n")
-    return results
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:

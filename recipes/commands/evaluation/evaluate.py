@@ -33,9 +33,13 @@ from .journal import Journal, Kept
 _ENERGY = TypeAdapter(Energy)
 
 
+class NotLosslessError(ValueError):
+    """A method that calls itself lossless wrote other tokens than the target's own; the results are written."""
+
+
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     """Measure every method of the recipe, print the table and write the results; resume where a killed run stopped.
-    Raises ValueError, once all is written: a lossless method whose output at temperature 0 is not the target's own."""
+    Raises NotLosslessError, once all is written, for a method whose output at temperature 0 is not the target's own."""
     out, skipped = Path(recipe.out), SkippedPrompts()
     check_writable(out)
     case, entries = open_case(recipe, skipped), entries_of(recipe)
@@ -57,7 +61,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     report = write_report(report_beside(out), [out], [results])
     console().print(f"results: {out}, and {report} to look at", soft_wrap=True)
     if broken:
-        raise ValueError(broken[0])
+        raise NotLosslessError(broken[0])
     return results
 
 

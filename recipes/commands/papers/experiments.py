@@ -6,29 +6,19 @@ A row is a mapping: its `label`, metrics by name (None: not measured), and what 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .... import __version__
-from ....checkpoints.artifact.identity import source_state
-from ....checkpoints.storage.atomic import atomic_text
-from ....checkpoints.storage.safe_read import load_json
 from ....decode.evaluation.measure import BASELINE
 from ....decode.methods import method_options
-from ...assemble.evaluation import device_of
 from ...schema.claims import ratio_of
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.experiments import RunsSettings
-from ...schema.papers import PaperEvaluation, PaperRecipe, run_folder
-from ...schema.results import load_results
-from ...session.machine import machine
-from ...session.terminal import log
-from ..evaluation.evaluate import run_evaluate
+from ...schema.papers import PaperRecipe, run_folder
+from ..evaluation.finished import evaluated
 from .acceptance import acceptance
 from .bench import Row
 from .tables import correlation, energy, saturation
@@ -46,7 +36,10 @@ def evaluate(recipe: PaperRecipe, folder: Path) -> list[Row]:
     Those that have finished with the same settings and artifacts are read again."""
     settings = recipe.section()
     assert isinstance(settings, RunsSettings)
-    found = {name: _results(each, results_of(folder, name)) for name, each in recipe.evaluations().items()}
+    found = {}
+    for name, each in recipe.evaluations().items():
+        asked = each.model_dump() | {"out": str(results_of(folder, name))}
+        found[name] = evaluated(EvaluateRecipe.model_validate(asked))
     rows: list[Row] = []
     for run, results in found.items():
         sample, before = str(results["prompts_sha256"]), f"{run}: " if run else ""
@@ -75,36 +68,6 @@ EXPERIMENTS: dict[str, Callable[[PaperRecipe, Path], list[Row]]] = {
 def results_of(folder: Path, run: str) -> Path:
     """Where the results of a run lie; those of an evaluation without runs in the folder itself."""
     return folder / run_folder(run) / "results.json"
-
-
-def identity_of(settings: Any, sources: Sequence[str], evaluation: PaperEvaluation) -> str:
-    """What results belong to: they may only be used again where all of it is the same."""
-    states = {source: source_state(source) for source in sources}
-    known = [__version__, settings, states, machine(device_of(evaluation))]
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-
-def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
-    """What an earlier run has left with the same identity; None: nothing, or it is damaged."""
-    try:
-        found = load_json(path)
-    except (OSError, ValueError):
-        return None
-    return found if found.get("identity") == identity else None
-
-
-def _results(evaluation: PaperEvaluation, out: Path) -> dict[str, Any]:
-    """The results of an evaluation, decoded only where they are not there already."""
-    stamp = out.with_name("evaluated.json")
-    # before decoding: what changes meanwhile was not decoded
-    identity = identity_of(evaluation.model_dump(mode="json"), evaluation.sources(), evaluation)
-    if out.is_file() and read_finished(stamp, identity) is not None:
-        log(f"{out} had finished already")
-        return load_results(out)
-    stamp.unlink(missing_ok=True)
-    results = run_evaluate(EvaluateRecipe.model_validate(evaluation.model_dump() | {"out": str(out)}))
-    atomic_text(stamp, json.dumps({"identity": identity}) + "\n")
-    return results
 
 
 def _method_row(row: Mapping[str, Any], results: Mapping[str, Any]) -> Row:

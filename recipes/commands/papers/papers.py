@@ -28,8 +28,9 @@ from ...schema.papers import Pair, PaperRecipe
 from ...schema.results import load_results, write_results
 from ...session.machine import machine
 from ...session.terminal import console, log
+from ..evaluation.finished import identity_of, read_finished
 from ..evaluation.recipe import EVALUATIONS, paper_recipe
-from .experiments import EXPERIMENTS, identity_of, read_finished, results_of
+from .experiments import EXPERIMENTS, results_of
 
 SCHEMA = 1
 FOLDER = "runs/papers"

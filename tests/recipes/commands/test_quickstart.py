@@ -50,9 +50,13 @@ def run(out: Path, *changes: str) -> dict[str, Any]:
 
 
 def stamps(out: Path) -> dict[str, int]:
-    """Of all that is made before the evaluation."""
+    """Of all that is made."""
     parts = ("corpus", "target", "eagle", "drafter", "heads", "table", "prepared", "teacher", "hidden")
-    files = [out / "answers.jsonl", *(file for part in parts for file in (out / part).rglob("*") if file.is_file())]
+    files = [
+        out / "answers.jsonl",
+        out / "results.json",
+        *(file for part in parts for file in (out / part).rglob("*") if file.is_file()),
+    ]
     return {str(file): file.stat().st_mtime_ns for file in files}
 
 
@@ -86,9 +90,10 @@ def test_from_a_packaged_gguf_to_the_report(package: Path, tmp_path: Path, capsy
 
     before = stamps(out)
     capsys.readouterr()
-    run(out, *changes)
+    assert run(out, *changes)["methods"] == json.loads(json.dumps(rows))
     assert stamps(out) == before
     said = capsys.readouterr().err
+    assert "results.json had finished already" in said
     assert ": step " not in said
     assert said.count("reusing it") == 4
     with pytest.raises(ValueError, match="corpus"):
