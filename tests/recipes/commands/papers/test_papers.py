@@ -248,7 +248,7 @@ def test_what_has_finished_is_kept_until_something_changes(
 ) -> None:
     def run() -> tuple[str, float]:
         assert run_papers([str(own)], quickstart(tiny_pair), tmp_path / "out") == []
-        return capfd.readouterr().err, (tmp_path / "out" / "own" / "evaluated.json").stat().st_mtime_ns
+        return capfd.readouterr().err, (tmp_path / "out" / "own" / "results.stamp.json").stat().st_mtime_ns
 
     text = own.read_text()
     said, when = run()
