@@ -268,7 +268,7 @@ def test_what_has_finished_is_kept_until_something_changes(
     stamp = prompts.stat()
     os.utime(prompts, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     assert run()[1] > when
-    left = tmp_path / "out" / "own" / "evaluated.json"
+    left = tmp_path / "out" / "own" / "results.stamp.json"
     left.write_text(left.read_text()[:40])  # what is cut off has not finished
     assert "already" not in run()[0]
 
