@@ -288,7 +288,10 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
                         given = (options.gguf, exported, Path(scratch), dtype, options.gammas, threads)
                         known += starmap(Peer, of_llama_cpp(*given, context))
                     if python := os.environ.get("DRAFTSMITH_VLLM"):
-                        theirs = (python, Path(case.recipe.target), exported, dtype, options.gammas, threads)
+                        served = Path(scratch) / f"served-{dtype}"
+                        wanted = ExportOptions(target=case.recipe.target)
+                        export_artifact(source, "vllm-sglang", served, FORMATS, wanted)
+                        theirs = (python, Path(case.recipe.target), served, dtype, options.gammas, threads)
                         known += starmap(Peer, vllm_ways(*theirs, context, held))
                     found[dtype] = rounded(of_format(known, case, kept, f"{dtype} {digest}", options.repeats))
                 print_peers(dtype, found[dtype])
