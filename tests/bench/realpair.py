@@ -62,6 +62,7 @@ from engines import vllm_ways
 from peers import GAMMAS, TUNED, Peer, of_format, print_peers, ways
 from pydantic import TypeAdapter
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC_BENCH = SHARED / "eval" / "spec_bench_question.jsonl"
 LOSSY = ("beam", "mjgd", "bild", "relaxed-opt", "relaxed-uno")
 """Left out; MJSD is lossy too, and stays."""
@@ -377,7 +378,7 @@ def merged(old: dict[str, Any], part: str, found: dict[str, Any]) -> dict[str, A
         if "prompts_sha256" in value and before.get("prompts_sha256") == value["prompts_sha256"]:
             value = value | {"rows": before["rows"] | value["rows"]}
         kept[key] = value
-    about = {"date": datetime.now(UTC).date().isoformat(), "machine": machine("cpu")}
+    about = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(DEVICE)}
     command = " ".join(["python tests/bench/realpair.py", *map(short, sys.argv[1:])])
     return old | {part: kept, "about": old.get("about", {}) | {part: about | {"command": command}}}
 
@@ -426,7 +427,7 @@ def main() -> None:
         text = json.dumps(merged(old, part.__name__, found), indent=1)
         text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list lies in a line
         atomic_text(options.out, text + "\n")
-    finish({part.__name__: brief(found)})
+    finish({part.__name__: brief(found)}, DEVICE)
 
 
 if __name__ == "__main__":

@@ -112,8 +112,10 @@ def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
         target, drafter = (wrap_model(model, graphs=kind == "graphs") for model in models)
         for label, given in METHODS.items():
             given = {"gamma": gamma} if label == "speculative" else given
-            for batch in options.batch:
-                for context in options.context:
+            # Beside graphs, plain forwards only at the first: launches are what they wait for, whatever the size.
+            first = slice(1 if options.graphs and kind == "plain" else None)
+            for batch in options.batch[first]:
+                for context in options.context[first]:
                     method = build_method(label, Parts(drafter, heads, table), Sampling(), **given)
                     if label != "autoregressive":
                         method = Method(method.proposer, FixedPattern())
