@@ -249,7 +249,7 @@ def measure(
         finished: runs of an interrupted evaluation; they are not done again. `on_run` gets every other.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
-    labels, first = list(jobs), warm_ups(prompts, limits, target.device.type)
+    labels, first = list(jobs), warm_ups(prompts, limits, target.device.type, target.finds_ends)
     keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), repeat)]
 
     def runs() -> dict[str, Run]:
@@ -280,11 +280,15 @@ def measure(
     return found
 
 
-def warm_ups(prompts: Sequence[Sequence[int]], limits: Limits, device: str) -> list[tuple[Sequence[int], Limits]]:
+def warm_ups(
+    prompts: Sequence[Sequence[int]], limits: Limits, device: str, finds_ends: bool = False
+) -> list[tuple[Sequence[int], Limits]]:
     """What is decoded before anything is timed: on a GPU a prompt of each length that graphs tell apart, to its end, so
     that none is captured while a clock runs, and the longest first, whose cache then serves them all."""
     if device == "cpu":
         return [(prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))]
+    if finds_ends:
+        return [(max(prompts, key=len), Limits(limits.max_new_tokens))]
     by_length = {round_up(len(prompt), STRIDE): prompt for prompt in sorted(prompts, key=len)}
     return [(prompt, Limits(limits.max_new_tokens)) for prompt in reversed(by_length.values())]
 

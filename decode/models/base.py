@@ -47,6 +47,8 @@ class LanguageModel(ABC):
     given_layers: tuple[int, ...] = ()
     """Of so many layers each, the residual streams behind them are given too: in what `extend` returns they stand
     before the hidden states, [B, M, G · D + D]."""
+    finds_ends: bool = False
+    """Whether a replayed forward reads no slots behind a row's last token, however many it is shown."""
     reads: tuple[int, ...] | None = None
     """Given layers of the target that a drafter reads beside tokens (`EagleDrafter`); None: it reads tokens alone."""
 

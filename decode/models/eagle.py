@@ -57,7 +57,7 @@ class EagleDrafter(LeanLlama):
         if above_XD is None:
             return torch.zeros_like(embedded_XD)
         if self._normed_D is None:
-            return above_XD
+            return above_XD.clone()  # on a GPU the layers add to it
         return F.rms_norm(above_XD, self._normed_D.shape, self._normed_D, self._eps)
 
     def _read_apart(self, hidden_XD: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ A graph does exactly what was captured: the same addresses, shapes and numbers f
 
 - tokens, positions and the mask are computed from buffers that stay where they are (`_Shape`);
 - keys and values are written at slots that a tensor holds (`IndexedCache`), to caches whose memory is reused;
-- attention reads a number of slots that grows in strides. What lies beyond a row's last token is masked: zeros, or the
-  finite leavings of rejected nodes.
+- attention reads a number of slots that grows in strides, and what lies beyond a row's last token is masked: zeros, or
+  the finite leavings of rejected nodes. Where attention itself finds a row's end, one graph serves at any length.
 
 Shape letters: B batch, M new tokens, W columns of the bias, S cache slots, D hidden.
 """
@@ -31,6 +31,7 @@ from .kv_cache import IndexedCache, KVCache
 Run = Callable[[], Tensor]
 
 _MOST_FREE_CACHES = 4
+_MANY = 1024
 STRIDE = 256
 """Slots that are attended to grow by so many at least."""
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for every shape
@@ -174,7 +175,7 @@ class GraphedModel(LanguageModel):
         self.model, self.config, self._capture = model, model.config, capture
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.max_positions, self.layers, self.states = model.max_positions, model.layers, model.states
-        self.given_layers = model.given_layers
+        self.given_layers, self.finds_ends = model.given_layers, model.finds_ends
         self.device, self.dtype, self.head_weights = model.device, model.dtype, model.head_weights
         self.kv_heads, self.key_width, self.value_width = model.kv_heads, model.key_width, model.value_width
         self._max_tokens, self._max_graphs, self._stride = max_tokens, max_graphs, stride
@@ -190,11 +191,19 @@ class GraphedModel(LanguageModel):
         else:
             del self._free[: 1 - _MOST_FREE_CACHES]
             with torch.inference_mode(False):  # prompts may also be read outside of inference mode
-                slab = _Slab(self.model.new_cache(batch, round_up(capacity, self._stride)))
+                slab = _Slab(self.model.new_cache(batch, self._slots(capacity)))
         cache = slab.cache.emptied()
         self._slabs[cache] = slab
         weakref.finalize(cache, self._free.append, slab).atexit = False
         return cache
+
+    def _slots(self, capacity: int) -> int:
+        """Of a new cache. Where graphs serve at any length, so many that the next text fits in with its graphs."""
+        least = round_up(capacity, self._stride)
+        if not self.finds_ends:
+            return least
+        most = round_up(self.max_positions, self._stride)
+        return max(least, min(most, max(_MANY, 1 << (capacity - 1).bit_length())))
 
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
@@ -212,7 +221,8 @@ class GraphedModel(LanguageModel):
         # A power of two, so that the levels of a tree share a shape.
         width = 0 if tree is None else max(16, 1 << (stop + 1).bit_length())
         with torch.inference_mode():  # inside it always: buffers made inside it can be written nowhere else
-            shape = self._shape(slab, count, width, round_up(max(cache.lengths) + stop, self._stride))
+            end = round_up(max(cache.lengths) + stop, self._stride)
+            shape = self._shape(slab, count, width, cache.capacity if self.finds_ends else end)
             shape.tokens_BM.copy_(tokens_BM)
             if tree is not None:
                 shape.set_tree(tree, start, stop)

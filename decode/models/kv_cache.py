@@ -181,8 +181,8 @@ class IndexedCache(KVCache):
     def __init__(self, cache: KVCache, slots_BM: Tensor, rows_B1: Tensor) -> None:
         """Writes to the memory of `cache`, at `slots_BM` of each row."""
         self.__dict__.update(vars(cache))
-        self._rows_B1, self._slots_BM = rows_B1, slots_BM
+        self._rows_B1, self.slots_BM = rows_B1, slots_BM
 
     def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
-        self.keys[layer][self._rows_B1, :, self._slots_BM] = key_BHME.transpose(1, 2)
-        self.values[layer][self._rows_B1, :, self._slots_BM] = value_BHME.transpose(1, 2)
+        self.keys[layer][self._rows_B1, :, self.slots_BM] = key_BHME.transpose(1, 2)
+        self.values[layer][self._rows_B1, :, self.slots_BM] = value_BHME.transpose(1, 2)

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from ...checkpoints.storage.draft_vocabulary import widen
 from .base import LanguageModel, position_limit
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
-from .kv_cache import KVCache
+from .kv_cache import IndexedCache, KVCache
 from .products.few_rows import FEW_ROWS
 from .products.layers import DecoderLayers
-from .products.native import compiled
+from .products.native import compiled, fused_kernels
 from .products.product import Product
 
 _PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
@@ -90,10 +90,14 @@ class LeanLlama(LanguageModel):
         self._head = Product(head)
         # One complex product turns a pair of neighbours; transformers pairs element e with e + E/2. Queries and keys
         # are therefore projected in interleaved order, which leaves their inner products as they were.
-        self._complex = self.dtype == torch.float32
+        # On GPUs there are kernels for what is not a product.
+        self._complex = self.dtype == torch.float32 and self.device.type == "cpu"
+        self._fused = fused_kernels() if self.device.type == "cuda" else None
+        self._now: Any = None  # the kernels that the forward of this moment uses
+        self.finds_ends = self._fused is not None
         # ‖x‖₂ with a constant √(D ε) beside it is √D times the root mean square that RMSNorm divides by. In float32 the
         # √D and the norm's weight are multiplied into the product that follows.
-        self._folded = embedding.dtype == torch.float32
+        self._folded = self._complex and embedding.dtype == torch.float32
         self._offset_value = (self.hidden_size * self._eps) ** 0.5
         self._offset = torch.tensor(self._offset_value, device=self.device)
         self._norm_D = decoder.norm.weight.detach()
@@ -154,6 +158,9 @@ class LeanLlama(LanguageModel):
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor) -> Tensor:
         """RMSNorm; with weights of float32 without its weight and its √D, which the next product holds."""
+        if self._now is not None:
+            normed_XD: Tensor = self._now.normed(x_XD, weight_D, self._eps)
+            return normed_XD
         if not self._complex:
             return F.rms_norm(x_XD, (self.hidden_size,), weight_D, self._eps)
         x_XD = x_XD / torch.hypot(torch.linalg.vector_norm(x_XD, dim=-1, keepdim=True), self._offset)
@@ -202,6 +209,8 @@ class LeanLlama(LanguageModel):
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
         batch, count = tokens_BM.shape
+        # Few kernels that do much pay where they are replayed; to launch one takes the host longer than an operation.
+        self._now = self._fused if isinstance(cache, IndexedCache) else None
         hidden_XD = self._first(F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype))
         if self._few is not None and type(cache) is KVCache and self._few.takes(len(hidden_XD)):
             turns_BM1E, _ = self._rotation(positions_BM, end)
@@ -213,20 +222,54 @@ class LeanLlama(LanguageModel):
             hidden_XD = self._final_norm(hidden_XD)
         if given:
             hidden_XD = torch.cat((*given, hidden_XD), -1)
+        self._now = None
         return hidden_XD.view(batch, count, -1)
 
     def _through_layers(self, hidden_XD: Tensor, cache: KVCache, *seen: Any) -> tuple[Tensor, list[Tensor]]:
         """What comes out of the last layer, and what went into `given_layers`; `seen` as of `_attention`."""
         given = list[Tensor]()
-        attend = self._attention(cache, *seen)
+        attend = self._attention(cache, *seen) if self._now is None else self._fused_attention(cache, *seen)
         for index, layer in enumerate(self._layers):
             if index in self.given_layers:
-                given.append(hidden_XD)
+                given.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
             qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
             hidden_XD = layer.out.add_to(hidden_XD, attend(index, qkv_XO))
-            gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
-            hidden_XD = layer.down.add_to(hidden_XD, F.silu(gate_XF) * up_XF)
+            gate_up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D))
+            hidden_XD = layer.down.add_to(hidden_XD, self._gated(gate_up_XF))
         return hidden_XD, given
+
+    def _gated(self, gate_up_XF: Tensor) -> Tensor:
+        if self._now is not None:
+            found_XF: Tensor = self._now.gated(gate_up_XF)
+            return found_XF
+        gate_XF, up_XF = gate_up_XF.chunk(2, -1)
+        return F.silu(gate_XF) * up_XF
+
+    def _fused_attention(
+        self,
+        cache: KVCache,
+        tokens_BM: Tensor,
+        positions_BM: Tensor,
+        mask_B1MS: Tensor | None,
+        start: int,
+        end: int,
+    ) -> Callable[[int, Tensor], Tensor]:
+        """`_attention` in kernels for GPUs."""
+        fused = self._now
+        assert isinstance(cache, IndexedCache)
+        assert fused is not None
+        assert mask_B1MS is not None
+        slots_BM, mask_BMS = cache.slots_BM, mask_B1MS[:, 0]
+        cos_BM1E, sin_BM1E = self._rotation(positions_BM, end)
+        assert sin_BM1E is not None
+        turns = cos_BM1E.reshape(-1, self.key_width), sin_BM1E.reshape(-1, self.key_width)
+
+        def attended(index: int, qkv_XO: Tensor) -> Tensor:
+            query_XHE = fused.rotate_and_keep(qkv_XO, *turns, cache.keys[index], cache.values[index], slots_BM)
+            found_XO: Tensor = fused.attend(query_XHE, *cache.view(index, end), mask_BMS, slots_BM)
+            return found_XO
+
+        return attended
 
     def _attention(
         self,

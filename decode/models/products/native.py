@@ -1,6 +1,6 @@
-"""C functions of ours, compiled on the machine that they run on.
+"""C functions of ours, compiled on the machine that they run on, and kernels for its GPU.
 
-Without a C compiler, with DRAFTSMITH_NATIVE=0, or within `library_products`, the library's functions are used.
+Without a C compiler or Triton, with DRAFTSMITH_NATIVE=0, or within `library_products`, the library's are used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / name for name in ("attention.c", "few_rows.c", "layers.c")]
@@ -67,6 +69,19 @@ def compiled() -> Any:
     library.multiplies_pairs.argtypes, library.multiplies_pairs.restype = [], small
     library.few_rows.restype = library.attend.restype = library.layers.restype = None
     return library
+
+
+@cache
+def fused_kernels() -> Any:
+    """The module `fused`; None where its kernels cannot run: its products ask for an Ampere GPU."""
+    known = torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
+    if os.environ.get("DRAFTSMITH_NATIVE") == "0" or not known:
+        return None
+    try:
+        from . import fused
+    except ImportError:  # torch without Triton
+        return None
+    return fused
 
 
 def _is_mine(path: Path) -> bool:

@@ -52,7 +52,9 @@ class Product:
         return F.linear(x_XI, self.weight_OI)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
-        """sum + x Wᵀ."""
+        """sum + x Wᵀ; on a GPU where the sum lies, which saves a copy."""
+        if sum_XO.is_cuda:
+            return sum_XO.addmm_(x_XI, self.weight_OI.t())
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             return self.few_rows(x_XI.float(), sum_XO.float()).to(sum_XO.dtype)
         apart = len(x_XI) in self.packed_rows or x_XI.dtype != self.weight_OI.dtype

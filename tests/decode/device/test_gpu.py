@@ -16,7 +16,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("relaxed")])  # these draw even then
 def test_greedy_texts_are_those_of_the_cpu(make_llama: Any, name: str, batch: int) -> None:
     on_device, _ = decode(*built(make_llama, "cuda"), name, batch, 0.0, None)
     assert decode(*built(make_llama, "cpu"), name, batch, 0.0, None)[0] == on_device

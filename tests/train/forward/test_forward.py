@@ -116,7 +116,7 @@ def test_a_model_is_tried_on_the_processor_before_it_goes_to_its_kernel(kernel: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
 def test_real_kernels_give_what_the_mask_gives(worker: ModuleType, family: str, kernel: str) -> None:
     if kernel.startswith("flash"):
         pytest.importorskip("flash_attn")

@@ -1,0 +1,193 @@
+"""A layer's small operations as few kernels of Triton, for forwards of few tokens on a GPU.
+
+What is left of a layer are its four products. Attention splits the slots of a row among the device's processors, as
+flash decoding does, takes any mask, and reads no slot behind a row's last new token: a graph of it serves at any
+length. Sums are float32.
+
+Shape letters: B batch, M new tokens, X = B · M, H query heads, K key heads, G = H / K, R = G · M rows of a key head,
+E head width, S cache slots, P parts of the slots, F width of the MLP.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, index"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 64
+"""Slots that are read at a time."""
+_MOST_PARTS = 64
+
+
+def rotate_and_keep(
+    qkv_XO: Tensor, cos_XE: Tensor, sin_XE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, slots_BM: Tensor
+) -> Tensor:
+    """Queries [X, H, E], turned; keys, turned, and values are written to their slots of the cache."""
+    (_, kv_heads, _, width), count = keys_BKSE.shape, slots_BM.shape[1]
+    rows, all_heads = len(qkv_XO), qkv_XO.shape[1] // width
+    assert keys_BKSE.stride() == values_BKSE.stride()
+    assert keys_BKSE.stride(3) == 1
+    assert width % 2 == 0
+    query_XHE = qkv_XO.new_empty(rows, all_heads - 2 * kv_heads, width)
+    _rotate_kernel[(rows, all_heads)](
+        qkv_XO, cos_XE, sin_XE, slots_BM, query_XHE, keys_BKSE, values_BKSE, count, kv_heads, *keys_BKSE.stride()[:3],
+        HALF=width // 2, WIDE=triton.next_power_of_2(width // 2), num_warps=1,
+    )  # fmt: skip
+    return query_XHE
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv, cos, sin, slots, query, keys, values, count, kv_heads, to_row, to_head, to_slot, HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    own_heads = heads - 2 * kv_heads
+    place = tl.arange(0, WIDE)
+    inside = place < HALF
+    source = qkv + (token * heads + head) * (2 * HALF) + place
+    first, second = tl.load(source, mask=inside), tl.load(source + HALF, mask=inside)
+    if head < own_heads + kv_heads:
+        angle = token * (2 * HALF) + place
+        turned = first.to(tl.float32), second.to(tl.float32)
+        cosines = tl.load(cos + angle, mask=inside), tl.load(cos + angle + HALF, mask=inside)
+        sines = tl.load(sin + angle, mask=inside), tl.load(sin + angle + HALF, mask=inside)
+        first = (turned[0] * cosines[0] - turned[1] * sines[0]).to(first.dtype)
+        second = (turned[1] * cosines[1] + turned[0] * sines[1]).to(second.dtype)
+    kept = (token // count).to(tl.int64) * to_row + tl.load(slots + token) * to_slot
+    if head < own_heads:
+        target = query + (token * own_heads + head) * (2 * HALF) + place
+    elif head < own_heads + kv_heads:
+        target = keys + kept + (head - own_heads) * to_head + place
+    else:
+        target = values + kept + (head - own_heads - kv_heads) * to_head + place
+    tl.store(target, first, mask=inside)
+    tl.store(target + HALF, second, mask=inside)
+
+
+def attend(query_XHE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, mask_BMS: Tensor, slots_BM: Tensor) -> Tensor:
+    """[X, H · E] softmax(q kᵀ / √E + mask) v over the slots up to the last of each row's `slots_BM`."""
+    (batch, kv_heads, slots, width), count = keys_BKSE.shape, mask_BMS.shape[1]
+    tokens, heads = query_XHE.shape[:2]
+    assert keys_BKSE.stride() == values_BKSE.stride()
+    assert mask_BMS.stride(2) == slots_BM.stride(1) == 1
+    group, device = heads // kv_heads, query_XHE.device
+    block_rows = min(64, max(16, triton.next_power_of_2(group * count)))
+    row_blocks = triton.cdiv(group * count, block_rows)
+    wanted = triton.cdiv(2 * _processors(device), batch * kv_heads * row_blocks)
+    parts = min(triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(slots, _BLOCK)), _MOST_PARTS)
+    attended_XE = query_XHE.new_empty(tokens, heads * width)
+    sums_PRE = torch.empty(parts, tokens * heads, width, device=device) if parts > 1 else attended_XE
+    peaks_PR2 = torch.empty(parts, tokens * heads, 2, device=device) if parts > 1 else attended_XE
+    sizes: dict[str, Any] = {"WIDTH": width, "WIDE": max(16, triton.next_power_of_2(width)), "PARTS": parts}
+    _attend_kernel[(parts, batch * kv_heads, row_blocks)](
+        query_XHE, keys_BKSE, values_BKSE, mask_BMS, slots_BM, sums_PRE, peaks_PR2, width**-0.5, count, kv_heads, group,
+        *keys_BKSE.stride()[:3], *mask_BMS.stride()[:2], **sizes, ROWS=block_rows, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    if parts > 1:
+        _gather_kernel[(tokens * heads,)](sums_PRE, peaks_PR2, attended_XE, **sizes, num_warps=2)
+    return attended_XE
+
+
+@triton.jit
+def _attend_kernel(
+    query, keys, values, mask, slots, sums, peaks, scale, count, kv_heads, group, to_row, to_head, to_slot, mask_row,
+    mask_token, WIDTH: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part, pair, heads = tl.program_id(0), tl.program_id(1), group * kv_heads
+    row, head = pair // kv_heads, pair % kv_heads
+    own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    exists = own < group * count
+    token, place = row * count + own % count, tl.arange(0, WIDE)
+    lines = token * heads + head * group + own // count
+    inside = place < WIDTH
+    queries = tl.load(query + lines[:, None] * WIDTH + place, mask=exists[:, None] & inside, other=0.0)
+    start = row.to(tl.int64) * to_row + head * to_head
+    masks = mask + row * mask_row + (own % count)[:, None] * mask_token
+    peak = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    read = tl.zeros((ROWS, WIDE), tl.float32)
+    stop = tl.load(slots + row * count + count - 1).to(tl.int32) + 1
+    blocks = tl.cdiv(tl.cdiv(stop, BLOCK), PARTS)
+    for block in range(part * blocks, (part + 1) * blocks):
+        slot = block * BLOCK + tl.arange(0, BLOCK)
+        there = slot < stop
+        lies = start + slot[:, None].to(tl.int64) * to_slot + place
+        key = tl.load(keys + lies, mask=there[:, None] & inside, other=0.0)
+        seen = tl.load(masks + slot, mask=exists[:, None] & there, other=-float("inf")).to(tl.float32)
+        score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale + seen
+        higher = tl.maximum(peak, tl.max(score, 1))
+        level = tl.where(higher == -float("inf"), 0.0, higher)
+        weight = tl.exp(score - level[:, None])
+        shrunk = tl.exp(peak - level)
+        value = tl.load(values + lies, mask=there[:, None] & inside, other=0.0)
+        read = read * shrunk[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        total = total * shrunk + tl.sum(weight, 1)
+        peak = higher
+    if PARTS == 1:
+        found = read / total[:, None]
+        tl.store(sums + lines[:, None] * WIDTH + place, found.to(sums.dtype.element_ty), mask=exists[:, None] & inside)
+    else:
+        lines += part * tl.num_programs(1) * group * count
+        tl.store(sums + lines[:, None] * WIDTH + place, read, mask=exists[:, None] & inside)
+        tl.store(peaks + 2 * lines, peak, mask=exists)
+        tl.store(peaks + 2 * lines + 1, total, mask=exists)
+
+
+@triton.jit
+def _gather_kernel(sums, peaks, attended, WIDTH: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr):
+    line, lines = tl.program_id(0), tl.num_programs(0)
+    part, place = tl.arange(0, PARTS), tl.arange(0, WIDE)
+    inside = place < WIDTH
+    lies = part * lines + line
+    peak, total = tl.load(peaks + 2 * lies), tl.load(peaks + 2 * lies + 1)
+    weight = tl.exp(peak - tl.max(peak, 0))
+    read = tl.load(sums + lies[:, None] * WIDTH + place, mask=inside, other=0.0)
+    found = tl.sum(read * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(attended + line * WIDTH + place, found.to(attended.dtype.element_ty), mask=inside)
+
+
+def normed(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMSNorm, as `F.rms_norm`."""
+    width = x_XD.shape[1]
+    normed_XD = torch.empty_like(x_XD)
+    sizes: dict[str, Any] = {"WIDE": triton.next_power_of_2(width), "num_warps": 4 if width <= 1024 else 16}
+    _norm_kernel[(len(x_XD),)](x_XD, weight_D, normed_XD, width, eps, **sizes)
+    return normed_XD
+
+
+@triton.jit
+def _norm_kernel(x, weight, normed, width, eps, WIDE: tl.constexpr):
+    place = tl.arange(0, WIDE)
+    inside, own = place < width, tl.program_id(0) * width + place
+    read = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(read * read, 0) / width + eps)
+    found = read * scale * tl.load(weight + place, mask=inside).to(tl.float32)
+    tl.store(normed + own, found.to(normed.dtype.element_ty), mask=inside)
+
+
+def gated(gate_up_XF: Tensor) -> Tensor:
+    """silu(gate) · up of the halves of [X, 2F]."""
+    rows, width = len(gate_up_XF), gate_up_XF.shape[1] // 2
+    product_XF = gate_up_XF.new_empty(rows, width)
+    _gated_kernel[(rows, triton.cdiv(width, 1024))](gate_up_XF, product_XF, width, BLOCK=1024, num_warps=4)
+    return product_XF
+
+
+@triton.jit
+def _gated_kernel(gate_up, product, width, BLOCK: tl.constexpr):
+    row, place = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < width
+    gate = tl.load(gate_up + 2 * row * width + place, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * width + place, mask=inside).to(tl.float32)
+    found = gate * tl.sigmoid(gate) * up
+    tl.store(product + row * width + place, found.to(product.dtype.element_ty), mask=inside)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

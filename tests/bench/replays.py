@@ -1,0 +1,103 @@
+"""How near a replayed forward on a GPU is to the time in which its weights can be read, and which kernels take it.
+
+    python tests/bench/replays.py 7b 8b 68m [--rows 1 5 16 64] [--context 256 2048] [--kernels] [--dtype bfloat16]
+
+Models of real shapes with random weights, one text. `floor`: the weights' bytes at the rate at which a gibibyte is
+summed. `us`: of a replay with logits, device time between events; medians. `host_us`: until such a forward is queued.
+`--kernels`: the device's kernels by the time they take in a forward. DRAFTSMITH_NATIVE=0: without kernels of ours. The
+last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from common import finish, parser_of, random_llama
+from draftsmith.decode.models.kv_cache import KVCache
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.tree import Tree
+from shapes import SHAPES
+from torch.profiler import ProfilerActivity, profile
+
+
+def device_time(call: Callable[[], Any], runs: int) -> tuple[float, float]:
+    """Microseconds on the device, and on the host until all is queued; medians."""
+    found, queued = [], []
+    for _ in range(runs + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        began = time.perf_counter()
+        call()
+        queued.append(1e6 * (time.perf_counter() - began))
+        stop.record()
+        torch.cuda.synchronize()
+        found.append(1e3 * start.elapsed_time(stop))
+    return statistics.median(found[3:]), statistics.median(queued[3:])
+
+
+def kernels(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float, float]]:
+    """By kernel, its microseconds and its number in one call, the longest first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+    found = {each.key[:70]: (each.device_time_total / runs, each.count / runs) for each in seen.key_averages()}
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+
+@torch.inference_mode()
+def of_shape(shape: str, options: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """By context and rows."""
+    positions = max(options.context) + max(options.rows) + 64
+    plain = random_llama(SHAPES[shape], positions, "cuda", getattr(torch, options.dtype)).eval().requires_grad_(False)
+    weights = sum(each.nbytes for each in plain.model.layers.parameters()) + plain.lm_head.weight.nbytes
+    model, floor, results = wrap_model(plain, graphs=True), weights / rate, dict[str, Any]()
+    tokens = torch.randint(SHAPES[shape][4], (1, positions), device="cuda")
+
+    def forward(cache: KVCache, tree: Tree) -> None:
+        model.logits(model.extend(cache, tokens[:, : tree.nodes], tree))
+
+    for context in options.context:
+        cache = model.new_cache(1, positions)
+        model.extend(cache, tokens[:, :context])
+        cache.set_lengths([context])
+        for rows in options.rows:
+            call = partial(forward, cache, Tree.chain(rows - 1).to(model.device))
+            taken, queued = device_time(call, options.runs)
+            found = {"us": taken, "floor_us": floor, "ratio": taken / floor, "host_us": queued}
+            results[f"{shape} context {context} rows {rows}"] = found
+            said = "  ".join(f"{name} {value:.2f}" for name, value in found.items())
+            print(f"{shape:5} context {context:5} rows {rows:3}  {said}")
+            if options.kernels:
+                for name, (each, count) in list(kernels(call).items())[:14]:
+                    print(f"    {each:8.0f} us {count:6.1f} x  {name}")
+    return results
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "five runs of each", runs=30)
+    parser.add_argument("shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 16, 64])
+    parser.add_argument("--context", type=int, nargs="+", default=[256, 2048])
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    options.runs = 5 if options.quick else options.runs
+    memory = torch.ones(1 << 28, device="cuda")
+    rate = memory.nbytes / device_time(memory.sum, options.runs)[0]
+    print(f"reads {rate / 1e6:.2f} TB/s")
+    results: dict[str, Any] = {"bytes_per_us": rate}
+    for shape in options.shapes:
+        results |= of_shape(shape, options, rate)
+    finish(results, "cuda")
+
+
+if __name__ == "__main__":
+    main()
