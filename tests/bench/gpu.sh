@@ -77,7 +77,7 @@ run() {
             # Blocks of eight a step, and the target's states as they are needed: a GPU makes them faster than a disk.
             for stage in eagle drafter heads; do given+=("$stage.train.global_batch=8" "$stage.train.micro_batch=8"); done
             given+=(eagle.hidden.cache=null heads.hidden.cache=null drafter.teacher.cache=null drafter.teacher.hidden=null)
-            given+=(answers.batch=256 answers.limit=null ${MODEL:+"target=$MODEL"})
+            given+=(answers.batch=512 answers.limit=null ${MODEL:+"target=$MODEL"})
             given+=(${QUESTIONS:+corpus.megabytes=0 "corpus.files=[$QUESTIONS]"})
             timeout "$LIMIT" "$python" -m draftsmith quickstart --recipe realpair "out=$pair" "${given[@]}" \
                 ${SETTINGS:-} > "$OUT/real-train.log" 2>&1
@@ -85,7 +85,8 @@ run() {
             tail -n 60 "$OUT/real-train.log"
             [ -f "$pair/results.json" ] || return 1
             cp "$pair/results.json" "$OUT/real-evaluate.json"
-            bench real realpair.py --pair "$pair" --alone --tokens 64 ${BENCH:-}
+            bench real realpair.py --pair "$pair" --alone --tokens 64 --drafter-dtype bfloat16 ${BENCH:-} || code=1
+            bench real-bfloat16 realpair.py --pair "$pair" --alone --tokens 64 --dtype bfloat16 ${BENCH:-} || code=1
             return $code ;;
         *)
             echo "there is no part $1: versions, replays, tests, 7b, 13b, 8b, heads, real or all" >&2

@@ -148,6 +148,7 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
         "predict": True,
         "show_categories": True,
         "drafter_dtype": options.drafter_dtype,
+        "dtype": options.dtype,
     }
     if (eagle := Path(options.found.folder) / "eagle").is_dir():
         asked |= {"more_drafters": [str(eagle)]}
@@ -155,8 +156,10 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
 
 
 def title_of(options: argparse.Namespace, temperature: float) -> str:
-    """Of results: the temperature, and the type of drafters that is not the target's."""
-    return ", ".join(filter(None, [f"T={temperature:g}", options.drafter_dtype]))
+    """Of results: the temperature, the type of a target that is not its folder's, of drafters that is not the
+    target's."""
+    known = None if options.dtype == "auto" else f"target {options.dtype}"
+    return ", ".join(filter(None, [f"T={temperature:g}", known, options.drafter_dtype]))
 
 
 def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
@@ -399,6 +402,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=SPEC_BENCH, help="questions; those of Spec-Bench by default")
     parser.add_argument("--groups", nargs="+", default=[], help="only these groups of the prompts")
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by label: 'speculative*'")
+    parser.add_argument("--dtype", default="auto", help="the type of the target's weights; its folder's by default")
     parser.add_argument("--drafter-dtype", help="the type of drafters' weights, where it is not the target's")
     parser.add_argument("--alone", action="store_true", help="without the greedy texts of transformers")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
