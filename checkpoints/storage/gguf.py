@@ -104,13 +104,14 @@ def convert_gguf(file: Path, folder: Path) -> None:
 def _set_splitting(backend: Any, name: str, file: Path) -> None:
     """Have a byte-level BPE split text as its merges were learned. Raises ValueError: a way that is not known."""
     from tokenizers import pre_tokenizers
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
 
     if name in _SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
         return
-    known = _GPT2 | _SINGLE_DIGITS | set(GGUF_PRE_TOKENIZER_SPLITS)
+    # transformers 5.17 has no such rules: other vocabularies would come out wrong
+    known = _GPT2 | _SINGLE_DIGITS | set(getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", ()))
     if name not in known:
         raise ValueError(
             f"{file}: its tokenizer splits text by rule {name!r} (tokenizer.ggml.pre), which is not known "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -133,7 +133,19 @@ class LanguageModel(ABC):
     ) -> Tensor:
         """`extend` of a drafter that `reads`: with what `take_in` made of the target's states behind the token before
         each one, or with its own hidden state there."""
+        self.read_next(above_BMD)
+        return self.extend(cache, tokens_BM, tree, start)
+
+    def read_next(self, above_BMD: Tensor) -> None:
+        """What the next `extend` of a drafter that `reads` reads beside its tokens."""
         raise AssertionError("this model reads tokens alone")
+
+    def whole(
+        self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What `run` computes of `inputs` and of forwards that grow a fixed tree on this cache; with graphs in one
+        launch. `key` says all that the work depends on beside these."""
+        return run(*inputs)
 
     @abstractmethod
     def logits(self, hidden_XD: Tensor) -> Tensor:

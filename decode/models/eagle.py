@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...checkpoints.heads.eagle import EagleHeads
-from ..tree import Tree
-from .kv_cache import KVCache
 from .lean import LeanLlama
 from .products.product import Product
 
@@ -38,11 +36,8 @@ class EagleDrafter(LeanLlama):
         rows_XG = given_BMG.reshape(-1, given_BMG.shape[-1]).to(self.dtype)
         return self._take_in(rows_XG).view(*given_BMG.shape[:2], -1)
 
-    def extend_with(
-        self, above_BMD: Tensor, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0
-    ) -> Tensor:
+    def read_next(self, above_BMD: Tensor) -> None:
         self._above_XD = above_BMD.reshape(-1, self.hidden_size)
-        return self.extend(cache, tokens_BM, tree, start)
 
     def _norm_in(self, layer: Any) -> Tensor:
         above_D = layer.hidden_norm.weight.detach()

@@ -15,9 +15,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..tree import Tree
 from .base import LanguageModel
 from .kv_cache import IndexedCache, KVCache
 
-Run = Callable[[], Tensor]
+Found = TypeVar("Found")
 
 _MOST_FREE_CACHES = 4
 _MANY = 1024
@@ -40,11 +40,11 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 class Capture(Protocol):
     """Makes a replay of a function that reads and writes tensors at fixed addresses."""
 
-    def warm_up(self, run: Run) -> Tensor:
+    def warm_up(self, run: Callable[[], Found]) -> Found:
         """Run it as it will be captured; a shape's first call."""
 
-    def capture(self, run: Run) -> Run:
-        """What replays it, without running it now. Each replay returns the same tensor, with new content."""
+    def capture(self, run: Callable[[], Found]) -> Callable[[], Found]:
+        """What replays it, without running it now. Each replay returns the same tensors, with new content."""
 
 
 class CudaGraphs:
@@ -58,7 +58,7 @@ class CudaGraphs:
             warnings.simplefilter("ignore")  # that this graph is empty: it keeps the memory while there is no other
             self._first = self._captured(lambda: None)
 
-    def warm_up(self, run: Run) -> Tensor:
+    def warm_up(self, run: Callable[[], Found]) -> Found:
         """Libraries prepare themselves in their first call on a stream, which a capture does not allow."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -67,11 +67,11 @@ class CudaGraphs:
         current.wait_stream(self._stream)
         return output
 
-    def capture(self, run: Run) -> Run:
-        outputs: list[Tensor] = []
+    def capture(self, run: Callable[[], Found]) -> Callable[[], Found]:
+        outputs: list[Found] = []
         graph = self._captured(lambda: outputs.append(run()))
 
-        def replay() -> Tensor:
+        def replay() -> Found:
             graph.replay()
             return outputs[0]
 
@@ -88,7 +88,25 @@ class CudaGraphs:
         return graph
 
 
-class _Shape:
+class _Replayed:
+    """Something that is run at first, captured the second time, and replayed from then on."""
+
+    def __init__(self) -> None:
+        self._warm = False
+        self._replay: Callable[[], Any] | None = None
+
+    def __call__(self, capture: Capture) -> Any:
+        """What it computes; where that lies it is overwritten later."""
+        if self._replay is None and self._warm:
+            self._replay = capture.capture(self.run)
+        self._warm = True
+        return self._replay() if self._replay else capture.warm_up(self.run)
+
+    def run(self) -> Any:
+        raise NotImplementedError
+
+
+class _Shape(_Replayed):
     """The inputs of one shape of forward, and the forward as a function of them alone.
 
     A node sees a slot or not by the slot's distance from the last new token's: columns 1..W-2 of the bias stand for the
@@ -97,14 +115,17 @@ class _Shape:
 
     def __init__(self, model: LanguageModel, cache: KVCache, count: int, tree_width: int, end: int) -> None:
         """`tree_width` is W; 0 for a chain, which needs count + 2."""
+        super().__init__()
         self._model, self._cache, self._end = model, cache, end
-        self._warm = False
-        self._replay: Run | None = None
         width = tree_width or count + 2
         batch, device = len(cache.lengths), cache.device
         self.tokens_BM = torch.zeros(batch, count, dtype=torch.int64, device=device)
         self.first_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.offset_BM = torch.arange(count, device=device).repeat(batch, 1)
+        self.above_BMD: Tensor | None = None
+        """What a drafter that reads states reads beside the tokens."""
+        if model.reads is not None:
+            self.above_BMD = torch.zeros(batch, count, model.hidden_size, dtype=model.dtype, device=device)
         self.bias_BMW = torch.zeros(batch, count, width, dtype=model.dtype, device=device)
         self.bias_BMW[:, :, -1] = -torch.inf
         if not tree_width:
@@ -121,30 +142,44 @@ class _Shape:
         self.bias_BMW[:, :, :root] = 0
         self.bias_BMW[:, :, root:-1] = tree.bias(start, stop)
 
-    def __call__(self, capture: Capture) -> Tensor:
-        """[B, M, D]; where it lies it is overwritten later."""
-        if self._replay is None and self._warm:
-            self._replay = capture.capture(self._run)
-        self._warm = True
-        return self._replay() if self._replay else capture.warm_up(self._run)
-
-    def _run(self) -> Tensor:
+    def run(self) -> Tensor:
+        """[B, M, D]."""
         first_B1 = self.first_B[:, None]
         slots_BM = first_B1 + self._place_M
         column_BS = (self._column_S - slots_BM[:, -1:]).clamp(0, self.bias_BMW.shape[2] - 1)
         mask_BMS = self.bias_BMW.gather(2, column_BS[:, None].expand(-1, len(self._place_M), -1))
         cache = IndexedCache(self._cache, slots_BM, self._rows_B1)
         positions_BM = first_B1 + self.offset_BM
+        if self.above_BMD is not None:
+            self._model.read_next(self.above_BMD)
         with sdpa_kernel(_KERNELS):
             return self._model._forward(cache, self.tokens_BM, positions_BM, mask_BMS[:, None], 0, self._end)
 
 
+class _Whole(_Replayed):
+    """Several forwards and what stands between them, as a function of `inputs` and of where the rows end."""
+
+    def __init__(self, cache: KVCache, tree: Tree, inputs: tuple[Tensor, ...], end: int) -> None:
+        super().__init__()
+        self.end = end
+        self.first_B = torch.zeros(len(cache.lengths), dtype=torch.int64, device=cache.device)
+        self.inputs = tuple(torch.empty_like(each) for each in inputs)
+        self.work: Callable[[], Any] | None = None
+        """Only while it is run: it may know a cache that shall be handed on."""
+        self.kept: list[Any] = [tree]
+        """What holds memory that the graph reads."""
+
+    def run(self) -> Any:
+        assert self.work is not None
+        return self.work()
+
+
 @dataclass(eq=False, slots=True)
 class _Slab:
-    """A cache's memory and the shapes that were run on it, the least recently used first."""
+    """A cache's memory and what was run on it, the least recently used first."""
 
     cache: KVCache
-    shapes: OrderedDict[tuple[int, int, int], _Shape] = field(default_factory=OrderedDict)
+    shapes: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
 
 
 class GraphedModel(LanguageModel):
@@ -152,10 +187,10 @@ class GraphedModel(LanguageModel):
     move.
 
     The first call of a shape (batch, new tokens, width of the tree, slots to attend to) runs eagerly, the second is
-    captured. Prompts, more than `max_tokens` new tokens, and everything inside a `TorchDispatchMode` take the model's
-    own path. Not for several threads or streams at a time. A cache's memory goes to the next user with its graphs, of
-    `max_graphs` shapes; `stride`, a power of two, see `round_up`. Raises ValueError: the model is not on one CUDA
-    device.
+    captured; so it is with whole drafts. Prompts, more than `max_tokens` new tokens, and everything inside a
+    `TorchDispatchMode` take the model's own path. Not for several threads or streams at a time. A cache's memory goes
+    to the next user with its graphs, of `max_graphs` shapes; `stride`, a power of two, see `round_up`. Raises
+    ValueError: the model is not on one CUDA device.
     """
 
     def __init__(
@@ -179,6 +214,9 @@ class GraphedModel(LanguageModel):
         self.device, self.dtype, self.head_weights = model.device, model.dtype, model.head_weights
         self.kv_heads, self.key_width, self.value_width = model.kv_heads, model.key_width, model.value_width
         self._max_tokens, self._max_graphs, self._stride = max_tokens, max_graphs, stride
+        self.reads = model.reads
+        self._above_BMD: Tensor | None = None
+        self._inside: _Whole | None = None  # what is being run or captured as a whole
         self._free: list[_Slab] = []
         self._slabs: weakref.WeakKeyDictionary[KVCache, _Slab] = weakref.WeakKeyDictionary()
 
@@ -211,7 +249,11 @@ class GraphedModel(LanguageModel):
         """`LanguageModel.extend`, replayed where the class allows it."""
         count, slab = tokens_BM.shape[1], self._slabs.get(cache)
         prompt = tree is None and not any(cache.lengths)
-        if slab is None or prompt or count > self._max_tokens or is_in_torch_dispatch_mode():
+        above_BMD, self._above_BMD = self._above_BMD, None
+        whole = self._inside
+        if slab is None or prompt or count > self._max_tokens or (is_in_torch_dispatch_mode() and whole is None):
+            if above_BMD is not None:
+                self.model.read_next(above_BMD)
             return self.model.extend(cache, tokens_BM, tree, start, stop)
         stop = start + count if stop is None else stop
         assert stop - start == count
@@ -221,25 +263,61 @@ class GraphedModel(LanguageModel):
         # A power of two, so that the levels of a tree share a shape.
         width = 0 if tree is None else max(16, 1 << (stop + 1).bit_length())
         with torch.inference_mode():  # inside it always: buffers made inside it can be written nowhere else
-            end = round_up(max(cache.lengths) + stop, self._stride)
-            shape = self._shape(slab, count, width, cache.capacity if self.finds_ends else end)
+            shape = self._shape(slab, count, width, self._end(cache, stop) if whole is None else whole.end)
             shape.tokens_BM.copy_(tokens_BM)
+            if above_BMD is not None and shape.above_BMD is not None:
+                shape.above_BMD.copy_(above_BMD)
             if tree is not None:
                 shape.set_tree(tree, start, stop)
-            if cache.uniform:
-                shape.first_B.fill_(cache.lengths[0] + start)
-            else:
-                torch.add(cache.lengths_B, start, out=shape.first_B)
-            return shape(self._capture).clone()
+            if whole is not None:
+                whole.kept.append(shape)
+                torch.add(whole.first_B, start, out=shape.first_B)
+                return shape.run()
+            _set_first(shape.first_B, cache, start)
+            found_BMD: Tensor = shape(self._capture)
+            return found_BMD.clone()
+
+    def read_next(self, above_BMD: Tensor) -> None:
+        self._above_BMD = above_BMD
+
+    def take_in(self, given_BMG: Tensor) -> Tensor:
+        return self.model.take_in(given_BMG)
+
+    def whole(
+        self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`LanguageModel.whole`, as one graph."""
+        slab = self._slabs.get(cache)
+        if slab is None or tree.nodes > self._max_tokens or is_in_torch_dispatch_mode():
+            return run(*inputs)
+        with torch.inference_mode():
+            end, sizes = self._end(cache, tree.nodes), tuple((each.shape, each.dtype) for each in inputs)
+            whole: _Whole = self._kept(slab, (key, sizes, end), lambda: _Whole(slab.cache, tree, inputs, end))
+            for buffer, given in zip(whole.inputs, inputs, strict=True):
+                buffer.copy_(given)
+            _set_first(whole.first_B, cache, 0)
+            self._inside, whole.work = whole, lambda: run(*whole.inputs)
+            try:
+                return tuple(found.clone() for found in whole(self._capture))
+            finally:
+                self._inside = whole.work = None
+
+    def _end(self, cache: KVCache, nodes: int) -> int:
+        """How many slots attention is shown."""
+        return cache.capacity if self.finds_ends else round_up(max(cache.lengths) + nodes, self._stride)
 
     def _shape(self, slab: _Slab, count: int, width: int, end: int) -> _Shape:
-        key = (count, width, end)
+        shape: _Shape = self._kept(slab, (count, width, end), lambda: _Shape(self.model, slab.cache, count, width, end))
+        return shape
+
+    def _kept(self, slab: _Slab, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What a slab holds by this name; what was not used for the longest time gives way."""
         if key in slab.shapes:
             slab.shapes.move_to_end(key)
         else:
             while len(slab.shapes) >= self._max_graphs:
                 slab.shapes.popitem(last=False)
-            slab.shapes[key] = _Shape(self.model, slab.cache, *key)
+            slab.shapes[key] = make()
         return slab.shapes[key]
 
     def _forward(
@@ -253,6 +331,14 @@ class GraphedModel(LanguageModel):
 
     def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.model.proposed_logits(hidden_XD)
+
+
+def _set_first(first_B: Tensor, cache: KVCache, start: int) -> None:
+    """Write the slot of each row's node `start`."""
+    if cache.uniform:
+        first_B.fill_(cache.lengths[0] + start)
+    else:
+        torch.add(cache.lengths_B, start, out=first_B)
 
 
 def round_up(slots: int, stride: int) -> int:

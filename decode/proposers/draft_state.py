@@ -8,7 +8,7 @@ Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -106,6 +106,19 @@ class DraftState:
         hidden_BMD = self.model.extend_with(above_BMD, self.cache, tokens_BM, tree, start)
         self._states_BND = torch.cat((self._states_BND, hidden_BMD), 1)
         return hidden_BMD
+
+    def whole(
+        self, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], hidden_BD: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`LanguageModel.whole` with the root's hidden state as the first input, where `run` grows the tree here."""
+
+        def grown(hidden_BD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            self._states_BND = hidden_BD[:, None]
+            return run(hidden_BD, *inputs)
+
+        found = self.model.whole(self.cache, tree, key, grown, hidden_BD, *inputs)
+        self._levels = tree.max_depth - 1
+        return found
 
     def keep(self, context: Context, kept: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:
         """Keep the accepted nodes that were run.

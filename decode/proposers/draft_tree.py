@@ -5,7 +5,10 @@ Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth,
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from ..engine import Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
 from ..rng import draw_many
 from ..tree import Tree
-from ..warpers import warp
+from ..warpers import Sampling, warp
 from .draft_state import DraftState
 
 
@@ -48,6 +51,9 @@ class DraftTree(Proposer):
         self.branching = tuple(branching)
         self.replacement, self.by_path = replacement, by_path
         self.tree = Tree.k_ary(self.branching).to(model.device)
+        self._all_one = set(self.branching) == {1}
+        counts = itertools.accumulate(self.branching[:-1], operator.mul, initial=1)
+        self._ahead_N = torch.tensor([level for level, count in enumerate(counts) for _ in range(count)])
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.tree.nodes, self.tree.max_depth
@@ -61,47 +67,60 @@ class DraftTree(Proposer):
         self._draft = DraftState(self.model, context, *self.capacity(context.limits))
 
     def propose(self, context: Context) -> Proposal:
-        tokens, probs, valid = [context.root_B1], [], []
-        hidden_BMD = self._draft.read_root(context)[:, None]
-        first = 1
-        for level in range(len(self.branching)):
-            tokens_BM, probs_BMV, valid_BM = self._draw(hidden_BMD, level, context)
-            tokens.append(tokens_BM)
-            if probs_BMV is not None:
-                probs.append(probs_BMV)
-            valid.append(valid_BM)
-            if level + 1 < len(self.branching):
-                hidden_BMD = self._draft.grow(tokens_BM, self.tree, first)
-                first += tokens_BM.shape[1]
-        proposal = Proposal(self.tree, torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None)
-        proposal.by_path = self.by_path
-        if any(valid_BM is not None for valid_BM in valid):
-            all_valid = [torch.ones_like(tokens_BM, dtype=torch.bool) for tokens_BM in tokens]
-            levels = [
-                mask if mask is not None else every for mask, every in zip([None, *valid], all_valid, strict=True)
-            ]
-            proposal.valid_BN = torch.cat(levels, 1)
+        hidden_BD, sampling, tree = self._draft.read_root(context), context.sampling, self.tree
+        key = (self.branching, self.replacement, sampling)
+        chances = [] if sampling.greedy else self._chances(context)
+        tokens_BN1, watched_BN, *more = self._draft.whole(tree, key, partial(self._grow, sampling), hidden_BD, *chances)
+        context.watch("the drafter's", watched_BN, self._ahead_N)
+        proposal = Proposal(tree, torch.cat((context.root_B1, tokens_BN1), 1), by_path=self.by_path)
+        if more:
+            proposal.draft_probs_BMV = more[0]
+        if len(more) > 1:
+            proposal.valid_BN = more[1]
         return proposal
 
-    def _draw(self, hidden_BMD: Tensor, level: int, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Tokens of the next level, [B, M x width], the distributions they come from, and which of them exist."""
-        logits_BMV, width = self.model.logits(hidden_BMD), self.branching[level]
-        if context.sampling.greedy:
-            most = logits_BMV.topk(width, -1) if width > 1 else logits_BMV.max(-1, keepdim=True)
-            context.watch("the drafter's", most.values[..., 0], level)
-            return most.indices.flatten(1), None, None
-        probs_BMV = warp(logits_BMV, context.sampling)
+    def _chances(self, context: Context) -> list[Tensor]:
+        """The random numbers of each level."""
+        chances, parents = list[Tensor](), 1
+        for width in self.branching:
+            if self.replacement or width == 1:
+                chances.append(context.rng.uniform(parents, width))
+            else:
+                chances.append(context.rng.exponential(parents, self.model.vocab_size))
+            parents *= width
+        return chances
+
+    def _grow(self, sampling: Sampling, hidden_BD: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        """Tokens of all levels, what is watched of each distribution, above temperature 0 the distributions that the
+        tokens come from, and which of all nodes exist, where some may not."""
+        hidden_BMD, first = hidden_BD[:, None], 1
+        levels = list[tuple[Tensor, ...]]()
+        for level, width in enumerate(self.branching):
+            logits_BMV = self.model.logits(hidden_BMD)
+            if sampling.greedy:
+                most = logits_BMV.topk(width, -1) if width > 1 else logits_BMV.max(-1, keepdim=True)
+                levels.append((most.indices.flatten(1), most.values[..., 0]))
+            else:
+                levels.append(self._draw(warp(logits_BMV, sampling), chances[level], width))
+            if level + 1 < len(self.branching):
+                tokens_BM = levels[-1][0]
+                hidden_BMD = self._draft.grow(tokens_BM, self.tree, first)
+                first += tokens_BM.shape[1]
+        tokens_BN1, watched_BN, *more = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
+        if len(more) > 1:
+            more[1] = torch.nn.functional.pad(more[1], (1, 0), value=True)
+        return tokens_BN1, watched_BN, *more
+
+    def _draw(self, probs_BMV: Tensor, chance_BMX: Tensor, width: int) -> tuple[Tensor, ...]:
+        """Candidates of the nodes of a level; see `_grow`."""
         if self.replacement or width == 1:
-            uniform_BMC = context.rng.uniform(probs_BMV.shape[1], width)
-            drawn_BMC, wanted_BMC = draw_many(probs_BMV, uniform_BMC)
-            context.watch("the drafter's", wanted_BMC.flatten(1), level)
-            return drawn_BMC.flatten(1), probs_BMV, None
+            drawn_BMC, wanted_BMC = draw_many(probs_BMV, chance_BMX)
+            found = drawn_BMC.flatten(1), wanted_BMC[..., 0], probs_BMV
+            return found if self.replacement or self._all_one else (*found, torch.ones_like(found[0], dtype=torch.bool))
         # Exponential races: sorting by p / E is drawing without replacement, in order.
-        race_BMV = probs_BMV / context.rng.exponential(*probs_BMV.shape[1:])
-        top = race_BMV.topk(width, -1)
-        context.watch("the drafter's", top.values[..., 0], level)
+        top = (probs_BMV / chance_BMX).topk(width, -1)
         # Warping, or a low temperature's underflow, may leave fewer possible tokens than children.
-        return top.indices.flatten(1), probs_BMV, (top.values > 0).flatten(1)
+        return top.indices.flatten(1), top.values[..., 0], probs_BMV, (top.values > 0).flatten(1)
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context, own_path_BK=None if self.tree.is_chain else verdict.path_BK)

@@ -31,6 +31,7 @@ from ...decode.evaluation.measure import Entry, sample_texts
 from ...decode.methods import Parts, method_options, needs_of
 from ...decode.models.base import LanguageModel, check_same_vocabulary
 from ...decode.models.eagle import EagleDrafter
+from ...decode.models.graphs import GraphedModel
 from ...decode.models.loading import load_model, wrap_model
 from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
@@ -152,6 +153,8 @@ def _open_drafter(
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         heads = heads.to(target.device, _narrow(recipe) or target.weights_dtype).attach(*weights)
         drafter = EagleDrafter(heads.requires_grad_(False))
+        if isinstance(target, GraphedModel):
+            drafter = GraphedModel(drafter)
     else:
         identity, (made, loaded) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
         drafter = wrap_model(loaded.requires_grad_(False))

@@ -491,10 +491,10 @@ class PretendGraphs:
 
     owner: PretendCuda
 
-    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
+    def warm_up(self, run: Callable[[], Any]) -> Any:
         return run()
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         owner = self.owner
         launches = owner.launches.copy()
         owner.recording = []
@@ -504,9 +504,10 @@ class PretendGraphs:
             recorded, owner.recording = owner.recording, None
         owner.launches = launches  # a capture launches nothing
         with _Untracked(owner):
-            output.fill_(torch.nan)
+            for each in tree_leaves(output):
+                each.fill_(torch.nan if each.is_floating_point() else 0)
 
-        def replay() -> Tensor:
+        def replay() -> Any:
             owner.launch("cudaGraphLaunch")
             with _Untracked(owner):
                 for func, args, kwargs, old in recorded:

@@ -16,6 +16,7 @@ from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
+from test_graphs import graphed
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -137,6 +138,29 @@ def test_drafting_computes_what_training_computed(
         for step, step_BMV in enumerate(seen[:STEPS]):
             found_R = step_BMV[row, -1] if proposed is None else step_BMV[row, -1, proposed]
             assert (found_R - logits_KR[step]).abs().max() < 1e-4, (row, step)
+
+
+@pytest.mark.parametrize(("name", "options"), [("speculative", {"gamma": 3}), ("multi-candidate", {"k_config": "3x2"}),
+                                               ("dynamic-tree", {})], ids=str)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("normed", [False, True])
+def test_replays_draft_the_same(
+    make_llama: Any, make_eagle: Any, name: str, options: dict[str, Any], temperature: float, normed: bool
+) -> None:
+    """Two texts in turn, then both at once; on chance alone 40 tokens of 20 agree in no universe."""
+    model, sampling = make_llama(VOCAB, seed=1), Sampling(temperature)
+    heads = make_eagle(model)
+    heads.normed = normed
+    target, drafter = wrap_model(model, given_layers=heads.layers), EagleDrafter(heads)
+    fast, recordings = graphed(drafter)
+
+    def texts(drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
+        method = build_method(name, Parts(drafter=drafter), sampling, **options)
+        return decode_texts(target, *method, prompts, Limits(20), sampling, Rng.for_rows(0, len(prompts)))
+
+    for prompts in ([[5, 7, 2, 9, 1, 4]], [[3, 1, 8]], [[5, 7, 2, 9, 1, 4], [3, 1, 8]]):
+        assert texts(fast, prompts) == texts(drafter, prompts)
+    assert recordings.replayed > 10
 
 
 def test_heads_are_read_back(make_llama: Any, make_eagle: Any, tmp_path: Path) -> None:
