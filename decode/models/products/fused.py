@@ -77,7 +77,9 @@ def attend(query_XHE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, mask_BMS: 
     assert keys_BKSE.stride() == values_BKSE.stride()
     assert mask_BMS.stride(2) == slots_BM.stride(1) == 1
     group, device = heads // kv_heads, query_XHE.device
-    block_rows = min(64, max(16, triton.next_power_of_2(group * count)))
+    # In float32 products are no work of the tensor cores, and large blocks of them do not fit the registers.
+    most = 16 if query_XHE.dtype == torch.float32 else 64
+    block_rows = min(most, max(16, triton.next_power_of_2(group * count)))
     row_blocks = triton.cdiv(group * count, block_rows)
     wanted = triton.cdiv(2 * _processors(device), batch * kv_heads * row_blocks)
     parts = min(triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(slots, _BLOCK)), _MOST_PARTS)
