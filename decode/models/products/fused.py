@@ -12,16 +12,25 @@ E head width, S cache slots, P parts of the slots, F width of the MLP.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs does not bring it
+    triton = None
 
 _BLOCK = 64
 """Slots that are read at a time."""
 _MOST_PARTS = 64
+
+
+def _kernel(function: Callable[..., None]) -> Any:
+    return function if triton is None else triton.jit(function)
 
 
 def rotate_and_keep(
@@ -41,7 +50,7 @@ def rotate_and_keep(
     return query_XHE
 
 
-@triton.jit
+@_kernel
 def _rotate_kernel(
     qkv, cos, sin, slots, query, keys, values, count, kv_heads, to_row, to_head, to_slot, HALF: tl.constexpr,
     WIDE: tl.constexpr,
@@ -96,7 +105,7 @@ def attend(query_XHE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, mask_BMS: 
     return attended_XE
 
 
-@triton.jit
+@_kernel
 def _attend_kernel(
     query, keys, values, mask, slots, sums, peaks, scale, count, kv_heads, group, to_row, to_head, to_slot, mask_row,
     mask_token, WIDTH: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -141,7 +150,7 @@ def _attend_kernel(
         tl.store(peaks + 2 * lines + 1, total, mask=exists)
 
 
-@triton.jit
+@_kernel
 def _gather_kernel(sums, peaks, attended, WIDTH: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr):
     line, lines = tl.program_id(0), tl.num_programs(0)
     part, place = tl.arange(0, PARTS), tl.arange(0, WIDE)
@@ -163,7 +172,7 @@ def normed(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return normed_XD
 
 
-@triton.jit
+@_kernel
 def _norm_kernel(x, weight, normed, width, eps, WIDE: tl.constexpr):
     place = tl.arange(0, WIDE)
     inside, own = place < width, tl.program_id(0) * width + place
@@ -181,7 +190,7 @@ def gated(gate_up_XF: Tensor) -> Tensor:
     return product_XF
 
 
-@triton.jit
+@_kernel
 def _gated_kernel(gate_up, product, width, BLOCK: tl.constexpr):
     row, place = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width

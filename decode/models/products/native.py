@@ -74,14 +74,10 @@ def compiled() -> Any:
 @cache
 def fused_kernels() -> Any:
     """The module `fused`; None where its kernels cannot run: its products ask for an Ampere GPU."""
+    from . import fused
+
     known = torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
-    if os.environ.get("DRAFTSMITH_NATIVE") == "0" or not known:
-        return None
-    try:
-        from . import fused
-    except ImportError:  # torch without Triton
-        return None
-    return fused
+    return fused if known and fused.triton is not None and os.environ.get("DRAFTSMITH_NATIVE") != "0" else None
 
 
 def _is_mine(path: Path) -> bool:
