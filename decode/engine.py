@@ -263,7 +263,9 @@ class Context:
         if self.ids_BS.device.type != "cpu":
             self._send(before, depth + 1)
         if self.given_BSG is not None:
-            path_BK1 = torch.nn.functional.pad(verdict.path_BK, (1, 0))[..., None]
+            # Columns that are not kept may name nodes that are not there.
+            known_BK = verdict.path_BK.clamp(max=hidden_BND.shape[1] - 1)
+            path_BK1 = torch.nn.functional.pad(known_BK, (1, 0))[..., None]
             given_BKG = hidden_BND[..., : self.given_BSG.shape[2]]
             given_BKG = given_BKG.gather(1, path_BK1.expand(-1, -1, given_BKG.shape[2]))
             slots_BK1 = (self.cache.lengths_B[:, None] + torch.arange(depth + 1, device=path_BK1.device))[..., None]

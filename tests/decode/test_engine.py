@@ -254,6 +254,18 @@ def test_a_drafter_gives_the_targets_beams_in_fewer_forwards(
     assert found["same"] <= 2 + -(-13 // (1 + gamma)) * (1 if not stops else 2)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_target_that_gives_inner_states_writes_the_same(
+    target_model: LlamaForCausalLM, parts: Parts, name: str, temperature: float
+) -> None:
+    """Of unequal rows, also where a proposal has fewer nodes than the method may look ahead."""
+    limits, sampling = Limits(24), Sampling(temperature)
+    targets = [wrap_model(target_model, given_layers=layers) for layers in ((), (1, 2))]
+    plain, giving = (run(target, name, parts, PROMPTS, limits, sampling)[0] for target in targets)
+    assert giving == plain
+
+
 def test_beams_are_those_of_transformers(target_model: LlamaForCausalLM) -> None:
     """Where no token ends a text, and so no length is weighed: a hundred prompts, the drafter's help included."""
     draws, target = torch.Generator().manual_seed(7), wrap_model(target_model)
