@@ -228,7 +228,7 @@ class LeanLlama(LanguageModel):
     def _through_layers(self, hidden_XD: Tensor, cache: KVCache, *seen: Any) -> tuple[Tensor, list[Tensor]]:
         """What comes out of the last layer, and what went into `given_layers`; `seen` as of `_attention`."""
         given = list[Tensor]()
-        attend = self._attention(cache, *seen) if self._now is None else self._fused_attention(cache, *seen)
+        attend = self._attention(cache, *seen)
         for index, layer in enumerate(self._layers):
             if index in self.given_layers:
                 given.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
@@ -246,13 +246,7 @@ class LeanLlama(LanguageModel):
         return F.silu(gate_XF) * up_XF
 
     def _fused_attention(
-        self,
-        cache: KVCache,
-        tokens_BM: Tensor,
-        positions_BM: Tensor,
-        mask_B1MS: Tensor | None,
-        start: int,
-        end: int,
+        self, cache: KVCache, positions_BM: Tensor, mask_B1MS: Tensor | None, end: int
     ) -> Callable[[int, Tensor], Tensor]:
         """`_attention` in kernels for GPUs."""
         fused = self._now
@@ -281,6 +275,8 @@ class LeanLlama(LanguageModel):
         end: int,
     ) -> Callable[[int, Tensor], Tensor]:
         """What a layer reads [X, H · E], by its number and its queries, keys and values [X, O], which are kept."""
+        if self._now is not None:
+            return self._fused_attention(cache, positions_BM, mask_B1MS, end)
         batch, count = tokens_BM.shape
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
         rotated_heads = self.heads + self.kv_heads
