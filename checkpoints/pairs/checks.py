@@ -220,7 +220,7 @@ def _draft_vocabulary(drafter: Side) -> Iterator[Finding]:
 
 
 def _context(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Positions, and for this engine alone the sliding window: the caches of the others slide."""
+    """Positions, and for this engine alone windows that it does not keep: the others keep all."""
     reasons: dict[str, str] = {}
     theirs = drafter.positions
     if _shorter(theirs, target.positions):

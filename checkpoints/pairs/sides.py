@@ -30,6 +30,7 @@ from ..verify.model_files import (
     weights_fault,
 )
 from ..verify.tensors import header_shapes
+from ..verify.windows import position_limit, sliding_window
 
 CONSUMERS = {
     "transformers": "transformers 5.23, generate(assistant_model=…)",
@@ -162,13 +163,12 @@ class Side:
     @property
     def window(self) -> int | None:
         """Tokens that a layer with sliding attention sees; None where none has it."""
-        slides = getattr(self.config, "use_sliding_window", True)
-        return (getattr(self.config, "sliding_window", None) or None) if slides else None
+        return sliding_window(self.config)
 
     @property
     def limit(self) -> int | None:
-        """How many tokens this engine takes: its caches do not slide (`decode/models/base.py`, position_limit)."""
-        return min((limit for limit in (self.positions, self.window) if limit), default=None)
+        """How many tokens this engine takes; None where there is no limit."""
+        return position_limit(self.config)
 
     @property
     def rotary(self) -> str | None:

@@ -30,7 +30,7 @@ from ..engine import generate
 from ..methods import Parts, build_method, method_options, needs_of
 from ..models.base import LanguageModel, check_same_vocabulary
 from ..models.graphs import GraphedModel
-from ..models.lean import LeanLlama
+from ..models.lean import LeanDecoder
 from ..models.loading import load_model, wrap_model
 from ..proposers.head_trees import HeadModule, attach_projection, states_of
 from ..rng import Rng
@@ -249,7 +249,7 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
         scorer = wrap_model(model, states=states)
     except ValueError as error:
         raise ValueError(f"the {what}: {error}") from error
-    _TARGETS[model] = _CachedTarget(state, states, scorer if isinstance(scorer, (LeanLlama, GraphedModel)) else None)
+    _TARGETS[model] = _CachedTarget(state, states, scorer if isinstance(scorer, (LeanDecoder, GraphedModel)) else None)
     return scorer
 
 

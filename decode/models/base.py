@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ...checkpoints.storage.draft_vocabulary import widen
+from ...checkpoints.verify.windows import position_limit, windows
 from ..tree import Tree
 from .draft_vocabulary import head_weights, kept_tokens, to_last
 from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
+
+NO_LIMIT = 1 << 30
+"""Positions of a model without a limit."""
 
 
 class LanguageModel(ABC):
@@ -51,6 +55,9 @@ class LanguageModel(ABC):
     """Whether a replayed forward reads no slots behind a row's last token, however many it is shown."""
     reads: tuple[int, ...] | None = None
     """Given layers of the target that a drafter reads beside tokens (`EagleDrafter`); None: it reads tokens alone."""
+
+    windows: tuple[int | None, ...] = ()
+    """How many tokens, itself among them, a token sees in each layer; None: all."""
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -118,6 +125,16 @@ class LanguageModel(ABC):
         mask_BMS.scatter_(2, slots_Bn[:, None].expand(-1, count, -1), bias_BMn.expand(batch, -1, -1))
         return mask_BMS[:, None]
 
+    def _windowed(self, mask_B1MS: Tensor | None, positions_BM: Tensor, end: int, window: int | None) -> Tensor | None:
+        """The mask of a layer with such a window. A committed token lies in the slot of its position, and the tokens
+        of a tree see each other."""
+        if window is None or end <= window:
+            return mask_B1MS
+        if mask_B1MS is None:
+            mask_B1MS = torch.zeros((), dtype=self.dtype, device=self.device)
+        passed_BMS = torch.arange(end, device=self.device) <= positions_BM[..., None] - window
+        return torch.where(passed_BMS[:, None], -torch.inf, mask_B1MS)
+
     @abstractmethod
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
@@ -154,6 +171,9 @@ class LanguageModel(ABC):
     def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits of the tokens that the model proposes [..., R], and which these are [R]; None: all."""
         return self.logits(hidden_XD), None
+
+
+_KINDS = "sliding_attention", "full_attention"
 
 
 class SlotCache(Cache):
@@ -196,7 +216,7 @@ class TransformersModel(LanguageModel):
         self.model, self.config = model, config
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.hidden_size = config.hidden_size
-        self.max_positions = position_limit(config)
+        self.max_positions, self.windows = position_limit(config) or NO_LIMIT, windows(config)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.get_input_embeddings().weight.dtype
         self.layers = config.num_hidden_layers
@@ -236,9 +256,14 @@ class TransformersModel(LanguageModel):
         if mask_B1MS is None:  # without a mask, transformers would make its own from the cache's state
             mask_B1MS = torch.zeros(1, 1, tokens_BM.shape[1], end, dtype=self.dtype, device=self.device)
         batch = tokens_BM.shape[0]
+        masks = {}
+        for window in set(self.windows):
+            windowed_B1MS = self._windowed(mask_B1MS, positions_BM, end, window)
+            assert windowed_B1MS is not None
+            masks[_KINDS[window is None]] = windowed_B1MS.expand(batch, -1, -1, -1)
         inputs = {
             "input_ids": tokens_BM,
-            "attention_mask": mask_B1MS.expand(batch, -1, -1, -1),
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             # Rows that have ended still run, beyond the last learned position; what they give is not used.
             "position_ids": positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
             "past_key_values": SlotCache(cache, start, end),
@@ -301,9 +326,3 @@ def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
             f"the {what} has a vocabulary of {other.vocab_size} tokens, the target of {target.vocab_size}: "
             "they must be the same"
         )
-
-
-def position_limit(config: Any) -> int:
-    """How many positions a decoder has; no more than its sliding window, beyond which tokens would not be seen."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    return min(getattr(config, "max_position_embeddings", None) or 1 << 30, window or 1 << 30)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...checkpoints.heads.eagle import EagleHeads
-from .lean import LeanLlama
+from .lean import LeanDecoder
 from .products.product import Product
+from .products.weights import LayerWeights
 
 
-class EagleDrafter(LeanLlama):
+class EagleDrafter(LeanDecoder):
     """Drafts with heads that have their target's weights (`EagleHeads.attach`); these are read once."""
 
     def __init__(self, heads: EagleHeads) -> None:
@@ -39,11 +40,12 @@ class EagleDrafter(LeanLlama):
     def read_next(self, above_BMD: Tensor) -> None:
         self._above_XD = above_BMD.reshape(-1, self.hidden_size)
 
-    def _norm_in(self, layer: Any) -> Tensor:
+    def _norm_in(self, layer: Any, own: LayerWeights) -> Tensor:
+        assert own.norm_in_D is not None
         above_D = layer.hidden_norm.weight.detach()
         if self._normed_D is not None:  # what `_first` gives has been through it, and the next product changes nothing
             above_D = torch.full_like(above_D, self.hidden_size**-0.5)
-        return torch.cat((layer.input_layernorm.weight.detach(), above_D))
+        return torch.cat((own.norm_in_D, above_D))
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
         # what is timed alone, without a target, reads zeros
@@ -59,8 +61,9 @@ class EagleDrafter(LeanLlama):
         layer = self._layers[0]
         return self._read(layer.qkv, hidden_XD, layer.norm_in_D)
 
-    def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
+    def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor | None) -> Tensor:
         assert self._embedded_XD is not None
+        assert weight_D is not None
         embedded_D, above_D = weight_D.chunk(2)
         above_XD = self._norm(hidden_XD, above_D) if self._normed_D is None else hidden_XD
         sides = (self._norm(self._embedded_XD, embedded_D), above_XD)

@@ -1,4 +1,4 @@
-"""A thin forward over the weights of Llama-type decoders, equal to transformers' and free of its overhead.
+"""A thin forward over the weights of common decoders, equal to transformers' and free of its overhead.
 
 Projections that share an input are one product, the rotation of queries and keys is one complex multiplication, norms
 take three small operations, and weights lie as the CPU's library likes them for the number of rows (`Product`).
@@ -20,29 +20,35 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoints.storage.draft_vocabulary import widen
-from .base import LanguageModel, position_limit
+from ...checkpoints.verify.windows import position_limit, windows
+from .base import NO_LIMIT, LanguageModel
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.few_rows import FEW_ROWS
 from .products.layers import DecoderLayers
 from .products.native import compiled, fused_kernels
 from .products.product import Product
+from .products.weights import FAMILIES, LayerWeights
 
 _PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    norm_in_D: Tensor
+    norm_in_D: Tensor | None
     qkv: Product
+    norm_heads_O: Tensor | None
+    """Of queries and keys; 1 for values."""
     out: Product
-    norm_mlp_D: Tensor
+    norm_attended_D: Tensor | None
+    norm_mlp_D: Tensor | None
     gate_up: Product
     down: Product
+    norm_made_D: Tensor | None
 
 
-class LeanLlama(LanguageModel):
-    """Llama, Mistral and others of the same layout (no biases, SiLU-gated MLP, rotary positions of fixed frequency)."""
+class LeanDecoder(LanguageModel):
+    """Decoders of `FAMILIES` (SiLU-gated MLP, rotary positions of fixed frequency)."""
 
     @staticmethod
     def covers(model: PreTrainedModel) -> bool:
@@ -50,11 +56,12 @@ class LeanLlama(LanguageModel):
         config = model.config
         rope = getattr(config, "rope_parameters", None) or {}
         return (
-            config.model_type in {"llama", "mistral"}
+            config.model_type in FAMILIES
             and getattr(config, "hidden_act", None) == "silu"
             and not getattr(config, "attention_bias", False)
             and not getattr(config, "mlp_bias", False)
             and rope.get("rope_type", "default") in {"default", "linear", "llama3"}
+            and rope.get("partial_rotary_factor", 1.0) == 1
             and model.get_output_embeddings().bias is None
             and len({parameter.device for parameter in model.parameters()}) == 1
             and not getattr(model, "is_quantized", False)
@@ -77,7 +84,7 @@ class LeanLlama(LanguageModel):
         """Take weights, and lay them out: of `head` all rows, of `decoder` its final `norm` and its `rotary_emb`."""
         self.config = config
         self.hidden_size = embedding.shape[1]
-        self.max_positions = position_limit(config)
+        self.max_positions = position_limit(config) or NO_LIMIT
         # Over weights of bfloat16 the processor's own work is fastest, and most exact, in float32.
         wide = embedding.dtype == torch.bfloat16 and embedding.device.type == "cpu" and compiled() is not None
         self.device, self.dtype = embedding.device, torch.float32 if wide else embedding.dtype
@@ -103,12 +110,16 @@ class LeanLlama(LanguageModel):
         self._norm_D = decoder.norm.weight.detach()
         if self._complex:
             self._norm_D = self._scaled(self._norm_D)
+        self._norms_heads_apart = False
         self._layers = [self._fuse(layer) for layer in layers]
         self.layers = len(self._layers)
+        self.windows = windows(config)[: self.layers]
         sizes = (self.heads, self.kv_heads, self.key_width)
-        self._few = (
-            DecoderLayers.made(self._layers, *sizes, self._offset_value, self._folded) if self._complex else None
-        )
+        self._few = None
+        alike = len(set(self.windows)) == 1 and all(each.norm_mlp_D is not None for each in self._layers)
+        if self._complex and alike:
+            apart = self._norms_heads_apart
+            self._few = DecoderLayers.made(self._layers, *sizes, self._offset_value, self._folded, apart)
         self._rotary = decoder.rotary_emb
         self._turns_SE = torch.empty(0, 0)
         self._sin_SE = torch.empty(0, 0)
@@ -119,45 +130,62 @@ class LeanLlama(LanguageModel):
         return self._embedding_VD.dtype
 
     def _fuse(self, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        query, key = attention.q_proj.weight.detach(), attention.k_proj.weight.detach()
+        own = LayerWeights.of(layer)
+        qkv_OI, gate_up_OI, bias_O, norm_heads_O = own.qkv_OI, own.gate_up_OI, own.bias_O, self._head_norms(own)
+        norm_in_D, norm_mlp_D = self._norm_in(layer, own), own.norm_mlp_D
         if self._complex:
-            query, key = self._interleave(query), self._interleave(key)
-        value, gate, up = (part.weight.detach() for part in (attention.v_proj, mlp.gate_proj, mlp.up_proj))
-        norm_in_D, norm_mlp_D = self._norm_in(layer), layer.post_attention_layernorm.weight.detach()
-        qkv, gate_up = torch.cat((query, key, value)), torch.cat((gate, up))
-        if self._folded:
-            qkv *= norm_in_D * self.hidden_size**0.5
-            gate_up *= norm_mlp_D * self.hidden_size**0.5
-        elif self._complex:
-            norm_in_D, norm_mlp_D = self._scaled(norm_in_D), self._scaled(norm_mlp_D)
-        elif not attention.q_proj.weight.requires_grad:
+            qkv_OI = self._interleave(qkv_OI)
+            bias_O = None if bias_O is None else self._interleave(bias_O[:, None])[:, 0]
+            norm_heads_O = None if norm_heads_O is None else self._interleave(norm_heads_O[:, None])[:, 0]
+            sides = ((qkv_OI, norm_in_D), (gate_up_OI, norm_mlp_D))
+            if self._folded:
+                qkv_OI, gate_up_OI = (
+                    weight if norm is None else weight * norm * self.hidden_size**0.5 for weight, norm in sides
+                )
+            else:
+                norm_in_D, norm_mlp_D = (None if norm is None else self._scaled(norm) for _, norm in sides)
+        elif own.parts[0] and not own.parts[0][0].weight.requires_grad:
             # Frozen, the module's weights become views of these, and are held once; trained ones may lie in others'
             # memory, such as DeepSpeed's.
-            modules = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
-            parts = (*qkv.split([len(query), len(key), len(value)]), *gate_up.chunk(2))
-            for module, part in zip(modules, parts, strict=True):
-                module.weight.data = part
+            for modules, whole in zip(own.parts, (qkv_OI, gate_up_OI), strict=True):
+                for module, part in zip(modules, whole.split([len(module.weight) for module in modules]), strict=True):
+                    module.weight.data = part
+        norms = (None if norm is None else norm.to(self.dtype) for norm in (own.norm_attended_D, own.norm_made_D))
+        norm_attended_D, norm_made_D = norms
         return _Layer(
             norm_in_D,
-            Product(qkv),
-            Product(attention.o_proj.weight.detach()),
+            Product(qkv_OI, bias_O),
+            norm_heads_O,
+            Product(own.out_OI),
+            norm_attended_D,
             norm_mlp_D,
-            Product(gate_up),
-            Product(mlp.down_proj.weight.detach()),
+            Product(gate_up_OI),
+            Product(own.down_OI),
+            norm_made_D,
         )
 
-    def _norm_in(self, layer: Any) -> Tensor:
+    def _norm_in(self, layer: Any, own: LayerWeights) -> Tensor | None:
         """The weight of the norm before a layer's attention."""
-        weight_D: Tensor = layer.input_layernorm.weight.detach()
-        return weight_D
+        return own.norm_in_D
+
+    def _head_norms(self, own: LayerWeights) -> Tensor | None:
+        """The weights of norms of queries, keys and, which are 1, of values."""
+        if own.norm_query is None or own.norm_key is None:
+            return None
+        self._norms_heads_apart = len(own.norm_query) == self.key_width
+        query, key = (heads * self.key_width for heads in (self.heads, self.kv_heads))
+        sides = own.norm_query.repeat(query // len(own.norm_query)), own.norm_key.repeat(key // len(own.norm_key))
+        return torch.cat((*sides, torch.ones_like(sides[1]))).to(self.dtype)
 
     def _scaled(self, norm_D: Tensor) -> Tensor:
         """A norm's weight with the √D that `_norm` leaves out."""
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
-    def _norm(self, x_XD: Tensor, weight_D: Tensor) -> Tensor:
-        """RMSNorm; with weights of float32 without its weight and its √D, which the next product holds."""
+    def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
+        """RMSNorm, if there is one; with weights of float32 without its weight and its √D, which the next product
+        holds."""
+        if weight_D is None:
+            return x_XD
         if self._now is not None:
             normed_XD: Tensor = self._now.normed(x_XD, weight_D, self._eps)
             return normed_XD
@@ -171,10 +199,11 @@ class LeanLlama(LanguageModel):
         x_XD = self._norm(x_XD, self._norm_D)
         return x_XD * self._norm_D if self._folded else x_XD
 
-    def _interleave(self, weight: Tensor) -> Tensor:
-        rows, columns = weight.shape
-        halves = weight.view(rows // self.key_width, 2, self.key_width // 2, columns)
-        return halves.transpose(1, 2).reshape(rows, columns)
+    def _interleave(self, weight_OI: Tensor) -> Tensor:
+        """Weights of queries, keys and values with the halves of each query and key in turns."""
+        turned, columns = (self.heads + self.kv_heads) * self.key_width, weight_OI.shape[1]
+        halves = weight_OI[:turned].view(-1, 2, self.key_width // 2, columns)
+        return torch.cat((halves.transpose(1, 2).reshape(turned, columns), weight_OI[turned:]))
 
     def _rotation(self, positions_BM: Tensor, needed: int) -> tuple[Tensor, Tensor | None]:
         """Turns for each position, shaped to multiply [B, M, H, E]; tables grow to the longest position seen."""
@@ -200,8 +229,10 @@ class LeanLlama(LanguageModel):
         return torch.addcmul(x_BMHE * turns_BM1E, torch.cat((-second, first), -1), sin_BM1E)
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """As of `LanguageModel`; None also for over `FEW_ROWS` tokens of an empty cache: attention is causal then."""
-        if bias_BMn is None and start == 0 and stop > FEW_ROWS and not any(cache.lengths):
+        """As of `LanguageModel`; None also for over `FEW_ROWS` tokens of an empty cache: attention is causal then, if
+        no window ends it."""
+        whole = all(window is None or end <= window for window in self.windows)
+        if bias_BMn is None and start == 0 and stop > FEW_ROWS and not any(cache.lengths) and whole:
             return None
         return super()._mask(cache, bias_BMn, start, stop, end)
 
@@ -214,10 +245,17 @@ class LeanLlama(LanguageModel):
         hidden_XD = self._first(F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype))
         if self._few is not None and type(cache) is KVCache and self._few.takes(len(hidden_XD)):
             turns_BM1E, _ = self._rotation(positions_BM, end)
+            mask_B1MS = self._windowed(mask_B1MS, positions_BM, end, self.windows[0])
             seen = (turns_BM1E, mask_B1MS, cache, start, end)
             hidden_XD, given = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.given_layers)
         else:
-            hidden_XD, given = self._through_layers(hidden_XD, cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+            attends = {
+                window: self._attention(
+                    cache, positions_BM, self._windowed(mask_B1MS, positions_BM, end, window), window, count, start, end
+                )
+                for window in set(self.windows)
+            }
+            hidden_XD, given = self._through_layers(hidden_XD, [attends[window] for window in self.windows])
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
         if given:
@@ -225,18 +263,37 @@ class LeanLlama(LanguageModel):
         self._now = None
         return hidden_XD.view(batch, count, -1)
 
-    def _through_layers(self, hidden_XD: Tensor, cache: KVCache, *seen: Any) -> tuple[Tensor, list[Tensor]]:
-        """What comes out of the last layer, and what went into `given_layers`; `seen` as of `_attention`."""
+    def _through_layers(
+        self, hidden_XD: Tensor, attends: Sequence[Callable[[int, Tensor], Tensor]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What comes out of the last layer, and what went into `given_layers`; `attends` is each layer's attention."""
         given = list[Tensor]()
-        attend = self._attention(cache, *seen)
-        for index, layer in enumerate(self._layers):
+        for index, (layer, attend) in enumerate(zip(self._layers, attends, strict=True)):
             if index in self.given_layers:
                 given.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
             qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
-            hidden_XD = layer.out.add_to(hidden_XD, attend(index, qkv_XO))
+            hidden_XD = self._added(hidden_XD, layer.out, attend(index, qkv_XO), layer.norm_attended_D)
             gate_up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D))
-            hidden_XD = layer.down.add_to(hidden_XD, self._gated(gate_up_XF))
+            hidden_XD = self._added(hidden_XD, layer.down, self._gated(gate_up_XF), layer.norm_made_D)
         return hidden_XD, given
+
+    def _added(self, hidden_XD: Tensor, product: Product, x_XI: Tensor, norm_D: Tensor | None) -> Tensor:
+        if norm_D is None:
+            return product.add_to(hidden_XD, x_XI)
+        return hidden_XD + F.rms_norm(product(x_XI), norm_D.shape, norm_D, self._eps)
+
+    def _norm_heads(self, qkv_XO: Tensor, layer: _Layer) -> Tensor:
+        """Queries and keys through their norms; values as they are."""
+        if layer.norm_heads_O is None:
+            return qkv_XO
+        query, key = (heads * self.key_width for heads in (self.heads, self.kv_heads))
+        *turned, value_XO = qkv_XO.split([query, key, key], -1)
+        spans = [self.key_width] * 2 if self._norms_heads_apart else [query, key]
+        normed = [
+            F.rms_norm(side.unflatten(-1, (-1, span)), (span,), None, self._eps).flatten(-2)
+            for side, span in zip(turned, spans, strict=True)
+        ]
+        return torch.cat((*normed, value_XO), -1) * layer.norm_heads_O
 
     def _gated(self, gate_up_XF: Tensor) -> Tensor:
         if self._now is not None:
@@ -259,7 +316,11 @@ class LeanLlama(LanguageModel):
         turns = cos_BM1E.reshape(-1, self.key_width), sin_BM1E.reshape(-1, self.key_width)
 
         def attended(index: int, qkv_XO: Tensor) -> Tensor:
-            query_XHE = fused.rotate_and_keep(qkv_XO, *turns, cache.keys[index], cache.values[index], slots_BM)
+            norms_O = self._layers[index].norm_heads_O
+            if not self._norms_heads_apart:
+                qkv_XO, norms_O = self._norm_heads(qkv_XO, self._layers[index]), None
+            kept = cache.keys[index], cache.values[index], slots_BM
+            query_XHE = fused.rotate_and_keep(qkv_XO, *turns, *kept, norms_O, self._eps)
             found_XO: Tensor = fused.attend(query_XHE, *cache.view(index, end), mask_BMS, slots_BM)
             return found_XO
 
@@ -268,16 +329,17 @@ class LeanLlama(LanguageModel):
     def _attention(
         self,
         cache: KVCache,
-        tokens_BM: Tensor,
         positions_BM: Tensor,
         mask_B1MS: Tensor | None,
+        window: int | None,
+        count: int,
         start: int,
         end: int,
     ) -> Callable[[int, Tensor], Tensor]:
         """What a layer reads [X, H · E], by its number and its queries, keys and values [X, O], which are kept."""
         if self._now is not None:
             return self._fused_attention(cache, positions_BM, mask_B1MS, end)
-        batch, count = tokens_BM.shape
+        batch = len(cache.lengths)
         turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
         rotated_heads = self.heads + self.kv_heads
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
@@ -289,8 +351,10 @@ class LeanLlama(LanguageModel):
         stops = [length + 1 for length in cache.lengths]
         padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
         apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
+        spans = [slice(max(0, stop - (window or stop)), stop) for stop in stops]
 
         def attended(index: int, qkv_XO: Tensor) -> Tensor:
+            qkv_XO = self._norm_heads(qkv_XO, self._layers[index])
             qkv_BMHE = qkv_XO.view(batch, count, -1, self.key_width)
             qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
             cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
@@ -299,8 +363,8 @@ class LeanLlama(LanguageModel):
                 query_BHME = query_BHME.reshape(batch, self.kv_heads, group * count, -1)
             sides = (query_BHME, *cache.view(index, end))
             if apart:
-                rows = zip(*(side.split(1) for side in sides), stops, strict=True)
-                attended_BHME = torch.cat([attend(q, k[:, :, :stop], v[:, :, :stop]) for q, k, v, stop in rows])
+                rows = zip(*(side.split(1) for side in sides), spans, strict=True)
+                attended_BHME = torch.cat([attend(q, k[:, :, span], v[:, :, span]) for q, k, v, span in rows])
             else:
                 attended_BHME = attend(*sides, attn_mask=mask_B1MS)
             attended_BKGME = attended_BHME.unflatten(2, (group, count))
@@ -312,7 +376,7 @@ class LeanLlama(LanguageModel):
         """What the first layer reads, of the tokens' embeddings."""
         return embedded_XD
 
-    def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor) -> Tensor:
+    def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor | None) -> Tensor:
         """A layer's queries, keys and values."""
         return product(self._norm(hidden_XD, weight_D))
 

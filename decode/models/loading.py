@@ -22,7 +22,7 @@ from .draft_vocabulary import kept_tokens, load_vocabulary
 from .final_norm import check_states
 from .finite import check_close
 from .graphs import GraphedModel
-from .lean import LeanLlama
+from .lean import LeanDecoder
 from .seq2seq import Seq2SeqModel, check_source_forward
 
 
@@ -66,13 +66,13 @@ def wrap_model(
             check_source_forward(source_model, model)
         return source_model
     wrapped: LanguageModel
-    if fast and LeanLlama.covers(model):
-        wrapped = LeanLlama(model, states, given_layers)
+    if fast and LeanDecoder.covers(model):
+        wrapped = LeanDecoder(model, states, given_layers)
     else:
         wrapped = TransformersModel(model, states, given_layers)
     if [*given_layers] != sorted({*given_layers} & {*range(wrapped.layers)}):
         raise ValueError(f"given_layers is {[*given_layers]}: expected rising ones, from 0 to {wrapped.layers - 1}")
-    if graphs or (graphs is None and wrapped.device.type == "cuda" and isinstance(wrapped, LeanLlama)):
+    if graphs or (graphs is None and wrapped.device.type == "cuda" and isinstance(wrapped, LeanDecoder)):
         wrapped = GraphedModel(wrapped)
     if check:
         check_tree_forward(wrapped, model)

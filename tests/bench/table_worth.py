@@ -36,7 +36,7 @@ from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.evaluation.metrics import speedup_interval
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.loading import load_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.training.train import run_train
@@ -62,7 +62,7 @@ Variant = tuple[BigramTable | None, dict[str, Any]]
 """A table and how SLiM looks it up; without a table r is 1."""
 
 
-class RecordedTarget(LeanLlama):
+class RecordedTarget(LeanDecoder):
     """A target that says what is recorded. Hidden states are the model's own; the logits of a node are certain of the
     recorded token after its position, whatever path led there: off the recorded path nothing is accepted anyway."""
 

@@ -2,8 +2,8 @@
 
    W lies in panels of 16 outputs, w[output / 16][input][output % 16], of float32 or bfloat16. Where `multiplies_pairs`,
    bfloat16 weights may lie in w[output / 16][input / 2][output % 16][input % 2] instead, with inputs a multiple of 16; x is
-   rounded to bfloat16 then, and the sums are float32. x is [count, inputs], y and add [count, outputs], float32; outputs
-   are a multiple of 16, add may be null.
+   rounded to bfloat16 then, and the sums are float32. x is [count, inputs], y [count, outputs], float32; outputs are a
+   multiple of 16. add may be null; its rows are add_apart numbers apart, which may be 0.
 
    Rows are worked with in groups, whose sums for two panels stay in registers; the second group finds the weights in the
    cache. What a group reads lies as [input][row], so that one pointer follows it.
@@ -58,8 +58,8 @@ static inline __attribute__((always_inline)) panel plus(panel sum, panel weight,
 /* Two panels by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the sums stay in
    registers. */
 static inline __attribute__((always_inline)) void two_panels(
-    const char *left, const char *right, const float *x, const float *add[2], float *y[2], long steps, long outputs,
-    const int count, const int kind, const char *ahead, long lines)
+    const char *left, const char *right, const float *x, const float *add[2], long add_apart, float *y[2], long steps,
+    long outputs, const int count, const int kind, const char *ahead, long lines)
 {
     const long bytes = kind == NARROW ? 32 : 64;
     panel sums[2][MOST];
@@ -84,7 +84,7 @@ static inline __attribute__((always_inline)) void two_panels(
 #pragma GCC unroll 16
         for (int row = 0; row < count; row++) {
             if (add[side])
-                sums[side][row] += *(const panel *)(add[side] + row * outputs);
+                sums[side][row] += *(const panel *)(add[side] + row * add_apart);
             *(panel *)(y[side] + row * outputs) = sums[side][row];
         }
 }
@@ -136,8 +136,8 @@ static void normalise(const float *x, float *to, long inputs, int step, int kind
 }
 
 void few_rows(
-    const char *w, const float *given, const float *add, float *y, long inputs, long outputs, int count, int kind,
-    int threads, const float *norm, float offset, int gated)
+    const char *w, const float *given, const float *add, long add_apart, float *y, long inputs, long outputs, int count,
+    int kind, int threads, const float *norm, float offset, int gated)
 {
     const long panels = outputs / 16, pairs = (panels + 1) / 2, apart = inputs * (kind == WIDE ? 64 : 32);
     const long steps = kind == PAIRS ? inputs / 2 : inputs;
@@ -163,7 +163,8 @@ void few_rows(
             for (int start = 0; start < count; start += size) {
                 const long at = start * outputs, lines = 2 * apart / 64 / groups;
                 const char *ahead = groups > 1 ? w + (p + 2) * apart + start / size * lines * 64 : 0;
-                const float *adds[2] = {add ? add + at + p * 16 : 0, add ? add + at + q * 16 : 0};
+                const float *added = add ? add + start * add_apart : 0;
+                const float *adds[2] = {add ? added + p * 16 : 0, add ? added + q * 16 : 0};
                 float *ys[2] = {y + at + p * 16, y + at + q * 16};
                 const char *left = w + p * apart, *right = w + q * apart;
                 const float *from = x + start * steps;
@@ -172,11 +173,11 @@ void few_rows(
         if (rows > MOST) \
             break; \
         if (kind == WIDE) \
-            two_panels(left, right, from, adds, ys, steps, outputs, rows, WIDE, ahead, lines); \
+            two_panels(left, right, from, adds, add_apart, ys, steps, outputs, rows, WIDE, ahead, lines); \
         else if (kind == NARROW) \
-            two_panels(left, right, from, adds, ys, steps, outputs, rows, NARROW, ahead, lines); \
+            two_panels(left, right, from, adds, add_apart, ys, steps, outputs, rows, NARROW, ahead, lines); \
         else \
-            two_panels(left, right, from, adds, ys, steps, outputs, rows, PAIRS, ahead, lines); \
+            two_panels(left, right, from, adds, add_apart, ys, steps, outputs, rows, PAIRS, ahead, lines); \
         break;
                 switch (count - start < size ? count - start : size) { /* known, so that loops can be unrolled */
                     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)

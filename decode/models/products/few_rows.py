@@ -43,19 +43,21 @@ class FewRows:
         """Whether it is for so many rows, now."""
         return in_use() and 0 < rows <= self.most_rows
 
-    def __call__(self, x_XI: Tensor, add_XO: Tensor | None = None) -> Tensor:
-        """x Wᵀ, [X, O], float32; plus `add_XO`."""
+    def __call__(self, x_XI: Tensor, add: Tensor | None = None) -> Tensor:
+        """x Wᵀ, [X, O], float32; plus `add`, [X, O] or [O]."""
         rows = len(x_XI)
         x_XI = x_XI.contiguous()
-        add = None if add_XO is None else add_XO.contiguous()
+        add = None if add is None else add.contiguous()
         assert x_XI.dtype == torch.float32
         assert 1 <= rows <= self.most_rows
         assert x_XI.shape[1] == self._inputs
-        assert add is None or (add.shape == (rows, self._outputs) and add.dtype == torch.float32)
+        assert add is None or (add.shape[-1] == self._outputs and add.dtype == torch.float32)
+        assert add is None or add.dim() == 1 or len(add) == rows
         out_XO = x_XI.new_empty(rows, self._outputs)
         added = None if add is None else add.data_ptr()
+        apart = 0 if add is None or add.dim() == 1 else self._outputs
         sizes = (self._inputs, self._outputs, rows, self.kind, torch.get_num_threads())
-        self._call(self.pointer, x_XI.data_ptr(), added, out_XO.data_ptr(), *sizes, None, -1.0, False)
+        self._call(self.pointer, x_XI.data_ptr(), added, apart, out_XO.data_ptr(), *sizes, None, -1.0, False)
         return out_XO
 
 

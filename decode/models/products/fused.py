@@ -34,9 +34,17 @@ def _kernel(function: Callable[..., None]) -> Any:
 
 
 def rotate_and_keep(
-    qkv_XO: Tensor, cos_XE: Tensor, sin_XE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, slots_BM: Tensor
+    qkv_XO: Tensor,
+    cos_XE: Tensor,
+    sin_XE: Tensor,
+    keys_BKSE: Tensor,
+    values_BKSE: Tensor,
+    slots_BM: Tensor,
+    norms_O: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """Queries [X, H, E], turned; keys, turned, and values are written to their slots of the cache."""
+    """Queries [X, H, E], turned; keys, turned, and values are written to their slots of the cache. With the weights of
+    each query's and key's RMSNorm these come first."""
     (_, kv_heads, _, width), count = keys_BKSE.shape, slots_BM.shape[1]
     rows, all_heads = len(qkv_XO), qkv_XO.shape[1] // width
     assert keys_BKSE.stride() == values_BKSE.stride()
@@ -45,15 +53,16 @@ def rotate_and_keep(
     query_XHE = qkv_XO.new_empty(rows, all_heads - 2 * kv_heads, width)
     _rotate_kernel[(rows, all_heads)](
         qkv_XO, cos_XE, sin_XE, slots_BM, query_XHE, keys_BKSE, values_BKSE, count, kv_heads, *keys_BKSE.stride()[:3],
-        HALF=width // 2, WIDE=triton.next_power_of_2(width // 2), num_warps=1,
+        qkv_XO if norms_O is None else norms_O, eps, NORMED=norms_O is not None, HALF=width // 2,
+        WIDE=triton.next_power_of_2(width // 2), num_warps=1,
     )  # fmt: skip
     return query_XHE
 
 
 @_kernel
 def _rotate_kernel(
-    qkv, cos, sin, slots, query, keys, values, count, kv_heads, to_row, to_head, to_slot, HALF: tl.constexpr,
-    WIDE: tl.constexpr,
+    qkv, cos, sin, slots, query, keys, values, count, kv_heads, to_row, to_head, to_slot, norms, eps,
+    NORMED: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     own_heads = heads - 2 * kv_heads
@@ -64,6 +73,13 @@ def _rotate_kernel(
     if head < own_heads + kv_heads:
         angle = token * (2 * HALF) + place
         turned = first.to(tl.float32), second.to(tl.float32)
+        if NORMED:
+            scale = tl.rsqrt(tl.sum(turned[0] * turned[0] + turned[1] * turned[1], 0) / (2 * HALF) + eps)
+            weight = norms + head * (2 * HALF) + place
+            turned = (
+                turned[0] * scale * tl.load(weight, mask=inside).to(tl.float32),
+                turned[1] * scale * tl.load(weight + HALF, mask=inside).to(tl.float32),
+            )
         cosines = tl.load(cos + angle, mask=inside), tl.load(cos + angle + HALF, mask=inside)
         sines = tl.load(sin + angle, mask=inside), tl.load(sin + angle + HALF, mask=inside)
         first = (turned[0] * cosines[0] - turned[1] * sines[0]).to(first.dtype)

@@ -2,31 +2,49 @@
 
    hidden and result are [batch * count, inputs]; the first layer's queries, keys and values may be given. The four
    weights of a layer are as few_rows takes them; its norms' weights may be null. work has room for a row's queries, keys
-   and values, what they read, gates and values of the MLP, and a hidden row, for all rows. */
+   and values, what they read, gates and values of the MLP, and a hidden row, for all rows. bias is that of queries, keys and
+   values, norm_heads the weights of norms of queries and keys; both may be null. Each head has a norm of its own if
+   norms_apart, else all query heads have one, and all key heads. */
 
+#include <math.h>
 #include <stddef.h>
 
 typedef struct {
     const char *qkv, *out, *gate_up, *down;
-    const float *norm_in, *norm_mlp;
+    const float *norm_in, *norm_mlp, *bias, *norm_heads;
     float *keys, *values;
 } layer;
 
 void few_rows(
-    const char *w, const float *given, const float *add, float *y, long inputs, long outputs, int count, int kind,
-    int threads, const float *norm, float offset, int gated);
+    const char *w, const float *given, const float *add, long add_apart, float *y, long inputs, long outputs, int count,
+    int kind, int threads, const float *norm, float offset, int gated);
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
     float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
     int heads, int groups, int width, int start, int stop, int end, int threads);
 
+/* Some heads of all rows, in place. */
+static void norm_heads(float *x, const float *weights, long rows, long apart, long numbers, long together, float eps)
+{
+    for (long row = 0; row < rows; row++)
+        for (long from = 0; from < numbers; from += together) {
+            float *head = x + row * apart + from, squares = 0;
+            for (long e = 0; e < together; e++)
+                squares += head[e] * head[e];
+            const float scale = 1.0f / sqrtf(squares / (float)together + eps);
+            for (long e = 0; e < together; e++)
+                head[e] *= scale * weights[from + e];
+        }
+}
+
 void layers(
     const layer *all, const float *hidden, const float *first_qkv, float *work, float *result, const float *turns,
     const float *mask, const long *lengths, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart,
     long inputs, long mlp, int number, int kind, int batch, int count, int heads, int groups, int width, int start,
-    int end, int threads, float offset)
+    int end, int threads, int norms_apart, float offset)
 {
-    const long read = (long)heads * width, asked = read + 2L * groups * width;
+    const long read = (long)heads * width, kept = (long)groups * width, asked = read + 2 * kept;
+    const float eps = offset * offset / (float)inputs;
     const int rows = batch * count;
     float *own_qkv = work, *attended = own_qkv + rows * asked, *gates = attended + rows * read;
     float *between = gates + rows * 2 * mlp;
@@ -34,13 +52,17 @@ void layers(
         const layer *one = all + number_of;
         const float *qkv = number_of == 0 && first_qkv ? first_qkv : own_qkv;
         if (qkv == own_qkv)
-            few_rows(one->qkv, hidden, NULL, own_qkv, inputs, asked, rows, kind, threads, one->norm_in, offset, 0);
+            few_rows(one->qkv, hidden, one->bias, 0, own_qkv, inputs, asked, rows, kind, threads, one->norm_in, offset, 0);
+        if (one->norm_heads) {
+            norm_heads(own_qkv, one->norm_heads, rows, asked, read, norms_apart ? width : read, eps);
+            norm_heads(own_qkv + read, one->norm_heads + read, rows, asked, kept, norms_apart ? width : kept, eps);
+        }
         attend(
             qkv, turns, mask, one->keys, one->values, lengths, attended, rows_of_turns, rows_of_mask, row_apart, head_apart,
             batch, count, heads, groups, width, start, start + count, end, threads);
-        few_rows(one->out, attended, hidden, between, read, inputs, rows, kind, threads, NULL, -1, 0);
-        few_rows(one->gate_up, between, NULL, gates, inputs, 2 * mlp, rows, kind, threads, one->norm_mlp, offset, 0);
-        few_rows(one->down, gates, between, result, mlp, inputs, rows, kind, threads, NULL, -1, 1);
+        few_rows(one->out, attended, hidden, inputs, between, read, inputs, rows, kind, threads, NULL, -1, 0);
+        few_rows(one->gate_up, between, NULL, 0, gates, inputs, 2 * mlp, rows, kind, threads, one->norm_mlp, offset, 0);
+        few_rows(one->down, gates, between, inputs, result, mlp, inputs, rows, kind, threads, NULL, -1, 1);
         hidden = result;
     }
 }

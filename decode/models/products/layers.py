@@ -26,26 +26,35 @@ class DecoderLayers:
 
     @classmethod
     def made(
-        cls, layers: Sequence[Any], heads: int, kv_heads: int, width: int, offset: float, folded: bool
+        cls, layers: Sequence[Any], heads: int, kv_heads: int, width: int, offset: float, folded: bool, apart: bool
     ) -> DecoderLayers | None:
         """Those of layers that each have the products `qkv`, `out`, `gate_up` and `down` and the norms' weights
-        `norm_in_D` and `norm_mlp_D`, which the products hold if `folded`; norms divide by √(x² + offset²). None where
-        there is no such function for them here."""
+        `norm_in_D` and `norm_mlp_D`, which the products hold if `folded`; norms divide by √(x² + offset²). Norms of
+        queries and keys, `norm_heads_O`, are each head's own if `apart`. None where there is no such function for them
+        here."""
         weights = [product.weight_OI for layer in layers for product in _products(layer)]
         right = all(fits(each) and each.shape[1] % _WIDTH == 0 for each in weights) and width % _WIDTH == 0
-        return cls(layers, (heads, kv_heads, width), offset, folded) if right else None
+        return cls(layers, (heads, kv_heads, width), offset, folded, apart) if right else None
 
-    def __init__(self, layers: Sequence[Any], sizes: tuple[int, int, int], offset: float, folded: bool) -> None:
-        self._sizes, self._offset = sizes, offset
+    def __init__(
+        self, layers: Sequence[Any], sizes: tuple[int, int, int], offset: float, folded: bool, apart: bool
+    ) -> None:
+        self._sizes, self._offset, self._norms_apart = sizes, offset, apart
         few = [[product.few_rows or FewRows(product.weight_OI) for product in _products(layer)] for layer in layers]
-        norms = [[] if folded else [layer.norm_in_D.contiguous(), layer.norm_mlp_D.contiguous()] for layer in layers]
-        assert all(norm.dtype == torch.float32 for of_layer in norms for norm in of_layer)
-        self._held = few, norms
+        norms = [[None, None] if folded else [layer.norm_in_D, layer.norm_mlp_D] for layer in layers]
+        kept = [
+            [
+                None if each is None else each.float().contiguous()
+                for each in (*of_layer, layer.qkv.bias_O, layer.norm_heads_O)
+            ]
+            for of_layer, layer in zip(norms, layers, strict=True)
+        ]
+        self._held = few, kept
         """What the table points to."""
-        self._table_L8 = torch.zeros(len(layers), 8, dtype=torch.int64)
-        self._table_L8[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
-        if not folded:
-            self._table_L8[:, 4:6] = torch.tensor([[norm.data_ptr() for norm in of_layer] for of_layer in norms])
+        self._table = torch.zeros(len(layers), 10, dtype=torch.int64)
+        self._table[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
+        pointers = [[0 if each is None else each.data_ptr() for each in of_layer] for of_layer in kept]
+        self._table[:, 4:8] = torch.tensor(pointers)
         self._kind = few[0][0].kind
         assert all(product.kind == self._kind for products in few for product in products)
         self._mlp = layers[0].down.weight_OI.shape[1]
@@ -83,11 +92,11 @@ class DecoderLayers:
         assert mask_B1MS is None or (mask_B1MS.is_contiguous() and mask_B1MS.dtype == torch.float32)
         assert first_qkv_XO is None or first_qkv_XO.is_contiguous()
         caches = [[key.data_ptr(), value.data_ptr()] for key, value in zip(cache.keys, cache.values, strict=True)]
-        self._table_L8[:, 6:] = torch.tensor(caches)
+        self._table[:, 8:] = torch.tensor(caches)
         work = hidden_XD.new_empty(rows * ((2 * heads + 2 * kv_heads) * width + 2 * self._mlp + inputs))
         masks = (None, 1) if mask_B1MS is None else (mask_B1MS.data_ptr(), len(mask_B1MS))
         given = list[Tensor]()
-        bounds = (0, *given_layers, len(self._table_L8))
+        bounds = (0, *given_layers, len(self._table))
         for part, (first, last) in enumerate(pairwise(bounds)):
             if part:
                 given.append(hidden_XD)
@@ -96,9 +105,11 @@ class DecoderLayers:
             data = (hidden_XD.data_ptr(), qkv, work.data_ptr(), made_XD.data_ptr(), turns_BM1E.data_ptr(), masks[0])
             apart = (len(turns_BM1E), masks[1], row_apart, head_apart)
             sizes = (inputs, self._mlp, last - first, self._kind, batch, count, heads, kv_heads, width, start, end)
-            table = self._table_L8[first:].data_ptr()
+            table = self._table[first:].data_ptr()
             threads = torch.get_num_threads()
-            self._call(table, *data, cache.lengths_B.data_ptr(), *apart, *sizes, threads, self._offset)
+            self._call(
+                table, *data, cache.lengths_B.data_ptr(), *apart, *sizes, threads, self._norms_apart, self._offset
+            )
             if last > first:
                 hidden_XD = made_XD
         return hidden_XD, given

@@ -63,9 +63,10 @@ def compiled() -> Any:
     except (OSError, subprocess.SubprocessError):
         return None
     pointer, long, small = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    library.few_rows.argtypes = [*[pointer] * 4, *[long] * 2, *[small] * 3, pointer, ctypes.c_float, small]
+    of_product: list[Any] = [*[pointer] * 3, long, pointer, *[long] * 2, *[small] * 3, pointer, ctypes.c_float, small]
+    library.few_rows.argtypes = of_product
     library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 9]
-    library.layers.argtypes = [*[pointer] * 8, *[long] * 6, *[small] * 10, ctypes.c_float]
+    library.layers.argtypes = [*[pointer] * 8, *[long] * 6, *[small] * 11, ctypes.c_float]
     library.multiplies_pairs.argtypes, library.multiplies_pairs.restype = [], small
     library.few_rows.restype = library.attend.restype = library.layers.restype = None
     return library

@@ -16,7 +16,7 @@ SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than is won
 
 
 class Product:
-    """x Wᵀ, by the fastest of the library's paths for the number of rows.
+    """x Wᵀ + b, by the fastest of the library's paths for the number of rows.
 
     On CPUs up to 64 rows cost least by a function of ours (`few_rows`), which keeps a copy of the weights. Where it is
     not to be had, they cost half with weights in oneDNN's own layout, which lie beside the others, in bfloat16 also one
@@ -24,12 +24,13 @@ class Product:
     `_LARGEST_COPY` elements). Results differ by rounding alone.
     """
 
-    def __init__(self, weight_OI: Tensor) -> None:
-        self.weight_OI = weight_OI
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        self.weight_OI, self.bias_O = weight_OI, bias_O
         outputs, inputs = weight_OI.shape
         on_cpu, half = weight_OI.device.type == "cpu", weight_OI.dtype == torch.bfloat16
         large = weight_OI.numel() >= SMALLEST_PACKED
         self.few_rows = FewRows(weight_OI) if large and fits(weight_OI) else None
+        self._added_O = None if bias_O is None else bias_O.float()
         packs = on_cpu and large and self.few_rows is None and _packs(weight_OI.dtype)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if packs else None
         self.packed_rows = range(1 if half else 2, FEW_ROWS + 1) if packs else range(0)
@@ -38,21 +39,22 @@ class Product:
         self.weight_IO = weight_OI.t().contiguous() if copied else None
 
     def __call__(self, x_XI: Tensor) -> Tensor:
-        """x Wᵀ, [X, O]."""
+        """x Wᵀ + b, [X, O]."""
         rows = len(x_XI)
         if self.few_rows is not None and self.few_rows.takes(rows):
-            return self.few_rows(x_XI.float()).to(x_XI.dtype)
+            return self.few_rows(x_XI.float(), self._added_O).to(x_XI.dtype)
         if x_XI.dtype != self.weight_OI.dtype:
             return self(x_XI.to(self.weight_OI.dtype)).to(x_XI.dtype)
         if rows in self.packed_rows:
-            product_XO: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self.packed, None, "none", [], "")
+            product_XO: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self.packed, self.bias_O, "none", [], "")
             return product_XO
-        if rows == 1 and self.weight_IO is not None:
+        if rows == 1 and self.weight_IO is not None and self.bias_O is None:
             return torch.mm(x_XI, self.weight_IO)
-        return F.linear(x_XI, self.weight_OI)
+        return F.linear(x_XI, self.weight_OI, self.bias_O)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
-        """sum + x Wᵀ; on a GPU where the sum lies, which saves a copy."""
+        """sum + x Wᵀ, of a product without a bias; on a GPU where the sum lies, which saves a copy."""
+        assert self.bias_O is None
         if sum_XO.is_cuda:
             return sum_XO.addmm_(x_XI, self.weight_OI.t())
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):

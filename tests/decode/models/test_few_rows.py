@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.decode.models.kv_cache import KVCache
-from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.products.few_rows import FEW_ROWS, FewRows, fits
 from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
@@ -63,9 +63,10 @@ def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -
 
     def made(x_XI: torch.Tensor, add_XO: torch.Tensor | None, norm_I: Any, offset: float, gated: bool) -> torch.Tensor:
         out_XO = torch.empty(len(x_XI), outputs)
-        pointers = [None if each is None else each.data_ptr() for each in (x_XI, add_XO, out_XO, norm_I)]
+        x, add, out, norm = (None if each is None else each.data_ptr() for each in (x_XI, add_XO, out_XO, norm_I))
+        apart = 0 if add_XO is None or len(add_XO) < len(x_XI) else outputs  # one row is added to all
         sizes = (inputs, outputs, len(x_XI), few.kind, 2)
-        compiled().few_rows(few.pointer, *pointers[:3], *sizes, pointers[3], offset, gated)
+        compiled().few_rows(few.pointer, x, add, apart, out, *sizes, norm, offset, gated)
         return out_XO.double()
 
     def right(found_XO: torch.Tensor, x_XI: torch.Tensor, bound: float) -> bool:
@@ -78,6 +79,8 @@ def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -
         scaled_XI = x_XI.double() / (x_XI.double().square().sum(-1, keepdim=True) + offset**2).sqrt()
         assert right(made(x_XI, None, None, offset, False), scaled_XI, 1e-5)
         found_XO = made(x_XI, add_XO, norm_I, offset, False) - add_XO.double()
+        assert right(found_XO, scaled_XI * norm_I.double(), 1e-5)
+        found_XO = made(x_XI, add_XO[:1], norm_I, offset, False) - add_XO[:1].double()
         assert right(found_XO, scaled_XI * norm_I.double(), 1e-5)
         gate_up_XI = torch.randn(rows, 2 * inputs)
         gate_up_XI[:, :inputs] *= torch.logspace(-3, 3, inputs)
@@ -155,10 +158,10 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, 
 def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.dtype, given_layers: Any) -> None:
     """A tree and a ragged batch through all layers and one by one; what goes into some of them is the same too."""
     model = make_llama(hidden_size=64, num_hidden_layers=4).to(dtype).requires_grad_(False)
-    thin = LeanLlama(model, given_layers=given_layers)
+    thin = LeanDecoder(model, given_layers=given_layers)
     assert thin._few is not None
-    assert LeanLlama(make_llama(hidden_size=32))._few is None, "heads of 8 are no panels"
-    assert LeanLlama(make_llama(hidden_size=64, intermediate_size=40))._few is None, "nor are 40 inputs"
+    assert LeanDecoder(make_llama(hidden_size=32))._few is None, "heads of 8 are no panels"
+    assert LeanDecoder(make_llama(hidden_size=64, intermediate_size=40))._few is None, "nor are 40 inputs"
     tokens_BM = torch.randint(0, thin.vocab_size, (2, 9))
     tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1, 2]]).repeat(2, 1), 2)
     found = []

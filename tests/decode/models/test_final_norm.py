@@ -22,7 +22,7 @@ from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
 from draftsmith.decode.models.final_norm import final_norm, norm_input
-from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import attach_projection
 from draftsmith.decode.rng import Rng
@@ -95,7 +95,7 @@ def test_states_before_the_norm_lead_to_those_after_it(family: str, fast: bool, 
     model = build(family).to(dtype)
     before, after = (wrap_model(model, fast=fast, states=f"{side}-norm") for side in ("before", "after"))
     assert (before.states, after.states) == ("before-norm", "after-norm")
-    assert isinstance(before, LeanLlama if fast else TransformersModel)
+    assert isinstance(before, LeanDecoder if fast else TransformersModel)
     (before_BND, logits_BNV), (after_BND, wanted_BNV) = tree_states(before), tree_states(after)
     norm = final_norm(model.base_model)
     assert norm is model.base_model.get_submodule(NORMS[family])

@@ -56,7 +56,8 @@ def test_attention_with_any_mask(shape: tuple[int, ...], dtype: torch.dtype) -> 
 @pytest.mark.gpu
 @KINDS
 @pytest.mark.parametrize("shape", SHAPES)
-def test_queries_and_keys_are_turned_and_kept(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_and_keys_are_turned_and_kept(shape: tuple[int, ...], dtype: torch.dtype, normed: bool) -> None:
     batch, count, heads, kv_heads, width, slots = shape
     torch.manual_seed(0)
     qkv_XO = made(dtype, batch * count, (heads + 2 * kv_heads) * width)
@@ -64,8 +65,12 @@ def test_queries_and_keys_are_turned_and_kept(shape: tuple[int, ...], dtype: tor
     cache = made(dtype, 2, batch, kv_heads, slots, width)
     before = cache.clone()
     slots_BM = torch.stack([torch.randperm(slots, device=DEVICE)[:count] for _ in range(batch)])
-    found = fused.rotate_and_keep(qkv_XO, cos, sin, *cache, slots_BM)
+    norms_O = made(dtype, (heads + 2 * kv_heads) * width) if normed else None
+    found = fused.rotate_and_keep(qkv_XO, cos, sin, *cache, slots_BM, norms_O, 1e-5)
     split = qkv_XO.double().view(batch, count, -1, width)
+    values = split[:, :, heads + kv_heads :]
+    if norms_O is not None:
+        split = F.rms_norm(split, (width,), None, 1e-5) * norms_O.double().view(-1, width)
     turned = split * cos.double().view(batch, count, 1, width)
     first, second = split.chunk(2, -1)
     turned += torch.cat((-second, first), -1) * sin.double().view(batch, count, 1, width)
@@ -74,7 +79,7 @@ def test_queries_and_keys_are_turned_and_kept(shape: tuple[int, ...], dtype: tor
     rows_B1 = torch.arange(batch, device=DEVICE)[:, None]
     kept_keys, kept_values = (side[rows_B1, :, slots_BM].double() for side in cache)
     assert (kept_keys - turned[:, :, heads : heads + kv_heads]).abs().max() < tolerance
-    assert torch.equal(kept_values, split[:, :, heads + kv_heads :])
+    assert torch.equal(kept_values, values)
     for side, old in zip(cache, before, strict=True):
         side[rows_B1, :, slots_BM] = old[rows_B1, :, slots_BM]
     assert torch.equal(cache, before)

@@ -21,7 +21,7 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
 from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.kv_cache import KVCache
-from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
@@ -262,7 +262,7 @@ def test_inference_mode_may_come_and_go(make_llama: Build) -> None:
 
 @torch.inference_mode()
 def test_tables_that_a_graph_reads_stay(make_llama: Build) -> None:
-    model = LeanLlama(make_llama(VOCAB))
+    model = LeanDecoder(make_llama(VOCAB))
     model.extend(model.new_cache(1, 8), torch.ones(1, 4, dtype=torch.int64))
     table = model._turns_SE
     cache = model.new_cache(1, 400)
@@ -291,7 +291,7 @@ def test_an_offloaded_model_decodes_as_before(make_llama: Build, tmp_path: Path)
     places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     model = dispatch_model(make_llama(VOCAB), places, offload_dir=str(tmp_path))
-    assert not LeanLlama.covers(model)
+    assert not LeanDecoder.covers(model)
     target = wrap_model(model)
     assert isinstance(target, TransformersModel)
     assert target.layer_devices == [torch.device("cpu")] * 2

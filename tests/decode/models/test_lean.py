@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.products import product as products
 from draftsmith.decode.models.products.few_rows import FEW_ROWS
 from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
@@ -40,7 +40,7 @@ def test_products_of_any_number_of_rows_are_the_matrix_product(
 def test_frozen_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Path) -> None:
     model = make_llama().half().requires_grad_(False)  # of bfloat16 a processor keeps copies, for work in float32
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    thin = LeanLlama(model)
+    thin = LeanDecoder(model)
     for layer, whole in zip(model.model.layers, thin._layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         for fused, parts in (
@@ -59,7 +59,7 @@ def test_weights_that_are_trained_stay_where_they_are(make_llama: Any, dtype: to
     """An optimizer may keep them in memory of its own, and would otherwise write what nobody reads."""
     model = make_llama().to(dtype)
     before = [weight.data_ptr() for weight in model.parameters()]
-    LeanLlama(model)
+    LeanDecoder(model)
     assert [weight.data_ptr() for weight in model.parameters()] == before
 
 
@@ -68,7 +68,7 @@ def test_weights_that_are_trained_stay_where_they_are(make_llama: Any, dtype: to
 def test_the_beginning_of_texts_is_read_as_its_parts_are(make_llama: Any, dtype: torch.dtype) -> None:
     """A whole prompt needs no mask, the second half of one does; an attention to later tokens would be off by the size
     of the result."""
-    thin = LeanLlama(make_llama().to(dtype))
+    thin = LeanDecoder(make_llama().to(dtype))
     tokens_BM = torch.randint(0, thin.vocab_size, (2, FEW_ROWS + 9))
     whole, parts = (thin.new_cache(2, tokens_BM.shape[1]) for _ in range(2))
     whole_BMD = thin.extend(whole, tokens_BM)

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.checkpoints.verify.windows import position_limit, windows
 from draftsmith.decode.models.base import TransformersModel
-from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.models.products.native import compiled, library_products
+from draftsmith.decode.models.products.weights import FAMILIES as LEAN
 from draftsmith.decode.tree import Tree
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
@@ -24,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": WIDE,
     "gpt2": {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "phi3": WIDE | {"num_key_value_heads": 4, "pad_token_id": 0},
+    "olmo2": WIDE | {"num_key_value_heads": 2},
     "gemma2": WIDE | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 64},
 }
 
@@ -36,27 +40,30 @@ def build(family: str, **overrides: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0.0, 0.2)
+            else:  # norms and biases, which are ones and zeros
+                parameter.uniform_(0.5, 1.5)
     return model
 
 
 @torch.inference_mode()
-def tree_against_paths(model: PreTrainedModel, fast: bool) -> float:
+def tree_against_paths(model: PreTrainedModel, fast: bool, lengths: tuple[int, int] = (4, 2)) -> float:
     """The largest difference between a ragged batch of trees and plain forwards of each path."""
     scorer = wrap_model(model, fast=fast)
-    prompts = [[5, 9, 3, 7], [8, 2]]
+    draws = torch.Generator().manual_seed(1)
+    prompts_BT = torch.randint(1, 50, (2, max(lengths)), generator=draws)
     tree = Tree.k_ary((2, 2, 1))
-    tokens_BN = torch.randint(1, 50, (2, tree.nodes), generator=torch.Generator().manual_seed(1))
-    for row, prompt in enumerate(prompts):
-        tokens_BN[row, 0] = prompt[-1]
-    cache = scorer.new_cache(2, 32)
-    scorer.extend(cache, torch.tensor([[5, 9, 3], [8, 0, 0]]))
-    cache.set_lengths([3, 1])
+    tokens_BN = torch.randint(1, 50, (2, tree.nodes), generator=draws)
+    for row, length in enumerate(lengths):
+        tokens_BN[row, 0] = prompts_BT[row, length - 1]
+    cache = scorer.new_cache(2, max(lengths) + 32)
+    scorer.extend(cache, prompts_BT[:, :-1])
+    cache.set_lengths([length - 1 for length in lengths])
     logits_BNV = scorer.logits(scorer.extend(cache, tokens_BN, tree))
     worst = 0.0
-    for row, prompt in enumerate(prompts):
+    for row, length in enumerate(lengths):
         for node in range(tree.nodes):
             path = torch.nonzero(tree.ancestors_BNN[0, node])[:, 0]
-            ids = torch.cat((torch.tensor(prompt[:-1], dtype=torch.int64), tokens_BN[row, path]))
+            ids = torch.cat((prompts_BT[row, : length - 1], tokens_BN[row, path]))
             plain_V = model(ids[None]).logits[0, -1]
             worst = max(worst, (plain_V - logits_BNV[row, node]).abs().max().item())
     return worst
@@ -67,21 +74,31 @@ def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
     assert tree_against_paths(build(family), fast=False) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize(
-    "overrides",
+    ("family", "overrides"),
     [
-        {},
-        {"num_key_value_heads": 4, "head_dim": 6},
-        {"tie_word_embeddings": True},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+        (family, overrides)
+        for family in sorted(LEAN)
+        for overrides in (
+            {},
+            {"hidden_size": 64, "head_dim": 16},  # as wide as our C takes
+            {"num_key_value_heads": 4, "tie_word_embeddings": True},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+        )
+        if family != "phi3" or "rope_parameters" not in overrides
     ],
     ids=str,
 )
 def test_the_lean_forward_equals_plain_forwards(family: str, overrides: dict[str, Any]) -> None:
     model = build(family, **overrides)
-    assert isinstance(wrap_model(model), LeanLlama)
+    thin = wrap_model(model)
+    assert isinstance(thin, LeanDecoder)
+    assert (thin._few is not None) == (thin.key_width == 16 and family != "olmo2" and compiled() is not None)
     assert tree_against_paths(model, fast=True) < 2e-5
+    with library_products():
+        assert tree_against_paths(model, fast=True) < 2e-5
+    half = wrap_model(model.to(torch.bfloat16))  # compared with the model's own forwards on the way
+    assert isinstance(half, LeanDecoder)
 
 
 @torch.inference_mode()
@@ -89,7 +106,7 @@ def test_the_lean_forward_equals_plain_forwards(family: str, overrides: dict[str
 def test_rows_of_unlike_lengths_give_what_each_gives_alone(lengths: list[int]) -> None:
     """Where much of the longest row's length would be masked in the others, those slots are not even read."""
     scorer = wrap_model(build("llama", max_position_embeddings=8192))
-    assert isinstance(scorer, LeanLlama)
+    assert isinstance(scorer, LeanDecoder)
     cache, draws = scorer.new_cache(len(lengths), 5008), torch.Generator().manual_seed(2)
     for part in (*cache.keys, *cache.values):
         part.normal_(generator=draws)
@@ -107,14 +124,61 @@ def test_rows_of_unlike_lengths_give_what_each_gives_alone(lengths: list[int]) -
 
 def test_which_forward_serves(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     half = make_llama(50).to(torch.bfloat16)
-    assert isinstance(wrap_model(half), LeanLlama)  # compared with the model's own forwards on the way
+    assert isinstance(wrap_model(half), LeanDecoder)  # compared with the model's own forwards on the way
     assert isinstance(wrap_model(make_llama(50, attention_bias=True)), TransformersModel)
     with pytest.raises(ValueError, match="'bloom'"):  # ALiBi
         wrap_model(build("bloom", vocab_size=50, hidden_size=32, n_layer=2, n_head=4))
 
 
-def test_positions_end_at_the_sliding_window() -> None:
-    assert wrap_model(build("mistral", sliding_window=16)).max_positions == 16
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": WIDE | {"num_key_value_heads": 2, "head_dim": 16},
+    "phi3": WIDE | {"num_key_value_heads": 4, "pad_token_id": 0},
+    "qwen2": WIDE | MIXED | {"num_key_value_heads": 2, "use_sliding_window": True},
+    "qwen3": WIDE | MIXED | {"num_key_value_heads": 4, "head_dim": 16, "use_sliding_window": True},
+    "ministral": WIDE | MIXED | {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma2": WIDE | MIXED | {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma3_text": WIDE | MIXED | {"num_key_value_heads": 2, "head_dim": 8},
+    "olmo3": WIDE | MIXED | {"num_key_value_heads": 2},
+    "cohere2": WIDE | MIXED | {"num_key_value_heads": 2},
+    "smollm3": WIDE | MIXED | {"num_key_value_heads": 2, "pad_token_id": 0, "use_sliding_window": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "fast"), [(name, fast) for name in WINDOWED for fast in sorted({False, name in LEAN})]
+)
+@torch.inference_mode()
+def test_texts_go_on_beyond_a_sliding_window(family: str, fast: bool) -> None:
+    """Prompts of 300 and 40 tokens, a window of 128. One slot more or less of it would be seen: without windows logits
+    are off by more than a hundred times the bound."""
+    overrides = WINDOWED[family] | {"sliding_window": 128, "max_position_embeddings": 512}
+    model = build(family, **overrides)
+    scorer = wrap_model(model, fast=fast)
+    assert isinstance(scorer, LeanDecoder) == fast
+    assert scorer.max_positions == 512
+    assert tree_against_paths(model, fast, (300, 40)) < 2e-5
+    scorer.windows = (None,) * 2
+    cache, ids_1T = scorer.new_cache(1, 300), torch.arange(300)[None] % 50
+    unlike_V = scorer.logits(scorer.extend(cache, ids_1T))[0, -1] - model(ids_1T).logits[0, -1]
+    assert unlike_V.abs().max() > 2e-3
+    if fast:  # rows of unlike lengths, whose roots are read row by row
+        wide, lengths = wrap_model(build(family, **overrides | {"max_position_embeddings": 8192})), [6000, 3, 190]
+        cache = wide.new_cache(3, 6001)
+        for part in (*cache.keys, *cache.values):
+            part.normal_(generator=torch.Generator().manual_seed(3))
+        roots_B1 = torch.tensor([[7], [9], [11]])
+        alone = [wide.extend(cache.rows(i, i + 1, [length]), roots_B1[i, None]) for i, length in enumerate(lengths)]
+        together_B1D = wide.extend(cache.rows(0, 3, lengths), roots_B1)
+        assert (together_B1D - torch.cat(alone)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(("family", "window"), [("mistral", 16), ("gpt_oss", 128)])
+def test_positions_end_at_windows_that_are_not_kept(family: str, window: int) -> None:
+    """A tree could be deeper than the first; nobody tried the second."""
+    config = AutoConfig.for_model(family, **(WIDE | {"sliding_window": window, "max_position_embeddings": 512}))
+    assert position_limit(config) == window
+    assert set(windows(config)) == {None}
 
 
 def test_the_cache_refuses_what_does_not_fit(make_llama: Callable[..., LlamaForCausalLM]) -> None:

@@ -13,7 +13,7 @@ import torch
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
@@ -150,7 +150,7 @@ def test_a_cut_model_is_the_source_without_the_other_layers(family: str, saved: 
     if family in ("qwen2", "gpt_neo"):
         kinds = getattr(model.config, "attention_layers" if family == "gpt_neo" else "layer_types")
         assert kinds == ["local" if family == "gpt_neo" else "sliding_attention"] * 2
-        return  # decoding goes no further than a window
+        return  # decoding goes no further than so short a window
     found = decoded(wrap_model(load_model(source)), "speculative", wrap_model(model), gamma=3)
     assert found == written(load_model(source))
 
@@ -210,7 +210,7 @@ def test_files_of_lora_give_the_model_that_was_trained(
         torch.testing.assert_close(logits(loaded), trained, rtol=2e-5, atol=2e-5)
     ours = load_model(str(tmp_path / "out"))
     assert not any("lora" in name for name, _ in ours.named_parameters())
-    assert LeanLlama.covers(ours) == (family == "llama")
+    assert LeanDecoder.covers(ours) == (family == "llama")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     if export == "merged":
         assert {"config.json", "model.safetensors"} <= names
