@@ -26,6 +26,7 @@ from ..verify.tensors import describe
 from .checks import other_fingerprint
 from .sides import KEPT_FILES, WEIGHTS, Finding, Side
 from .speculation import generation_settings, speculation, write_settings
+from .translation import Row, translated
 
 NEVER = -1e4
 """The output bias of a row without a token, in models whose output layer has a bias."""
@@ -40,8 +41,11 @@ _KEEPS_ITS_FREQUENCIES = ("default", "linear", "llama3")
 class Repairs:
     """What is done to a drafter, and what cannot be."""
 
-    rows: list[int | None] | None = None
-    """For every row of the new embedding the drafter's row that it is, None for a new one; None where all stay."""
+    rows: list[Row] | None = None
+    """For every row of the new embedding the drafter's row that it is, or whose mean it is, None for a new one; None
+    where all stay."""
+    proposed: list[int] | None = None
+    """The ids that it proposes from now on; None where that is as it was."""
     same_tokens: bool = False
     """Whether every id means to the drafter, once repaired, what it means to the target."""
     positions: int | None = None
@@ -113,17 +117,32 @@ def _plan_rows(plan: Repairs, target: Side, drafter: Side) -> None:
             plan.left.append("which tokenizer the drafter was trained with is not known, so its rows cannot be placed")
             return
         theirs = mine
-    if unknown := sorted(theirs.keys() - mine.keys(), key=theirs.__getitem__):
-        some = ", ".join(map(repr, unknown[:3]))
-        plan.left.append(
-            f"{len(unknown):,} tokens of the drafter are not the target's ({some}), and its rows for them would be "
-            "lost: it needs training with the target's tokenizer"
-        )
-        return
     size, old = target.rows or target.vocab_size, drafter.rows or drafter.vocab_size
-    moves = {mine[text]: number for text, number in theirs.items() if number < old}
-    taken = set(theirs.values())
-    rows = [moves.get(i, i if i < old and i not in taken else None) for i in range(size)]
+    rows: list[Row]
+    if unknown := sorted(theirs.keys() - mine.keys(), key=theirs.__getitem__):
+        found = translated(target.tokenizer, drafter.tokenizer, old)
+        if found is None:
+            some = ", ".join(map(repr, unknown[:3]))
+            plan.left.append(
+                f"{len(unknown):,} tokens of the drafter are not the target's ({some}), and what a token writes is not "
+                "known of such tokenizers: it needs training with the target's"
+            )
+            return
+        rows = [*found[:size], *[None] * (size - len(found))]
+        own = read_vocabulary(drafter.folder, old).get(TOKENS)
+        kept = range(old) if own is None else set(own.tolist())
+        plan.proposed = [i for i, row in enumerate(rows) if isinstance(row, int) and row in kept]
+        if not plan.proposed:
+            plan.left.append("no token of the drafter is one of the target's")
+            return
+        plan.left.append(
+            f"it proposes {len(plan.proposed):,} of the target's {len(mine):,} tokens alone, those that both have, and "
+            "reads others as the mean of what it would write them with: training would help"
+        )
+    else:
+        moves = {mine[text]: number for text, number in theirs.items() if number < old}
+        taken = set(theirs.values())
+        rows = [moves.get(i, i if i < old and i not in taken else None) for i in range(size)]
     if rows != list(range(old)):
         if getattr(drafter.config, "quantization_config", None):
             plan.left.append("its weights are quantised: rows of the vocabulary cannot be moved")
@@ -135,14 +154,17 @@ def _plan_rows(plan: Repairs, target: Side, drafter: Side) -> None:
     plan.same_tokens = True
 
 
-def _describe_rows(rows: list[int | None], old: int) -> list[str]:
-    moved = sum(row is not None and row != i for i, row in enumerate(rows))
+def _describe_rows(rows: list[Row], old: int) -> list[str]:
+    moved = sum(isinstance(row, int) and row != i for i, row in enumerate(rows))
+    means = sum(isinstance(row, tuple) for row in rows)
     new = sum(row is None for row in rows)
     lines = [f"{moved:,} rows moved, so that ids mean the same tokens"] if moved else []
     if new:
         lines.append(f"{new:,} rows added ({old:,} to {len(rows):,}): the mean of the others, which never comes first")
-    if dropped := old - len({row for row in rows if row is not None}):
-        lines.append(f"{dropped:,} rows without a token dropped")
+    if means:
+        lines.append(f"{means:,} rows made of those of the drafter's tokens that write the same")
+    if dropped := old - len({row for row in rows if isinstance(row, int)}):
+        lines.append(f"{dropped:,} rows without a token of the target dropped")
     return lines
 
 
@@ -174,14 +196,14 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
     for one in dict.fromkeys((weights, drafter.folder)):  # a merged adapter's come before those of its model
         copy_files(one, folder, KEPT_FILES)
     if plan.rows is not None:
-        _move_vocabulary(plan.rows, drafter, folder)
+        _move_vocabulary(plan.rows, plan.proposed, drafter, folder)
     copy_files(target.folder if plan.same_tokens else weights, folder, TOKENIZER_FILES)
     patch_tokenizer(folder)
     patch_model(folder)
     _write_settings(plan, target, drafter, folder)
 
 
-def _write_weights(rows: list[int | None], drafter: Side, weights: Path, folder: Path) -> None:
+def _write_weights(rows: list[Row], drafter: Side, weights: Path, folder: Path) -> None:
     """The model anew, with its rows moved."""
     config = load_config(weights)
     if drafter.rows is not None:
@@ -191,34 +213,38 @@ def _write_weights(rows: list[int | None], drafter: Side, weights: Path, folder:
     model.save_pretrained(folder)
 
 
-def _move_rows(model: Any, rows: list[int | None], drafter: Side) -> None:
+def _move_rows(model: Any, rows: list[Row], drafter: Side) -> None:
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = layers[0].weight is layers[1].weight
     old = [(layer.weight.detach().clone(), getattr(layer, "bias", None)) for layer in layers]
     size = len(old[0][0])
     used = sorted({number for number in drafter.vocab.values() if number < size}) or list(range(size))
+    written: list[Row] = [row if tied or isinstance(row, int) else None for row in rows]
     with torch.no_grad():
         model.resize_token_embeddings(len(rows), mean_resizing=False)
         layers = [model.get_input_embeddings(), model.get_output_embeddings()]
-        for layer, (weight_VD, bias_V) in zip(layers, old, strict=True):
-            layer.weight.copy_(arranged(weight_VD, rows, used))
+        for layer, (weight_VD, bias_V), wanted in zip(layers, old, (rows, written), strict=True):
+            layer.weight.copy_(arranged(weight_VD, wanted, used))
             if bias_V is not None:
-                layer.bias.copy_(arranged(bias_V.detach(), rows, used))
+                layer.bias.copy_(arranged(bias_V.detach(), written, used))
 
 
-def _move_vocabulary(rows: list[int | None], drafter: Side, folder: Path) -> None:
-    """The same in the file of a draft vocabulary."""
+def _move_vocabulary(rows: list[Row], proposed: list[int] | None, drafter: Side, folder: Path) -> None:
+    """The same in the file of a draft vocabulary, of which there is one from now on if not every token is proposed."""
     old = drafter.rows or drafter.vocab_size
     found = read_vocabulary(folder, old)
-    if TOKENS in found:
+    if TOKENS in found and proposed is None:
         kept = set(found[TOKENS].tolist())
-        found[TOKENS] = torch.tensor([i for i, row in enumerate(rows) if row in kept])
+        proposed = [i for i, row in enumerate(rows) if row in kept]
+    if proposed is not None:
+        found[TOKENS] = torch.tensor(proposed)
     if OUTER in found:
         found[OUTER] = arranged(found[OUTER], rows, range(old))
     write_vocabulary(found, folder)
 
 
-def arranged(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) -> Tensor:
-    """Rows in another order; a new one is the mean of those `used`, which have a token.
+def arranged(old_VX: Tensor, rows: Sequence[Row], used: Sequence[int]) -> Tensor:
+    """Rows in another order; one of several is their mean, a new one the mean of those `used`, which have a token.
 
     As a row of the output layer, the mean gives the mean of the other logits: never the largest, and at most a V-th of
     the probability. (A row of zeros gives 0, the largest where all others are negative; and no row without a bias is
@@ -226,9 +252,12 @@ def arranged(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) ->
     """
     is_bias = old_VX.dim() == 1
     added = old_VX.new_tensor(NEVER) if is_bias else old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)
-    indices = torch.tensor([-1 if row is None else row for row in rows])
+    indices = torch.tensor([row if isinstance(row, int) else -1 for row in rows])
     new_VX = old_VX[indices.clamp(min=0)]
     new_VX[indices < 0] = added
+    for i, row in enumerate(rows):
+        if isinstance(row, tuple):
+            new_VX[i] = old_VX[list(row)].double().mean(0).to(old_VX.dtype)
     return new_VX
 
 
@@ -266,5 +295,7 @@ def _manifest_of(plan: Repairs, target: Side, drafter: Side, *, is_merged: bool)
     if plan.same_tokens:
         size, fingerprint = target.rows or target.vocab_size, tokenizer_fingerprint(target.tokenizer)
         about["shapes"] = about["shapes"] | ({"vocab_size": size} if "vocab_size" in about["shapes"] else {})
+    if plan.proposed is not None:
+        about["shapes"] = about["shapes"] | {"proposed_tokens": len(plan.proposed)}
     about["training"] = about["training"] | {"repairs": plan.done}
     return about | {"vocab_size": size, "tokenizer_fingerprint": fingerprint}
