@@ -65,7 +65,8 @@ def _bytes_of(tokenizer: Any) -> dict[int, bytes] | None:
         return None
     special = {token["id"] for token in state["added_tokens"] if token["special"]}
     plain = {token["id"]: token["content"].encode() for token in state["added_tokens"] if not token["special"]}
-    found, of_bytes = {}, {}
+    found: dict[int, bytes] = {}
+    of_bytes: dict[int, bytes] = {}
     for text, number in tokenizer.get_vocab().items():
         if number not in special:
             is_byte = letters is None and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
