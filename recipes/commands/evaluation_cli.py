@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,8 +171,18 @@ def energy(
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results files; others are compared with the first.")],
     out: Annotated[Path | None, typer.Option(help="The page; by default report.html beside the first.")] = None,
+    vllm: Annotated[
+        str | None, typer.Option(metavar="ROW", help="Instead, print a row's acceptance as vLLM pretends one.")
+    ] = None,
 ) -> None:
     """Show results as one page that needs no network, and two or more of them side by side."""
+    if vllm is not None:
+        from ..report.profile import vllm_profile
+        from ..schema.results import load_results
+        from ..session.terminal import write_json
+
+        write_json(json.dumps(vllm_profile(load_results(results[0]), vllm)) + "\n")
+        return
     from ..report.page import run_report
 
     run_report(results, out)

@@ -22,6 +22,7 @@ from draftsmith.recipes.commands.evaluation.certify import run_certify
 from draftsmith.recipes.report import charts
 from draftsmith.recipes.report.compare import Change, change, compare
 from draftsmith.recipes.report.page import best_lossless, run_report
+from draftsmith.recipes.report.profile import vllm_profile
 from draftsmith.recipes.report.tables import method_table, number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import beside, load_results
@@ -365,6 +366,21 @@ def test_changes_for_people(results: Path) -> None:
     for row in found["methods"]:
         row["by_prompt"] = []  # without numbers by prompt there is no interval
     assert change("speedup", ("[red]x[/red]", 0.0), found, found) == Change(1.0)
+
+
+def test_an_acceptance_for_vllm_to_pretend(results: Path, cli: Any) -> None:
+    """The sum of unconditional rates is what vLLM keeps of a step's drafts; they must not rise (its config refuses)."""
+    done = cli("report", str(results), "--vllm", "speculative T=1")
+    assert done.returncode == 0, done.stderr
+    profile, row = json.loads(done.stdout), load_results(results)["methods"][4]
+    rates = profile["synthetic_acceptance_rates"]
+    assert len(rates) == profile["num_speculative_tokens"] == 4
+    assert rates == sorted(rates, reverse=True)
+    assert abs(1 + sum(rates) - row["tokens_per_step"]) < 1e-3
+    assert profile["model"].endswith("drafter")
+    for label, named in (("speculativ", "speculative"), ("speculative", "no draft")):
+        with pytest.raises(ValueError, match=named):
+            vllm_profile(load_results(results), label)
 
 
 def test_the_command(results: Path, rich: Path, tmp_path: Path, cli: Any) -> None:
