@@ -23,6 +23,9 @@ from .rng import Rng
 from .tree import Tree
 from .warpers import Sampling, warp
 
+READ_AT_ONCE = 2048
+"""Tokens of a prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -315,14 +318,18 @@ def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tup
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run all committed tokens but the last of each row; the last becomes the root of the first tree. Returns what
+    """Run all committed tokens but the last of each row, `READ_AT_ONCE` at most at a time, so that memory does not grow
+    with a prompt's length but for its keys and values; the last becomes the root of the first tree. Returns what
     `extend` does; nothing is projected."""
     longest, width = max(lengths) - 1, model.hidden_size * (len(model.given_layers) + 1)
-    read_BTG = torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)
-    if longest > 0:
-        read_BTG = model.extend(cache, ids_BS[:, :longest])
+    read = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
+    parts = -(-longest // READ_AT_ONCE)
+    for part in range(parts):
+        first, last = longest * part // parts, longest * (part + 1) // parts
+        cache.set_lengths([first] * len(lengths))
+        read.append(model.extend(cache, ids_BS[:, first:last]))
     cache.set_lengths([length - 1 for length in lengths])
-    return read_BTG
+    return torch.cat(read, 1) if parts != 1 else read[1]
 
 
 def _last(read_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
