@@ -76,6 +76,18 @@ def load_prompts(
     return prompts
 
 
+def load_questions(
+    source: str, limit: int, *, path: str | None = None, groups: Sequence[str] | None = None
+) -> list[Prompt]:
+    """The same for one who knows no tokens, however long they are. Raises ValueError: there is none."""
+    read = ((prompt, list[int]()) for prompt in read_prompts(source, path=path, groups=groups, skipped=Counter()))
+    prompts = [prompt for prompt, _ in islice(_in_turn(source, read), limit)]
+    if not prompts:
+        of = f" of {', '.join(groups)}" if groups else ""
+        raise ValueError(f"no prompt{of} in {source}")
+    return prompts
+
+
 def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
     """Prompts of a set with groups, one of each group after the other."""
     corpus = find_corpus(source)

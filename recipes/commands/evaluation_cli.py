@@ -82,9 +82,19 @@ def evaluate(
     method: Methods = None,
     every: Every = False,
     plan: Plan = False,
+    server: Annotated[str | None, typer.Option(help="Instead, measure this server: where its API begins.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="With --server: one without drafts, asked in turns.")] = None,
+    concurrency: Annotated[str, typer.Option(help="With --server: requests at a time, with commas between.")] = "1",
 ) -> None:
     """Decode held-out prompts with several methods and compare them, or run a paper's table again; resumes where it
-    was stopped. Without a recipe: plain decoding and one method of each artifact."""
+    was stopped. Without a recipe: plain decoding and one method of each artifact. Or measure a server."""
+    if server is not None:
+        from .serving.served import run_served, served_recipe
+
+        overrides = [word for word in (asked.recipe, *(asked.overrides or [])) if word is not None]
+        named = {"prompts": asked.prompts, "out": out, "baseline": baseline}
+        run_served(served_recipe(server, concurrency, named, overrides))
+        return
     from ..schema.papers import PaperRecipe
     from .evaluation.recipe import Rows, evaluation_or_paper, find_pair
 
@@ -177,9 +187,9 @@ def report(
 ) -> None:
     """Show results as one page that needs no network, and two or more of them side by side."""
     if vllm is not None:
-        from ..report.profile import vllm_profile
         from ..schema.results import load_results
         from ..session.terminal import write_json
+        from .serving.profile import vllm_profile
 
         write_json(json.dumps(vllm_profile(load_results(results[0]), vllm)) + "\n")
         return

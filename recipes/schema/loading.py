@@ -21,9 +21,19 @@ from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from .papers import PaperRecipe
+from .serving import ServedRecipe
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 
-Recipe = DrafterRecipe | HeadsRecipe | TableRecipe | EvaluateRecipe | RegenerateRecipe | QuickstartRecipe | PaperRecipe
+Recipe = (
+    DrafterRecipe
+    | HeadsRecipe
+    | TableRecipe
+    | EvaluateRecipe
+    | RegenerateRecipe
+    | QuickstartRecipe
+    | PaperRecipe
+    | ServedRecipe
+)
 RECIPES: dict[str, type[Section]] = {
     "drafter": DrafterRecipe,
     "heads": HeadsRecipe,
@@ -32,6 +42,7 @@ RECIPES: dict[str, type[Section]] = {
     "regenerate": RegenerateRecipe,
     "quickstart": QuickstartRecipe,
     "paper": PaperRecipe,
+    "served": ServedRecipe,
 }
 
 SHIPPED = Path(__file__).parents[1]

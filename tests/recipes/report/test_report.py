@@ -19,10 +19,10 @@ import pytest
 from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.decode.evaluation.bootstrap import resample_weights
 from draftsmith.recipes.commands.evaluation.certify import run_certify
+from draftsmith.recipes.commands.serving.profile import vllm_profile
 from draftsmith.recipes.report import charts
 from draftsmith.recipes.report.compare import Change, change, compare
 from draftsmith.recipes.report.page import best_lossless, run_report
-from draftsmith.recipes.report.profile import vllm_profile
 from draftsmith.recipes.report.tables import method_table, number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import beside, load_results

@@ -7,7 +7,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from ...checkpoints.storage.messages import did_you_mean
+from ....checkpoints.storage.messages import did_you_mean
 
 
 def vllm_profile(results: Mapping[str, Any], label: str) -> dict[str, Any]:

@@ -1,0 +1,271 @@
+"""`draftsmith evaluate --server URL`: what a server makes of its drafts, beside one without, under a given load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from ....checkpoints.storage.atomic import atomic_text, check_writable
+from ....checkpoints.storage.safe_read import sealed
+from ....data.conversations import Prompt
+from ....data.prompts import load_questions
+from ...report.tables import DASH, Cell, Column, Table
+from ...schema.loading import parse_recipe, write_recipe
+from ...schema.serving import ServedRecipe
+from ...session.machine import machine
+from ...session.stopping import Stoppable
+from ...session.terminal import console, log
+from ..evaluation.journal import Journal, Kept
+from .asking import Reply, Server
+from .counters import counted, read_counters
+from .summary import Block, beside, numbers_of
+
+_BLOCKS = 4  # in which a load's prompts are asked, of the two servers in turns
+_WARMING = 4  # requests to each server before a load, at most
+_ALIKE = 0.5  # of greedy texts: fewer the same, and the two are hardly one model
+_BLOCK = TypeAdapter(Block)
+
+
+class _Load(NamedTuple):
+    """So many requests at a time, or begun a second."""
+
+    concurrency: int | None
+    rate: float | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} a second"
+
+
+def served_recipe(
+    server: str, concurrency: str, given: Mapping[str, str | None], overrides: Sequence[str]
+) -> ServedRecipe:
+    """What the command asks for. Raises ValueError: a fault."""
+    try:
+        numbers = [int(number) for number in concurrency.split(",")]
+    except ValueError:
+        raise ValueError(f"--concurrency {concurrency}: give whole numbers with commas between") from None
+    values: dict[str, Any] = {"kind": "served", "server": server, "concurrency": numbers}
+    values |= {name: value for name, value in given.items() if value is not None}
+    recipe = parse_recipe(values, "--server", overrides, kinds=("served",))
+    assert isinstance(recipe, ServedRecipe)
+    return recipe
+
+
+def run_served(recipe: ServedRecipe) -> dict[str, Any]:
+    """Ask, print the table and write the results; resume where a killed run stopped. Raises ConnectionError: a server
+    that is not there; ValueError: one that answered nothing."""
+    out = Path(recipe.out)
+    check_writable(out)
+    prompts = load_questions(recipe.prompts, recipe.limit, path=recipe.prompts_path, groups=recipe.groups or None)
+    identity = recipe.model_dump(mode="json", exclude={"out"}) | {"prompts": [prompt.id for prompt in prompts]}
+    with Stoppable("evaluate") as signals, Journal(out, "blocks", identity) as journal:
+        results = asyncio.run(_measured(recipe, prompts, Kept(journal, signals), signals))
+        atomic_text(out, json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
+        write_recipe(recipe, out.with_suffix(".recipe.yaml"))
+        journal.remove()
+    _show(recipe, results)
+    console().print(f"results: {out}", soft_wrap=True)
+    return results
+
+
+async def _measured(recipe: ServedRecipe, prompts: Sequence[Prompt], kept: Kept, signals: Stoppable) -> dict[str, Any]:
+    asked = recipe.timeout, recipe.key_variable
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(Server(recipe.server, recipe.model, *asked))]
+        if recipe.baseline is not None:
+            servers.append(await stack.enter_async_context(Server(recipe.baseline, None, *asked)))
+        loads = [_Load(None, rate) for rate in recipe.rate] or [_Load(number, None) for number in recipe.concurrency]
+        rows = []
+        for load in loads:
+            blocks = await _blocks(recipe, servers, load, prompts, kept, signals)
+            rows.append(_row(recipe, load, prompts, blocks))
+    results = {
+        "kind": "served",
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine("cpu"),
+        "recipe": recipe.model_dump(mode="json"),
+        "models": [server.model for server in servers],
+        "prompts": len(prompts),
+        "loads": rows,
+    }
+    return results | {"warnings": _warnings(results)}
+
+
+async def _blocks(
+    recipe: ServedRecipe,
+    servers: Sequence[Server],
+    load: _Load,
+    prompts: Sequence[Prompt],
+    kept: Kept,
+    signals: Stoppable,
+) -> list[list[Block]]:
+    """A load's blocks of each server; the servers take turns, and the one that begins changes with each block."""
+    found: list[list[Block]] = [[] for _ in servers]
+    warm = False
+    bounds = np.linspace(0, len(prompts), _BLOCKS + 1).astype(int)
+    done = 0
+    with signals.bar(f"asking, {load.name}", "requests") as advance:
+
+        def further(requests: int) -> None:
+            nonlocal done
+            done += requests
+            advance(done, len(prompts) * len(servers))
+
+        for part in range(_BLOCKS):
+            own = prompts[bounds[part] : bounds[part + 1]]
+            order = range(len(servers)) if part % 2 == 0 else reversed(range(len(servers)))
+            for number in order if own else ():
+                name = f"{load.name}, {('server', 'baseline')[number]} {part}"
+                if name in kept:
+                    found[number].append(kept.known(name, _BLOCK))
+                    further(len(own))
+                    continue
+                signals.check()
+                if not warm:
+                    few = prompts[: min(_WARMING, load.concurrency or _WARMING)]
+                    for server in servers:
+                        await _together(recipe, server, few, load, 0, lambda done: None)
+                    warm = True
+                block = await _together(recipe, servers[number], own, load, part, further)
+                _check_answers(servers[number], block)
+                kept.add(name, _BLOCK, block)
+                found[number].append(block)
+    return found
+
+
+async def _together(
+    recipe: ServedRecipe,
+    server: Server,
+    prompts: Sequence[Prompt],
+    load: _Load,
+    part: int,
+    advance: Callable[[int], None],
+) -> Block:
+    """Ask prompts under a load."""
+    free = asyncio.Semaphore(load.concurrency or len(prompts))
+    draws = np.random.default_rng([recipe.seed, part])
+    pauses = np.zeros(len(prompts)) if load.rate is None else draws.exponential(1 / load.rate, len(prompts)).cumsum()
+    settings: dict[str, Any] = {"max_tokens": recipe.max_new_tokens, "temperature": recipe.temperature}
+
+    async def one(number: int, prompt: Prompt) -> Reply:
+        await asyncio.sleep(pauses[number])
+        async with free:
+            own = {"seed": recipe.seed + number} if recipe.temperature > 0 else {}
+            messages = [{"role": turn.role, "content": turn.text} for turn in prompt.turns]
+            reply = await server.ask(messages, **settings, **own)
+        advance(1)
+        return reply
+
+    before, start = await asyncio.to_thread(read_counters, server.url), time.perf_counter()
+    waiting: list[Awaitable[Reply]] = [one(number, prompt) for number, prompt in enumerate(prompts)]
+    replies = list(await asyncio.gather(*waiting))
+    seconds = time.perf_counter() - start
+    return Block(seconds, replies, counted(before, await asyncio.to_thread(read_counters, server.url)))
+
+
+def _check_answers(server: Server, block: Block) -> None:
+    if all(reply.failure is not None for reply in block.replies):
+        raise ValueError(f"{server.url} answered none of {len(block.replies)} prompts: {block.replies[0].failure}")
+
+
+def _row(
+    recipe: ServedRecipe, load: _Load, prompts: Sequence[Prompt], blocks: Sequence[Sequence[Block]]
+) -> dict[str, Any]:
+    """What is known of a load, over all prompts and by category."""
+    sides = ["server", "baseline"][: len(blocks)]
+    row: dict[str, Any] = load._asdict() | {
+        side: numbers_of(of_side) for side, of_side in zip(sides, blocks, strict=True)
+    }
+    if len(blocks) > 1:
+        mine, theirs = (
+            dict(zip((each.id for each in prompts), (reply for block in side for reply in block.replies), strict=True))
+            for side in blocks
+        )
+        greedy = recipe.temperature == 0
+        categories = dict.fromkeys(prompt.category for prompt in prompts)
+        of_category = {name: {each.id for each in prompts if each.category == name} for name in categories}
+        by_category = {name: beside({i: mine[i] for i in ids}, theirs, greedy) for name, ids in of_category.items()}
+        rates = [row[side]["tokens_per_second"] for side in sides]
+        throughput = rates[0] / rates[1] if all(rates) else None
+        row["beside"] = beside(mine, theirs, greedy) | {"by_category": by_category, "throughput": throughput}
+    return row
+
+
+def _warnings(results: dict[str, Any]) -> list[str]:
+    """What makes the numbers mean something else than they seem to."""
+    said = []
+    if len(set(results["models"])) > 1:
+        said.append(f"the two call their models differently: {' and '.join(results['models'])}")
+    for row in results["loads"]:
+        load = _Load(row["concurrency"], row["rate"])
+        for side in ("server", "baseline"):
+            found = row.get(side)
+            if found and (found["failed"] or found["retried"]):
+                why = f": {'; '.join(found['failures'])}" if found["failures"] else ""
+                said.append(
+                    f"{load.name}: the {side} failed at {found['failed']} of {found['requests']} requests, and "
+                    f"{found['retried']} were asked again{why}"
+                )
+        if row.get("baseline") and row["baseline"]["drafted"]:
+            said.append(f"{load.name}: the baseline drafts, too")
+        same = (row.get("beside") or {}).get("same")
+        if same and same[0] < _ALIKE * same[1]:
+            said.append(
+                f"{load.name}: only {same[0]} of {same[1]} greedy texts are the baseline's: another model, template, "
+                "number format or context length"
+            )
+    return said
+
+
+def _show(recipe: ServedRecipe, results: dict[str, Any]) -> None:
+    columns = [
+        Column("load", numeric=False),
+        *(Column(*head) for head in (("tokens per step", "τ"), ("accepted", "α"), ("to the first", "ms"))),
+        *(Column(*head) for head in (("per token", "ms"), ("interval", "95 %"), ("tokens/s", ""))),
+        *(Column(*head) for head in (("speedup", "×"), ("interval", "95 %"), ("same text", ""))),
+    ]
+    rows = []
+    for row in results["loads"]:
+        for side in ("server", "baseline"):
+            if side in row:
+                rows.append([Cell(text) for text in _cells(row, side)])
+    title = f"{recipe.server}, {results['prompts']} prompts of {recipe.prompts}"
+    console().print(Table(title, columns, rows).rich())
+    for line in results["warnings"]:
+        log(f"evaluate: {line}")
+
+
+def _cells(row: dict[str, Any], side: str) -> list[str]:
+    found, load = row[side], _Load(row["concurrency"], row["rate"])
+    compared = row.get("beside", {}) if side == "server" else {}
+    first, same = found["ms_to_first"], compared.get("same")
+    return [
+        load.name if side == "server" else "  baseline",
+        _number(found["tokens_per_step"], ".2f"),
+        _number(found["acceptance_rate"], ".2f"),
+        _number(first and first["median"], ",.0f"),
+        _number(found["ms_per_token"], ",.1f"),
+        _span(found["ms_per_token_interval"], ".1f"),
+        _number(found["tokens_per_second"], ",.0f"),
+        _number(compared.get("speedup"), ".2f"),
+        _span(compared.get("speedup_interval"), ".2f"),
+        f"{same[0]}/{same[1]}" if same else DASH,
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return DASH if value is None else format(value, form)
+
+
+def _span(interval: Sequence[float] | None, form: str) -> str:
+    return DASH if interval is None else "–".join(format(bound, form) for bound in interval)

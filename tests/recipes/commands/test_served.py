@@ -1,0 +1,253 @@
+"""Servers measured over the wire: a stand-in streams as vLLM and llama.cpp do, and fails as servers do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.recipes.commands.serving.served import run_served, served_recipe
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+class Engine(ThreadingHTTPServer):
+    """Answers a question with its own words again and again, `kept` tokens a step behind the first, and counts its
+    drafts as vLLM does, three a step. `faults` by the question's number are what it does first."""
+
+    def __init__(self, kept: int, name: str = "m", says: str = "", metrics: bool = True) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.kept, self.name, self.says, self.metrics = kept, name, says, metrics
+        self.faults: dict[str, list[str]] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.counted: Counter[str] = Counter()
+        self.guard = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Engine
+
+    def log_message(self, *_: object) -> None:
+        return
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            return self._send(200, "application/json", json.dumps({"data": [{"id": self.server.name}]}).encode())
+        if self.path == "/metrics" and self.server.metrics:
+            lines = ["# HELP vllm:spec_decode_num_drafts_total drafts", "python_info 1.0"]
+            for name, count in self.server.counted.items():
+                position = name.partition(" ")[2]
+                label = f'engine="0",model_name="m"{f",position={json.dumps(position)}" if position else ""}'
+                lines.append(f"vllm:spec_decode_num_{name.split()[0]}_total{{{label}}} {float(count)}")
+            return self._send(200, "text/plain", "\n".join(lines).encode())
+        return self._send(404, "text/plain", b"")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = asked["messages"][-1]["content"]
+        with self.server.guard:
+            self.server.asked.append(asked)
+            fault = self.server.faults.get(question, []) and self.server.faults[question].pop(0)
+        if fault in ("429", "500", "400"):
+            return self._send(int(fault), "application/json", b'{"error": {"message": "not now, sk-secret"}}')
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        words = (question.split() * 20)[: min(asked["max_tokens"], 13)]
+        steps, at = [words[:1]], 1
+        while at < len(words):
+            steps.append(words[at : at + self.server.kept])
+            at += self.server.kept
+        for number, step in enumerate(steps):
+            if fault == "half" and number == 2:
+                return None
+            self._chunk({"choices": [{"index": 0, "delta": {"content": self.server.says + " ".join(step) + " "}}]})
+        with self.server.guard:
+            if self.server.kept > 1:
+                for step in steps[1:]:
+                    self.server.counted.update({"drafts": 1, "draft_tokens": 3, "accepted_tokens": len(step) - 1})
+                    self.server.counted.update(f"accepted_tokens_per_pos {i}" for i in range(len(step) - 1))
+        self._chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        usage = {"completion_tokens": len(words), "prompt_tokens": 1, "total_tokens": 1 + len(words)}
+        drafts = {"timings": {"draft_n": 30, "draft_n_accepted": 8}} if not self.server.metrics else {}
+        self._chunk({"choices": [], "usage": usage} | drafts)
+        self.wfile.write(b"data: [DONE]\n\n")
+        return None
+
+    def _chunk(self, values: dict[str, Any]) -> None:
+        about = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+        self.wfile.write(f"data: {json.dumps(about | values)}\n\n".encode())
+        self.wfile.flush()
+
+
+@contextmanager
+def running(*engines: Engine) -> Iterator[None]:
+    threads = [threading.Thread(target=engine.serve_forever, daemon=True) for engine in engines]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.shutdown()
+            engine.server_close()
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> list[str]:
+    texts = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(9)]
+    rows = [{"id": str(i), "conversations": [{"from": "human", "value": t}]} for i, t in enumerate(texts)]
+    (tmp_path / "questions.json").write_text(json.dumps(rows))
+    return texts
+
+
+@pytest.fixture
+def measured(tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    monkeypatch.setattr("draftsmith.recipes.commands.serving.asking._FIRST_WAIT", 0.01)
+
+    def measure(server: str, *overrides: str, concurrency: str = "1,4", **given: str | None) -> dict[str, Any]:
+        named = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")} | given
+        return run_served(served_recipe(server, concurrency, named, overrides))
+
+    return measure
+
+
+def test_drafts_are_counted_as_here_and_texts_compared(measured: Callable[..., Any], tmp_path: Path) -> None:
+    """13 tokens: the first, and six steps of two of which each kept one of three drafts: 2 tokens a step, whatever
+    vLLM's own mean says; six of eighteen were accepted."""
+    drafting, plain = Engine(2), Engine(1)
+    with running(drafting, plain):
+        found = measured(drafting.url, baseline=plain.url)
+    assert json.loads((tmp_path / "served.json").read_text())["loads"] == found["loads"]
+    assert [(row["concurrency"], row["rate"]) for row in found["loads"]] == [(1, None), (4, None)]
+    for row in found["loads"]:
+        ours = row["server"]
+        assert (ours["requests"], ours["failed"], ours["tokens"]) == (9, 0, 9 * 13)
+        assert ours["tokens_per_step"] == 2
+        assert ours["acceptance_rate"] == pytest.approx(1 / 3)
+        assert ours["acceptance_by_depth"] == [1.0]
+        assert row["baseline"]["tokens_per_step"] is None
+        assert row["beside"]["same"] == [9, 9]
+        low, high = row["beside"]["speedup_interval"]
+        assert low <= row["beside"]["speedup"] <= high
+        assert ours["ms_to_first"]["median"] <= ours["ms_to_first"]["p99"]
+    assert found["warnings"] == []
+    warm = len(drafting.asked) - 2 * 9
+    assert warm == 1 + 4, "and that many requests to warm up"
+    assert {asked["temperature"] for asked in drafting.asked} == {0.0}
+
+
+def test_what_fails_is_counted_and_not_averaged(measured: Callable[..., Any], questions: list[str]) -> None:
+    drafting = Engine(2)
+    drafting.faults = {questions[5]: ["429", "500"], questions[6]: ["half"] * 4, questions[7]: ["400"]}
+    with running(drafting):
+        found = measured(drafting.url, concurrency="3")
+    ours = found["loads"][0]["server"]
+    assert (ours["requests"], ours["failed"], ours["retried"], ours["tokens"]) == (9, 2, 1, 7 * 13)
+    assert len(ours["failures"]) == 2
+    assert any("failed at 2 of 9" in line and "1 were asked again" in line for line in found["warnings"])
+
+
+def test_a_key_that_a_server_repeats_is_not_told(
+    measured: Callable[..., Any], questions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    drafting = Engine(2)
+    drafting.faults = {questions[7]: ["400"]}
+    with running(drafting):
+        found = measured(drafting.url, concurrency="1")
+    assert "sk-secret" not in json.dumps(found)
+    assert found["loads"][0]["server"]["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (Engine(1, says="no "), "texts are the baseline's"),
+        (Engine(1, "other"), "other"),
+        (Engine(2), "baseline drafts"),
+    ],
+    ids=["other texts", "another model", "a baseline that drafts"],
+)
+def test_pairs_that_are_none(measured: Callable[..., Any], other: Engine, named: str) -> None:
+    drafting = Engine(2)
+    with running(drafting, other):
+        found = measured(drafting.url, concurrency="4", baseline=other.url)
+    assert any(named in line for line in found["warnings"])
+
+
+def test_llama_cpp_says_in_each_answer_what_it_drafted(measured: Callable[..., Any]) -> None:
+    with running(engine := Engine(2, metrics=False)):
+        ours = measured(engine.url, concurrency="2")["loads"][0]["server"]
+    assert ours["acceptance_rate"] == pytest.approx(8 / 30)
+    assert ours["tokens_per_step"] == 12 / (12 - 8)
+
+
+def test_requests_begin_at_a_rate(measured: Callable[..., Any]) -> None:
+    with running(engine := Engine(2)):
+        (row,) = measured(engine.url, "rate=[200]")["loads"]
+    assert (row["concurrency"], row["rate"]) == (None, 200)
+    assert row["server"]["failed"] == 0
+
+
+def test_a_stopped_measurement_asks_the_rest_alone(measured: Callable[..., Any], tmp_path: Path) -> None:
+    engine = Engine(2)
+    with running(engine):
+        whole = measured(engine.url, concurrency="2")
+        asked = len(engine.asked)
+        (tmp_path / "served.json").unlink()
+        engine.faults = {question: ["400"] for question in [" ".join(WORDS[i:] + WORDS[:i]) for i in range(2, 4)]}
+        with pytest.raises(ValueError, match="none of 2"):  # the second block fails as a whole
+            measured(engine.url, concurrency="2")
+        between = len(engine.asked)
+        again = measured(engine.url, concurrency="2")
+    assert again["loads"][0]["server"]["tokens"] == whole["loads"][0]["server"]["tokens"]
+    assert len(engine.asked) - between == asked - 2, "the first block is kept"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (("1", "rate=[0]"), "above 0"),
+        (("0",), "above 0"),
+        (("a,b",), "whole numbers"),
+        (("1", "concurency=3"), "concurrency"),
+    ],
+    ids=str,
+)
+def test_wrong_words_are_refused(change: tuple[str, ...], named: str) -> None:
+    concurrency, *overrides = change
+    with pytest.raises(ValueError, match=named):
+        served_recipe("http://127.0.0.1:1/v1", concurrency, {}, overrides)
+
+
+def test_no_server(measured: Callable[..., Any]) -> None:
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9"):
+        measured("http://127.0.0.1:9/v1")
+
+
+def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
+    with running(engine := Engine(2)):
+        out = tmp_path / "served.json"
+        words = ("--server", engine.url, "--prompts", str(tmp_path / "questions.json"), "--out", str(out))
+        done = cli("evaluate", *words, "--concurrency", "2", "limit=4")
+    assert done.returncode == 0, done.stderr
+    assert "2 at a time" in done.stdout
+    assert json.loads(out.read_text())["prompts"] == len(questions[:4])
