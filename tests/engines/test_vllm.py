@@ -17,9 +17,11 @@ handed the prompt with that token.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +42,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.commands.serving.served import run_served, served_recipe
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -73,6 +76,7 @@ class Works:
         backend = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
         backend.pre_tokenizer = WhitespaceSplit()
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0")
+        self.tokenizer.chat_template = "{{ messages[0].content }}"
         # vLLM's attention on CPU has no smaller heads
         sizes = {"hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
         self.models: dict[str, Any] = {
@@ -130,6 +134,18 @@ class Works:
         asked["save"] = save and str(save)
         found: dict[str, Any] = self.serving.answer_of(PYTHON, "vllm_run.py", asked, **ENVIRONMENT, PYTHONPATH=path)
         return found
+
+    def served(self, folder: Path, log: Path) -> AbstractContextManager[str]:
+        """The address of vLLM, started as an export says."""
+        blocks = re.findall(r"```bash\n(.*?)```", (folder / SERVING_FILE).read_text(), re.DOTALL)
+        (command,) = [block for block in blocks if "vllm serve" in block]
+        command = f'{command.rstrip()} --enforce-eager --dtype float32 --max-model-len 128 "$@"'
+        path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
+        known = self.serving.environment(**ENVIRONMENT, PATH=path)
+        started: AbstractContextManager[str] = self.serving.served(
+            ["bash", "-c", command, "serve"], folder.parent, log, known
+        )
+        return started
 
     def own(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
         """The target's greedy tokens, by transformers; drafts and what is accepted of them, by this engine."""
@@ -255,12 +271,8 @@ def test_the_command_of_serving_serves(
     name: str, form: str, target: str, gamma: int, works: Works, tmp_path: Path
 ) -> None:
     folder, serving = works.export(name, form), works.serving
-    blocks = re.findall(r"```bash\n(.*?)```", (folder / SERVING_FILE).read_text(), re.DOTALL)
-    (command,) = [block for block in blocks if "vllm serve" in block]
-    command = f'{command.rstrip()} --enforce-eager --dtype float32 --max-model-len 128 "$@"'
-    known = serving.environment(**ENVIRONMENT, PATH=f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}")
     said = works.own(target, "autoregressive", Parts(), 0)["said"]
-    with serving.served(["bash", "-c", command, "serve"], folder.parent, tmp_path / "log", known) as url:
+    with works.served(folder, tmp_path / "log") as url:
         asked = {"model": str(works.folder / target), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
         for prompt, expected in zip(PROMPTS, said, strict=True):
             answer = serving.ask(f"{url}/v1/completions", **asked, prompt=prompt, return_token_ids=True)
@@ -275,3 +287,26 @@ def test_the_command_of_serving_serves(
     assert len(accepted) == gamma
     assert sum(accepted) > 0 if form == "vllm-bigrams" else accepted == [drafts] * gamma
     verify_artifact(folder)
+
+
+def test_a_server_is_counted_as_this_engine_counts(works: Works, tmp_path: Path) -> None:
+    """`evaluate --server`: tokens per step behind a text's first token, from vLLM's own page of metrics. What it
+    accepts behind the limit of tokens, of one step a text, is all that may differ."""
+    rows = [{"conversations": [{"from": "human", "value": " ".join(f"w{t}" for t in ids)}]} for ids in PROMPTS]
+    (tmp_path / "questions.json").write_text(json.dumps(rows))
+    with works.served(works.export("other-drafter", "vllm-sglang"), tmp_path / "log") as url:
+        given = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")}
+        (row,) = run_served(served_recipe(f"{url}/v1", "1", given, [f"max_new_tokens={NEW}"]))["loads"]
+    drafter, model = Parts(drafter=wrap_model(works.models["other"])), works.models["random"]
+    later = steps = 0
+    for prompt in PROMPTS:
+        first = model(torch.tensor([prompt])).logits[0, -1].argmax().item()
+        built = build_method("speculative", drafter, Sampling(), gamma=4)
+        limits = Limits(NEW - 1, (0,))
+        for step in generate(wrap_model(model), *built, [[*prompt, first]], limits, Sampling(), Rng.for_rows(0, 1)):
+            later, steps = later + len(step.new_ids[0]), steps + 1
+    assert row["server"]["failed"] == 0
+    assert row["server"]["tokens"] == later + len(PROMPTS)
+    found = row["server"]["tokens_per_step"]
+    assert later / steps <= found + 1e-9
+    assert found <= later / (steps - len(PROMPTS))
