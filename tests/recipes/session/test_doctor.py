@@ -92,7 +92,7 @@ def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.Captur
         assert part in out
     assert examine_pair(str(target), str(drafter), drafter.with_name("fixed"))
     said = capsys.readouterr()
-    assert "repaired: 32 rows without a token dropped" in said.err
+    assert "repaired: 32 rows without a token of the target dropped" in said.err
     assert said.out.count("verdicts") == 2
 
 
