@@ -318,9 +318,8 @@ def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tup
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run all committed tokens but the last of each row, `READ_AT_ONCE` at most at a time, so that memory does not grow
-    with a prompt's length but for its keys and values; the last becomes the root of the first tree. Returns what
-    `extend` does; nothing is projected."""
+    """Run all committed tokens but the last of each row, `READ_AT_ONCE` at most at a time, which bounds what a layer
+    holds of them; the last becomes the root of the first tree. Returns what `extend` does; nothing is projected."""
     longest, width = max(lengths) - 1, model.hidden_size * (len(model.given_layers) + 1)
     read = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
     parts = -(-longest // READ_AT_ONCE)
