@@ -84,16 +84,18 @@ def evaluate(
     plan: Plan = False,
     server: Annotated[str | None, typer.Option(help="Instead, measure this server: where its API begins.")] = None,
     baseline: Annotated[str | None, typer.Option(help="With --server: one without drafts, asked in turns.")] = None,
-    concurrency: Annotated[str, typer.Option(help="With --server: requests at a time, with commas between.")] = "1",
+    concurrency: Annotated[
+        str | None, typer.Option(help="With --server: requests at a time, with commas between.")
+    ] = None,
 ) -> None:
     """Decode held-out prompts with several methods and compare them, or run a paper's table again; resumes where it
     was stopped. Without a recipe: plain decoding and one method of each artifact. Or measure a server."""
-    if server is not None:
-        from .serving.served import run_served, served_recipe
+    from .serving.served import run_served, served_recipe
 
-        overrides = [word for word in (asked.recipe, *(asked.overrides or [])) if word is not None]
-        named = {"prompts": asked.prompts, "out": out, "baseline": baseline}
-        run_served(served_recipe(server, concurrency, named, overrides))
+    asking = {"server": server, "baseline": baseline, "concurrency": concurrency, "prompts": asked.prompts, "out": out}
+    served = served_recipe(asked.recipe, asked.overrides or [], **asking)
+    if served is not None:
+        run_served(served)
         return
     from ..schema.papers import PaperRecipe
     from .evaluation.recipe import Rows, evaluation_or_paper, find_pair

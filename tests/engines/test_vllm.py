@@ -296,7 +296,9 @@ def test_a_server_is_counted_as_this_engine_counts(works: Works, tmp_path: Path)
     (tmp_path / "questions.json").write_text(json.dumps(rows))
     with works.served(works.export("other-drafter", "vllm-sglang"), tmp_path / "log") as url:
         given = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")}
-        (row,) = run_served(served_recipe(f"{url}/v1", "1", given, [f"max_new_tokens={NEW}"]))["loads"]
+        recipe = served_recipe(None, [f"max_new_tokens={NEW}"], server=f"{url}/v1", **given)
+        assert recipe is not None
+        (row,) = run_served(recipe)["loads"]
     drafter, model = Parts(drafter=wrap_model(works.models["other"])), works.models["random"]
     later = steps = 0
     for prompt in PROMPTS:

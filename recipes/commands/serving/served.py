@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from ....checkpoints.storage.safe_read import sealed
 from ....data.conversations import Prompt
 from ....data.prompts import load_questions
 from ...report.tables import DASH, Cell, Column, Table
-from ...schema.loading import parse_recipe, write_recipe
+from ...schema.loading import find_recipe, parse_recipe, read_extended, write_recipe
 from ...schema.serving import ServedRecipe
 from ...session.machine import machine
 from ...session.stopping import Stoppable
@@ -47,16 +47,28 @@ class _Load(NamedTuple):
 
 
 def served_recipe(
-    server: str, concurrency: str, given: Mapping[str, str | None], overrides: Sequence[str]
-) -> ServedRecipe:
-    """What the command asks for. Raises ValueError: a fault."""
-    try:
-        numbers = [int(number) for number in concurrency.split(",")]
-    except ValueError:
-        raise ValueError(f"--concurrency {concurrency}: give whole numbers with commas between") from None
-    values: dict[str, Any] = {"kind": "served", "server": server, "concurrency": numbers}
-    values |= {name: value for name, value in given.items() if value is not None}
-    recipe = parse_recipe(values, "--server", overrides, kinds=("served",))
+    name: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    server: str | None = None,
+    concurrency: str | None = None,
+    **given: str | None,
+) -> ServedRecipe | None:
+    """What the command asks for: a recipe of this kind by its file or name, or a server's address; None for a recipe of
+    another kind, or for none. Raises ValueError: a fault."""
+    if name is not None and "=" in name and not Path(name).is_file():
+        overrides, name = [name, *overrides], None
+    values = {"kind": "served"} if name is None else read_extended(find_recipe(name))
+    if (name is None and server is None) or (server is None and values.get("kind") != "served"):
+        return None
+    changes: dict[str, Any] = {"server": server} | given
+    if concurrency is not None:
+        try:
+            changes["concurrency"] = [int(number) for number in concurrency.split(",")]
+        except ValueError:
+            raise ValueError(f"--concurrency {concurrency}: give whole numbers with commas between") from None
+    changes = {key: value for key, value in changes.items() if value is not None}
+    recipe = parse_recipe(values, name or "--server", overrides, given=changes, kinds=("served",))
     assert isinstance(recipe, ServedRecipe)
     return recipe
 

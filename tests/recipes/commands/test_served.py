@@ -124,7 +124,9 @@ def measured(tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPat
 
     def measure(server: str, *overrides: str, concurrency: str = "1,4", **given: str | None) -> dict[str, Any]:
         named = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")} | given
-        return run_served(served_recipe(server, concurrency, named, overrides))
+        recipe = served_recipe(None, overrides, server=server, concurrency=concurrency, **named)
+        assert recipe is not None
+        return run_served(recipe)
 
     return measure
 
@@ -235,7 +237,7 @@ def test_a_stopped_measurement_asks_the_rest_alone(measured: Callable[..., Any],
 def test_wrong_words_are_refused(change: tuple[str, ...], named: str) -> None:
     concurrency, *overrides = change
     with pytest.raises(ValueError, match=named):
-        served_recipe("http://127.0.0.1:1/v1", concurrency, {}, overrides)
+        served_recipe(None, overrides, server="http://127.0.0.1:1/v1", concurrency=concurrency)
 
 
 def test_no_server(measured: Callable[..., Any]) -> None:
@@ -248,6 +250,10 @@ def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
         out = tmp_path / "served.json"
         words = ("--server", engine.url, "--prompts", str(tmp_path / "questions.json"), "--out", str(out))
         done = cli("evaluate", *words, "--concurrency", "2", "limit=4")
-    assert done.returncode == 0, done.stderr
-    assert "2 at a time" in done.stdout
-    assert json.loads(out.read_text())["prompts"] == len(questions[:4])
+        assert done.returncode == 0, done.stderr
+        assert "2 at a time" in done.stdout
+        assert json.loads(out.read_text())["prompts"] == len(questions[:4])
+        out.unlink()
+        again = cli("evaluate", str(out.with_suffix(".recipe.yaml")), "--concurrency", "1")
+        assert again.returncode == 0, again.stderr
+    assert [row["concurrency"] for row in json.loads(out.read_text())["loads"]] == [1], "its recipe repeats it"
