@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..tree import Tree
-from .base import LanguageModel
+from .base import NO_LIMIT, LanguageModel
 from .finite import check_close
 from .kv_cache import KVCache
 
@@ -74,7 +74,7 @@ class Seq2SeqModel(LanguageModel):
         self.start_id = start_id
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.hidden_size = config.d_model
-        self.max_positions = 1 << 30  # beyond the largest distance all positions are alike
+        self.max_positions = NO_LIMIT  # beyond the largest distance all positions are alike
         self.device, self.dtype = decoder.embed_tokens.weight.device, decoder.embed_tokens.weight.dtype
         self.layers = config.num_decoder_layers
         self.kv_heads = config.num_heads

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoints.verify.windows import sliding_window
 from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
 from ...decode.models.draft_vocabulary import to_last
@@ -170,8 +171,8 @@ class PackedForward(Projected):
         return {"attention_mask": mask_B1TT, "position_ids": positions_BT}
 
     def _slides(self, length: int) -> bool:
-        window = getattr(self.config, "sliding_window", None)
-        return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
+        window = sliding_window(self.config)
+        return window is not None and length > window
 
 
 def _learned_positions(model: Any) -> int | None:

@@ -44,12 +44,13 @@ def numbers_of(blocks: Sequence[Block]) -> dict[str, Any]:
         "tokens_per_second": sum(reply.tokens for reply in good) / seconds if seconds else None,
         "requests_per_second": len(good) / seconds if seconds else None,
     }
-    times_P = np.array([reply.last - reply.first for reply in good])
-    after_P = np.array([reply.tokens - 1.0 for reply in good])
+    paced = [reply for reply in good if _counts(reply)]
+    times_P = np.array([reply.last - reply.first for reply in paced])
+    after_P = np.array([reply.tokens - 1.0 for reply in paced])
     found["ms_to_first"] = _quantiles([1e3 * reply.first for reply in good])
     found["ms_per_token"] = 1e3 * times_P.sum() / after_P.sum() if after_P.sum() else None
     found["ms_per_token_interval"] = _interval(1e3 * times_P, after_P)
-    found["ms_per_token_by_request"] = _quantiles([1e3 * t / n for t, n in zip(times_P, after_P, strict=True) if n])
+    found["ms_per_token_by_request"] = _quantiles([1e3 * t / n for t, n in zip(times_P, after_P, strict=True)])
     return found | _acceptance(blocks, good)
 
 
@@ -73,6 +74,7 @@ def beside(mine: Mapping[str, Reply], theirs: Mapping[str, Reply], greedy: bool)
 
 
 def _counts(reply: Reply) -> bool:
+    """Whether it says what a token takes: what came all at once does not."""
     return reply.failure is None and reply.tokens > 1 and reply.last > reply.first
 
 
