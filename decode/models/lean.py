@@ -229,12 +229,18 @@ class LeanDecoder(LanguageModel):
         return torch.addcmul(x_BMHE * turns_BM1E, torch.cat((-second, first), -1), sin_BM1E)
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """As of `LanguageModel`; None also for over `FEW_ROWS` tokens of an empty cache: attention is causal then, if
-        no window ends it."""
+        """As of `LanguageModel`; None also for any chain that goes through the layers in C, and for over `FEW_ROWS`
+        tokens of an empty cache: attention is causal then, if no window ends it."""
+        if bias_BMn is None and self._in_c(cache, stop - start):
+            return None
         whole = all(window is None or end <= window for window in self.windows)
         if bias_BMn is None and start == 0 and stop > FEW_ROWS and not any(cache.lengths) and whole:
             return None
         return super()._mask(cache, bias_BMn, start, stop, end)
+
+    def _in_c(self, cache: KVCache, count: int) -> bool:
+        """Whether so many tokens a row go through the layers in C."""
+        return self._few is not None and type(cache) is KVCache and self._few.takes(len(cache.lengths), count)
 
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
@@ -243,7 +249,8 @@ class LeanDecoder(LanguageModel):
         # Few kernels that do much pay where they are replayed; to launch one takes the host longer than an operation.
         self._now = self._fused if isinstance(cache, IndexedCache) else None
         hidden_XD = self._first(F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype))
-        if self._few is not None and type(cache) is KVCache and self._few.takes(len(hidden_XD)):
+        if self._in_c(cache, count):
+            assert self._few is not None
             turns_BM1E, _ = self._rotation(positions_BM, end)
             mask_B1MS = self._windowed(mask_B1MS, positions_BM, end, self.windows[0])
             seen = (turns_BM1E, mask_B1MS, cache, start, end)

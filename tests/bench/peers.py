@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,8 @@ TUNED = 6
 """Prompts, one of each group of Spec-Bench, on which γ is chosen."""
 RUN: TypeAdapter[tuple[list[int], int, float]] = TypeAdapter(tuple[list[int], int, float])
 """Tokens, steps and seconds of a run."""
+QUIET = 0.5
+"""Seconds before each run: threads of an engine that has ended its work go on looking for more for a fifth of one."""
 Job = Callable[[Sequence[int], Limits], Decoded]
 
 
@@ -96,6 +99,7 @@ class Runs:
         length = self.case.limits.max_new_tokens if peer is self.own else len(self.run(self.own, place, 0)[0])
 
         def work() -> tuple[list[int], int, float]:
+            time.sleep(QUIET)
             done = peer.job(self.case.prompts[place], Limits(length, self.case.limits.stop_ids))
             return done.ids, done.tally.steps, done.seconds
 

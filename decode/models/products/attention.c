@@ -3,10 +3,10 @@
    qkv [batch, count, heads + 2 * groups, width] holds queries, keys and values side by side; queries and keys are turned by
    turns [rows_of_turns, count, width], cosine and sine of each pair of neighbours. Keys and values lie in caches whose rows
    and heads are so many numbers apart; token m of a row goes to slot lengths[row] + start + m, and sees the slots up to
-   lengths[row] + stop, with mask [rows_of_mask, count, end] added to its scores, if there is one. rows_of_* are 1 or batch.
+   that one, with mask [rows_of_mask, count, end] added to its scores, if there is one. rows_of_* are 1 or batch.
    width is a multiple of 16. What is read lies in attended [batch, count, heads, width]. */
 
-#include "panels.h"
+#include "vectors.h"
 
 static inline void turn(const float *from, const float *by, float *to, long width)
 {
@@ -20,97 +20,98 @@ static inline void turn(const float *from, const float *by, float *to, long widt
 #define SCORES (1 << 17) /* that lie on the stack, unless those of one query are more */
 #define BLOCK 64 /* slots whose values stay near while each query reads them */
 
-/* Sixteen slots' products with a query. */
-static inline __attribute__((always_inline)) panel sixteen(const float *query, const float *keys, const long width)
+/* As many slots' products with a query as a vector holds. */
+static inline __attribute__((always_inline)) vector scored(const float *query, const float *keys, const long width)
 {
-    panel products[16];
+    vector products[LANES];
 #pragma GCC unroll 16
-    for (int s = 0; s < 16; s++) {
-        products[s] = *(const panel *)query * *(const panel *)(keys + s * width);
-#pragma GCC unroll 8
-        for (long e = 16; e < width; e += 16)
-            products[s] += *(const panel *)(query + e) * *(const panel *)(keys + s * width + e);
+    for (int s = 0; s < LANES; s++) {
+        products[s] = *(const vector *)query * *(const vector *)(keys + s * width);
+#pragma GCC unroll 16
+        for (long e = LANES; e < width; e += LANES)
+            products[s] += *(const vector *)(query + e) * *(const vector *)(keys + s * width + e);
     }
     return totals(products);
 }
 
-/* Scores become the shares that they give; those beyond the last become 0. */
-static void shares(float *scores, const float *mask, long slots)
+/* Scores become the shares that they give; those beyond the last that is seen become 0. */
+static void shares(float *scores, const float *mask, long seen, long slots)
 {
-    panel most = (panel){0} - INFINITY, sums = {0};
-    for (long s = 0; mask && s < slots; s++)
+    vector most = (vector){0} - INFINITY, sums = {0};
+    for (long s = 0; mask && s < seen; s++)
         scores[s] += mask[s];
-    for (long s = slots; s % 16; s++)
+    for (long s = seen; s < slots || s % LANES; s++)
         scores[s] = -INFINITY;
-    for (long s = 0; s < slots; s += 16)
-        most = larger(most, *(panel *)(scores + s));
+    for (long s = 0; s < slots; s += LANES)
+        most = larger(most, *(vector *)(scores + s));
     float largest = most[0];
-    for (int lane = 1; lane < 16; lane++)
+    for (int lane = 1; lane < LANES; lane++)
         largest = most[lane] > largest ? most[lane] : largest;
-    for (long s = 0; s < slots; s += 16) {
-        panel shifted = *(panel *)(scores + s) - largest;
-        integers seen = shifted > -87.0f; /* the rest would be less than 2^-125 of the largest */
-        *(panel *)(scores + s) = (panel)((integers)exponential(shifted) & seen);
-        sums += *(panel *)(scores + s);
+    for (long s = 0; s < slots; s += LANES) {
+        vector shifted = *(vector *)(scores + s) - largest;
+        integers counts = shifted > -87.0f; /* the rest would be less than 2^-125 of the largest */
+        *(vector *)(scores + s) = (vector)((integers)exponential(shifted) & counts);
+        sums += *(vector *)(scores + s);
     }
     float scale = 1.0f / total(sums);
-    for (long s = 0; s < slots; s += 16)
-        *(panel *)(scores + s) *= scale;
+    for (long s = 0; s < slots; s += LANES)
+        *(vector *)(scores + s) *= scale;
 }
 
-/* Some slots' values by their shares, in so many panels. */
+/* Some slots' values by their shares, in so many vectors. */
 static inline __attribute__((always_inline)) void add_values(
-    const float *by, const float *values, float *to, long from, long until, long width, const int panels)
+    const float *by, const float *values, float *to, long from, long until, long width, const int vectors)
 {
-    panel sums[2][4]; /* of even and odd slots, for one sum waits four cycles for the last */
+    vector sums[2][4]; /* of even and odd slots, for one sum waits four cycles for the last */
 #pragma GCC unroll 4
-    for (int e = 0; e < panels; e++) {
-        sums[0][e] = from ? *(panel *)(to + 16 * e) : (panel){0};
-        sums[1][e] = (panel){0};
+    for (int e = 0; e < vectors; e++) {
+        sums[0][e] = from ? *(vector *)(to + LANES * e) : (vector){0};
+        sums[1][e] = (vector){0};
     }
     long s = from;
     for (; s + 1 < until; s += 2)
 #pragma GCC unroll 4
-        for (int e = 0; e < panels; e++) {
-            sums[0][e] += by[s] * *(const panel *)(values + s * width + 16 * e);
-            sums[1][e] += by[s + 1] * *(const panel *)(values + (s + 1) * width + 16 * e);
+        for (int e = 0; e < vectors; e++) {
+            sums[0][e] += by[s] * *(const vector *)(values + s * width + LANES * e);
+            sums[1][e] += by[s + 1] * *(const vector *)(values + (s + 1) * width + LANES * e);
         }
     if (s < until)
 #pragma GCC unroll 4
-        for (int e = 0; e < panels; e++)
-            sums[0][e] += by[s] * *(const panel *)(values + s * width + 16 * e);
+        for (int e = 0; e < vectors; e++)
+            sums[0][e] += by[s] * *(const vector *)(values + s * width + LANES * e);
 #pragma GCC unroll 4
-    for (int e = 0; e < panels; e++)
-        *(panel *)(to + 16 * e) = sums[0][e] + sums[1][e];
+    for (int e = 0; e < vectors; e++)
+        *(vector *)(to + LANES * e) = sums[0][e] + sums[1][e];
 }
 
-/* Queries of some tokens that share keys and values, so many a token. */
+/* Queries of some tokens that share keys and values, so many a token; the last token sees all slots, each other one less
+   than the next. */
 static inline __attribute__((always_inline)) void attend_together(
     const float *queries, const float *keys, const float *values, const float *mask, float *attended, const long slots,
     const long width, const int tokens, const int each, const long end, const long token)
 {
-    const long padded = (slots + 15) / 16 * 16, fitting = SCORES / padded;
+    const long padded = (slots + LANES - 1) / LANES * LANES, fitting = SCORES / padded;
     const int number = tokens * each, most = fitting < 1 ? 1 : fitting < number ? fitting : number;
-    float scores[most * padded], last[16 * width]; /* the last slots, fewer than sixteen */
-    for (long e = 0; e < 16 * width; e++)
-        last[e] = e < slots % 16 * width ? keys[slots / 16 * 16 * width + e] : 0;
+    float scores[most * padded], last[LANES * width]; /* the last slots, fewer than a vector holds */
+    for (long e = 0; e < LANES * width; e++)
+        last[e] = e < slots % LANES * width ? keys[slots / LANES * LANES * width + e] : 0;
     for (int first = 0; first < number; first += most) {
         const int stop = first + most < number ? first + most : number;
-        for (long s = 0; s < slots; s += 16)
+        for (long s = 0; s < slots; s += LANES)
             for (int q = first; q < stop; q++) {
-                panel found = sixteen(queries + q * width, s + 16 > slots ? last : keys + s * width, width);
-                *(panel *)(scores + (q - first) * padded + s) = found;
+                vector found = scored(queries + q * width, s + LANES > slots ? last : keys + s * width, width);
+                *(vector *)(scores + (q - first) * padded + s) = found;
             }
         for (int q = first; q < stop; q++)
-            shares(scores + (q - first) * padded, mask ? mask + q / each * end : 0, slots);
+            shares(scores + (q - first) * padded, mask ? mask + q / each * end : 0, slots - tokens + 1 + q / each, slots);
         for (long from = 0; from < slots; from += BLOCK)
             for (int q = first; q < stop; q++) {
                 const long until = from + BLOCK < slots ? from + BLOCK : slots;
                 float *to = attended + q / each * token + q % each * width;
                 long e = 0;
-                for (; e + 64 <= width; e += 64)
+                for (; e + 4 * LANES <= width; e += 4 * LANES)
                     add_values(scores + (q - first) * padded, values + e, to + e, from, until, width, 4);
-                for (; e < width; e += 16)
+                for (; e < width; e += LANES)
                     add_values(scores + (q - first) * padded, values + e, to + e, from, until, width, 1);
             }
     }
@@ -119,7 +120,7 @@ static inline __attribute__((always_inline)) void attend_together(
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
     float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
-    int heads, int groups, int width, int start, int stop, int end, int threads)
+    int heads, int groups, int width, int start, int end, int threads)
 {
     const long token = (long)(heads + 2 * groups) * width;
     const float scale = 1.0f / sqrtf((float)width);
@@ -141,7 +142,7 @@ void attend(
         for (int task = 0; task < batch * parts * groups; task++) {
             const int row = task / (parts * groups), group = task / parts % groups, m = task % parts * tokens;
             const int each = heads / groups, some = count - m < tokens ? count - m : tokens;
-            const long at = row * row_apart + group * head_apart, slots = lengths[row] + stop;
+            const long at = row * row_apart + group * head_apart, slots = lengths[row] + start + m + some;
             const float *added = mask ? mask + ((rows_of_mask > 1 ? row : 0) * (long)count + m) * end : 0;
             float *to = attended + ((long)row * count + m) * heads * width + group * each * width;
             float queries[some * each * width];

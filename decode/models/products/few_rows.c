@@ -5,27 +5,27 @@
    rounded to bfloat16 then, and the sums are float32. x is [count, inputs], y [count, outputs], float32; outputs are a
    multiple of 16. add may be null; its rows are add_apart numbers apart, which may be 0.
 
-   Rows are worked with in groups, whose sums for two panels stay in registers; the second group finds the weights in the
-   cache. What a group reads lies as [input][row], so that one pointer follows it.
+   Rows are worked with in groups, whose sums for two vectors of outputs, two panels where a panel fits in a register, stay
+   in registers; the second group finds the weights in the cache. What a group reads lies as [input][row], so that one pointer follows it.
 
    What stands before a product in a decoder is done here too: a row of x may be divided by its length, with an offset
    beside it, and multiplied by a norm's weights; or, if gated, be SiLU(first half) * second half. Inputs are a multiple of
    16 then. Every thread does so for itself: that costs less than to wait for each other. */
 
-#include "panels.h"
+#include "vectors.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
-typedef unsigned int words __attribute__((vector_size(64)));
-typedef unsigned short halves __attribute__((vector_size(32), aligned(2)));
+typedef unsigned int words __attribute__((vector_size(4 * LANES)));
+typedef unsigned short halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 #define AHEAD 8192 /* bytes: how far ahead of its use a weight is asked for */
-#ifdef __AVX512F__
-#define MOST 12 /* rows of a group: their sums for two panels are 24 of 32 registers */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define MOST 12 /* rows of a group: their sums for two vectors are 24 of 32 registers */
 #else
-#define MOST 3 /* in registers a quarter as large, or in half of half as many */
+#define MOST 6 /* 12 of 16 */
 #endif
 
 enum { WIDE, NARROW, PAIRS }; /* how weights lie: float32, bfloat16, bfloat16 by pairs of inputs */
@@ -39,35 +39,35 @@ int multiplies_pairs(void)
 #endif
 }
 
-static inline __attribute__((always_inline)) panel weights(const char *at, const int kind)
+static inline __attribute__((always_inline)) vector weights(const char *at, const int kind)
 {
     if (kind == NARROW)
-        return (panel)(__builtin_convertvector(*(const halves *)at, words) << 16);
-    return *(const panel *)at;
+        return (vector)(__builtin_convertvector(*(const halves *)at, words) << 16);
+    return *(const vector *)at;
 }
 
-static inline __attribute__((always_inline)) panel plus(panel sum, panel weight, float x, const int kind)
+static inline __attribute__((always_inline)) vector plus(vector sum, vector weight, float x, const int kind)
 {
 #ifdef __AVX512BF16__
     if (kind == PAIRS)
-        return (panel)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)_mm512_set1_ps(x));
+        return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)_mm512_set1_ps(x));
 #endif
     return sum + weight * x;
 }
 
-/* Two panels by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the sums stay in
+/* Two vectors of outputs by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the sums stay in
    registers. */
-static inline __attribute__((always_inline)) void two_panels(
+static inline __attribute__((always_inline)) void two_vectors(
     const char *left, const char *right, const float *x, const float *add[2], long add_apart, float *y[2], long steps,
     long outputs, const int count, const int kind, const char *ahead, long lines)
 {
     const long bytes = kind == NARROW ? 32 : 64;
-    panel sums[2][MOST];
+    vector sums[2][MOST];
 #pragma GCC unroll 16
     for (int row = 0; row < count; row++)
-        sums[0][row] = sums[1][row] = (panel){0};
+        sums[0][row] = sums[1][row] = (vector){0};
     for (long i = 0; i < steps; i++) {
-        panel weight = weights(left + i * bytes, kind), other = weights(right + i * bytes, kind);
+        vector weight = weights(left + i * bytes, kind), other = weights(right + i * bytes, kind);
         if (!ahead) {
             __builtin_prefetch(left + i * bytes + AHEAD);
             __builtin_prefetch(right + i * bytes + AHEAD);
@@ -84,13 +84,13 @@ static inline __attribute__((always_inline)) void two_panels(
 #pragma GCC unroll 16
         for (int row = 0; row < count; row++) {
             if (add[side])
-                sums[side][row] += *(const panel *)(add[side] + row * add_apart);
-            *(panel *)(y[side] + row * outputs) = sums[side][row];
+                sums[side][row] += *(const vector *)(add[side] + row * add_apart);
+            *(vector *)(y[side] + row * outputs) = sums[side][row];
         }
 }
 
-/* Sixteen numbers of a row, from its number i on, in steps of a group's rows. */
-static inline __attribute__((always_inline)) void put(panel x, float *to, long i, int step, int kind)
+/* A vector of a row, from its number i on, in steps of a group's rows. */
+static inline __attribute__((always_inline)) void put(vector x, float *to, long i, int step, int kind)
 {
 #ifdef __AVX512BF16__
     if (kind == PAIRS) {
@@ -100,37 +100,37 @@ static inline __attribute__((always_inline)) void put(panel x, float *to, long i
         return;
     }
 #endif
-    for (int lane = 0; lane < 16; lane++)
+    for (int lane = 0; lane < LANES; lane++)
         to[(i + lane) * step] = x[lane];
 }
 
 static void lay(const float *x, float *to, long inputs, int step, int kind)
 {
     long i = 0;
-    for (; i + 16 <= inputs; i += 16)
-        put(*(const panel *)(x + i), to, i, step, kind);
+    for (; i + LANES <= inputs; i += LANES)
+        put(*(const vector *)(x + i), to, i, step, kind);
     for (; i < inputs; i++)
         to[i * step] = x[i];
 }
 
 static void gate(const float *x, float *to, long inputs, int step, int kind)
 {
-    for (long i = 0; i < inputs; i += 16) {
-        panel open = *(const panel *)(x + i), value = *(const panel *)(x + inputs + i);
+    for (long i = 0; i < inputs; i += LANES) {
+        vector open = *(const vector *)(x + i), value = *(const vector *)(x + inputs + i);
         put(value * (open / (1.0f + exponential(-open))), to, i, step, kind);
     }
 }
 
 static void normalise(const float *x, float *to, long inputs, int step, int kind, const float *norm, float offset)
 {
-    panel squares = {0};
-    for (long i = 0; i < inputs; i += 16)
-        squares += *(const panel *)(x + i) * *(const panel *)(x + i);
+    vector squares = {0};
+    for (long i = 0; i < inputs; i += LANES)
+        squares += *(const vector *)(x + i) * *(const vector *)(x + i);
     float scale = 1.0f / sqrtf(total(squares) + offset * offset);
-    for (long i = 0; i < inputs; i += 16) {
-        panel scaled = *(const panel *)(x + i) * scale;
+    for (long i = 0; i < inputs; i += LANES) {
+        vector scaled = *(const vector *)(x + i) * scale;
         if (norm)
-            scaled *= *(const panel *)(norm + i);
+            scaled *= *(const vector *)(norm + i);
         put(scaled, to, i, step, kind);
     }
 }
@@ -139,8 +139,8 @@ void few_rows(
     const char *w, const float *given, const float *add, long add_apart, float *y, long inputs, long outputs, int count,
     int kind, int threads, const float *norm, float offset, int gated)
 {
-    const long panels = outputs / 16, pairs = (panels + 1) / 2, apart = inputs * (kind == WIDE ? 64 : 32);
-    const long steps = kind == PAIRS ? inputs / 2 : inputs;
+    const long vectors = outputs / LANES, pairs = (vectors + 1) / 2, steps = kind == PAIRS ? inputs / 2 : inputs;
+    const long size_of = kind == WIDE ? 4 : 2, apart = inputs * 16 * size_of, both = 2 * inputs * LANES * size_of;
     const int groups = (count + MOST - 1) / MOST, size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
@@ -159,25 +159,26 @@ void few_rows(
         }
         const float *x = as_it_is ? given : made;
         for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
-            const long p = 2 * pair, q = p + 1 < panels ? p + 1 : p; /* a last one alone is made twice */
+            const long p = 2 * pair, q = p + 1 < vectors ? p + 1 : p; /* a last one alone is made twice */
+            const char *left = w + p * LANES / 16 * apart + p * LANES % 16 * size_of;
+            const char *right = w + q * LANES / 16 * apart + q * LANES % 16 * size_of;
             for (int start = 0; start < count; start += size) {
-                const long at = start * outputs, lines = 2 * apart / 64 / groups;
-                const char *ahead = groups > 1 ? w + (p + 2) * apart + start / size * lines * 64 : 0;
+                const long at = start * outputs, lines = both / 64 / groups;
+                const char *ahead = groups > 1 ? w + (pair + 1) * both + start / size * lines * 64 : 0;
                 const float *added = add ? add + start * add_apart : 0;
-                const float *adds[2] = {add ? added + p * 16 : 0, add ? added + q * 16 : 0};
-                float *ys[2] = {y + at + p * 16, y + at + q * 16};
-                const char *left = w + p * apart, *right = w + q * apart;
+                const float *adds[2] = {add ? added + p * LANES : 0, add ? added + q * LANES : 0};
+                float *ys[2] = {y + at + p * LANES, y + at + q * LANES};
                 const float *from = x + start * steps;
 #define CASE(rows) \
     case rows: \
         if (rows > MOST) \
             break; \
         if (kind == WIDE) \
-            two_panels(left, right, from, adds, add_apart, ys, steps, outputs, rows, WIDE, ahead, lines); \
+            two_vectors(left, right, from, adds, add_apart, ys, steps, outputs, rows, WIDE, ahead, lines); \
         else if (kind == NARROW) \
-            two_panels(left, right, from, adds, add_apart, ys, steps, outputs, rows, NARROW, ahead, lines); \
+            two_vectors(left, right, from, adds, add_apart, ys, steps, outputs, rows, NARROW, ahead, lines); \
         else \
-            two_panels(left, right, from, adds, add_apart, ys, steps, outputs, rows, PAIRS, ahead, lines); \
+            two_vectors(left, right, from, adds, add_apart, ys, steps, outputs, rows, PAIRS, ahead, lines); \
         break;
                 switch (count - start < size ? count - start : size) { /* known, so that loops can be unrolled */
                     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)

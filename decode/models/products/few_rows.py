@@ -15,7 +15,7 @@ from .native import compiled, in_use
 FEW_ROWS = 64
 _MOST_NUMBERS = 1 << 18  # of all rows' inputs, which lie on the stack
 _WIDTH = 16
-_WIDE, _NARROW, _PAIRS = range(3)  # as the C function calls them
+WIDE, _NARROW, _PAIRS = range(3)  # as the C function calls them
 
 
 class FewRows:
@@ -28,7 +28,7 @@ class FewRows:
         outputs, self._inputs = weight_OI.shape
         self._outputs, half = outputs, weight_OI.dtype == torch.bfloat16
         self.rounds = half and self._inputs % _WIDTH == 0 and bool(compiled().multiplies_pairs())
-        self.kind = _PAIRS if self.rounds else _NARROW if half else _WIDE
+        self.kind = _PAIRS if self.rounds else _NARROW if half else WIDE
         together = 2 if self.rounds else 1
         self._weight_PIWT = weight_OI.view(len(weight_OI) // _WIDTH, _WIDTH, -1, together).transpose(1, 2).contiguous()
         self.most_rows = min(FEW_ROWS, _MOST_NUMBERS // self._inputs)

@@ -21,7 +21,7 @@ void few_rows(
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
     float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
-    int heads, int groups, int width, int start, int stop, int end, int threads);
+    int heads, int groups, int width, int start, int end, int threads);
 
 /* Some heads of all rows, in place. */
 static void norm_heads(float *x, const float *weights, long rows, long apart, long numbers, long together, float eps)
@@ -59,7 +59,7 @@ void layers(
         }
         attend(
             qkv, turns, mask, one->keys, one->values, lengths, attended, rows_of_turns, rows_of_mask, row_apart, head_apart,
-            batch, count, heads, groups, width, start, start + count, end, threads);
+            batch, count, heads, groups, width, start, end, threads);
         few_rows(one->out, attended, hidden, inputs, between, read, inputs, rows, kind, threads, NULL, -1, 0);
         few_rows(one->gate_up, between, NULL, 0, gates, inputs, 2 * mlp, rows, kind, threads, one->norm_mlp, offset, 0);
         few_rows(one->down, gates, between, inputs, result, mlp, inputs, rows, kind, threads, NULL, -1, 1);

@@ -1,4 +1,4 @@
-"""Whole decoder layers for few new tokens on a CPU, by one call of C for all of them.
+"""Whole decoder layers on a CPU, by one call of C for all of them; of many new tokens some at a time.
 
 Letters: L layers, B batch, M new tokens, X = B · M, D hidden, O queries, keys and values side by side, S cache slots,
 E width of a head.
@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .few_rows import FewRows, fits
+from .few_rows import WIDE, FewRows, fits
 from .native import compiled, in_use
 from .product import Product
 
 _WIDTH = 16
+_AT_ONCE = 60  # tokens: whole groups of rows, as few_rows.c has them
 
 
 class DecoderLayers:
-    """Layers of norms, attention and gated MLPs for a few tokens of a batch, in float32; their weights are
-    float32 or bfloat16, and a copy of them is kept. See `made`."""
+    """Layers of norms, attention and gated MLPs in float32; their weights are float32 or bfloat16, and a copy of them
+    is kept. See `made`."""
 
     @classmethod
     def made(
@@ -60,10 +61,12 @@ class DecoderLayers:
         self._mlp = layers[0].down.weight_OI.shape[1]
         self._most_tokens = min(product.most_rows for products in few for product in products)
         self._call = compiled().layers
+        # The library multiplies bfloat16 by the processor's matrix unit, where it has one.
+        self._reads = self._kind == WIDE or not torch.cpu._is_amx_tile_supported()
 
-    def takes(self, tokens: int) -> bool:
-        """Whether it is for so many tokens, now."""
-        return in_use() and 0 < tokens <= self._most_tokens
+    def takes(self, rows: int, count: int) -> bool:
+        """Whether it is for so many tokens of so many rows, now."""
+        return in_use() and 0 < rows <= self._most_tokens and (self._reads or rows * count <= self._most_tokens)
 
     def __call__(
         self,
@@ -77,9 +80,44 @@ class DecoderLayers:
         given_layers: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """What comes out of the last layer [X, D], and what went into `given_layers`, which rise; keys and values are
-        written to the cache, a `KVCache`. The tokens are nodes `start` and on of each row's tree, and see what the
-        mask, as of `LanguageModel.extend`, lets them see of `end` slots; without one all up to the last of them. The
-        first layer's queries, keys and values may be given."""
+        written to the cache, a `KVCache`. The tokens are nodes `start` and on of each row's tree, and see themselves
+        and what the mask, as of `LanguageModel.extend`, lets them see of the slots before; without one all. The first
+        layer's queries, keys and values may be given."""
+        batch, count = len(cache.lengths), turns_BM1E.shape[1]
+        if batch * count <= self._most_tokens:
+            return self._few(hidden_XD, first_qkv_XO, turns_BM1E, mask_B1MS, cache, start, end, given_layers)
+        parts = -(-count // max(1, min(_AT_ONCE, self._most_tokens) // batch))
+        hidden_BMD = hidden_XD.view(batch, count, -1)
+        first_qkv_BMO = None if first_qkv_XO is None else first_qkv_XO.view(batch, count, -1)
+        made = list[Tensor]()  # [number of given layers + 1, B, tokens of the part, D]
+        for part in range(parts):
+            here = slice(count * part // parts, count * (part + 1) // parts)
+            one_XD, given = self._few(
+                hidden_BMD[:, here].flatten(0, 1),
+                None if first_qkv_BMO is None else first_qkv_BMO[:, here].flatten(0, 1),
+                turns_BM1E[:, here],
+                None if mask_B1MS is None else mask_B1MS[:, :, here].contiguous(),
+                cache,
+                start + here.start,
+                end,
+                given_layers,
+            )
+            made.append(torch.stack((*given, one_XD)).unflatten(1, (batch, -1)))
+        *given, hidden_XD = torch.cat(made, 2).flatten(1, 2)
+        return hidden_XD, given
+
+    def _few(
+        self,
+        hidden_XD: Tensor,
+        first_qkv_XO: Tensor | None,
+        turns_BM1E: Tensor,
+        mask_B1MS: Tensor | None,
+        cache: Any,
+        start: int,
+        end: int,
+        given_layers: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`__call__` of at most `_most_tokens` tokens."""
         heads, kv_heads, width = self._sizes
         batch, count = len(cache.lengths), turns_BM1E.shape[1]
         rows, inputs = hidden_XD.shape

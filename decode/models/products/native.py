@@ -65,7 +65,7 @@ def compiled() -> Any:
     pointer, long, small = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     of_product: list[Any] = [*[pointer] * 3, long, pointer, *[long] * 2, *[small] * 3, pointer, ctypes.c_float, small]
     library.few_rows.argtypes = of_product
-    library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 9]
+    library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 8]
     library.layers.argtypes = [*[pointer] * 8, *[long] * 6, *[small] * 11, ctypes.c_float]
     library.multiplies_pairs.argtypes, library.multiplies_pairs.restype = [], small
     library.few_rows.restype = library.attend.restype = library.layers.restype = None
@@ -95,6 +95,6 @@ def _key(compiler: str) -> str:
     processor = Path("/proc/cpuinfo")
     about = processor.read_text().split("\n\n")[0] if processor.is_file() else platform.processor()
     flags = sorted(line for line in about.splitlines() if line.startswith(("model name", "flags", "Features")))
-    texts = [path.read_text() for path in [*_SOURCES, _FOLDER / "panels.h"]]
+    texts = [path.read_text() for path in [*_SOURCES, _FOLDER / "vectors.h"]]
     parts = [*texts, *_OPTIONS, compiler, platform.machine(), *flags]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -15,13 +17,30 @@ import pytest
 import torch
 from draftsmith.decode.models.kv_cache import KVCache
 from draftsmith.decode.models.lean import LeanDecoder
+from draftsmith.decode.models.products import native
 from draftsmith.decode.models.products.few_rows import FEW_ROWS, FewRows, fits
 from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
 from draftsmith.decode.tree import Tree
 
+PROCESSORS = ["native", *(["x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else [])]
+"""What is compiled for: registers of 16, 8 and 4 numbers, where this one has all of them."""
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 ASK = "import torch; from draftsmith.decode.models.products.few_rows import fits; print(fits(torch.zeros(32, 4)))"
+
+
+@pytest.fixture
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The functions as they are compiled for another processor of the same kind."""
+    if request.param != "native":
+        monkeypatch.setattr(native, "_OPTIONS", (*native._OPTIONS, f"-march={request.param}"))
+        compiled.cache_clear()
+    yield
+    monkeypatch.undo()
+    compiled.cache_clear()
+
+
+any_processor = pytest.mark.parametrize("processor", PROCESSORS, indirect=True)
 
 
 def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
@@ -30,10 +49,11 @@ def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
 
 
 @needs_compiler
+@any_processor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(16, 1), (48, 7), (4096, 100), (4096, 112)], ids=str)
-def test_products_are_the_librarys(shape: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
+def test_products_are_the_librarys(processor: None, shape: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
     """To float32's rounding; a wrong panel, row or thread would be off by the size of the result."""
     torch.manual_seed(0)
     outputs, inputs = shape
@@ -53,8 +73,9 @@ def test_products_are_the_librarys(shape: tuple[int, int], threads: int, dtype: 
 
 
 @needs_compiler
+@any_processor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -> None:
+def test_norms_and_gates_before_a_product_are_the_librarys(processor: None, dtype: torch.dtype) -> None:
     """With gates of every size that float32 has, of which SiLU is the gate itself, or 0."""
     torch.manual_seed(0)
     outputs, inputs, offset = 48, 96, 0.03
@@ -98,6 +119,8 @@ def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -
 
 
 @needs_compiler
+@any_processor
+@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
 @pytest.mark.parametrize(
     ("lengths", "count", "width"),
     [
@@ -108,8 +131,11 @@ def test_norms_and_gates_before_a_product_are_the_librarys(dtype: torch.dtype) -
     ids=str,
 )
 @torch.no_grad()
-def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, width: int) -> None:
-    """Queries of a tree, whose nodes see some of each other, behind rows of these lengths; two layers, one cache."""
+def test_few_queries_attend_as_the_library_does(
+    processor: None, lengths: list[int], count: int, width: int, chain: bool
+) -> None:
+    """Queries of a tree, whose nodes see some of those before them, and of a chain, behind rows of these lengths; two
+    layers, one cache."""
     torch.manual_seed(0)
     heads, groups, start, room = 6, 2, 2, max(lengths) + 70
     batch, end = len(lengths), max(lengths) + start + count
@@ -124,15 +150,16 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, 
     slots_BS = torch.arange(end)[None] < torch.tensor(lengths)[:, None]
     mask_BMS = slots_BS[:, None].repeat(1, count, 1)
     for row, length in enumerate(lengths):
-        seen = torch.rand(count, start + count) > 0.4
+        seen = (torch.rand(count, start + count) > (-1 if chain else 0.4)).tril(start)
         seen[torch.arange(count), start + torch.arange(count)] = True
         mask_BMS[row, :, length : length + start + count] = seen
     mask_B1MS = torch.zeros(batch, 1, count, end).masked_fill_(~mask_BMS[:, None], -torch.inf)
     found_XD = torch.empty(batch * count, heads * width)
-    given = (qkv_XO, turns_BM1E, mask_B1MS, cache.keys[1], cache.values[1], cache.lengths_B, found_XD)
+    mask = None if chain else mask_B1MS
+    given = (qkv_XO, turns_BM1E, mask, cache.keys[1], cache.values[1], cache.lengths_B, found_XD)
     apart = cache.keys[1].stride()[:2]
-    sizes = (batch, count, heads, groups, width, start, start + count, end, 2)
-    compiled().attend(*(each.data_ptr() for each in given), batch, batch, *apart, *sizes)
+    sizes = (batch, count, heads, groups, width, start, end, 2)
+    compiled().attend(*(None if each is None else each.data_ptr() for each in given), batch, batch, *apart, *sizes)
     qkv_BMHE = qkv_XO.view(batch, count, -1, width).double()
     turned = torch.view_as_complex(qkv_BMHE[:, :, : heads + groups].unflatten(-1, (-1, 2)).contiguous()) * turns_BM1E
     query, key = torch.view_as_real(turned).flatten(-2).split([heads, groups], 2)
@@ -156,22 +183,24 @@ def test_few_queries_attend_as_the_library_does(lengths: list[int], count: int, 
 @pytest.mark.parametrize("given_layers", [(), (0, 2)], ids=str)
 @torch.inference_mode()
 def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.dtype, given_layers: Any) -> None:
-    """A tree and a ragged batch through all layers and one by one; what goes into some of them is the same too."""
+    """A tree, a ragged batch and more tokens than are read at once, through all layers and one by one; what goes into
+    some of them is the same too."""
     model = make_llama(hidden_size=64, num_hidden_layers=4).to(dtype).requires_grad_(False)
     thin = LeanDecoder(model, given_layers=given_layers)
     assert thin._few is not None
     assert LeanDecoder(make_llama(hidden_size=32))._few is None, "heads of 8 are no panels"
     assert LeanDecoder(make_llama(hidden_size=64, intermediate_size=40))._few is None, "nor are 40 inputs"
-    tokens_BM = torch.randint(0, thin.vocab_size, (2, 9))
+    tokens_BM, many_BM = (torch.randint(0, thin.vocab_size, (2, count)) for count in (9, 2 * FEW_ROWS + 3))
     tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1, 2]]).repeat(2, 1), 2)
     found = []
     for context in (nullcontext(), library_products()):
         with context:
-            cache = thin.new_cache(2, 16)
+            cache = thin.new_cache(2, 160)
             thin.extend(cache, tokens_BM[:, :4])
             cache.set_lengths([4, 2])
-            found.append((thin.extend(cache, tokens_BM[:, 4:], tree), cache.keys[-1][0, :, :4].clone()))
-            assert thin._few.takes(10) == isinstance(context, nullcontext)
+            scored_BMD, keys = thin.extend(cache, tokens_BM[:, 4:], tree), cache.keys[-1][0, :, :4].clone()
+            found.append((scored_BMD, keys, thin.extend(cache, many_BM)))
+            assert thin._few.takes(2, 5) == isinstance(context, nullcontext)
     bound = 1e-5 if dtype == torch.float32 else 0.05
     for ours, librarys in zip(*found, strict=True):
         assert (ours - librarys).abs().max() < bound * librarys.abs().max()
