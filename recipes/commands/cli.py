@@ -24,7 +24,7 @@ from ..session.launch import destroy_process_group, is_first, refuse_several, ru
 from ..session.terminal import console, log
 from ..session.typed import typed_command
 from .artifacts.cli import artifact_app, table_app
-from .artifacts.shipping import doctor, export, pull, push
+from .artifacts.shipping import doctor, export, pull, push, serve
 from .evaluation_cli import Overrides, certify, diagnose, energy, evaluate, papers, report, trace, tune
 
 app = typer.Typer(
@@ -152,7 +152,7 @@ def train(
     run_train(loaded)
 
 
-for _command in (evaluate, papers, certify, tune, energy, report, trace, diagnose, doctor, export, push, pull):
+for _command in (evaluate, papers, certify, tune, energy, report, trace, diagnose, doctor, export, serve, push, pull):
     app.command()(_command)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,15 +88,33 @@ def evaluate(
     concurrency: Annotated[
         str | None, typer.Option(help="With --server: requests at a time, with commas between.")
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Instead, start this one with an export (--drafter or --heads), and one without.")
+    ] = None,
+    engine_options: Annotated[str, typer.Option(help="More for the engine, such as '--dtype float32'.")] = "",
 ) -> None:
     """Decode held-out prompts with several methods and compare them, or run a paper's table again; resumes where it
     was stopped. Without a recipe: plain decoding and one method of each artifact. Or measure a server."""
     from .serving.served import run_served, served_recipe
 
+    sides = []
+    if engine is not None:
+        from .serving.engines import HOST, PORT, commands_of
+
+        export = asked.drafter or asked.heads
+        if export is None:
+            raise ValueError(f"--engine {engine} serves an export: give it with --drafter or --heads")
+        sides = commands_of(Path(export), engine, asked.target)
+        server, baseline = (given or f"http://{HOST}:{PORT + at}/v1" for at, given in enumerate((server, baseline)))
     asking = {"server": server, "baseline": baseline, "concurrency": concurrency, "prompts": asked.prompts, "out": out}
     served = served_recipe(asked.recipe, asked.overrides or [], **asking)
     if served is not None:
-        run_served(served)
+        if engine is None:
+            run_served(served)
+        else:
+            from .serving.engines import run_between
+
+            run_between(served, sides, shlex.split(engine_options), f"serve-{engine}")
         return
     from ..schema.papers import PaperRecipe
     from .evaluation.recipe import Rows, evaluation_or_paper, find_pair

@@ -33,6 +33,7 @@ from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.commands.serving.engines import running
 from pair import Pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
@@ -144,7 +145,7 @@ def llama_cpp(engine: Path, options: Sequence[str], threads: int, held: ExitStac
     settings = f"-c {CONTEXT} -np 1 -t {threads} -ctk f32 -ctv f32 -fa off".split()
     command = [str(engine / "build" / "bin" / "llama-server"), *options, *settings]
     folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
-    url = held.enter_context(serving.served(command, folder, folder / "log"))
+    url = held.enter_context(running(command, folder / "log")).url
 
     def run(prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
         more = {"return_tokens": True, "cache_prompt": False, "ignore_eos": True}

@@ -33,6 +33,7 @@ from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.commands.serving.engines import running
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 ENGINE = Path(os.environ.get("DRAFTSMITH_LLAMA_CPP", ""))
@@ -307,9 +308,9 @@ def check_served(command: str, works: Works, every_draft: bool) -> None:
     program, *arguments = shlex.split(command)
     started = [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT]
     asked = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-    with works.serving.served(started, works.folder, works.folder / "server.log") as url:
+    with running(started, works.folder / "server.log", cwd=works.folder) as server:
         for prompt in PROMPTS:
-            answer = works.serving.ask(f"{url}/completion", **asked, prompt=works.tokenizer.encode(prompt))
+            answer = works.serving.ask(f"{server.url}/completion", **asked, prompt=works.tokenizer.encode(prompt))
             assert answer["tokens"] == works.said(prompt)
             drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
             assert drafted > 0

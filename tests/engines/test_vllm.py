@@ -42,6 +42,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.commands.serving.engines import Running, running
 from draftsmith.recipes.commands.serving.served import run_served, served_recipe
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -135,17 +136,14 @@ class Works:
         found: dict[str, Any] = self.serving.answer_of(PYTHON, "vllm_run.py", asked, **ENVIRONMENT, PYTHONPATH=path)
         return found
 
-    def served(self, folder: Path, log: Path) -> AbstractContextManager[str]:
+    def served(self, folder: Path, log: Path) -> AbstractContextManager[Running]:
         """The address of vLLM, started as an export says."""
         blocks = re.findall(r"```bash\n(.*?)```", (folder / SERVING_FILE).read_text(), re.DOTALL)
         (command,) = [block for block in blocks if "vllm serve" in block]
         command = f'{command.rstrip()} --enforce-eager --dtype float32 --max-model-len 128 "$@"'
         path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
         known = self.serving.environment(**ENVIRONMENT, PATH=path)
-        started: AbstractContextManager[str] = self.serving.served(
-            ["bash", "-c", command, "serve"], folder.parent, log, known
-        )
-        return started
+        return running(["bash", "-c", command, "serve"], log, cwd=folder.parent, env=known)
 
     def own(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
         """The target's greedy tokens, by transformers; drafts and what is accepted of them, by this engine."""
@@ -272,12 +270,12 @@ def test_the_command_of_serving_serves(
 ) -> None:
     folder, serving = works.export(name, form), works.serving
     said = works.own(target, "autoregressive", Parts(), 0)["said"]
-    with works.served(folder, tmp_path / "log") as url:
+    with works.served(folder, tmp_path / "log") as server:
         asked = {"model": str(works.folder / target), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
         for prompt, expected in zip(PROMPTS, said, strict=True):
-            answer = serving.ask(f"{url}/v1/completions", **asked, prompt=prompt, return_token_ids=True)
+            answer = serving.ask(f"{server.url}/v1/completions", **asked, prompt=prompt, return_token_ids=True)
             assert answer["choices"][0]["token_ids"] == expected
-        with urlopen(f"{url}/metrics", timeout=60) as opened:
+        with urlopen(f"{server.url}/metrics", timeout=60) as opened:
             metrics = opened.read().decode()
     drafts, *accepted = (
         float(count)
@@ -294,9 +292,9 @@ def test_a_server_is_counted_as_this_engine_counts(works: Works, tmp_path: Path)
     accepts behind the limit of tokens, of one step a text, is all that may differ."""
     rows = [{"conversations": [{"from": "human", "value": " ".join(f"w{t}" for t in ids)}]} for ids in PROMPTS]
     (tmp_path / "questions.json").write_text(json.dumps(rows))
-    with works.served(works.export("other-drafter", "vllm-sglang"), tmp_path / "log") as url:
+    with works.served(works.export("other-drafter", "vllm-sglang"), tmp_path / "log") as server:
         given = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")}
-        recipe = served_recipe(None, [f"max_new_tokens={NEW}"], server=f"{url}/v1", **given)
+        recipe = served_recipe(None, [f"max_new_tokens={NEW}"], server=f"{server.url}/v1", **given)
         assert recipe is not None
         (row,) = run_served(recipe)["loads"]
     drafter, model = Parts(drafter=wrap_model(works.models["other"])), works.models["random"]

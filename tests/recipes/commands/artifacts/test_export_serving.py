@@ -21,6 +21,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.commands.serving.engines import ENGINES, commands_of
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from peft import LoraConfig, get_peft_model
@@ -65,7 +66,8 @@ def serving(
             BigramTable.from_documents([[1, 2, 3, 1, 2], [3, 3, 1]], VOCAB).save(folder)
 
     about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
-    about["shapes"] = {"architecture": form} if form == "eagle3" else {}
+    if kind == "heads":
+        about["shapes"] = {"num_heads": 3} | ({"architecture": form} if form == "eagle3" else {})
     about |= {"target": {"id": str(target)}, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
     save_artifact(place / "artifact", kind=kind, write=write, vocab_size=VOCAB, **about)
     shutil.copyfile(CONVERTER, place / "convert_hf_to_gguf.py")
@@ -84,10 +86,15 @@ def arguments(code: str, language: str) -> list[str]:
     """What a program or a shell makes of a block of code: its strings, or the arguments of all commands."""
     if language == "python":
         return [str(node.value) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    words = words_of(code)
+    return [part for word in words for part in (json.loads(word).values() if word.startswith('{"') else [word])]
+
+
+def words_of(code: str) -> list[str]:
+    """The arguments of all commands, and what the shell complains of."""
     env = {**os.environ, "LC_ALL": "C.UTF-8"}
     done = subprocess.run(["bash", "-c", PRINT + code], capture_output=True, check=False, env=env, cwd="/")
-    words = [*done.stdout.decode().split("\x00"), done.stderr.decode()]
-    return [part for word in words for part in (json.loads(word).values() if word.startswith('{"') else [word])]
+    return [*done.stdout.decode().split("\x00"), done.stderr.decode()]
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "adapter"])
@@ -112,6 +119,22 @@ def test_names_are_no_code_and_no_markdown(
     assert folders > 0
     options = FORMATS["transformers" if form == "adapter" else form].options
     assert (names > 0) == ("target" in options and form != "medusa-2"), "who is told the target names it"
+
+
+@pytest.mark.parametrize(("engine", "form"), [(name, form) for name, each in ENGINES.items() for form in each.forms])
+def test_what_serve_starts_is_what_serving_md_says(
+    engine: str,
+    form: str,
+    make_llama: Callable[..., LlamaForCausalLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text, _ = serving(form, tmp_path, "a 'target'", make_llama)
+    monkeypatch.chdir(tmp_path)
+    started, alone = commands_of(Path("out"), engine, "target.gguf" if engine == "llama.cpp" else None)
+    words = [word for token in parsed(text) if token.type == "fence" for word in words_of(token.content)]
+    assert started in [words[at : at + len(started)] for at in range(len(words))]
+    assert started[: len(alone)] == alone
 
 
 @pytest.mark.parametrize("value", ["a/b", EVIL, "it's\\n\n`x`", "\x01f\x80\U000e0001😀\u2028", "`", "--option", "a b"])

@@ -1,0 +1,247 @@
+"""`draftsmith serve`: a serving engine with an export, started on this machine and ended again.
+
+The commands are those of the export's SERVING.md (tests compare them); what a file says is never run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from ....checkpoints.artifact.artifact import load_manifest
+from ....checkpoints.pairs.speculation import SPECULATIVE_TOKENS
+from ....checkpoints.storage.messages import did_you_mean
+from ....checkpoints.storage.places import split_revision
+from ....checkpoints.verify.model_files import load_config
+from ...schema.serving import ServedRecipe
+from ...session.stopping import Stoppable
+from ...session.terminal import duration, log
+from .served import run_served
+
+HOST = "127.0.0.1"
+_STARTING = 1800  # seconds: of a large model weights are read, and graphs captured
+_ENDING = 30
+_LINES = 20  # of its log that are shown where an engine ended
+_SAY_EVERY = 30  # seconds
+PORT = 8000
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An export, and how many tokens a step are drafted with it."""
+
+    form: str
+    folder: str
+    tokens: int
+    mixes_attention: bool = False
+
+
+def _vllm(target: str, draft: Draft | None) -> list[str]:
+    command = ["vllm", "serve", target]
+    if draft is None:
+        return command
+    if draft.mixes_attention:  # of a drafter vLLM takes one kind of cache; without this each kind gets its own
+        command.append("--disable-hybrid-kv-cache-manager")
+    speculative = {"method": ENGINES["vllm"].forms[draft.form], "model": draft.folder}
+    return [*command, "--speculative-config", json.dumps(speculative | {"num_speculative_tokens": draft.tokens})]
+
+
+def _sglang(target: str, draft: Draft | None) -> list[str]:
+    command = ["python", "-m", "sglang.launch_server", "--model-path", target]
+    if draft is None:
+        return command
+    command += ["--speculative-algorithm", ENGINES["sglang"].forms[draft.form]]
+    command += ["--speculative-draft-model-path", draft.folder, "--speculative-num-steps", str(draft.tokens)]
+    return [*command, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(draft.tokens + 1)]
+
+
+def _llama_cpp(target: str, draft: Draft | None) -> list[str]:
+    command = ["llama-server", "-m", target]
+    if draft is None:
+        return command
+    command += ["-md", f"{draft.folder}/model.gguf", "--spec-type", ENGINES["llama.cpp"].forms[draft.form]]
+    return [*command, "--spec-draft-n-max", str(draft.tokens)]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A serving engine that takes exports."""
+
+    forms: Mapping[str, str]
+    """Which forms it reads, and what it calls the method."""
+    command: Callable[[str, Draft | None], list[str]]
+    """What starts it, with drafts or without; host and port follow."""
+
+
+ENGINES = {
+    "vllm": Engine(
+        {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa", "medusa-vllm": "medusa"}, _vllm
+    ),
+    "sglang": Engine({"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3"}, _sglang),
+    "llama.cpp": Engine({"gguf": "draft-simple"}, _llama_cpp),
+}
+
+
+class Running(NamedTuple):
+    """An engine that answers."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+def commands_of(export: Path, engine: str, target: str | None = None, tokens: int | None = None) -> list[list[str]]:
+    """What serves a target with an export, and without.
+
+    Raises ValueError: an engine that is not known; what is no export, or one in a form that the engine does not read;
+    a target that nobody names, or that the engine does not read."""
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
+    chosen, manifest = ENGINES[engine], load_manifest(export)
+    form = None if manifest.export is None else manifest.export["format"]
+    if form not in chosen.forms:
+        what = "is no export" if form is None else f"is an export in the form {form}"
+        way = f"draftsmith export ARTIFACT --to {' or --to '.join(chosen.forms)}"
+        raise ValueError(f"{export} {what}, and {engine} reads {', '.join(chosen.forms)}: {way}")
+    named = target or (manifest.target or {}).get("id")
+    if named is None:
+        raise ValueError(f"{export} does not name its target: say which it is with --target")
+    if engine == "llama.cpp" and not named.endswith(".gguf"):
+        raise ValueError(f"llama.cpp serves a GGUF file, and the target is {named}: say with --target which file")
+    drafted = tokens or manifest.shapes.get("num_heads") or SPECULATIVE_TOKENS
+    kinds = getattr(load_config(export), "layer_types", None) if form == "vllm-sglang" else None
+    assert form is not None
+    draft = Draft(form, str(export), drafted, len(set(kinds or ())) > 1)
+    return [chosen.command(split_revision(named)[0], side) for side in (draft, None)]
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    log_file: Path,
+    port: int | None = None,
+    signals: Stoppable | None = None,
+    **process: Any,
+) -> Iterator[Running]:
+    """A server that a command starts on the loopback, once it answers; ended afterwards. `port`: by default any that
+    is free. Raises ConnectionError: it ended, with the last lines of its log; ValueError: it is not installed, or
+    something else listens there."""
+    if shutil.which(command[0], path=process.get("env", os.environ).get("PATH")) is None:
+        raise ValueError(f"{command[0]} is not on the PATH: install it, or activate the environment that has it")
+    with socket.socket() as free:
+        try:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind((HOST, port or 0))
+        except OSError:
+            raise ValueError(f"something listens at port {port} of {HOST} already: choose another --port") from None
+        port = free.getsockname()[1]
+    with log_file.open("w") as opened:
+        server = subprocess.Popen(
+            [*command, "--host", HOST, "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=opened,
+            stderr=opened,
+            start_new_session=True,
+            **process,
+        )
+    try:
+        _wait(server, f"http://{HOST}:{port}", log_file, signals)
+        yield Running(f"http://{HOST}:{port}", server)
+    finally:
+        _end(server)
+
+
+def _wait(server: subprocess.Popen[bytes], url: str, log_file: Path, signals: Stoppable | None) -> None:
+    began = said = time.monotonic()
+    while True:
+        if signals is not None:
+            signals.check()
+        now = time.monotonic()
+        if server.poll() is not None or now > began + _STARTING:
+            raise ConnectionError(_ended(server, log_file))
+        if signals is not None and now > said + _SAY_EVERY:
+            said = now
+            log(f"serve: starting for {duration(now - began)}: {''.join(_tail(log_file, 1))}")
+        try:
+            urlopen(f"{url}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+
+
+def _tail(log_file: Path, lines: int) -> list[str]:
+    return log_file.read_text(errors="replace").splitlines()[-lines:]
+
+
+def _ended(server: subprocess.Popen[bytes], log_file: Path) -> str:
+    code = "does not answer" if server.returncode is None else f"ended with code {server.returncode}"
+    return "\n".join((f"the engine {code}; the end of {log_file}:", *_tail(log_file, _LINES)))
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """The engine and the processes that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, number)
+            server.wait(_ENDING)
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    server.wait()
+
+
+@contextmanager
+def started(
+    sides: Sequence[Sequence[str]], ports: Sequence[int], more: Sequence[str], stem: str, signals: Stoppable
+) -> Iterator[list[tuple[Running, Path]]]:
+    """An export's engine and, if asked for, that of its baseline, with their logs, `stem`.log and `stem`-baseline.log;
+    one is started after the other, since both take what memory they find."""
+    with ExitStack() as held:
+        found = []
+        for side, port, name in zip(sides, ports, ("", "-baseline"), strict=False):
+            log_file = Path(f"{stem}{name}.log")
+            log(f"serve: starting {side[0]}; it writes to {log_file}")
+            found.append((held.enter_context(running([*side, *more], log_file, port, signals)), log_file))
+        yield found
+
+
+def run_serve(sides: Sequence[Sequence[str]], port: int, more: Sequence[str], stem: str) -> None:
+    """Serve until a signal comes. Raises ConnectionError: an engine ended by itself."""
+    ports = range(port, port + len(sides))
+    with Stoppable("serve", "") as signals, started(sides, ports, more, stem, signals) as engines:
+        for name, (engine, _) in zip(("--server", "--baseline"), engines, strict=False):
+            log(f"serve: {name} {engine.url}/v1")
+        while True:
+            signals.check()
+            for engine, log_file in engines:
+                if engine.process.poll() is not None:
+                    raise ConnectionError(_ended(engine.process, log_file))
+            time.sleep(0.2)
+
+
+def run_between(recipe: ServedRecipe, sides: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
+    """Start an engine with drafts and one without where a recipe asks them, measure, and end them."""
+    assert recipe.baseline is not None
+    ports = [_port(recipe.server), _port(recipe.baseline)]
+    with Stoppable("evaluate") as signals, started(sides, ports, more, stem, signals):
+        run_served(recipe)
+
+
+def _port(url: str) -> int:
+    """The port of an address on this machine. Raises ValueError: another machine's, or none."""
+    place = urlsplit(url)
+    if place.hostname not in (HOST, "localhost") or place.port is None:
+        raise ValueError(f"an engine is started on this machine alone: {url} should be http://{HOST}:PORT/v1")
+    return place.port

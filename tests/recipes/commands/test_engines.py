@@ -1,0 +1,164 @@
+"""`draftsmith serve` and `evaluate --engine`: programs that stand in for vLLM are started, asked and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact
+from draftsmith.checkpoints.storage.names import MANIFEST_FILE
+from draftsmith.recipes.commands.serving.engines import commands_of
+
+VLLM = f"""#!{sys.executable}
+import http.server, json, subprocess, sys, threading
+from collections import Counter
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_served import Engine, Handler
+given = dict(zip(sys.argv, sys.argv[1:]))
+if "--dies" in sys.argv:
+    sys.exit("no kernel image, says the engine")
+class Ready(Handler):
+    def do_GET(self):
+        return self._send(200, "text/plain", b"") if self.path == "/health" else super().do_GET()
+Engine.allow_reuse_address = True
+worker = subprocess.Popen(["sleep", "600"])
+print("worker", worker.pid, flush=True)
+engine = Engine.__new__(Engine)
+http.server.ThreadingHTTPServer.__init__(engine, (given["--host"], int(given["--port"])), Ready)
+engine.kept = 3 if "--speculative-config" in given else 1
+engine.name, engine.says, engine.metrics = given["serve"], "", "--speculative-config" in given
+engine.faults, engine.asked, engine.counted, engine.guard = {{}}, [], Counter(), threading.Lock()
+engine.serve_forever()
+"""
+"""Answers as `test_served.Engine` does, three tokens a step if it is told of drafts, and has a process of its own."""
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """What an export's manifest says; the engine reads nothing else of it here."""
+    about: dict[str, Any] = {key: {} for key in ("recipe", "data", "training")}
+    about |= {"target": {"id": "some/target"}, "tokenizer_fingerprint": None, "shapes": {}}
+    about["export"] = {"format": "vllm-sglang", "readers": "vLLM", "native": True, "of": {}}
+    config = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    write = lambda folder: (folder / "config.json").write_text(config)  # noqa: E731
+    save_artifact(tmp_path / "out", kind="drafter", write=write, vocab_size=16, **about)
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of this name on the PATH."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(VLLM)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def free_ports() -> int:
+    """A port that is free, and the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            try:
+                other.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def alive(log: Path) -> bool:
+    """Whether the engine's own process runs."""
+    (worker,) = re.findall(r"^worker (\d+)$", log.read_text(), re.MULTILINE)
+    return Path(f"/proc/{worker}").exists() and Path(f"/proc/{worker}/stat").read_text().split()[2] != "Z"
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "kill"])
+def test_both_engines_serve_until_a_signal_and_leave_nothing(number: int, export: Path, tmp_path: Path) -> None:
+    port = free_ports()
+    command = ["serve", str(export), "--engine", "vllm", "--baseline", "--port", str(port)]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "draftsmith", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stderr is not None
+    said = ""
+    while "--baseline http" not in said:
+        line = child.stderr.readline()
+        assert line, said
+        said += line
+    assert f"--server http://127.0.0.1:{port}/v1" in said
+    assert f"--baseline http://127.0.0.1:{port + 1}/v1" in said
+    logs = [tmp_path / f"serve-vllm{name}.log" for name in ("", "-baseline")]
+    assert all(alive(log) for log in logs)
+    child.send_signal(number)
+    assert child.wait(60) == 128 + number
+    assert not any(alive(log) for log in logs)
+    with socket.socket() as again:
+        assert again.connect_ex(("127.0.0.1", port))
+
+
+@pytest.mark.usefixtures("vllm")
+def test_an_engine_that_ends_says_why(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+    done = cli(
+        "serve",
+        str(export),
+        "--engine",
+        "vllm",
+        "--port",
+        str(free_ports()),
+        "--engine-options",
+        "--dies",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert "no kernel image, says the engine" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("vllm")
+def test_one_command_from_an_export_to_the_table(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+    """The stand-in keeps three tokens a step with drafts, one without."""
+    port = free_ports()
+    rows = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
+    (tmp_path / "questions.json").write_text(json.dumps(rows))
+    urls = ["--server", f"http://127.0.0.1:{port}/v1", "--baseline", f"http://127.0.0.1:{port + 1}/v1"]
+    given = ["--prompts", "questions.json", "--out", "served.json", "--drafter", str(export)]
+    done = cli("evaluate", "--engine", "vllm", *urls, *given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (load,) = json.loads((tmp_path / "served.json").read_text())["loads"]
+    assert load["server"]["failed"] == load["baseline"]["failed"] == 0
+    assert load["server"]["tokens_per_step"] > 2
+    assert not any(alive(tmp_path / f"serve-vllm{name}.log") for name in ("", "-baseline"))
+
+
+@pytest.mark.parametrize(
+    ("form", "engine", "target", "match"),
+    [
+        ("vllm-sglang", "vlm", None, "'vlm'.*vllm.*sglang"),
+        ("gguf", "vllm", None, "gguf.*vllm-sglang"),
+        (None, "vllm", None, "no export.*--to"),
+        ("gguf", "llama.cpp", None, "some/target.*--target"),
+        ("vllm-sglang", "vllm", "", "--target"),
+    ],
+)
+def test_what_no_engine_serves(form: str | None, engine: str, target: str | None, match: str, export: Path) -> None:
+    manifest = json.loads((export / MANIFEST_FILE).read_text())
+    about: dict[str, Any] = {key: {} for key in ("recipe", "data", "training", "shapes")}
+    about |= {"vocab_size": 16, "tokenizer_fingerprint": None, "target": None if target == "" else manifest["target"]}
+    about["export"] = None if form is None else load_manifest(export).export | {"format": form}  # type: ignore[operator]
+    other = export.with_name("other")
+    save_artifact(other, kind="drafter", write=lambda folder: (folder / "x").write_text("x"), **about)
+    with pytest.raises(ValueError, match=match):
+        commands_of(other, engine)
