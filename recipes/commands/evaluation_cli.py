@@ -214,9 +214,16 @@ def report(
 
         write_json(json.dumps(vllm_profile(load_results(results[0]), vllm)) + "\n")
         return
-    from ..report.page import run_report
+    from ..report.page import report_beside, run_report
+    from ..report.served import is_served, run_served_report
+    from ..session.terminal import console
 
-    run_report(results, out)
+    if is_served(results[0]):
+        page = out or report_beside(results[0])
+        run_served_report(results, page)
+        console().print(f"report: {page}", soft_wrap=True)
+    else:
+        run_report(results, out)
 
 
 @_takes_evaluation

@@ -134,6 +134,39 @@ def _draw_point(axes: Axes, point: Point) -> None:
     axes.annotate(str(point.number), (point.x, point.y), (6, 4), textcoords="offset points", color=_INK)
 
 
+@dataclass(frozen=True)
+class Line:
+    """Points that belong together, by x."""
+
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    spans: Sequence[Sequence[float] | None]
+    """Interval of each y."""
+
+
+def lines(known: Sequence[Line], x_title: str, y_title: str, description: str, level: float | None = None) -> str:
+    """Lines over a logarithmic x, which has a tick at each point, with intervals; `level`: a dotted line there."""
+    with _figure(8.2, 3.9, right=2.6) as figure:
+        axes = figure.subplots()
+        axes.set(xlabel=x_title, ylabel=y_title, xscale="log")
+        for number, line in enumerate(known):
+            colour, dash = (_BLUE, _RED, _SOFT, _INK)[number // 2 % 4], ("-", "--")[number % 2]
+            shape = "osD^v"[number % 5]
+            axes.plot(line.xs, line.ys, color=colour, linestyle=dash, marker=shape, label=_shortened(line.label, 34))
+            for x, span in zip(line.xs, line.spans, strict=True):
+                if span:
+                    axes.plot([x, x], span, color=colour, linewidth=1)
+        if level is not None:
+            axes.axhline(level, color=_SOFT, linestyle=":", linewidth=1)
+        ticks = sorted({x for line in known for x in line.xs})
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(0, None)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+        return _svg(figure, description)
+
+
 def best_points(points: Sequence[Point]) -> list[Point]:
     """Points that no other beats in both, less of x and more of y being better; by x."""
     best: list[Point] = []

@@ -49,7 +49,7 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
     loaded = [load_results(path) for path in paths]
-    comparison = compare(_names(paths), loaded) if len(loaded) > 1 else None
+    comparison = compare(short_names(paths), loaded) if len(loaded) > 1 else None
     written = write_report(out or report_beside(paths[0]), paths, loaded, comparison)
     if comparison is not None:
         for table in comparison.tables:
@@ -67,7 +67,7 @@ def write_report(
 ) -> Path:
     """Write the page, whole or not at all. Where a certificate beside the results cannot be read, the page says so: the
     results stand."""
-    names = _names(paths)
+    names = short_names(paths)
     parts = ["<h1>Speculative decoding, measured</h1>"]
     if comparison is not None:
         parts.append(render("comparison.html", comparison=comparison))
@@ -107,7 +107,7 @@ def write_page(out: Path, title: str, body: str) -> Path:
     return out
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def short_names(paths: Sequence[Path]) -> list[str]:
     """Short names that tell the files apart."""
     names = ["/".join(path.parts[-2:]) for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
@@ -178,7 +178,8 @@ def _charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
     return [*drawn, _phase_chart([each for group in groups.values() for each in group])]
 
 
-def _figure(drawn: str, title: str, caption: str, kind: str = "") -> str:
+def figure(drawn: str, title: str, caption: str, kind: str = "") -> str:
+    """A chart with its title and what there is to see."""
     return render("figure.html", drawn=drawn, title=title, caption=caption, kind=kind)
 
 
@@ -202,7 +203,7 @@ def speed_chart(group: Sequence[Numbered], at: str = "") -> str:
     axes = ("tokens per step (τ)", "speedup (×)", title)
     bounded = any(point.bound is not None for point in points)
     drawn = scatter_with_diagonal(points, *axes, "a draft that costs nothing")
-    return _figure(drawn, title, (_BOUND if bounded else "") + _INTERVAL)
+    return figure(drawn, title, (_BOUND if bounded else "") + _INTERVAL)
 
 
 def perplexity_chart(group: Sequence[Numbered], at: str = "") -> str:
@@ -213,7 +214,7 @@ def perplexity_chart(group: Sequence[Numbered], at: str = "") -> str:
         return ""
     title = f"Speed against perplexity{at}"
     axes = ("perplexity of the output under the target", "speedup (×)", title)
-    return _figure(scatter_with_frontier(points, *axes), title, _PERPLEXITY)
+    return figure(scatter_with_frontier(points, *axes), title, _PERPLEXITY)
 
 
 def _phase_chart(rows: Sequence[Numbered]) -> str:
@@ -225,4 +226,4 @@ def _phase_chart(rows: Sequence[Numbered]) -> str:
     caption = (
         "Median time of each phase of a step. Host is the time between steps, and time in which the device is idle."
     )
-    return _figure(stacked_bars(milliseconds, "ms", "time of a step by phase"), title, caption, "broad")
+    return figure(stacked_bars(milliseconds, "ms", "time of a step by phase"), title, caption, "broad")

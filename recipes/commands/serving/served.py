@@ -18,7 +18,8 @@ from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.safe_read import sealed
 from ....data.conversations import Prompt
 from ....data.prompts import load_questions
-from ...report.tables import DASH, Cell, Column, Table
+from ...report.page import report_beside
+from ...report.served import load_name, load_table, run_served_report
 from ...schema.loading import find_recipe, parse_recipe, read_extended, write_recipe
 from ...schema.serving import ServedRecipe
 from ...session.machine import machine
@@ -43,7 +44,7 @@ class _Load(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} a second"
+        return load_name(self._asdict())
 
 
 def served_recipe(
@@ -85,8 +86,12 @@ def run_served(recipe: ServedRecipe) -> dict[str, Any]:
         atomic_text(out, json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
-    _show(recipe, results)
-    console().print(f"results: {out}", soft_wrap=True)
+    console().print(load_table(results).rich())
+    for line in results["warnings"]:
+        log(f"evaluate: {line}")
+    page = report_beside(out)
+    run_served_report([out], page)
+    console().print(f"results: {out}; report: {page}", soft_wrap=True)
     return results
 
 
@@ -219,65 +224,21 @@ def _warnings(results: dict[str, Any]) -> list[str]:
     if len(set(results["models"])) > 1:
         said.append(f"the two call their models differently: {' and '.join(results['models'])}")
     for row in results["loads"]:
-        load = _Load(row["concurrency"], row["rate"])
+        load = load_name(row)
         for side in ("server", "baseline"):
             found = row.get(side)
             if found and (found["failed"] or found["retried"]):
                 why = f": {'; '.join(found['failures'])}" if found["failures"] else ""
                 said.append(
-                    f"{load.name}: the {side} failed at {found['failed']} of {found['requests']} requests, and "
+                    f"{load}: the {side} failed at {found['failed']} of {found['requests']} requests, and "
                     f"{found['retried']} were asked again{why}"
                 )
         if row.get("baseline") and row["baseline"]["drafted"]:
-            said.append(f"{load.name}: the baseline drafts, too")
+            said.append(f"{load}: the baseline drafts, too")
         same = (row.get("beside") or {}).get("same")
         if same and same[0] < _ALIKE * same[1]:
             said.append(
-                f"{load.name}: only {same[0]} of {same[1]} greedy texts are the baseline's: another model, template, "
+                f"{load}: only {same[0]} of {same[1]} greedy texts are the baseline's: another model, template, "
                 "number format or context length"
             )
     return said
-
-
-def _show(recipe: ServedRecipe, results: dict[str, Any]) -> None:
-    columns = [
-        Column("load", numeric=False),
-        *(Column(*head) for head in (("tokens per step", "τ"), ("accepted", "α"), ("to the first", "ms"))),
-        *(Column(*head) for head in (("per token", "ms"), ("interval", "95 %"), ("tokens/s", ""))),
-        *(Column(*head) for head in (("speedup", "×"), ("interval", "95 %"), ("same text", ""))),
-    ]
-    rows = []
-    for row in results["loads"]:
-        for side in ("server", "baseline"):
-            if side in row:
-                rows.append([Cell(text) for text in _cells(row, side)])
-    title = f"{recipe.server}, {results['prompts']} prompts of {recipe.prompts}"
-    console().print(Table(title, columns, rows).rich())
-    for line in results["warnings"]:
-        log(f"evaluate: {line}")
-
-
-def _cells(row: dict[str, Any], side: str) -> list[str]:
-    found, load = row[side], _Load(row["concurrency"], row["rate"])
-    compared = row.get("beside", {}) if side == "server" else {}
-    first, same = found["ms_to_first"], compared.get("same")
-    return [
-        load.name if side == "server" else "  baseline",
-        _number(found["tokens_per_step"], ".2f"),
-        _number(found["acceptance_rate"], ".2f"),
-        _number(first and first["median"], ",.0f"),
-        _number(found["ms_per_token"], ",.1f"),
-        _span(found["ms_per_token_interval"], ".1f"),
-        _number(found["tokens_per_second"], ",.0f"),
-        _number(compared.get("speedup"), ".2f"),
-        _span(compared.get("speedup_interval"), ".2f"),
-        f"{same[0]}/{same[1]}" if same else DASH,
-    ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return DASH if value is None else format(value, form)
-
-
-def _span(interval: Sequence[float] | None, form: str) -> str:
-    return DASH if interval is None else "–".join(format(bound, form) for bound in interval)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 from draftsmith.recipes.commands.serving.served import run_served, served_recipe
+from draftsmith.recipes.report.served import verdict
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -151,6 +154,11 @@ def test_drafts_are_counted_as_here_and_texts_compared(measured: Callable[..., A
         assert low <= row["beside"]["speedup"] <= high
         assert ours["ms_to_first"]["median"] <= ours["ms_to_first"]["p99"]
     assert found["warnings"] == []
+    page = (tmp_path / "served.html").read_text()
+    assert f"{found['loads'][0]['beside']['speedup']:.2f}" in page
+    assert all(
+        each in page for each in ("By load", "Acceptance by position", "4 at a time", "Speedup against requests")
+    )
     warm = len(drafting.asked) - 2 * 9
     assert warm == 1 + 4, "and that many requests to warm up"
     assert {asked["temperature"] for asked in drafting.asked} == {0.0}
@@ -257,3 +265,27 @@ def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
         again = cli("evaluate", str(out.with_suffix(".recipe.yaml")), "--concurrency", "1")
         assert again.returncode == 0, again.stderr
     assert [row["concurrency"] for row in json.loads(out.read_text())["loads"]] == [1], "its recipe repeats it"
+    other = out.with_name("other.json")
+    shutil.copyfile(out, other)
+    both = cli("report", str(out), str(other), "--out", str(tmp_path / "both.html"))
+    assert both.returncode == 0, both.stderr
+    page = (tmp_path / "both.html").read_text()
+    assert "/served.json</h2>" in page
+    assert "/other.json</h2>" in page
+    assert "give a --baseline" in page
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ([1.5, 1.2], "At best, 1 at a time.* 1.50 times.*they pay at every load"),
+        ([1.5, 0.9], "1.50 times.*do not pay at 4 at a time"),
+        ([0.8, 0.9], "At best, 4 at a time.* 0.90 times.*do not pay at any load"),
+    ],
+)
+def test_the_page_says_what_drafts_are_worth(speedups: list[float], said: str) -> None:
+    loads = [
+        {"concurrency": load, "rate": None, "beside": {"speedup": speedup, "speedup_interval": [0.1, 2.0]}}
+        for load, speedup in zip((1, 4), speedups, strict=True)
+    ]
+    assert re.search(said, verdict({"loads": loads}))
