@@ -97,24 +97,21 @@ def evaluate(
     was stopped. Without a recipe: plain decoding and one method of each artifact. Or measure a server."""
     from .serving.served import run_served, served_recipe
 
-    sides = []
+    asking = {"server": server, "baseline": baseline, "concurrency": concurrency, "prompts": asked.prompts, "out": out}
     if engine is not None:
-        from .serving.engines import HOST, PORT, commands_of
+        from .serving.engines import commands_of, measure_engine
 
         export = asked.drafter or asked.heads
         if export is None:
             raise ValueError(f"--engine {engine} serves an export: give it with --drafter or --heads")
         sides = commands_of(Path(export), engine, asked.target)
-        server, baseline = (given or f"http://{HOST}:{PORT + at}/v1" for at, given in enumerate((server, baseline)))
-    asking = {"server": server, "baseline": baseline, "concurrency": concurrency, "prompts": asked.prompts, "out": out}
+        measure_engine(
+            sides, asked.recipe, asked.overrides or [], asking, shlex.split(engine_options), f"serve-{engine}"
+        )
+        return
     served = served_recipe(asked.recipe, asked.overrides or [], **asking)
     if served is not None:
-        if engine is None:
-            run_served(served)
-        else:
-            from .serving.engines import run_between
-
-            run_between(served, sides, shlex.split(engine_options), f"serve-{engine}")
+        run_served(served)
         return
     from ..schema.papers import PaperRecipe
     from .evaluation.recipe import Rows, evaluation_or_paper, find_pair

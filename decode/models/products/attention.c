@@ -117,6 +117,90 @@ static inline __attribute__((always_inline)) void attend_together(
     }
 }
 
+#define SIDE (2 * LANES) /* queries that lie side by side: what concerns one of them stays in its lane */
+#define TILE 128         /* slots whose scores stay near */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define ROWS 8 /* whose sums are 16 of 32 registers */
+#else
+#define ROWS 4 /* 8 of 16 */
+#endif
+
+/* to[row] (+)= the sum over i of w[i] * x[row][i], for vectors w of SIDE numbers and numbers x. */
+static inline __attribute__((always_inline)) void sums_of(
+    const float *w, const float *x, long row_apart, long step_apart, long steps, float *to, const int rows, const int add)
+{
+    vector sums[2][ROWS];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; side++)
+            sums[side][row] = add ? *(vector *)(to + row * SIDE + side * LANES) : (vector){0};
+    for (long i = 0; i < steps; i++) {
+        const vector left = *(const vector *)(w + i * SIDE), right = *(const vector *)(w + i * SIDE + LANES);
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) {
+            const float by = x[row * row_apart + i * step_apart];
+            sums[0][row] += left * by;
+            sums[1][row] += right * by;
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; side++)
+            *(vector *)(to + row * SIDE + side * LANES) = sums[side][row];
+}
+
+/* Shares of a tile's scores, which they replace, and what was read so far scaled to the largest score that is known now. */
+static void add_tile(float *scores, long slots, float *read, long width, float *largest, float *sums)
+{
+    for (int side = 0; side < SIDE; side += LANES) {
+        vector most = *(vector *)(largest + side), sum = {0};
+        for (long s = 0; s < slots; s++)
+            most = larger(most, *(vector *)(scores + s * SIDE + side));
+        const vector scale = exponential(*(vector *)(largest + side) - most); /* of nothing read at first: 0 stays 0 */
+        *(vector *)(largest + side) = most;
+        for (long s = 0; s < slots; s++) {
+            const vector shifted = *(vector *)(scores + s * SIDE + side) - most;
+            const integers counts = shifted > -87.0f;
+            *(vector *)(scores + s * SIDE + side) = (vector)((integers)exponential(shifted) & counts);
+            sum += *(vector *)(scores + s * SIDE + side);
+        }
+        *(vector *)(sums + side) = *(vector *)(sums + side) * scale + sum;
+        for (long e = 0; e < width; e++)
+            *(vector *)(read + e * SIDE + side) *= scale;
+    }
+}
+
+/* SIDE queries [width][SIDE] of tokens one after another, which share keys and values; query q sees sees[q] slots, rising. */
+static void attend_side_by_side(
+    const float *queries, const float *keys, const float *values, const long *sees, float *read, long width)
+{
+    float scores[TILE * SIDE], largest[SIDE], sums[SIDE];
+    for (int q = 0; q < SIDE; q++)
+        largest[q] = -1e30f, sums[q] = 0;
+    for (long e = 0; e < width * SIDE; e++)
+        read[e] = 0;
+    for (long from = 0; from < sees[SIDE - 1]; from += TILE) {
+        const long slots = sees[SIDE - 1] - from < TILE ? sees[SIDE - 1] - from : TILE;
+        const float *key = keys + from * width, *value = values + from * width;
+        long s = 0;
+        for (; s + ROWS <= slots; s += ROWS)
+            sums_of(queries, key + s * width, width, 1, width, scores + s * SIDE, ROWS, 0);
+        for (; s < slots; s++)
+            sums_of(queries, key + s * width, width, 1, width, scores + s * SIDE, 1, 0);
+        for (s = sees[0] > from ? sees[0] - from : 0; s < slots; s++)
+            for (int q = 0; q < SIDE && sees[q] <= from + s; q++)
+                scores[s * SIDE + q] = -INFINITY;
+        add_tile(scores, slots, read, width, largest, sums);
+        for (long e = 0; e < width; e += ROWS)
+            sums_of(scores, value + e, 1, width, slots, read + e * SIDE, ROWS, 1);
+    }
+    for (long e = 0; e < width; e++)
+        for (int side = 0; side < SIDE; side += LANES)
+            *(vector *)(read + e * SIDE + side) /= *(vector *)(sums + side);
+}
+
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
     float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
@@ -126,6 +210,8 @@ void attend(
     const float scale = 1.0f / sqrtf((float)width);
     const int shared = batch * groups * count / (2 * threads); /* tokens that may be worked with together */
     const int tokens = shared < 1 ? 1 : shared < MOST ? shared : MOST, parts = (count + tokens - 1) / tokens;
+    const int each = heads / groups, blocks = mask || count * each < SIDE ? 0 : (count * each + SIDE - 1) / SIDE;
+    const int few = blocks ? 0 : batch * parts * groups; /* that are worked with one after another */
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -138,10 +224,32 @@ void attend(
             for (int e = 0; e < width; e++)
                 values[at + e] = given[(heads + groups + group) * (long)width + e];
         }
+#pragma omp for schedule(static, 1)
+        for (int task = 0; task < batch * blocks * groups; task++) {
+            const int row = task / (blocks * groups), group = task / blocks % groups, first = task % blocks * SIDE;
+            const long at = row * row_apart + group * head_apart;
+            float queries[width * SIDE], read[width * SIDE], turned[width];
+            long sees[SIDE];
+            for (int q = 0; q < SIDE; q++) { /* behind the last token it is taken again */
+                const int token_of = first + q < count * each ? (first + q) / each : count - 1;
+                const float *by = turns + ((rows_of_turns > 1 ? row : 0) * (long)count + token_of) * width;
+                const float *given = qkv + ((long)row * count + token_of) * token + (group * each + (first + q) % each) * width;
+                turn(given, by, turned, width);
+                for (int e = 0; e < width; e++)
+                    queries[e * SIDE + q] = turned[e] * scale;
+                sees[q] = lengths[row] + start + token_of + 1;
+            }
+            attend_side_by_side(queries, keys + at, values + at, sees, read, width);
+            for (int q = first; q < first + SIDE && q < count * each; q++) {
+                float *to = attended + (((long)row * count + q / each) * heads + group * each + q % each) * width;
+                for (int e = 0; e < width; e++)
+                    to[e] = read[e * SIDE + q - first];
+            }
+        }
 #pragma omp for schedule(static)
-        for (int task = 0; task < batch * parts * groups; task++) {
+        for (int task = 0; task < few; task++) {
             const int row = task / (parts * groups), group = task / parts % groups, m = task % parts * tokens;
-            const int each = heads / groups, some = count - m < tokens ? count - m : tokens;
+            const int some = count - m < tokens ? count - m : tokens;
             const long at = row * row_apart + group * head_apart, slots = lengths[row] + start + m + some;
             const float *added = mask ? mask + ((rows_of_mask > 1 ? row : 0) * (long)count + m) * end : 0;
             float *to = attended + ((long)row * count + m) * heads * width + group * each * width;

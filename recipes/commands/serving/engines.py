@@ -25,10 +25,9 @@ from ....checkpoints.pairs.speculation import SPECULATIVE_TOKENS
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import split_revision
 from ....checkpoints.verify.model_files import load_config
-from ...schema.serving import ServedRecipe
 from ...session.stopping import Stoppable
 from ...session.terminal import duration, log
-from .served import run_served
+from .served import run_served, served_recipe
 
 HOST = "127.0.0.1"
 _STARTING = 1800  # seconds: of a large model weights are read, and graphs captured
@@ -231,10 +230,20 @@ def run_serve(sides: Sequence[Sequence[str]], port: int, more: Sequence[str], st
             time.sleep(0.2)
 
 
-def run_between(recipe: ServedRecipe, sides: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
-    """Start an engine with drafts and one without where a recipe asks them, measure, and end them."""
-    assert recipe.baseline is not None
-    ports = [_port(recipe.server), _port(recipe.baseline)]
+def measure_engine(
+    sides: Sequence[Sequence[str]],
+    recipe_name: str | None,
+    overrides: Sequence[str],
+    asking: Mapping[str, str | None],
+    more: Sequence[str],
+    stem: str,
+) -> None:
+    """Start an engine with drafts and one without, measure them, and end them. `recipe_name`, `overrides`, `asking`: as
+    of `served_recipe`, where they listen among it."""
+    urls = {name: asking[name] or f"http://{HOST}:{PORT + at}/v1" for at, name in enumerate(("server", "baseline"))}
+    recipe = served_recipe(recipe_name, overrides, **{**asking, **urls})
+    assert recipe is not None
+    ports = [_port(url) for url in urls.values()]
     with Stoppable("evaluate") as signals, started(sides, ports, more, stem, signals):
         run_served(recipe)
 

@@ -125,7 +125,7 @@ def test_norms_and_gates_before_a_product_are_the_librarys(processor: None, dtyp
     ("lengths", "count", "width"),
     [
         *product([[0], [37], [5, 140, 18]], [1, 5], [32, 64, 80, 128]),
-        ([37], 64, 64),
+        *product([[37], [5, 140, 18]], [40], [64, 80]),
         ([70_000], 5, 64),  # scores of few queries fit on the stack
     ],
     ids=str,
