@@ -99,15 +99,11 @@ def evaluate(
 
     asking = {"server": server, "baseline": baseline, "concurrency": concurrency, "prompts": asked.prompts, "out": out}
     if engine is not None:
-        from .serving.engines import commands_of, measure_engine
+        from .serving.engines import commands_of, measure_engine, measured_recipe
 
-        export = asked.drafter or asked.heads
-        if export is None:
-            raise ValueError(f"--engine {engine} serves an export: give it with --drafter or --heads")
-        sides = commands_of(Path(export), engine, asked.target)
-        measure_engine(
-            sides, asked.recipe, asked.overrides or [], asking, shlex.split(engine_options), f"serve-{engine}"
-        )
+        sides = commands_of(asked.drafter or asked.heads, engine, asked.target)
+        recipe = measured_recipe(asked.recipe, asked.overrides or [], asking)
+        measure_engine(recipe, sides, shlex.split(engine_options), f"serve-{engine}")
         return
     served = served_recipe(asked.recipe, asked.overrides or [], **asking)
     if served is not None:

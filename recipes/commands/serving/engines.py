@@ -25,6 +25,7 @@ from ....checkpoints.pairs.speculation import SPECULATIVE_TOKENS
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import split_revision
 from ....checkpoints.verify.model_files import load_config
+from ...schema.serving import ServedRecipe
 from ...session.stopping import Stoppable
 from ...session.terminal import duration, log
 from .served import run_served, served_recipe
@@ -100,14 +101,18 @@ class Running(NamedTuple):
     process: subprocess.Popen[bytes]
 
 
-def commands_of(export: Path, engine: str, target: str | None = None, tokens: int | None = None) -> list[list[str]]:
+def commands_of(
+    export: Path | str | None, engine: str, target: str | None = None, tokens: int | None = None
+) -> list[list[str]]:
     """What serves a target with an export, and without.
 
-    Raises ValueError: an engine that is not known; what is no export, or one in a form that the engine does not read;
+    Raises ValueError: an engine that is not known; no export, or what is none, or one in a form that the engine does not read;
     a target that nobody names, or that the engine does not read."""
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
-    chosen, manifest = ENGINES[engine], load_manifest(export)
+    if export is None:
+        raise ValueError(f"{engine} drafts with an export: give it with --drafter or --heads")
+    chosen, manifest = ENGINES[engine], load_manifest(Path(export).expanduser())
     form = None if manifest.export is None else manifest.export["format"]
     if form not in chosen.forms:
         what = "is no export" if form is None else f"is an export in the form {form}"
@@ -119,7 +124,7 @@ def commands_of(export: Path, engine: str, target: str | None = None, tokens: in
     if engine == "llama.cpp" and not named.endswith(".gguf"):
         raise ValueError(f"llama.cpp serves a GGUF file, and the target is {named}: say with --target which file")
     drafted = tokens or manifest.shapes.get("num_heads") or SPECULATIVE_TOKENS
-    kinds = getattr(load_config(export), "layer_types", None) if form == "vllm-sglang" else None
+    kinds = getattr(load_config(str(export)), "layer_types", None) if form == "vllm-sglang" else None
     assert form is not None
     draft = Draft(form, str(export), drafted, len(set(kinds or ())) > 1)
     return [chosen.command(split_revision(named)[0], side) for side in (draft, None)]
@@ -230,20 +235,18 @@ def run_serve(sides: Sequence[Sequence[str]], port: int, more: Sequence[str], st
             time.sleep(0.2)
 
 
-def measure_engine(
-    sides: Sequence[Sequence[str]],
-    recipe_name: str | None,
-    overrides: Sequence[str],
-    asking: Mapping[str, str | None],
-    more: Sequence[str],
-    stem: str,
-) -> None:
-    """Start an engine with drafts and one without, measure them, and end them. `recipe_name`, `overrides`, `asking`: as
-    of `served_recipe`, where they listen among it."""
-    urls = {name: asking[name] or f"http://{HOST}:{PORT + at}/v1" for at, name in enumerate(("server", "baseline"))}
-    recipe = served_recipe(recipe_name, overrides, **{**asking, **urls})
+def measured_recipe(name: str | None, overrides: Sequence[str], asking: Mapping[str, str | None]) -> ServedRecipe:
+    """`served_recipe` of an engine with drafts and one without, which listen at ports of ours unless it is said."""
+    urls = {side: asking[side] or f"http://{HOST}:{PORT + at}/v1" for at, side in enumerate(("server", "baseline"))}
+    recipe = served_recipe(name, overrides, **{**asking, **urls})
     assert recipe is not None
-    ports = [_port(url) for url in urls.values()]
+    return recipe
+
+
+def measure_engine(recipe: ServedRecipe, sides: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
+    """Start an engine with drafts and one without where a recipe asks them, measure, and end them."""
+    assert recipe.baseline is not None
+    ports = [_port(recipe.server), _port(recipe.baseline)]
     with Stoppable("evaluate") as signals, started(sides, ports, more, stem, signals):
         run_served(recipe)
 
