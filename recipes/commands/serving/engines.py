@@ -106,8 +106,8 @@ def commands_of(
 ) -> list[list[str]]:
     """What serves a target with an export, and without.
 
-    Raises ValueError: an engine that is not known; no export, or what is none, or one in a form that the engine does not read;
-    a target that nobody names, or that the engine does not read."""
+    Raises ValueError: an engine that is not known; no export, what is none, or one in a form that the engine does not
+    read; a target that nobody names, or that the engine does not read."""
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
     if export is None:
