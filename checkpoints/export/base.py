@@ -118,6 +118,8 @@ def export_artifact(
 
     about: dict[str, Any] = {name: getattr(known, name) for name in _INHERITED}
     about["export"] = {"format": form, "readers": chosen.readers, "native": chosen.native}
+    if options.speculative_tokens is not None:
+        about["export"]["speculative_tokens"] = options.speculative_tokens
     about["export"]["of"] = {name: entry["sha256"] for name, entry in known.files.items()}
     save_artifact(out, write=write, **about)
     return findings

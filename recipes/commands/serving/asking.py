@@ -35,15 +35,20 @@ class Reply(NamedTuple):
     failure: str | None = None
 
 
+def check_client() -> Any:
+    """The package that asks. Raises ValueError: it is not installed."""
+    try:
+        import openai
+    except ImportError as error:
+        raise ValueError(f"asking a server needs openai: {install_hint('regenerate')}") from error
+    return openai
+
+
 class Server:
     """What answers at an address, asked for one of its models; None: the first that it names."""
 
     def __init__(self, url: str, model: str | None, timeout: float, key_variable: str) -> None:
-        try:
-            import openai
-        except ImportError as error:
-            raise ValueError(f"asking a server needs openai: {install_hint('regenerate')}") from error
-        self._openai: Any = openai
+        self._openai = check_client()
         self.url, self.model, self._key, self._timeout = url, model, os.environ.get(key_variable, ""), timeout
 
     async def __aenter__(self) -> Server:

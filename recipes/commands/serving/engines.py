@@ -28,7 +28,7 @@ from ....checkpoints.verify.model_files import load_config
 from ...schema.serving import ServedRecipe
 from ...session.stopping import Stoppable
 from ...session.terminal import duration, log
-from .served import run_served, served_recipe
+from .served import questions_of, run_served, served_recipe
 
 HOST = "127.0.0.1"
 _STARTING = 1800  # seconds: of a large model weights are read, and graphs captured
@@ -123,7 +123,8 @@ def commands_of(
         raise ValueError(f"{export} does not name its target: say which it is with --target")
     if engine == "llama.cpp" and not named.endswith(".gguf"):
         raise ValueError(f"llama.cpp serves a GGUF file, and the target is {named}: say with --target which file")
-    drafted = tokens or manifest.shapes.get("num_heads") or SPECULATIVE_TOKENS
+    said = manifest.export.get("speculative_tokens") if manifest.export else None
+    drafted = tokens or said or manifest.shapes.get("num_heads") or SPECULATIVE_TOKENS
     kinds = getattr(load_config(str(export)), "layer_types", None) if form == "vllm-sglang" else None
     assert form is not None
     draft = Draft(form, str(export), drafted, len(set(kinds or ())) > 1)
@@ -247,6 +248,7 @@ def measure_engine(recipe: ServedRecipe, sides: Sequence[Sequence[str]], more: S
     """Start an engine with drafts and one without where a recipe asks them, measure, and end them."""
     assert recipe.baseline is not None
     ports = [_port(recipe.server), _port(recipe.baseline)]
+    questions_of(recipe)  # what cannot be asked is said before an engine is started
     with Stoppable("evaluate") as signals, started(sides, ports, more, stem, signals):
         run_served(recipe)
 

@@ -26,7 +26,7 @@ from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console, log
 from ..evaluation.journal import Journal, Kept
-from .asking import Reply, Server
+from .asking import Reply, Server, check_client
 from .counters import counted, read_counters
 from .summary import Block, beside, numbers_of
 
@@ -74,12 +74,18 @@ def served_recipe(
     return recipe
 
 
+def questions_of(recipe: ServedRecipe) -> list[Prompt]:
+    """What is asked. Raises ValueError: it cannot be, or its results could not be written."""
+    check_writable(Path(recipe.out))
+    check_client()
+    return load_questions(recipe.prompts, recipe.limit, path=recipe.prompts_path, groups=recipe.groups or None)
+
+
 def run_served(recipe: ServedRecipe) -> dict[str, Any]:
     """Ask, print the table and write the results; resume where a killed run stopped. Raises ConnectionError: a server
     that is not there; ValueError: one that answered nothing."""
     out = Path(recipe.out)
-    check_writable(out)
-    prompts = load_questions(recipe.prompts, recipe.limit, path=recipe.prompts_path, groups=recipe.groups or None)
+    prompts = questions_of(recipe)
     identity = recipe.model_dump(mode="json", exclude={"out"}) | {"prompts": [prompt.id for prompt in prompts]}
     with Stoppable("evaluate") as signals, Journal(out, "blocks", identity) as journal:
         results = asyncio.run(_measured(recipe, prompts, Kept(journal, signals), signals))

@@ -72,6 +72,8 @@ def serving(
     save_artifact(place / "artifact", kind=kind, write=write, vocab_size=VOCAB, **about)
     shutil.copyfile(CONVERTER, place / "convert_hf_to_gguf.py")
     options = {"llama_cpp": place} if form == "gguf" else MORE.get(form, {})
+    if "speculative_tokens" in FORMATS["transformers" if form == "adapter" else form].options:
+        options = options | {"speculative_tokens": 5}
     chosen = "transformers" if form == "adapter" else form
     export_artifact(place / "artifact", chosen, place / out, FORMATS, ExportOptions(**options))
     return (place / out / SERVING_FILE).read_text(), str(target)
