@@ -6,7 +6,8 @@
    multiple of 16. add may be null; its rows are add_apart numbers apart, which may be 0.
 
    Rows are worked with in groups, whose sums for two vectors of outputs, two panels where a panel fits in a register, stay
-   in registers; the second group finds the weights in the cache. What a group reads lies as [input][row], so that one pointer follows it.
+   in registers; the second group finds the weights in the cache. What a group reads lies as [input][row], so that one
+   pointer follows it.
 
    What stands before a product in a decoder is done here too: a row of x may be divided by its length, with an offset
    beside it, and multiplied by a norm's weights; or, if gated, be SiLU(first half) * second half. Inputs are a multiple of
@@ -55,8 +56,8 @@ static inline __attribute__((always_inline)) vector plus(vector sum, vector weig
     return sum + weight * x;
 }
 
-/* Two vectors of outputs by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the sums stay in
-   registers. */
+/* Two vectors of outputs by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the
+   sums stay in registers. */
 static inline __attribute__((always_inline)) void two_vectors(
     const char *left, const char *right, const float *x, const float *add[2], long add_apart, float *y[2], long steps,
     long outputs, const int count, const int kind, const char *ahead, long lines)

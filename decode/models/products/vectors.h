@@ -1,5 +1,5 @@
 /* Numbers of float32 side by side, as many as a register holds, and what is computed of them. Vectors that are wider than
-   a register are kept in memory by compilers, which takes thirty times as long. */
+   a register are kept in memory by compilers, which takes many times as long. */
 
 #include <math.h>
 
