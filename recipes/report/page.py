@@ -46,10 +46,8 @@ def report_beside(results: Path) -> Path:
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of results files, by default beside the first; the others are also compared with that on the
     terminal. Raises ValueError: the same results twice."""
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
-    loaded = [load_results(path) for path in paths]
-    comparison = compare(short_names(paths), loaded) if len(loaded) > 1 else None
+    names, loaded = short_names(paths), [load_results(path) for path in paths]
+    comparison = compare(names, loaded) if len(loaded) > 1 else None
     written = write_report(out or report_beside(paths[0]), paths, loaded, comparison)
     if comparison is not None:
         for table in comparison.tables:
@@ -108,7 +106,9 @@ def write_page(out: Path, title: str, body: str) -> Path:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Short names that tell the files apart."""
+    """Short names that tell the files apart. Raises ValueError: the same one twice."""
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
     names = ["/".join(path.parts[-2:]) for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
