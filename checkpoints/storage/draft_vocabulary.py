@@ -56,7 +56,7 @@ def read_vocabulary(folder: Path, vocab: int) -> dict[str, Tensor]:
     return found
 
 
-def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int) -> Tensor:
-    """Logits of all tokens [..., V]: minus infinity for those that are not proposed."""
-    logits_XV = logits_XR.new_full((*logits_XR.shape[:-1], vocab), -torch.inf)
+def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int, other: float = -torch.inf) -> Tensor:
+    """Logits of all tokens [..., V]: minus infinity, or what `other` says, for those that are not proposed."""
+    logits_XV = logits_XR.new_full((*logits_XR.shape[:-1], vocab), other)
     return logits_XV.index_copy_(-1, ids_R, logits_XR)

@@ -168,6 +168,11 @@ class LanguageModel(ABC):
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """[..., D] hidden states as `extend` gives them to [..., V] logits."""
 
+    @property
+    def proposes(self) -> int:
+        """Of how many tokens `proposed_logits` are."""
+        return self.vocab_size
+
     def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits of the tokens that the model proposes [..., R], and which these are [R]; None: all."""
         return self.logits(hidden_XD), None

@@ -329,6 +329,10 @@ class GraphedModel(LanguageModel):
         """[..., V]; a single product, which a graph would not start any faster."""
         return self.model.logits(hidden_XD)
 
+    @property
+    def proposes(self) -> int:
+        return self.model.proposes
+
     def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.model.proposed_logits(hidden_XD)
 

@@ -395,6 +395,10 @@ class LeanDecoder(LanguageModel):
         logits_XR, kept_R = self.proposed_logits(hidden_XD)
         return logits_XR if kept_R is None else widen(logits_XR, kept_R, self.vocab_size)
 
+    @property
+    def proposes(self) -> int:
+        return self.vocab_size if self._kept_R is None else len(self._kept_R)
+
     def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
         rows_XD = hidden_XD.flatten(0, -2)[:, -self.hidden_size :].contiguous()
         if self.states == "before-norm":

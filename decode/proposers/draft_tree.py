@@ -1,6 +1,7 @@
 """Trees and chains that one language model drafts, and no draft at all.
 
-Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth, V vocabulary, D hidden.
+Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth, V vocabulary, R tokens that may be
+proposed, D hidden.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoints.storage.draft_vocabulary import widen
 from ..engine import Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
 from ..rng import draw_many
@@ -59,10 +61,11 @@ class DraftTree(Proposer):
         return self.tree.nodes, self.tree.max_depth
 
     def start(self, context: Context) -> None:
-        if not self.replacement and max(self.branching) > self.model.vocab_size:
+        different = context.sampling.greedy or not self.replacement
+        if different and max(self.branching) > self.model.proposes:
             raise ValueError(
                 f"the tree asks for {max(self.branching)} different candidates of a vocabulary of "
-                f"{self.model.vocab_size} tokens"
+                f"{self.model.proposes} tokens"
             )
         self._draft = DraftState(self.model, context, *self.capacity(context.limits))
 
@@ -86,7 +89,7 @@ class DraftTree(Proposer):
             if self.replacement or width == 1:
                 chances.append(context.rng.uniform(parents, width))
             else:
-                chances.append(context.rng.exponential(parents, self.model.vocab_size))
+                chances.append(context.rng.exponential(parents, self.model.proposes))
             parents *= width
         return chances
 
@@ -96,14 +99,17 @@ class DraftTree(Proposer):
         hidden_BMD, first = hidden_BD[:, None], 1
         levels = list[tuple[Tensor, ...]]()
         for level, width in enumerate(self.branching):
-            logits_BMV = self.model.logits(hidden_BMD)
+            logits_BMR, kept_R = self.model.proposed_logits(hidden_BMD)
             if sampling.greedy:
-                most = logits_BMV.topk(width, -1) if width > 1 else logits_BMV.max(-1, keepdim=True)
-                levels.append((most.indices.flatten(1), most.values[..., 0]))
+                most = logits_BMR.topk(width, -1) if width > 1 else logits_BMR.max(-1, keepdim=True)
+                tokens_BM, *more = most.indices.flatten(1), most.values[..., 0]
             else:
-                levels.append(self._draw(warp(logits_BMV, sampling), chances[level], width))
+                tokens_BM, *more = self._draw(warp(logits_BMR, sampling), chances[level], width)
+            if kept_R is not None:
+                tokens_BM = kept_R[tokens_BM]
+                more[1:2] = [widen(probs_BMR, kept_R, self.model.vocab_size, 0.0) for probs_BMR in more[1:2]]
+            levels.append((tokens_BM, *more))
             if level + 1 < len(self.branching):
-                tokens_BM = levels[-1][0]
                 hidden_BMD = self._draft.grow(tokens_BM, self.tree, first)
                 first += tokens_BM.shape[1]
         tokens_BN1, watched_BN, *more = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
@@ -111,16 +117,16 @@ class DraftTree(Proposer):
             more[1] = torch.nn.functional.pad(more[1], (1, 0), value=True)
         return tokens_BN1, watched_BN, *more
 
-    def _draw(self, probs_BMV: Tensor, chance_BMX: Tensor, width: int) -> tuple[Tensor, ...]:
+    def _draw(self, probs_BMR: Tensor, chance_BMX: Tensor, width: int) -> tuple[Tensor, ...]:
         """Candidates of the nodes of a level; see `_grow`."""
         if self.replacement or width == 1:
-            drawn_BMC, wanted_BMC = draw_many(probs_BMV, chance_BMX)
-            found = drawn_BMC.flatten(1), wanted_BMC[..., 0], probs_BMV
+            drawn_BMC, wanted_BMC = draw_many(probs_BMR, chance_BMX)
+            found = drawn_BMC.flatten(1), wanted_BMC[..., 0], probs_BMR
             return found if self.replacement or self._all_one else (*found, torch.ones_like(found[0], dtype=torch.bool))
         # Exponential races: sorting by p / E is drawing without replacement, in order.
-        top = (probs_BMV / chance_BMX).topk(width, -1)
+        top = (probs_BMR / chance_BMX).topk(width, -1)
         # Warping, or a low temperature's underflow, may leave fewer possible tokens than children.
-        return top.indices.flatten(1), top.values[..., 0], probs_BMV, (top.values > 0).flatten(1)
+        return top.indices.flatten(1), top.values[..., 0], probs_BMR, (top.values > 0).flatten(1)
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context, own_path_BK=None if self.tree.is_chain else verdict.path_BK)

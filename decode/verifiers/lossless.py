@@ -80,10 +80,9 @@ class ExactChain(Verifier):
         rejected_B = accepted_B < depth
         if proposal.valid_BN is not None:
             rejected_B = at(torch.nn.functional.pad(proposal.valid_BN, (0, 1)), accepted_B + 1)
-        at_B11 = accepted_B[:, None, None].expand(-1, 1, target_BNV.shape[-1])
-        target_BV = target_BNV.gather(1, at_B11)[:, 0]
+        target_BV = at(target_BNV, accepted_B)
         if proposal.draft_probs_BMV is not None:
-            draft_BV = proposal.draft_probs_BMV.gather(1, at_B11.clamp(max=depth - 1))[:, 0]
+            draft_BV = at(proposal.draft_probs_BMV, accepted_B.clamp(max=depth - 1))
         else:
             refused_B1 = drafted_BK1[:, :, 0].gather(1, accepted_B[:, None].clamp(max=depth - 1))
             draft_BV = torch.zeros_like(target_BV).scatter_(1, refused_B1, 1.0)
