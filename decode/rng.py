@@ -1,14 +1,18 @@
 """Explicit randomness: one generator a row, so that a row's sample does not depend on its neighbours.
 
-Shape letters: B batch, C draws, V vocabulary, X any further shape.
+Shape letters: B batch, C draws, V vocabulary, U numbers of a row, X any further shape.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+_AHEAD = 1024
+"""Numbers that are drawn at once for a row."""
 
 
 class Rng:
@@ -17,6 +21,7 @@ class Rng:
     def __init__(self, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._generators = [torch.Generator(device=self.device).manual_seed(seed) for seed in seeds]
+        self._ahead_BU = torch.empty(len(seeds), 0, dtype=torch.float64, device=self.device)
 
     @classmethod
     def for_rows(cls, seed: int, rows: int, device: torch.device | str = "cpu") -> Rng:
@@ -24,18 +29,24 @@ class Rng:
         return cls([seed + row for row in range(rows)], device)
 
     def uniform(self, *shape: int) -> Tensor:
-        """[B, *shape] float64 in [0, 1)."""
-        if len(self._generators) == 1:
-            return torch.rand(1, *shape, generator=self._generators[0], dtype=torch.float64, device=self.device)
+        """[B, *shape] float64 in [0, 1). Few numbers are drawn ahead: one launch for all rows, not one for each."""
+        count = math.prod(shape)
+        if count > _AHEAD:
+            return self._draw(count).unflatten(1, shape)
+        if count > self._ahead_BU.shape[1]:
+            self._ahead_BU = self._draw(_AHEAD)
+        found_BU, self._ahead_BU = self._ahead_BU.tensor_split([count], 1)
+        return found_BU.reshape(-1, *shape)
+
+    def _draw(self, count: int) -> Tensor:
         draws = [
-            torch.rand(shape, generator=generator, dtype=torch.float64, device=self.device)
-            for generator in self._generators
+            torch.rand(count, generator=each, dtype=torch.float64, device=self.device) for each in self._generators
         ]
         return torch.stack(draws)
 
     def exponential(self, *shape: int) -> Tensor:
         """[B, *shape] float32, Exp(1); logarithms of uniform numbers, which is several times faster than one by one."""
-        return self.uniform(*shape).log_().neg_().float()
+        return self.uniform(*shape).log().neg_().float()
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:

@@ -90,8 +90,14 @@ def test_categorical_draws_by_the_given_numbers_and_never_the_impossible() -> No
 
 
 def test_rows_draw_what_they_would_draw_alone() -> None:
-    together, second = Rng.for_rows(5, 3), Rng.for_rows(6, 1)
-    assert torch.equal(together.uniform(4)[1], second.uniform(4)[0])
+    """Few numbers and many, so that some are drawn ahead, some are not, and what was drawn ahead runs out."""
+    together, second, seen = Rng.for_rows(5, 3), Rng.for_rows(6, 1), set[float]()
+    for shape in [(4,), (), (2, 400), (30, 40), (5, 60), (1000,), (1025,), (3,)]:
+        found, alone = together.uniform(*shape), second.uniform(*shape)
+        assert found.shape == (3, *shape)
+        assert torch.equal(found[1], alone[0])
+        seen |= set(found.flatten().tolist())
+    assert len(seen) == 3 * (4 + 1 + 800 + 1200 + 300 + 1000 + 1025 + 3), "no number comes twice"
     assert torch.equal(together.exponential(2, 3)[1], second.exponential(2, 3)[0])
 
 
