@@ -25,11 +25,12 @@ from .base import NO_LIMIT, LanguageModel
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.few_rows import FEW_ROWS
-from .products.layers import DecoderLayers
+from .products.layers import DecoderLayers, Norms
 from .products.native import compiled, fused_kernels
 from .products.product import Product
-from .products.weights import FAMILIES, LayerWeights
+from .products.weights import ACTIVATIONS, FAMILIES, LayerWeights, norm_weight, rotations
 
+_NOT_HERE = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
 
 
@@ -48,20 +49,24 @@ class _Layer:
 
 
 class LeanDecoder(LanguageModel):
-    """Decoders of `FAMILIES` (SiLU-gated MLP, rotary positions of fixed frequency)."""
+    """Decoders of `FAMILIES` (gated MLP, rotary positions of fixed frequency)."""
+
+    _embedding_scale = 1.0
 
     @staticmethod
     def covers(model: PreTrainedModel) -> bool:
         """Whether this forward computes what the model computes."""
         config = model.config
         rope = getattr(config, "rope_parameters", None) or {}
+        ropes = [each for each in rope.values() if isinstance(each, dict)] or [rope]
         return (
             config.model_type in FAMILIES
-            and getattr(config, "hidden_act", None) == "silu"
+            and _activation(config) in ACTIVATIONS
             and not getattr(config, "attention_bias", False)
             and not getattr(config, "mlp_bias", False)
-            and rope.get("rope_type", "default") in {"default", "linear", "llama3"}
-            and rope.get("partial_rotary_factor", 1.0) == 1
+            and all(each.get("rope_type", "default") in {"default", "linear", "llama3"} for each in ropes)
+            and all(each.get("partial_rotary_factor", 1.0) == 1 for each in ropes)
+            and not any(getattr(config, name, None) for name in _NOT_HERE)
             and model.get_output_embeddings().bias is None
             and len({parameter.device for parameter in model.parameters()}) == 1
             and not getattr(model, "is_quantized", False)
@@ -76,6 +81,8 @@ class LeanDecoder(LanguageModel):
         self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
         self._inner = Product(output.inner.weight.detach()) if isinstance(output, LowRankHead) else None
         embedding_VD, head = decoder.embed_tokens.weight.detach(), output.weight.detach()
+        if (scale := getattr(decoder.embed_tokens, "embed_scale", None)) is not None:
+            self._embedding_scale = float(scale.to(embedding_VD.dtype))  # rounded as there
         self.vocab_size = len(head)
         rows = head if self._kept_R is None else head[self._kept_R]
         self._hold(model.config, embedding_VD, rows, decoder, decoder.layers)
@@ -107,23 +114,27 @@ class LeanDecoder(LanguageModel):
         self._folded = self._complex and embedding.dtype == torch.float32
         self._offset_value = (self.hidden_size * self._eps) ** 0.5
         self._offset = torch.tensor(self._offset_value, device=self.device)
-        self._norm_D = decoder.norm.weight.detach()
-        if self._complex:
-            self._norm_D = self._scaled(self._norm_D)
+        norm_D = norm_weight(decoder.norm)
+        self._norm_D = self._scaled(norm_D) if self._complex else norm_D.to(self.dtype)
         self._norms_heads_apart = False
         self._layers = [self._fuse(layer) for layer in layers]
         self.layers = len(self._layers)
         self.windows = windows(config)[: self.layers]
-        sizes = (self.heads, self.kv_heads, self.key_width)
+        self._gelu = _activation(config) != "silu"
+        # Of each layer: its window, and by which rotation it turns queries and keys.
+        sides = list(zip(self.windows, rotations(config), strict=False))
+        self._sides = list(dict.fromkeys(sides))
+        self._side_of = [self._sides.index(side) for side in sides]
         self._few = None
-        alike = len(set(self.windows)) == 1 and all(each.norm_mlp_D is not None for each in self._layers)
-        if self._complex and alike:
-            apart = self._norms_heads_apart
-            self._few = DecoderLayers.made(self._layers, *sizes, self._offset_value, self._folded, apart)
+        if self._complex:
+            sizes, gated = (self.heads, self.kv_heads, self.key_width), ACTIVATIONS[_activation(config)]
+            norms = Norms(self._folded, self._norms_heads_apart)
+            self._few = DecoderLayers.made(self._layers, self._side_of, sizes, gated, self._eps, norms)
         self._rotary = decoder.rotary_emb
-        self._turns_SE = torch.empty(0, 0)
-        self._sin_SE = torch.empty(0, 0)
-        self._outgrown: list[Tensor] = []
+        self._turned = 0
+        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        """Cosine and sine of positions by rotation, [S, E]; complex ones [S, E / 2] and nothing."""
+        self._outgrown: list[Any] = []
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -150,8 +161,9 @@ class LeanDecoder(LanguageModel):
             for modules, whole in zip(own.parts, (qkv_OI, gate_up_OI), strict=True):
                 for module, part in zip(modules, whole.split([len(module.weight) for module in modules]), strict=True):
                     module.weight.data = part
-        norms = (None if norm is None else norm.to(self.dtype) for norm in (own.norm_attended_D, own.norm_made_D))
-        norm_attended_D, norm_made_D = norms
+        norms = (norm_in_D, own.norm_attended_D, norm_mlp_D, own.norm_made_D)
+        norms_in_order = (None if norm is None else norm.to(self.dtype) for norm in norms)
+        norm_in_D, norm_attended_D, norm_mlp_D, norm_made_D = norms_in_order
         return _Layer(
             norm_in_D,
             Product(qkv_OI, bias_O),
@@ -205,21 +217,28 @@ class LeanDecoder(LanguageModel):
         halves = weight_OI[:turned].view(-1, 2, self.key_width // 2, columns)
         return torch.cat((halves.transpose(1, 2).reshape(turned, columns), weight_OI[turned:]))
 
-    def _rotation(self, positions_BM: Tensor, needed: int) -> tuple[Tensor, Tensor | None]:
+    def _rotation(self, positions_BM: Tensor, needed: int, rotation: str | None) -> tuple[Tensor, Tensor | None]:
         """Turns for each position, shaped to multiply [B, M, H, E]; tables grow to the longest position seen."""
-        if needed > len(self._turns_SE):
+        if needed > self._turned:
             # A CUDA graph reads the table that it was captured with: tables that were outgrown stay where they are.
-            self._outgrown += (self._turns_SE, self._sin_SE)
-            size = max(256, 2 * needed)
-            positions = torch.arange(size, device=self.device)[None]
-            cos_1SE, sin_1SE = self._rotary(torch.empty(0, dtype=torch.float32, device=self.device), positions)
-            if self._complex:
-                half = self.key_width // 2
-                self._turns_SE = torch.complex(cos_1SE[0, :, :half], sin_1SE[0, :, :half])
-            else:
-                self._turns_SE, self._sin_SE = cos_1SE[0].to(self.dtype), sin_1SE[0].to(self.dtype)
-        cos_BM1E = F.embedding(positions_BM, self._turns_SE)[:, :, None]
-        return cos_BM1E, None if self._complex else F.embedding(positions_BM, self._sin_SE)[:, :, None]
+            self._outgrown.append(self._tables)
+            self._turned = max(256, 2 * needed)
+            self._tables = {each: self._table(each) for _, each in self._sides}
+        cos_SE, sin_SE = self._tables[rotation]
+        cos_BM1E = F.embedding(positions_BM, cos_SE)[:, :, None]
+        return cos_BM1E, None if self._complex else F.embedding(positions_BM, sin_SE)[:, :, None]
+
+    def _table(self, rotation: str | None) -> tuple[Tensor, Tensor]:
+        """Of the first `_turned` positions."""
+        positions = torch.arange(self._turned, device=self.device)[None]
+        named = (rotation,) if rotation else ()
+        cos_1SE, sin_1SE = self._rotary(torch.empty(0, dtype=torch.float32, device=self.device), positions, *named)
+        if rotation is None:
+            cos_1SE, sin_1SE = torch.ones_like(cos_1SE), torch.zeros_like(sin_1SE)
+        if not self._complex:
+            return cos_1SE[0].to(self.dtype), sin_1SE[0].to(self.dtype)
+        half = self.key_width // 2
+        return torch.complex(cos_1SE[0, :, :half], sin_1SE[0, :, :half]), sin_1SE[0, :0]
 
     def _rotate(self, x_BMHE: Tensor, turns_BM1E: Tensor, sin_BM1E: Tensor | None) -> Tensor:
         if sin_BM1E is None:
@@ -248,21 +267,23 @@ class LeanDecoder(LanguageModel):
         batch, count = tokens_BM.shape
         # Few kernels that do much pay where they are replayed; to launch one takes the host longer than an operation.
         self._now = self._fused if isinstance(cache, IndexedCache) else None
-        hidden_XD = self._first(F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype))
+        embedded_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype)
+        hidden_XD = self._first(embedded_XD if self._embedding_scale == 1 else embedded_XD * self._embedding_scale)
         if self._in_c(cache, count):
             assert self._few is not None
-            turns_BM1E, _ = self._rotation(positions_BM, end)
-            mask_B1MS = self._windowed(mask_B1MS, positions_BM, end, self.windows[0])
-            seen = (turns_BM1E, mask_B1MS, cache, start, end)
+            sides = [
+                (self._rotation(positions_BM, end, by)[0], self._windowed(mask_B1MS, positions_BM, end, window))
+                for window, by in self._sides
+            ]
+            seen = (sides, cache, start, end)
             hidden_XD, given = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.given_layers)
         else:
-            attends = {
-                window: self._attention(
-                    cache, positions_BM, self._windowed(mask_B1MS, positions_BM, end, window), window, count, start, end
-                )
-                for window in set(self.windows)
-            }
-            hidden_XD, given = self._through_layers(hidden_XD, [attends[window] for window in self.windows])
+            attends = []
+            for window, by in self._sides:
+                turns = self._rotation(positions_BM, end, by)
+                mask = self._windowed(mask_B1MS, positions_BM, end, window)
+                attends.append(self._attention(cache, turns, mask, window, count, start, end))
+            hidden_XD, given = self._through_layers(hidden_XD, [attends[side] for side in self._side_of])
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
         if given:
@@ -303,14 +324,14 @@ class LeanDecoder(LanguageModel):
         return torch.cat((*normed, value_XO), -1) * layer.norm_heads_O
 
     def _gated(self, gate_up_XF: Tensor) -> Tensor:
-        if self._now is not None:
+        if self._now is not None and not self._gelu:
             found_XF: Tensor = self._now.gated(gate_up_XF)
             return found_XF
         gate_XF, up_XF = gate_up_XF.chunk(2, -1)
-        return F.silu(gate_XF) * up_XF
+        return (F.gelu(gate_XF, approximate="tanh") if self._gelu else F.silu(gate_XF)) * up_XF
 
     def _fused_attention(
-        self, cache: KVCache, positions_BM: Tensor, mask_B1MS: Tensor | None, end: int
+        self, cache: KVCache, turns: tuple[Tensor, Tensor | None], mask_B1MS: Tensor | None, end: int
     ) -> Callable[[int, Tensor], Tensor]:
         """`_attention` in kernels for GPUs."""
         fused = self._now
@@ -318,16 +339,16 @@ class LeanDecoder(LanguageModel):
         assert fused is not None
         assert mask_B1MS is not None
         slots_BM, mask_BMS = cache.slots_BM, mask_B1MS[:, 0]
-        cos_BM1E, sin_BM1E = self._rotation(positions_BM, end)
+        cos_BM1E, sin_BM1E = turns
         assert sin_BM1E is not None
-        turns = cos_BM1E.reshape(-1, self.key_width), sin_BM1E.reshape(-1, self.key_width)
+        cos_sin = cos_BM1E.reshape(-1, self.key_width), sin_BM1E.reshape(-1, self.key_width)
 
         def attended(index: int, qkv_XO: Tensor) -> Tensor:
             norms_O = self._layers[index].norm_heads_O
             if not self._norms_heads_apart:
                 qkv_XO, norms_O = self._norm_heads(qkv_XO, self._layers[index]), None
             kept = cache.keys[index], cache.values[index], slots_BM
-            query_XHE = fused.rotate_and_keep(qkv_XO, *turns, *kept, norms_O, self._eps)
+            query_XHE = fused.rotate_and_keep(qkv_XO, *cos_sin, *kept, norms_O, self._eps)
             found_XO: Tensor = fused.attend(query_XHE, *cache.view(index, end), mask_BMS, slots_BM)
             return found_XO
 
@@ -336,7 +357,7 @@ class LeanDecoder(LanguageModel):
     def _attention(
         self,
         cache: KVCache,
-        positions_BM: Tensor,
+        turns: tuple[Tensor, Tensor | None],
         mask_B1MS: Tensor | None,
         window: int | None,
         count: int,
@@ -345,9 +366,9 @@ class LeanDecoder(LanguageModel):
     ) -> Callable[[int, Tensor], Tensor]:
         """What a layer reads [X, H · E], by its number and its queries, keys and values [X, O], which are kept."""
         if self._now is not None:
-            return self._fused_attention(cache, positions_BM, mask_B1MS, end)
+            return self._fused_attention(cache, turns, mask_B1MS, end)
         batch = len(cache.lengths)
-        turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
+        turns_BM1E, sin_BM1E = turns
         rotated_heads = self.heads + self.kv_heads
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
         group = self.heads // self.kv_heads if count <= FEW_ROWS else 1
@@ -406,3 +427,7 @@ class LeanDecoder(LanguageModel):
         if self._inner is not None:
             rows_XD = self._inner(rows_XD)
         return self._head(rows_XD).view(*hidden_XD.shape[:-1], -1), self._kept_R
+
+
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))

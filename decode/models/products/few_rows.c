@@ -10,8 +10,8 @@
    pointer follows it.
 
    What stands before a product in a decoder is done here too: a row of x may be divided by its length, with an offset
-   beside it, and multiplied by a norm's weights; or, if gated, be SiLU(first half) * second half. Inputs are a multiple of
-   16 then. Every thread does so for itself: that costs less than to wait for each other. */
+   beside it, and multiplied by a norm's weights; or, if gated, be the second half times SiLU (1) or GELU by tanh (2) of the
+   first. Inputs are a multiple of 16 then. Every thread does so for itself: that costs less than to wait for each other. */
 
 #include "vectors.h"
 
@@ -114,11 +114,13 @@ static void lay(const float *x, float *to, long inputs, int step, int kind)
         to[i * step] = x[i];
 }
 
-static void gate(const float *x, float *to, long inputs, int step, int kind)
+static void gate(const float *x, float *to, long inputs, int step, int kind, int gated)
 {
     for (long i = 0; i < inputs; i += LANES) {
         vector open = *(const vector *)(x + i), value = *(const vector *)(x + inputs + i);
-        put(value * (open / (1.0f + exponential(-open))), to, i, step, kind);
+        /* GELU by tanh is x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))) */
+        vector slope = gated == 2 ? open * (1.59576912f + 0.0713548163f * open * open) : open;
+        put(value * (open / (1.0f + exponential(-slope))), to, i, step, kind);
     }
 }
 
@@ -149,10 +151,10 @@ void few_rows(
         float made[as_it_is ? 1 : count * steps];
         for (int row = 0; row < count && !as_it_is; row++) {
             const int start = row / size * size, step = count - start < size ? count - start : size;
-            const float *from = given + row * inputs * (1 + gated);
+            const float *from = given + row * inputs * (gated ? 2 : 1);
             float *to = made + start * steps + (row - start);
             if (gated)
-                gate(from, to, inputs, step, kind);
+                gate(from, to, inputs, step, kind, gated);
             else if (offset >= 0)
                 normalise(from, to, inputs, step, kind, norm, offset);
             else

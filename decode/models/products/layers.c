@@ -1,18 +1,23 @@
 /* Decoder layers for few tokens, one after another, in float32: few_rows.c and attention.c say what their parts are.
 
    hidden and result are [batch * count, inputs]; the first layer's queries, keys and values may be given. The four
-   weights of a layer are as few_rows takes them; its norms' weights may be null. work has room for a row's queries, keys
-   and values, what they read, gates and values of the MLP, and a hidden row, for all rows. bias is that of queries, keys and
-   values, norm_heads the weights of norms of queries and keys; both may be null. Each head has a norm of its own if
-   norms_apart, else all query heads have one, and all key heads. */
+   weights of a layer are as few_rows takes them; bias is that of queries, keys and values, norm_heads the weights of norms of
+   queries and keys: each head has a norm of its own if norms_apart, else all query heads have one, and all key heads.
+   norm_attended and norm_made are of what attention and MLP add. All of these may be null, and so may the weights of the
+   norms before attention and MLP, which are not there if offset < 0. turns, mask and rows_of_mask are as attend takes them.
+   work has room for a row's queries, keys and values, what they read, gates and values of the MLP, and a hidden row, for
+   all rows. */
 
-#include <math.h>
 #include <stddef.h>
+
+#include "vectors.h"
 
 typedef struct {
     const char *qkv, *out, *gate_up, *down;
-    const float *norm_in, *norm_mlp, *bias, *norm_heads;
+    const float *norm_in, *norm_mlp, *bias, *norm_heads, *norm_attended, *norm_made;
     float *keys, *values;
+    const float *turns, *mask;
+    long rows_of_mask;
 } layer;
 
 void few_rows(
@@ -23,28 +28,32 @@ void attend(
     float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
     int heads, int groups, int width, int start, int end, int threads);
 
-/* Some heads of all rows, in place. */
+/* RMSNorm of so many numbers, in place, with what they are added to, if that is anything. */
+static inline void normed(float *x, const float *add, const float *weights, long numbers, float eps)
+{
+    vector squares = {0};
+    for (long e = 0; e < numbers; e += LANES)
+        squares += *(vector *)(x + e) * *(vector *)(x + e);
+    const float scale = 1.0f / sqrtf(total(squares) / (float)numbers + eps);
+    for (long e = 0; e < numbers; e += LANES) {
+        vector scaled = *(vector *)(x + e) * scale * *(const vector *)(weights + e);
+        *(vector *)(x + e) = add ? scaled + *(const vector *)(add + e) : scaled;
+    }
+}
+
 static void norm_heads(float *x, const float *weights, long rows, long apart, long numbers, long together, float eps)
 {
     for (long row = 0; row < rows; row++)
-        for (long from = 0; from < numbers; from += together) {
-            float *head = x + row * apart + from, squares = 0;
-            for (long e = 0; e < together; e++)
-                squares += head[e] * head[e];
-            const float scale = 1.0f / sqrtf(squares / (float)together + eps);
-            for (long e = 0; e < together; e++)
-                head[e] *= scale * weights[from + e];
-        }
+        for (long from = 0; from < numbers; from += together)
+            normed(x + row * apart + from, NULL, weights + from, together, eps);
 }
 
 void layers(
-    const layer *all, const float *hidden, const float *first_qkv, float *work, float *result, const float *turns,
-    const float *mask, const long *lengths, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart,
-    long inputs, long mlp, int number, int kind, int batch, int count, int heads, int groups, int width, int start,
-    int end, int threads, int norms_apart, float offset)
+    const layer *all, const float *hidden, const float *first_qkv, float *work, float *result, const long *lengths,
+    long rows_of_turns, long row_apart, long head_apart, long inputs, long mlp, int number, int kind, int batch, int count,
+    int heads, int groups, int width, int start, int end, int threads, int norms_apart, int gated, float offset, float eps)
 {
     const long read = (long)heads * width, kept = (long)groups * width, asked = read + 2 * kept;
-    const float eps = offset * offset / (float)inputs;
     const int rows = batch * count;
     float *own_qkv = work, *attended = own_qkv + rows * asked, *gates = attended + rows * read;
     float *between = gates + rows * 2 * mlp;
@@ -58,11 +67,17 @@ void layers(
             norm_heads(own_qkv + read, one->norm_heads + read, rows, asked, kept, norms_apart ? width : kept, eps);
         }
         attend(
-            qkv, turns, mask, one->keys, one->values, lengths, attended, rows_of_turns, rows_of_mask, row_apart, head_apart,
-            batch, count, heads, groups, width, start, end, threads);
-        few_rows(one->out, attended, hidden, inputs, between, read, inputs, rows, kind, threads, NULL, -1, 0);
+            qkv, one->turns, one->mask, one->keys, one->values, lengths, attended, rows_of_turns, one->rows_of_mask,
+            row_apart, head_apart, batch, count, heads, groups, width, start, end, threads);
+        const float *add = one->norm_attended ? NULL : hidden;
+        few_rows(one->out, attended, add, inputs, between, read, inputs, rows, kind, threads, NULL, -1, 0);
+        for (long row = 0; row < rows && !add; row++)
+            normed(between + row * inputs, hidden + row * inputs, one->norm_attended, inputs, eps);
         few_rows(one->gate_up, between, NULL, 0, gates, inputs, 2 * mlp, rows, kind, threads, one->norm_mlp, offset, 0);
-        few_rows(one->down, gates, between, inputs, result, mlp, inputs, rows, kind, threads, NULL, -1, 1);
+        add = one->norm_made ? NULL : between;
+        few_rows(one->down, gates, add, inputs, result, mlp, inputs, rows, kind, threads, NULL, -1, gated);
+        for (long row = 0; row < rows && !add; row++)
+            normed(result + row * inputs, between + row * inputs, one->norm_made, inputs, eps);
         hidden = result;
     }
 }

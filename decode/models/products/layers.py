@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,20 @@ from .few_rows import WIDE, FewRows, fits
 from .native import compiled, in_use
 from .product import Product
 
+Side = tuple[Tensor, Tensor | None]
+"""How a layer's queries and keys are turned [1 or B, M, 1, E / 2], complex, and its mask [1 or B, 1, M, S]."""
+
 _WIDTH = 16
 _AT_ONCE = 60  # tokens: whole groups of rows, as few_rows.c has them
+
+
+class Norms(NamedTuple):
+    """How a decoder's norms are kept."""
+
+    folded: bool
+    """Products hold the weights of those before them."""
+    apart: bool
+    """Each head of queries and keys has its own."""
 
 
 class DecoderLayers:
@@ -27,35 +39,50 @@ class DecoderLayers:
 
     @classmethod
     def made(
-        cls, layers: Sequence[Any], heads: int, kv_heads: int, width: int, offset: float, folded: bool, apart: bool
+        cls,
+        layers: Sequence[Any],
+        sides: Sequence[int],
+        sizes: tuple[int, int, int],
+        gated: int,
+        eps: float,
+        norms: Norms,
     ) -> DecoderLayers | None:
-        """Those of layers that each have the products `qkv`, `out`, `gate_up` and `down` and the norms' weights
-        `norm_in_D` and `norm_mlp_D`, which the products hold if `folded`; norms divide by √(x² + offset²). Norms of
-        queries and keys, `norm_heads_O`, are each head's own if `apart`. None where there is no such function for them
-        here."""
+        """Those of layers that each have the products `qkv`, `out`, `gate_up` and `down`, and weights of norms. None
+        where there is no such function for them here.
+
+        Args:
+            sides: which of the sides of a call each layer has.
+            sizes: heads of queries, heads of keys, and the width of a head.
+            gated: the MLP's activation, of `ACTIVATIONS`.
+        """
         weights = [product.weight_OI for layer in layers for product in _products(layer)]
-        right = all(fits(each) and each.shape[1] % _WIDTH == 0 for each in weights) and width % _WIDTH == 0
-        return cls(layers, (heads, kv_heads, width), offset, folded, apart) if right else None
+        right = all(fits(each) and each.shape[1] % _WIDTH == 0 for each in weights) and sizes[2] % _WIDTH == 0
+        before = {each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}
+        return cls(layers, sides, sizes, gated, eps, norms) if right and len(before) == 1 else None
 
     def __init__(
-        self, layers: Sequence[Any], sizes: tuple[int, int, int], offset: float, folded: bool, apart: bool
+        self,
+        layers: Sequence[Any],
+        sides: Sequence[int],
+        sizes: tuple[int, int, int],
+        gated: int,
+        eps: float,
+        norms: Norms,
     ) -> None:
-        self._sizes, self._offset, self._norms_apart = sizes, offset, apart
+        self._sides, self._sizes, self._gated, self._norms_apart = tuple(sides), sizes, gated, norms.apart
+        inputs = layers[0].qkv.weight_OI.shape[1]
+        self._offset = -1.0 if layers[0].norm_in_D is None else (inputs * eps) ** 0.5
+        self._eps = eps
         few = [[product.few_rows or FewRows(product.weight_OI) for product in _products(layer)] for layer in layers]
-        norms = [[None, None] if folded else [layer.norm_in_D, layer.norm_mlp_D] for layer in layers]
         kept = [
-            [
-                None if each is None else each.float().contiguous()
-                for each in (*of_layer, layer.qkv.bias_O, layer.norm_heads_O)
-            ]
-            for of_layer, layer in zip(norms, layers, strict=True)
+            [None if each is None else each.float().contiguous() for each in _vectors(layer, norms.folded)]
+            for layer in layers
         ]
         self._held = few, kept
         """What the table points to."""
-        self._table = torch.zeros(len(layers), 10, dtype=torch.int64)
+        self._table = torch.zeros(len(layers), 15, dtype=torch.int64)
         self._table[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
-        pointers = [[0 if each is None else each.data_ptr() for each in of_layer] for of_layer in kept]
-        self._table[:, 4:8] = torch.tensor(pointers)
+        self._table[:, 4:10] = torch.tensor([[_address(each) for each in of_layer] for of_layer in kept])
         self._kind = few[0][0].kind
         assert all(product.kind == self._kind for products in few for product in products)
         self._mlp = layers[0].down.weight_OI.shape[1]
@@ -72,8 +99,7 @@ class DecoderLayers:
         self,
         hidden_XD: Tensor,
         first_qkv_XO: Tensor | None,
-        turns_BM1E: Tensor,
-        mask_B1MS: Tensor | None,
+        sides: Sequence[Side],
         cache: Any,
         start: int,
         end: int,
@@ -81,11 +107,11 @@ class DecoderLayers:
     ) -> tuple[Tensor, list[Tensor]]:
         """What comes out of the last layer [X, D], and what went into `given_layers`, which rise; keys and values are
         written to the cache, a `KVCache`. The tokens are nodes `start` and on of each row's tree, and see themselves
-        and what the mask, as of `LanguageModel.extend`, lets them see of the slots before; without one all. The first
-        layer's queries, keys and values may be given."""
-        batch, count = len(cache.lengths), turns_BM1E.shape[1]
+        and what a side's mask, as of `LanguageModel.extend`, lets them see of the slots before; without one all. The
+        first layer's queries, keys and values may be given."""
+        batch, count = len(cache.lengths), sides[0][0].shape[1]
         if batch * count <= self._most_tokens:
-            return self._few(hidden_XD, first_qkv_XO, turns_BM1E, mask_B1MS, cache, start, end, given_layers)
+            return self._few(hidden_XD, first_qkv_XO, sides, cache, start, end, given_layers)
         parts = -(-count // max(1, min(_AT_ONCE, self._most_tokens) // batch))
         hidden_BMD = hidden_XD.view(batch, count, -1)
         first_qkv_BMO = None if first_qkv_XO is None else first_qkv_XO.view(batch, count, -1)
@@ -95,8 +121,7 @@ class DecoderLayers:
             one_XD, given = self._few(
                 hidden_BMD[:, here].flatten(0, 1),
                 None if first_qkv_BMO is None else first_qkv_BMO[:, here].flatten(0, 1),
-                turns_BM1E[:, here],
-                None if mask_B1MS is None else mask_B1MS[:, :, here].contiguous(),
+                [(turns[:, here], None if mask is None else mask[:, :, here]) for turns, mask in sides],
                 cache,
                 start + here.start,
                 end,
@@ -110,8 +135,7 @@ class DecoderLayers:
         self,
         hidden_XD: Tensor,
         first_qkv_XO: Tensor | None,
-        turns_BM1E: Tensor,
-        mask_B1MS: Tensor | None,
+        sides: Sequence[Side],
         cache: Any,
         start: int,
         end: int,
@@ -119,20 +143,21 @@ class DecoderLayers:
     ) -> tuple[Tensor, list[Tensor]]:
         """`__call__` of at most `_most_tokens` tokens."""
         heads, kv_heads, width = self._sizes
-        batch, count = len(cache.lengths), turns_BM1E.shape[1]
+        sides = [(turns.contiguous(), None if mask is None else mask.contiguous()) for turns, mask in sides]
+        batch, (rows_of_turns, count) = len(cache.lengths), sides[0][0].shape[:2]
         rows, inputs = hidden_XD.shape
         keys_BHSE = cache.keys[0]
         row_apart, head_apart, slot_apart, _ = keys_BHSE.stride()
-        hidden_XD, turns_BM1E = hidden_XD.contiguous(), turns_BM1E.contiguous()
+        hidden_XD = hidden_XD.contiguous()
         assert hidden_XD.dtype == keys_BHSE.dtype == torch.float32
         assert keys_BHSE.stride() == cache.values[-1].stride()
         assert slot_apart == width
-        assert mask_B1MS is None or (mask_B1MS.is_contiguous() and mask_B1MS.dtype == torch.float32)
+        assert all(mask is None or mask.dtype == torch.float32 for _, mask in sides)
         assert first_qkv_XO is None or first_qkv_XO.is_contiguous()
-        caches = [[key.data_ptr(), value.data_ptr()] for key, value in zip(cache.keys, cache.values, strict=True)]
-        self._table[:, 8:] = torch.tensor(caches)
+        seen = [(turns.data_ptr(), _address(mask), 1 if mask is None else len(mask)) for turns, mask in sides]
+        slots = zip(cache.keys, cache.values, self._sides, strict=True)
+        self._table[:, 10:] = torch.tensor([(k.data_ptr(), v.data_ptr(), *seen[side]) for k, v, side in slots])
         work = hidden_XD.new_empty(rows * ((2 * heads + 2 * kv_heads) * width + 2 * self._mlp + inputs))
-        masks = (None, 1) if mask_B1MS is None else (mask_B1MS.data_ptr(), len(mask_B1MS))
         given = list[Tensor]()
         bounds = (0, *given_layers, len(self._table))
         for part, (first, last) in enumerate(pairwise(bounds)):
@@ -140,17 +165,23 @@ class DecoderLayers:
                 given.append(hidden_XD)
             made_XD = torch.empty_like(hidden_XD)
             qkv = None if first or first_qkv_XO is None else first_qkv_XO.data_ptr()
-            data = (hidden_XD.data_ptr(), qkv, work.data_ptr(), made_XD.data_ptr(), turns_BM1E.data_ptr(), masks[0])
-            apart = (len(turns_BM1E), masks[1], row_apart, head_apart)
+            data = hidden_XD.data_ptr(), qkv, work.data_ptr(), made_XD.data_ptr(), cache.lengths_B.data_ptr()
             sizes = (inputs, self._mlp, last - first, self._kind, batch, count, heads, kv_heads, width, start, end)
-            table = self._table[first:].data_ptr()
-            threads = torch.get_num_threads()
-            self._call(
-                table, *data, cache.lengths_B.data_ptr(), *apart, *sizes, threads, self._norms_apart, self._offset
-            )
+            how = torch.get_num_threads(), self._norms_apart, self._gated, self._offset, self._eps
+            self._call(self._table[first:].data_ptr(), *data, rows_of_turns, row_apart, head_apart, *sizes, *how)
             if last > first:
                 hidden_XD = made_XD
         return hidden_XD, given
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _vectors(layer: Any, folded: bool) -> tuple[Tensor | None, ...]:
+    """What a layer adds and multiplies by, one by one, as layers.c has it."""
+    before = (None, None) if folded else (layer.norm_in_D, layer.norm_mlp_D)
+    return *before, layer.qkv.bias_O, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D
 
 
 def _products(layer: Any) -> tuple[Product, Product, Product, Product]:

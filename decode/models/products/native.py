@@ -66,7 +66,7 @@ def compiled() -> Any:
     of_product: list[Any] = [*[pointer] * 3, long, pointer, *[long] * 2, *[small] * 3, pointer, ctypes.c_float, small]
     library.few_rows.argtypes = of_product
     library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 8]
-    library.layers.argtypes = [*[pointer] * 8, *[long] * 6, *[small] * 11, ctypes.c_float]
+    library.layers.argtypes = [*[pointer] * 6, *[long] * 5, *[small] * 12, *[ctypes.c_float] * 2]
     library.multiplies_pairs.argtypes, library.multiplies_pairs.restype = [], small
     library.few_rows.restype = library.attend.restype = library.layers.restype = None
     return library
