@@ -23,7 +23,7 @@ from ..models.base import LanguageModel
 from ..models.products.native import library_products
 from .profile import isolated_forward
 
-_GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite", "olmo2")
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3")
 FAMILIES = (*_GATED, "opt", "gpt_neox", "gpt2", "t5", "mt5", "umt5")
 """Model types whose FLOPs follow from their configuration."""
 

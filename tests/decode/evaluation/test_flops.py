@@ -47,6 +47,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
     "phi3": ("phi3", LLAMA),
     "gemma2": ("gemma2", LLAMA | {"head_dim": 16}),
+    "gemma3": ("gemma3_text", LLAMA | {"head_dim": 16}),
+    "smollm3": ("smollm3", LLAMA),
     "granite": ("granite", LLAMA),
     "olmo2": ("olmo2", LLAMA),
     "opt": ("opt", OPT | {"word_embed_proj_dim": 48}),
