@@ -25,6 +25,11 @@ Methods = Annotated[
 ]
 Every = Annotated[bool, typer.Option("--all", help="Every method that the artifacts allow.")]
 Plan = Annotated[bool, typer.Option("--plan", help="Only say what would be decoded, and how long it takes.")]
+Concurrency = Annotated[str | None, typer.Option(help="Of a server: requests at a time, with commas between.")]
+EngineName = Annotated[
+    str | None, typer.Option(help="Instead, start this one with an export (--drafter or --heads), and one without.")
+]
+EngineOptions = Annotated[str, typer.Option(help="More for the engine, such as '--dtype float32'.")]
 Pair = Annotated[
     str | None,
     typer.Option(metavar="NAME[=FOLDER]", help="On a finished pair, by default in runs/NAME, at small size."),
@@ -85,13 +90,9 @@ def evaluate(
     plan: Plan = False,
     server: Annotated[str | None, typer.Option(help="Instead, measure this server: where its API begins.")] = None,
     baseline: Annotated[str | None, typer.Option(help="With --server: one without drafts, asked in turns.")] = None,
-    concurrency: Annotated[
-        str | None, typer.Option(help="With --server: requests at a time, with commas between.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Instead, start this one with an export (--drafter or --heads), and one without.")
-    ] = None,
-    engine_options: Annotated[str, typer.Option(help="More for the engine, such as '--dtype float32'.")] = "",
+    concurrency: Concurrency = None,
+    engine: EngineName = None,
+    engine_options: EngineOptions = "",
 ) -> None:
     """Decode held-out prompts with several methods and compare them, or run a paper's table again; resumes where it
     was stopped. Without a recipe: plain decoding and one method of each artifact. Or measure a server."""
@@ -165,10 +166,27 @@ def certify(
 
 @_takes_evaluation
 def tune(
-    asked: Evaluation, out: ResultsFile = None, method: Methods = None, every: Every = False, plan: Plan = False
+    asked: Evaluation,
+    out: ResultsFile = None,
+    method: Methods = None,
+    every: Every = False,
+    plan: Plan = False,
+    concurrency: Concurrency = None,
+    engine: EngineName = None,
+    engine_options: EngineOptions = "",
 ) -> None:
     """Find each method's best settings by replay under measured costs, and confirm the winners by decoding; what is
-    found lies beside the results file. Resumes where it was stopped."""
+    found lies beside the results file. Resumes where it was stopped. With --engine: how many tokens a step that should
+    draft under each load."""
+    if engine is not None:
+        from .serving.engines import measured_recipe
+        from .serving.lengths import run_lengths
+
+        asking = {"prompts": asked.prompts, "out": out or f"tune-{engine}.json", "concurrency": concurrency}
+        served = measured_recipe(asked.recipe, asked.overrides or [], asking)
+        export = asked.drafter or asked.heads
+        run_lengths(served, engine, export, asked.target, shlex.split(engine_options))
+        return
     loaded = asked.load("tune", method, every, out=out)
     from .evaluation.tune import run_tune, show_plan
 

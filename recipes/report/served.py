@@ -66,6 +66,26 @@ def _cells(row: Results, side: str) -> list[Cell]:
     ]
 
 
+def length_table(results: Results) -> Table:
+    """What each number of drafted tokens a step is worth by load: predicted, and measured where it was."""
+    deepest = max(len(load["lengths"]) for load in results["loads"])
+    columns = [Column("load", numeric=False), Column("best", "tokens")]
+    columns += [Column(f"{tokens} drafted", "×") for tokens in range(1, deepest + 1)]
+    rows = []
+    for load in results["loads"]:
+        best = load["best"]
+        cells = [_length_cell(length, length["tokens"] == best) for length in load["lengths"]]
+        cells += [Cell(DASH)] * (deepest - len(cells))
+        rows.append([Cell(load_name(load)), Cell(str(best) if best else "none"), *cells])
+    return Table(f"{results['engine']}: speedup by drafted tokens, predicted (measured)", columns, rows)
+
+
+def _length_cell(length: Results, best: bool) -> Cell:
+    measured = length.get("measured")
+    said = "" if measured is None else f" ({number(measured)})"
+    return Cell(f"{number(length['speedup'])}{said}", length["speedup"], style="bold" if best else "")
+
+
 def run_served_report(paths: Sequence[Path], out: Path) -> None:
     """Write the page of one measurement, or of several side by side."""
     names, found = short_names(paths), [load_served(path) for path in paths]

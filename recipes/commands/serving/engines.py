@@ -238,7 +238,7 @@ def run_serve(sides: Sequence[Sequence[str]], port: int, more: Sequence[str], st
 
 def measured_recipe(name: str | None, overrides: Sequence[str], asking: Mapping[str, str | None]) -> ServedRecipe:
     """`served_recipe` of an engine with drafts and one without, which listen at ports of ours unless it is said."""
-    urls = {side: asking[side] or f"http://{HOST}:{PORT + at}/v1" for at, side in enumerate(("server", "baseline"))}
+    urls = {side: asking.get(side) or f"http://{HOST}:{PORT + at}/v1" for at, side in enumerate(("server", "baseline"))}
     recipe = served_recipe(name, overrides, **{**asking, **urls})
     assert recipe is not None
     return recipe

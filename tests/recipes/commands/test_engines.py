@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.recipes.commands.serving.engines import commands_of
+from draftsmith.recipes.commands.serving.lengths import predicted
 
 VLLM = f"""#!{sys.executable}
 import http.server, json, subprocess, sys, threading
@@ -162,3 +164,55 @@ def test_what_no_engine_serves(form: str | None, engine: str, target: str | None
     save_artifact(other, kind="drafter", write=lambda folder: (folder / "x").write_text("x"), **about)
     with pytest.raises(ValueError, match=match):
         commands_of(other, engine)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_one_command_says_how_many_tokens_to_draft(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+    """The stand-in accepts both of the tokens that it keeps beyond the first, whatever it is told to draft. What is
+    measured is not measured again."""
+    rows = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
+    (tmp_path / "questions.json").write_text(json.dumps(rows))
+    given = ["--prompts", "questions.json", "--drafter", str(export), "--concurrency", "1,4", "--out", "lengths.json"]
+    done = cli("tune", "--engine", "vllm", *given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "lengths.json").read_text())
+    for load, concurrency in zip(found["loads"], (1, 4), strict=True):
+        assert load["concurrency"] == concurrency
+        assert [length["tokens_per_step"] for length in load["lengths"]] == pytest.approx([2, 3, 3, 3, 3])
+        assert {1, 5} <= {length["tokens"] for length in load["lengths"] if length.get("measured")}
+        command = found["commands"][str(load["best"])]
+        assert f'"num_speculative_tokens": {load["best"]}' in command if load["best"] else "speculative" not in command
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("lengths.*.json")}
+    (tmp_path / "lengths.5.json").unlink()
+    again = cli("tune", "--engine", "vllm", *given, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "lengths.1.json").stat().st_mtime_ns == before[tmp_path / "lengths.1.json"], "not measured again"
+
+
+def test_the_best_length_is_that_of_the_costs() -> None:
+    """Costs and acceptance as they were made up: times of a step that grow by 2 ms a token, of 10 ms without drafts."""
+    rates, plain, step = [0.8, 0.7, 0.5, 0.2, 0.1], 10.0, lambda tokens: 11.0 + 2.0 * tokens
+
+    def row(tokens: int, concurrency: int, slow: float) -> dict[str, Any]:
+        kept = 1 + sum(math.prod(rates[: i + 1]) for i in range(tokens))
+        side = {
+            "ms_per_token": slow * step(tokens) / kept,
+            "tokens_per_step": kept,
+            "acceptance_by_depth": rates[:tokens],
+        }
+        return {"concurrency": concurrency, "rate": None, "server": side, "baseline": {"ms_per_token": plain}}
+
+    for slow in (1.0, 1.2, 2.0):
+        load = predicted(row(1, 4, slow), row(5, 4, slow), 5)
+        wanted = {
+            tokens: (1 + sum(math.prod(rates[: i + 1]) for i in range(tokens))) * plain / (slow * step(tokens))
+            for tokens in range(1, 6)
+        }
+        assert {each["tokens"]: each["speedup"] for each in load["lengths"]} == pytest.approx(wanted)
+        best = max(wanted, key=wanted.__getitem__)
+        assert load["best"] == (best if wanted[best] > 1 else 0)
+    assert load["best"] == 0, "twice as slow a step leaves nothing"
+    silent = row(5, 1, 1.0)
+    silent["server"]["acceptance_by_depth"] = []
+    with pytest.raises(ValueError, match=r"1 at a time.*position"):
+        predicted(row(1, 1, 1.0), silent, 5)
