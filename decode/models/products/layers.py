@@ -70,8 +70,8 @@ class DecoderLayers:
         norms: Norms,
     ) -> None:
         self._sides, self._sizes, self._gated, self._norms_apart = tuple(sides), sizes, gated, norms.apart
-        inputs = layers[0].qkv.weight_OI.shape[1]
-        self._offset = -1.0 if layers[0].norm_in_D is None else (inputs * eps) ** 0.5
+        hidden = layers[0].gate_up.weight_OI.shape[1]  # what queries are read from may be wider
+        self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * eps) ** 0.5
         self._eps = eps
         few = [[product.few_rows or FewRows(product.weight_OI) for product in _products(layer)] for layer in layers]
         kept = [
