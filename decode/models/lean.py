@@ -126,10 +126,10 @@ class LeanDecoder(LanguageModel):
         self._sides = list(dict.fromkeys(sides))
         self._side_of = [self._sides.index(side) for side in sides]
         self._few = None
-        if self._complex:
+        if self._complex and DecoderLayers.fit(self._layers, self.key_width):
             sizes, gated = (self.heads, self.kv_heads, self.key_width), ACTIVATIONS[_activation(config)]
             norms = Norms(self._folded, self._norms_heads_apart)
-            self._few = DecoderLayers.made(self._layers, self._side_of, sizes, gated, self._eps, norms)
+            self._few = DecoderLayers(self._layers, self._side_of, sizes, gated, self._eps, norms)
         self._rotary = decoder.rotary_emb
         self._turned = 0
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
@@ -269,20 +269,19 @@ class LeanDecoder(LanguageModel):
         self._now = self._fused if isinstance(cache, IndexedCache) else None
         embedded_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype)
         hidden_XD = self._first(embedded_XD if self._embedding_scale == 1 else embedded_XD * self._embedding_scale)
+        turned = {by: self._rotation(positions_BM, end, by) for _, by in self._sides}
         if self._in_c(cache, count):
             assert self._few is not None
             sides = [
-                (self._rotation(positions_BM, end, by)[0], self._windowed(mask_B1MS, positions_BM, end, window))
-                for window, by in self._sides
+                (turned[by][0], self._windowed(mask_B1MS, positions_BM, end, window)) for window, by in self._sides
             ]
             seen = (sides, cache, start, end)
             hidden_XD, given = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.given_layers)
         else:
             attends = []
             for window, by in self._sides:
-                turns = self._rotation(positions_BM, end, by)
                 mask = self._windowed(mask_B1MS, positions_BM, end, window)
-                attends.append(self._attention(cache, turns, mask, window, count, start, end))
+                attends.append(self._attention(cache, turned[by], mask, window, count, start, end))
             hidden_XD, given = self._through_layers(hidden_XD, [attends[side] for side in self._side_of])
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)

@@ -35,30 +35,14 @@ class Norms(NamedTuple):
 
 class DecoderLayers:
     """Layers of norms, attention and gated MLPs in float32; their weights are float32 or bfloat16, and a copy of them
-    is kept. See `made`."""
+    is kept."""
 
-    @classmethod
-    def made(
-        cls,
-        layers: Sequence[Any],
-        sides: Sequence[int],
-        sizes: tuple[int, int, int],
-        gated: int,
-        eps: float,
-        norms: Norms,
-    ) -> DecoderLayers | None:
-        """Those of layers that each have the products `qkv`, `out`, `gate_up` and `down`, and weights of norms. None
-        where there is no such function for them here.
-
-        Args:
-            sides: which of the sides of a call each layer has.
-            sizes: heads of queries, heads of keys, and the width of a head.
-            gated: the MLP's activation, of `ACTIVATIONS`.
-        """
+    @staticmethod
+    def fit(layers: Sequence[Any], width: int) -> bool:
+        """Whether there is such a function here for layers with heads of a width."""
         weights = [product.weight_OI for layer in layers for product in _products(layer)]
-        right = all(fits(each) and each.shape[1] % _WIDTH == 0 for each in weights) and sizes[2] % _WIDTH == 0
-        before = {each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}
-        return cls(layers, sides, sizes, gated, eps, norms) if right and len(before) == 1 else None
+        right = all(fits(each) and each.shape[1] % _WIDTH == 0 for each in weights) and width % _WIDTH == 0
+        return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(
         self,
@@ -69,6 +53,13 @@ class DecoderLayers:
         eps: float,
         norms: Norms,
     ) -> None:
+        """Of layers that `fit`, with the products `qkv`, `out`, `gate_up` and `down`, and weights of norms.
+
+        Args:
+            sides: which of the sides of a call each layer has.
+            sizes: heads of queries, heads of keys, and the width of a head.
+            gated: the MLP's activation, of `ACTIVATIONS`.
+        """
         self._sides, self._sizes, self._gated, self._norms_apart = tuple(sides), sizes, gated, norms.apart
         hidden = layers[0].gate_up.weight_OI.shape[1]  # what queries are read from may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * eps) ** 0.5

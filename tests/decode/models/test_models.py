@@ -164,11 +164,12 @@ def test_texts_go_on_beyond_a_sliding_window(family: str, fast: bool) -> None:
     scorer = wrap_model(model, fast=fast)
     assert isinstance(scorer, LeanDecoder) == fast
     assert scorer.max_positions == 512
-    assert tree_against_paths(model, fast, (300, 40)) < 4e-5
+    bound = 4e-5 if family == "gemma3_text" and fast else 2e-5  # its norms multiply by up to 2.5
+    assert tree_against_paths(model, fast, (300, 40)) < bound
     endless = wrap_model(build(family, **overrides | {"sliding_window": 512}), fast=fast)
     cache, ids_1T = endless.new_cache(1, 300), torch.arange(300)[None] % 50
     unlike_V = endless.logits(endless.extend(cache, ids_1T))[0, -1] - model(ids_1T).logits[0, -1]
-    assert unlike_V.abs().max() > 4e-3
+    assert unlike_V.abs().max() > 100 * bound
     if fast:  # rows of unlike lengths, whose roots are read row by row
         wide, lengths = wrap_model(build(family, **overrides | {"max_position_embeddings": 8192})), [6000, 3, 190]
         cache = wide.new_cache(3, 6001)
