@@ -62,7 +62,7 @@ def run_lengths(
     atomic_text(out, json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
     console().print(length_table(results).rich())
     for load in loads:
-        console().print(f"{load_name(load)}: {commands[str(load['best'])]}", soft_wrap=True, markup=False)
+        console().print(f"{load_name(load)}: {commands[str(load['best'])]}", soft_wrap=True)
     console().print(f"results: {out}", soft_wrap=True)
     return results
 
