@@ -174,15 +174,24 @@ def tree_text(paths: Paths) -> str:
 
 
 def settings_of(
-    name: str, sampling: Sampling, parts: Parts, space: Space, recording: Recording | None = None
+    name: str,
+    sampling: Sampling,
+    parts: Parts,
+    space: Space,
+    recording: Recording | None = None,
+    costs: CostModel | None = None,
 ) -> list[Options]:
     """Settings of a method to be tried: by replay, or decoded for those of `DECODED`. The recording says which of the
-    heads' trees; without one sizes stand for them, to be counted."""
+    heads' trees, the costs what a draft token costs; without them sizes and 0.1 stand for both, to be counted."""
     grid = _decoded_grid(name, parts, sampling, space) if name in DECODED else _replayed_grid(name, parts, space)
     if "tree" in grid:
         sizes = [size for size in grid["tree"] if size < space.nodes]
         grid["tree"] = sizes if recording is None else map(tree_text, best_head_trees(recording, sizes).values())
     found = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    if name == "adaptive":
+        gamma = max(grid["gamma"])
+        cost = costs.draft_token(gamma) if costs is not None else 0.1
+        found.append({"gamma": gamma, "policy": "expected-gain", "cost": cost})
     if name == TYPICAL:  # Medusa's own rule: δ is the root of ε
         return [options | {"acceptance": "typical", "delta": options["epsilon"] ** 0.5} for options in found]
     found = [each for each in found if each.get("shortest", 1) <= each.get("ngram", 3)]
@@ -310,7 +319,7 @@ def tune_decoded(
         surprise = None if lossless else perplexity(target, prompts, [run.ids for run in runs])
         return Choice(method_of(name), given, *rates, 0.0, 0.0, lossless, "decoding", surprise)
 
-    settings, choices = settings_of(name, sampling, parts, space, recording), []
+    settings, choices = settings_of(name, sampling, parts, space, recording, costs), []
     for done, options in enumerate(settings):
         if progress:
             progress(done, len(settings))
