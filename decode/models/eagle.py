@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...checkpoints.heads.eagle import EagleHeads
 from .lean import LeanDecoder
+from .products.int8 import is_int8, rounded
 from .products.product import Product
 from .products.weights import LayerWeights
 
@@ -27,9 +28,12 @@ class EagleDrafter(LeanDecoder):
         weight_DG = heads.fc.weight.detach()
         embedding_VD = heads.embedding.to(weight_DG.dtype)
         self._normed_D = heads.midlayer.hidden_norm.weight.detach() if heads.normed else None
-        self._hold(heads.config, embedding_VD, heads.projection().to(weight_DG.dtype), heads, [heads.midlayer])
+        head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
+        if int8:
+            head_RD = rounded(head_RD)
+        self._hold(heads.config, embedding_VD, head_RD, heads, [heads.midlayer], int8)
         self.head_weights = None if self._kept_R is None else heads.projection().numel()
-        self._take_in = Product(weight_DG)
+        self._take_in = self._product(weight_DG)
         self._above_XD: Tensor | None = None
         self._embedded_XD: Tensor | None = None
 

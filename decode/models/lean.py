@@ -25,6 +25,7 @@ from .base import NO_LIMIT, LanguageModel
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.few_rows import FEW_ROWS
+from .products.int8 import is_int8
 from .products.layers import DecoderLayers, Norms
 from .products.native import compiled, fused_kernels
 from .products.product import Product
@@ -79,15 +80,18 @@ class LeanDecoder(LanguageModel):
         decoder, output = model.model, model.get_output_embeddings()
         self.states, self.given_layers = states, tuple(given_layers)
         self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
-        self._inner = Product(output.inner.weight.detach()) if isinstance(output, LowRankHead) else None
+        int8 = is_int8(model)
+        self._inner = Product(output.inner.weight.detach(), int8=int8) if isinstance(output, LowRankHead) else None
         embedding_VD, head = decoder.embed_tokens.weight.detach(), output.weight.detach()
         if (scale := getattr(decoder.embed_tokens, "embed_scale", None)) is not None:
             self._embedding_scale = float(scale.to(embedding_VD.dtype))  # rounded as there
         self.vocab_size = len(head)
         rows = head if self._kept_R is None else head[self._kept_R]
-        self._hold(model.config, embedding_VD, rows, decoder, decoder.layers)
+        self._hold(model.config, embedding_VD, rows, decoder, decoder.layers, int8)
 
-    def _hold(self, config: Any, embedding: Tensor, head: Tensor, decoder: Any, layers: Iterable[Any]) -> None:
+    def _hold(
+        self, config: Any, embedding: Tensor, head: Tensor, decoder: Any, layers: Iterable[Any], int8: bool
+    ) -> None:
         """Take weights, and lay them out: of `head` all rows, of `decoder` its final `norm` and its `rotary_emb`."""
         self.config = config
         self.hidden_size = embedding.shape[1]
@@ -101,7 +105,8 @@ class LeanDecoder(LanguageModel):
         self._grouped = self.heads != self.kv_heads
         self._eps = config.rms_norm_eps
         self._embedding_VD = embedding
-        self._head = Product(head)
+        self._product = partial(Product, int8=int8)
+        self._head = self._product(head)
         # One complex product turns a pair of neighbours; transformers pairs element e with e + E/2. Queries and keys
         # are therefore projected in interleaved order, which leaves their inner products as they were.
         # On GPUs there are kernels for what is not a product.
@@ -111,7 +116,7 @@ class LeanDecoder(LanguageModel):
         self.finds_ends = self._fused is not None
         # ‖x‖₂ with a constant √(D ε) beside it is √D times the root mean square that RMSNorm divides by. In float32 the
         # √D and the norm's weight are multiplied into the product that follows.
-        self._folded = self._complex and embedding.dtype == torch.float32
+        self._folded = self._complex and embedding.dtype == torch.float32 and not int8
         self._offset_value = (self.hidden_size * self._eps) ** 0.5
         self._offset = torch.tensor(self._offset_value, device=self.device)
         norm_D = norm_weight(decoder.norm)
@@ -166,13 +171,13 @@ class LeanDecoder(LanguageModel):
         norm_in_D, norm_attended_D, norm_mlp_D, norm_made_D = norms_in_order
         return _Layer(
             norm_in_D,
-            Product(qkv_OI, bias_O),
+            self._product(qkv_OI, bias_O),
             norm_heads_O,
-            Product(own.out_OI),
+            self._product(own.out_OI),
             norm_attended_D,
             norm_mlp_D,
-            Product(gate_up_OI),
-            Product(own.down_OI),
+            self._product(gate_up_OI),
+            self._product(own.down_OI),
             norm_made_D,
         )
 

@@ -23,6 +23,7 @@ from .final_norm import check_states
 from .finite import check_close
 from .graphs import GraphedModel
 from .lean import LeanDecoder
+from .products.int8 import round_to_int8
 from .seq2seq import Seq2SeqModel, check_source_forward
 
 
@@ -143,6 +144,7 @@ def load_model(
     mode; never with remote code. A folder with a LoRA adapter gives the model that it was made for, merged with it.
 
     Args:
+        dtype: of the weights; "int8": matrices are rounded to eight bits a weight, and held as `held_as` says.
         device_map: spread it over several devices instead, as accelerate does: auto, balanced, sequential …
         attention: transformers' name of an attention kernel; None: its own choice, SDPA where the model has it.
         settings: more of transformers' `from_pretrained`.
@@ -152,17 +154,30 @@ def load_model(
     """
     source = at_revision(source)
     folder = Path(source)
-    options = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention} | settings
+    held = held_as(dtype, device) if isinstance(dtype, str) else dtype
+    options = {"dtype": held, "device": device, "device_map": device_map, "attention": attention} | settings
     if not folder.is_dir():
-        return _load(source, **options)
+        return _rounded(_load(source, **options), dtype)
 
     def load() -> PreTrainedModel:
         adapted = is_adapter(folder)
         model = with_adapter(folder, partial(load_model, **options)) if adapted else _load(source, **options)
         load_vocabulary(model, folder)
-        return model
+        return _rounded(model, dtype)
 
     return read_consistent(folder, load)
+
+
+def held_as(dtype: str, device: str) -> str:
+    """The type in which weights of a recipe's `dtype` are held: those of int8 in float32 on a CPU, which then reads
+    eight bits of each (`products/few_rows.py`), elsewhere in bfloat16."""
+    return dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
+
+
+def _rounded(model: PreTrainedModel, dtype: str | torch.dtype) -> PreTrainedModel:
+    if dtype == "int8":
+        round_to_int8(model)
+    return model
 
 
 def _load(source: str, *, device: str, device_map: Any, attention: str | None, **settings: Any) -> PreTrainedModel:

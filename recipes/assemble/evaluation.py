@@ -32,7 +32,8 @@ from ...decode.methods import Parts, method_options, needs_of
 from ...decode.models.base import LanguageModel, check_same_vocabulary
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.graphs import GraphedModel
-from ...decode.models.loading import load_model, wrap_model
+from ...decode.models.loading import held_as, load_model, wrap_model
+from ...decode.models.products.int8 import round_to_int8
 from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
 from ..schema.evaluation import EvaluateRecipe, RegenerateRecipe
@@ -102,10 +103,10 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     return LoadedPair(tokenizer, model, target, parts, device, identities)
 
 
-def _narrow(recipe: EvaluateRecipe) -> torch.dtype | None:
+def _narrow(recipe: EvaluateRecipe, target: LanguageModel) -> torch.dtype | None:
     """The type that a recipe gives drafters, apart from the target's."""
     named = recipe.drafter_dtype
-    return None if named in (None, "auto") else getattr(torch, named)
+    return None if named in (None, "auto") else getattr(torch, held_as(named, target.device.type))
 
 
 def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
@@ -151,7 +152,9 @@ def _open_drafter(
     if is_eagle(Path(place := place_of(source, "drafter"))):
         identity, (made, heads) = _open_part(source, "heads", load_eagle, place)
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-        heads = heads.to(target.device, _narrow(recipe) or target.weights_dtype).attach(*weights)
+        heads = heads.to(target.device, _narrow(recipe, target) or target.weights_dtype).attach(*weights)
+        if (recipe.drafter_dtype or recipe.dtype) == "int8":
+            round_to_int8(heads)
         drafter = EagleDrafter(heads.requires_grad_(False))
         if isinstance(target, GraphedModel):
             drafter = GraphedModel(drafter)

@@ -15,6 +15,7 @@ from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import base_of, is_adapter
 from ...decode.models.draft_vocabulary import LowRankHead, factorise, keep_tokens, load_vocabulary, whole_matrix
+from ...decode.models.loading import held_as
 from ...train.config import micro_steps
 from ...train.parallel.accelerate import zero_stage
 from ...train.plan.memory import Demand, Launch, ModelSize, heads_size, model_size
@@ -128,7 +129,7 @@ def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrai
         raise ValueError(f"the configuration of {source!r} makes no language model: {first_line(error)}") from error
     known = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     files = known if isinstance(known, torch.dtype) else torch.float32
-    return model.to(files if dtype == "auto" else getattr(torch, dtype)).requires_grad_(True)
+    return model.to(files if dtype == "auto" else getattr(torch, held_as(dtype, "cpu"))).requires_grad_(True)
 
 
 def _exported_bytes(trained: TrainableModel, model: ModelSize) -> int:

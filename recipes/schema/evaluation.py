@@ -39,8 +39,9 @@ class _Decoding(Section):
     """Keep the most likely tokens up to this mass."""
     device: str = "auto"
     """Where to decode: auto, cpu, cuda …"""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; auto takes that of the files."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """Type of the weights; auto takes that of the files. int8: matrices are rounded to eight bits a weight, each
+    row with a scale; CPUs read them as such, GPUs hold them in bfloat16."""
     seed: int = 0
     """Random numbers of sampling; each prompt's are its own, whatever is decoded before or beside it."""
 
@@ -55,7 +56,7 @@ class EvaluateRecipe(_Decoding):
     """Folder or hub id of the target."""
     drafter: str | None = None
     """Folder or hub id of the drafter."""
-    drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    drafter_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] | None = None
     """Type of the drafters' weights; null: `dtype`. A narrower one drafts faster, and methods stay exact."""
     more_drafters: list[str] = []
     """Drafters beside the first: with the option `drafter: 2` a row drafts with their first; specinfer takes all."""

@@ -95,8 +95,8 @@ class TeacherSection(Section):
     hidden: str | None = None
     """Folder of the target's hidden states, `hidden.cache` of heads on the same data: it is written if need be, and the
     cache computed from it, so that the target runs once for a drafter and for heads. They are kept in bfloat16."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the target's weights; auto takes that of the files."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """Type of the target's weights; auto takes that of the files. int8: those that `evaluate` decodes with as int8."""
     load_in_8bit: bool = False
     """Hold the target's matrices in 8 bits (bitsandbytes; where that is installed)."""
     batch: int = Field(4, ge=1)

@@ -41,8 +41,8 @@ def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
 @torch.inference_mode()
 def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]:
     """What is measured in one number format."""
-    dtype = getattr(torch, name)
-    model = load_model(folder, dtype=dtype)
+    model = load_model(folder, dtype=name)
+    dtype, width = model.dtype, 1 if name == "int8" else model.dtype.itemsize
     output = model.get_output_embeddings().weight
     weights = output.numel() + sum(each.numel() for each in model.get_decoder().layers.parameters())
     wrapped = wrap_model(model.requires_grad_(False))
@@ -72,7 +72,7 @@ def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]
     jobs: dict[Any, Any] = {rows: partial(few, rows) for rows in ROWS}
     jobs |= {kind: partial(many, lengths) for kind, lengths in caches.items()} | {"prompt": read}
     seconds = medians(in_turns(jobs, runs, warm=3))
-    floor = weights * dtype.itemsize / bandwidth
+    floor = weights * width / bandwidth
     work = 2.0 * PROMPT * sum(each.numel() for each in model.get_decoder().layers.parameters())
     found = {
         "bandwidth_gb_per_sec": bandwidth / 1e9,
@@ -109,7 +109,7 @@ def startup() -> dict[str, float]:
 def main() -> None:
     parser = parser_of(__doc__, "five runs of each", runs=40, context=300)
     parser.add_argument("model", help="a model's folder or GGUF file")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "int8"])
     parser.add_argument("--startup", action="store_true", help="also time commands that decode nothing")
     args = parser.parse_args()
     runs = 5 if args.quick else args.runs

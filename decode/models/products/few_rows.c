@@ -2,8 +2,10 @@
 
    W lies in panels of 16 outputs, w[output / 16][input][output % 16], of float32 or bfloat16. Where `multiplies_pairs`,
    bfloat16 weights may lie in w[output / 16][input / 2][output % 16][input % 2] instead, with inputs a multiple of 16; x is
-   rounded to bfloat16 then, and the sums are float32. x is [count, inputs], y [count, outputs], float32; outputs are a
-   multiple of 16. add may be null; its rows are add_apart numbers apart, which may be 0.
+   rounded to bfloat16 then, and the sums are float32. Integers of eight bits lie in
+   w[output / 16][input / 4][output % 16][input % 4], with inputs a multiple of 4; their panels begin with 16 float32 that
+   outputs are multiplied by. x is [count, inputs], y [count, outputs], float32; outputs are a multiple of 16. add may be null;
+   its rows are add_apart numbers apart, which may be 0.
 
    Rows are worked with in groups, whose sums for two vectors of outputs, two panels where a panel fits in a register, stay
    in registers; the second group finds the weights in the cache. What a group reads lies as [input][row], so that one
@@ -29,7 +31,7 @@ typedef unsigned short halves __attribute__((vector_size(2 * LANES), aligned(2))
 #define MOST 6 /* 12 of 16 */
 #endif
 
-enum { WIDE, NARROW, PAIRS }; /* how weights lie: float32, bfloat16, bfloat16 by pairs of inputs */
+enum { WIDE, NARROW, PAIRS, BYTES }; /* how weights lie: float32, bfloat16, bfloat16 by two inputs, integers by four */
 
 int multiplies_pairs(void)
 {
@@ -40,10 +42,12 @@ int multiplies_pairs(void)
 #endif
 }
 
-static inline __attribute__((always_inline)) vector weights(const char *at, const int kind)
+static inline __attribute__((always_inline)) vector weights(const char *at, const int part, const int kind)
 {
     if (kind == NARROW)
         return (vector)(__builtin_convertvector(*(const halves *)at, words) << 16);
+    if (kind == BYTES)
+        return __builtin_convertvector((integers)(*(const words *)at << (24 - 8 * part)) >> 24, vector);
     return *(const vector *)at;
 }
 
@@ -59,31 +63,37 @@ static inline __attribute__((always_inline)) vector plus(vector sum, vector weig
 /* Two vectors of outputs by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the
    sums stay in registers. */
 static inline __attribute__((always_inline)) void two_vectors(
-    const char *left, const char *right, const float *x, const float *add[2], long add_apart, float *y[2], long steps,
-    long outputs, const int count, const int kind, const char *ahead, long lines)
+    const char *left, const char *right, const float *scale[2], const float *x, const float *add[2], long add_apart,
+    float *y[2], long steps, long outputs, const int count, const int kind, const char *ahead, long lines)
 {
-    const long bytes = kind == NARROW ? 32 : 64;
+    const long step = kind == NARROW ? 32 : 64;
+    const int parts = kind == BYTES ? 4 : 1;
     vector sums[2][MOST];
 #pragma GCC unroll 16
     for (int row = 0; row < count; row++)
         sums[0][row] = sums[1][row] = (vector){0};
     for (long i = 0; i < steps; i++) {
-        vector weight = weights(left + i * bytes, kind), other = weights(right + i * bytes, kind);
         if (!ahead) {
-            __builtin_prefetch(left + i * bytes + AHEAD);
-            __builtin_prefetch(right + i * bytes + AHEAD);
+            __builtin_prefetch(left + i * step + AHEAD);
+            __builtin_prefetch(right + i * step + AHEAD);
         } else if (i < lines)
             __builtin_prefetch(ahead + i * 64, 0, 2);
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++) {
+            vector weight = weights(left + i * step, part, kind), other = weights(right + i * step, part, kind);
 #pragma GCC unroll 16
-        for (int row = 0; row < count; row++) {
-            sums[0][row] = plus(sums[0][row], weight, x[i * count + row], kind);
-            sums[1][row] = plus(sums[1][row], other, x[i * count + row], kind);
+            for (int row = 0; row < count; row++) {
+                sums[0][row] = plus(sums[0][row], weight, x[(i * parts + part) * count + row], kind);
+                sums[1][row] = plus(sums[1][row], other, x[(i * parts + part) * count + row], kind);
+            }
         }
     }
 #pragma GCC unroll 2
     for (int side = 0; side < 2; side++)
 #pragma GCC unroll 16
         for (int row = 0; row < count; row++) {
+            if (kind == BYTES)
+                sums[side][row] *= *(const vector *)scale[side];
             if (add[side])
                 sums[side][row] += *(const vector *)(add[side] + row * add_apart);
             *(vector *)(y[side] + row * outputs) = sums[side][row];
@@ -142,17 +152,18 @@ void few_rows(
     const char *w, const float *given, const float *add, long add_apart, float *y, long inputs, long outputs, int count,
     int kind, int threads, const float *norm, float offset, int gated)
 {
-    const long vectors = outputs / LANES, pairs = (vectors + 1) / 2, steps = kind == PAIRS ? inputs / 2 : inputs;
-    const long size_of = kind == WIDE ? 4 : 2, apart = inputs * 16 * size_of, both = 2 * inputs * LANES * size_of;
+    const long vectors = outputs / LANES, pairs = (vectors + 1) / 2, numbers = kind == PAIRS ? inputs / 2 : inputs;
+    const long steps = kind == BYTES ? inputs / 4 : numbers, size_of = kind == NARROW ? 2 : 4;
+    const long scales = kind == BYTES ? 64 : 0, apart = scales + steps * 16 * size_of, both = apart * LANES / 8;
     const int groups = (count + MOST - 1) / MOST, size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
         const int as_it_is = count == 1 && kind != PAIRS && !gated && offset < 0;
-        float made[as_it_is ? 1 : count * steps];
+        float made[as_it_is ? 1 : count * numbers];
         for (int row = 0; row < count && !as_it_is; row++) {
             const int start = row / size * size, step = count - start < size ? count - start : size;
             const float *from = given + row * inputs * (gated ? 2 : 1);
-            float *to = made + start * steps + (row - start);
+            float *to = made + start * numbers + (row - start);
             if (gated)
                 gate(from, to, inputs, step, kind, gated);
             else if (offset >= 0)
@@ -163,25 +174,29 @@ void few_rows(
         const float *x = as_it_is ? given : made;
         for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
             const long p = 2 * pair, q = p + 1 < vectors ? p + 1 : p; /* a last one alone is made twice */
-            const char *left = w + p * LANES / 16 * apart + p * LANES % 16 * size_of;
-            const char *right = w + q * LANES / 16 * apart + q * LANES % 16 * size_of;
+            const char *panels[2] = {w + p * LANES / 16 * apart, w + q * LANES / 16 * apart};
+            const long within_p = p * LANES % 16, within_q = q * LANES % 16;
+            const char *left = panels[0] + scales + within_p * size_of, *right = panels[1] + scales + within_q * size_of;
+            const float *scale[2] = {(const float *)panels[0] + within_p, (const float *)panels[1] + within_q};
             for (int start = 0; start < count; start += size) {
                 const long at = start * outputs, lines = both / 64 / groups;
                 const char *ahead = groups > 1 ? w + (pair + 1) * both + start / size * lines * 64 : 0;
                 const float *added = add ? add + start * add_apart : 0;
                 const float *adds[2] = {add ? added + p * LANES : 0, add ? added + q * LANES : 0};
                 float *ys[2] = {y + at + p * LANES, y + at + q * LANES};
-                const float *from = x + start * steps;
+                const float *from = x + start * numbers;
 #define CASE(rows) \
     case rows: \
         if (rows > MOST) \
             break; \
         if (kind == WIDE) \
-            two_vectors(left, right, from, adds, add_apart, ys, steps, outputs, rows, WIDE, ahead, lines); \
+            two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, WIDE, ahead, lines); \
         else if (kind == NARROW) \
-            two_vectors(left, right, from, adds, add_apart, ys, steps, outputs, rows, NARROW, ahead, lines); \
+            two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, NARROW, ahead, lines); \
+        else if (kind == BYTES) \
+            two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, BYTES, ahead, lines); \
         else \
-            two_vectors(left, right, from, adds, add_apart, ys, steps, outputs, rows, PAIRS, ahead, lines); \
+            two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, PAIRS, ahead, lines); \
         break;
                 switch (count - start < size ? count - start : size) { /* known, so that loops can be unrolled */
                     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)

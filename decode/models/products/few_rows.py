@@ -10,34 +10,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .int8 import integers_of
 from .native import compiled, in_use
 
 FEW_ROWS = 64
 _MOST_NUMBERS = 1 << 18  # of all rows' inputs, which lie on the stack
 _WIDTH = 16
-WIDE, _NARROW, _PAIRS = range(3)  # as the C function calls them
+WIDE, _NARROW, _PAIRS, _BYTES = range(4)  # as the C function calls them
+_TOGETHER = (1, 1, 2, 4)  # inputs, of each kind
 
 
 class FewRows:
-    """x Wᵀ for 1 to `most_rows` rows of float32, with weights of float32 or bfloat16; a copy of W [O, I] is kept. See
-    `fits`.
+    """x Wᵀ for 1 to `most_rows` rows of float32, with weights of float32 or bfloat16, or of float32 that int8 holds; a
+    copy of W [O, I] is kept. See `fits`.
 
     `rounds`: x is rounded to bfloat16, as bfloat16 weights have it where the processor multiplies pairs of them."""
 
-    def __init__(self, weight_OI: Tensor) -> None:
+    def __init__(self, weight_OI: Tensor, int8: bool = False) -> None:
         outputs, self._inputs = weight_OI.shape
         self._outputs, half = outputs, weight_OI.dtype == torch.bfloat16
         self.rounds = half and self._inputs % _WIDTH == 0 and bool(compiled().multiplies_pairs())
-        self.kind = _PAIRS if self.rounds else _NARROW if half else WIDE
-        together = 2 if self.rounds else 1
-        self._weight_PIWT = weight_OI.view(len(weight_OI) // _WIDTH, _WIDTH, -1, together).transpose(1, 2).contiguous()
+        int8 = int8 and self._inputs % _TOGETHER[_BYTES] == 0
+        self.kind = _BYTES if int8 else _PAIRS if self.rounds else _NARROW if half else WIDE
+        weight_OI, scale_O = integers_of(weight_OI) if int8 else (weight_OI, None)
+        panels = outputs // _WIDTH
+        self._weight = weight_OI.view(panels, _WIDTH, -1, _TOGETHER[self.kind]).transpose(1, 2).contiguous()
+        if scale_O is not None:
+            scales = scale_O.view(torch.int8).view(panels, -1)
+            self._weight = torch.cat((scales, self._weight.flatten(1)), 1)
         self.most_rows = min(FEW_ROWS, _MOST_NUMBERS // self._inputs)
         self._call = compiled().few_rows
 
     @property
     def pointer(self) -> int:
         """Where the weights lie, as C takes them."""
-        return self._weight_PIWT.data_ptr()
+        return self._weight.data_ptr()
 
     def takes(self, rows: int) -> bool:
         """Whether it is for so many rows, now."""

@@ -34,8 +34,8 @@ class Norms(NamedTuple):
 
 
 class DecoderLayers:
-    """Layers of norms, attention and gated MLPs in float32; their weights are float32 or bfloat16, and a copy of them
-    is kept."""
+    """Layers of norms, attention and gated MLPs in float32; their weights are float32, bfloat16 or int8, and a copy
+    of them is kept."""
 
     @staticmethod
     def fit(layers: Sequence[Any], width: int) -> bool:
@@ -64,7 +64,7 @@ class DecoderLayers:
         hidden = layers[0].gate_up.weight_OI.shape[1]  # what queries are read from may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * eps) ** 0.5
         self._eps = eps
-        few = [[product.few_rows or FewRows(product.weight_OI) for product in _products(layer)] for layer in layers]
+        few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
         kept = [
             [None if each is None else each.float().contiguous() for each in _vectors(layer, norms.folded)]
             for layer in layers

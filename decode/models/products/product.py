@@ -24,12 +24,12 @@ class Product:
     `_LARGEST_COPY` elements). Results differ by rounding alone.
     """
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
-        self.weight_OI, self.bias_O = weight_OI, bias_O
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, int8: bool = False) -> None:
+        self.weight_OI, self.bias_O, self.int8 = weight_OI, bias_O, int8
         outputs, inputs = weight_OI.shape
         on_cpu, half = weight_OI.device.type == "cpu", weight_OI.dtype == torch.bfloat16
         large = weight_OI.numel() >= SMALLEST_PACKED
-        self.few_rows = FewRows(weight_OI) if large and fits(weight_OI) else None
+        self.few_rows = FewRows(weight_OI, int8) if large and fits(weight_OI) else None
         self._added_O = None if bias_O is None else bias_O.float()
         packs = on_cpu and large and self.few_rows is None and _packs(weight_OI.dtype)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if packs else None

@@ -17,8 +17,10 @@ import pytest
 import torch
 from draftsmith.decode.models.kv_cache import KVCache
 from draftsmith.decode.models.lean import LeanDecoder
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.models.products import native
 from draftsmith.decode.models.products.few_rows import FEW_ROWS, FewRows, fits
+from draftsmith.decode.models.products.int8 import integers_of, round_to_int8, rounded
 from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
 from draftsmith.decode.tree import Tree
@@ -43,6 +45,15 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 any_processor = pytest.mark.parametrize("processor", PROCESSORS, indirect=True)
 
 
+any_format = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+
+
+def product_of(weight_OI: torch.Tensor, dtype: torch.dtype) -> tuple[FewRows, torch.Tensor]:
+    """The product with weights in a type, and what they are in it."""
+    held_OI = rounded(weight_OI) if dtype == torch.int8 else weight_OI.to(dtype)
+    return FewRows(held_OI, int8=dtype == torch.int8), held_OI
+
+
 def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
     """x as it is multiplied with the weights, float64."""
     return (x.bfloat16() if few.rounds else x).double()
@@ -50,16 +61,16 @@ def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
 
 @needs_compiler
 @any_processor
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@any_format
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(16, 1), (48, 7), (4096, 100), (4096, 112)], ids=str)
 def test_products_are_the_librarys(processor: None, shape: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
     """To float32's rounding; a wrong panel, row or thread would be off by the size of the result."""
     torch.manual_seed(0)
     outputs, inputs = shape
-    weight_OI = torch.randn(outputs, inputs, dtype=dtype)
+    few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
     assert fits(weight_OI)
-    few, before = FewRows(weight_OI), torch.get_num_threads()
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for rows in range(1, FEW_ROWS + 1):
@@ -74,13 +85,13 @@ def test_products_are_the_librarys(processor: None, shape: tuple[int, int], thre
 
 @needs_compiler
 @any_processor
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@any_format
 def test_norms_and_gates_before_a_product_are_the_librarys(processor: None, dtype: torch.dtype) -> None:
     """With gates of every size that float32 has, of which SiLU is the gate itself, or 0."""
     torch.manual_seed(0)
     outputs, inputs, offset = 48, 96, 0.03
-    weight_OI, norm_I = torch.randn(outputs, inputs, dtype=dtype), torch.rand(inputs)
-    few, weight_IO = FewRows(weight_OI), weight_OI.double().T
+    few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
+    norm_I, weight_IO = torch.rand(inputs), weight_OI.double().T
 
     def made(x_XI: torch.Tensor, add_XO: torch.Tensor | None, norm_I: Any, offset: float, gated: bool) -> torch.Tensor:
         out_XO = torch.empty(len(x_XI), outputs)
@@ -112,7 +123,7 @@ def test_norms_and_gates_before_a_product_are_the_librarys(processor: None, dtyp
     edges_1I = torch.cat(
         (torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0]]).repeat(1, 12), torch.ones(1, inputs)), -1
     )
-    few, outputs = FewRows(torch.eye(inputs, dtype=dtype)), inputs
+    (few, _), outputs = product_of(torch.eye(inputs), dtype), inputs
     row_XO = made(edges_1I, None, None, -1.0, True).float()
     rtol = 2.0**-8 if few.rounds else 1e-6
     assert torch.allclose(row_XO, torch.nn.functional.silu(edges_1I[:, :inputs]), rtol=rtol, atol=1e-30)
@@ -179,13 +190,17 @@ def test_few_queries_attend_as_the_library_does(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@any_format
 @pytest.mark.parametrize("given_layers", [(), (0, 2)], ids=str)
 @torch.inference_mode()
 def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.dtype, given_layers: Any) -> None:
     """A tree, a ragged batch and more tokens than are read at once, through all layers and one by one; what goes into
     some of them is the same too."""
-    model = make_llama(hidden_size=64, num_hidden_layers=4).to(dtype).requires_grad_(False)
+    model = make_llama(hidden_size=64, num_hidden_layers=4).requires_grad_(False)
+    if dtype == torch.int8:
+        round_to_int8(model)
+    else:
+        model.to(dtype)
     thin = LeanDecoder(model, given_layers=given_layers)
     assert thin._few is not None
     assert LeanDecoder(make_llama(hidden_size=32))._few is None, "heads of 8 are no panels"
@@ -201,9 +216,38 @@ def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.
             scored_BMD, keys = thin.extend(cache, tokens_BM[:, 4:], tree), cache.keys[-1][0, :, :4].clone()
             found.append((scored_BMD, keys, thin.extend(cache, many_BM)))
             assert thin._few.takes(2, 5) == isinstance(context, nullcontext)
-    bound = 1e-5 if dtype == torch.float32 else 0.05
+    bound = 0.05 if dtype == torch.bfloat16 else 1e-5
     for ours, librarys in zip(*found, strict=True):
         assert (ours - librarys).abs().max() < bound * librarys.abs().max()
+
+
+def test_eight_bits_hold_the_nearest_of_255_values_a_row() -> None:
+    weight_OI = torch.randn(40, 300) * torch.logspace(-6, 3, 40)[:, None]
+    weight_OI[7] = 0
+    held_OI = rounded(weight_OI)
+    step_O1 = weight_OI.abs().amax(1, keepdim=True) / 127
+    assert ((held_OI - weight_OI).abs() <= 0.5001 * step_O1).all()
+    assert (held_OI.abs().amax(1) - weight_OI.abs().amax(1)).abs().max() < 1e-4, "the largest stays"
+    integers_OI, scale_O = integers_of(held_OI)
+    assert torch.equal(integers_OI, integers_of(weight_OI)[0]), "what was rounded is found again"
+    assert torch.allclose(integers_OI * scale_O[:, None], held_OI, rtol=1e-6, atol=0)
+
+
+@torch.inference_mode()
+def test_a_model_of_int8_is_the_rounded_one(make_llama: Any, tmp_path: Path) -> None:
+    """Loaded so; its fast forward is that of transformers over the rounded weights (as `wrap_model` checks, and here
+    more strictly), which differ from those of the files."""
+    model = make_llama(hidden_size=64, num_hidden_layers=2)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="int8")
+    for mine, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, rounded(theirs) if theirs.dim() > 1 else theirs)
+        assert theirs.dim() == 1 or not torch.equal(mine, theirs)
+    tokens_BM = torch.randint(0, loaded.vocab_size, (2, 9))
+    wrapped = wrap_model(loaded)
+    scored_BMV = wrapped.logits(wrapped.extend(wrapped.new_cache(2, 9), tokens_BM))
+    expected_BMV = loaded(tokens_BM).logits
+    assert (scored_BMV - expected_BMV).abs().max() < 1e-5 * expected_BMV.abs().max()
 
 
 def test_other_weights_are_left_to_the_library() -> None:
