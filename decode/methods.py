@@ -15,7 +15,7 @@ from .models.base import LanguageModel
 from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
 from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.chains import DraftChains
-from .proposers.draft_tree import DraftTree, NoDraft
+from .proposers.draft_tree import DraftTree, NoDraft, ParallelChain
 from .proposers.dynamic_tree import DynamicTree
 from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
 from .proposers.lookup_first import LookupOrDrafter
@@ -97,7 +97,10 @@ def _chain(parts: Parts, gamma: int) -> DraftTree:
 
 
 def _speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    return _matching(_chain(parts, options["gamma"]), sampling, _CHAINS[options["verification"]]())
+    assert parts.drafter is not None
+    at_once, gamma = options["parallel"], options["gamma"]
+    proposer = ParallelChain(parts.drafter, gamma) if at_once else _chain(parts, gamma)
+    return _matching(proposer, sampling, _CHAINS[options["verification"]]())
 
 
 def _relaxed(parts: Parts, sampling: Sampling, options: Options, optimal: bool) -> Method:
@@ -252,7 +255,10 @@ METHODS: dict[str, _Spec] = {
     "beam": _Spec(_beam, (), {"beams": 4, "width": 0, "draft_gamma": 3}),
     "mjgd": _Spec(_beam, (), {"gamma": 2, "beams": 8}),
     "speculative": _Spec(
-        _speculative, ("drafter",), {"gamma": 4, "verification": "token"}, {"verification": tuple(_CHAINS)}
+        _speculative,
+        ("drafter",),
+        {"gamma": 4, "verification": "token", "parallel": False},
+        {"verification": tuple(_CHAINS)},
     ),
     "unigram": _Spec(partial(_table_chain, order=1), ("table",), {"gamma": 2}),
     "bigram": _Spec(

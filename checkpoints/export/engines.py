@@ -12,6 +12,7 @@ from ..heads.eagle import load_eagle, save_eagle
 from ..heads.layouts import is_eagle
 from ..pairs.eagle import examine_eagle
 from ..pairs.sides import REFUSED, open_side
+from ..storage.draft_vocabulary import mask_token
 from ..storage.names import DRAFT_VOCABULARY, WHOLE_FILES
 from ..verify.model_files import load_config
 from .base import ExportOptions, Source, check_same_tensors, format_of
@@ -64,7 +65,9 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    return {"mixes_attention": len(set(getattr(drafter_config(source), "layer_types", None) or ())) > 1}
+    config = drafter_config(source)
+    mixes = len(set(getattr(config, "layer_types", None) or ())) > 1
+    return {"mixes_attention": mixes, "parallel": mask_token(config) is not None}
 
 
 DRAFT_MODEL = format_of("vllm-sglang", write=_write, compare=_compare, values=_values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,8 @@ from .names import DRAFT_VOCABULARY
 from .safe_read import UNREADABLE
 
 TOKENS, INNER, OUTER = "d2t", "inner", "outer"
+MASK_TOKEN = "pard_token"
+"""In the configuration of a drafter that drafts several tokens at once."""
 _KINDS = ({TOKENS}, {INNER, OUTER}, {TOKENS, INNER, OUTER})
 
 
@@ -60,3 +63,9 @@ def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int, other: float = -torch.in
     """Logits of all tokens [..., V]: minus infinity, or what `other` says, for those that are not proposed."""
     logits_XV = logits_XR.new_full((*logits_XR.shape[:-1], vocab), other)
     return logits_XV.index_copy_(-1, ids_R, logits_XR)
+
+
+def mask_token(config: Any) -> int | None:
+    """The token at which a drafter drafts several tokens at once, by the names that engines know; None: it does not."""
+    found = (getattr(config, name, None) for name in (MASK_TOKEN, "mask_token_id"))
+    return next((int(token) for token in found if token is not None), None)

@@ -165,12 +165,13 @@ class PreparedData:
             length = max(len(document.ids) for block in blocks for document in block)
         return make_batch(blocks, length, self._padding_id)
 
-    def trained_counts(self) -> np.ndarray:
-        """How often each token is trained on, int64 [1 + the largest id]."""
+    def token_counts(self, *, trained: bool) -> np.ndarray:
+        """How often each token is there, or is trained on, int64 [1 + the largest id]."""
         counts = np.zeros(0, dtype=np.int64)
         for start in range(0, len(self._tokens), _BUFFER):
             part = slice(start, start + _BUFFER)
-            more = np.bincount(self._tokens[part][self._trained[part] > 0], minlength=len(counts))
+            counted = self._tokens[part][self._trained[part] > 0] if trained else self._tokens[part]
+            more = np.bincount(counted, minlength=len(counts))
             more[: len(counts)] += counts
             counts = more
         return counts

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .products.int8 import is_int8
+
 
 class Watch:
     """Remembers one number of every distribution of a step: finite only if of its logits none was NaN or plus infinity,
@@ -78,6 +80,6 @@ def check_close(found_XV: Tensor, wanted_XV: Tensor, model: Any, what: str) -> N
     apart_XV = (found_XV - wanted_XV).abs().masked_fill(found_XV == wanted_XV, 0.0)
     largest = wanted_XV.abs().masked_fill(wanted_XV.isinf(), 0.0).max()
     difference = float(apart_XV.max() / largest.clamp(min=1.0))
-    tolerance = 1e-4 if model.dtype == torch.float32 else 6e-2
+    tolerance = 1e-4 if model.dtype == torch.float32 and not is_int8(model) else 6e-2
     if not difference <= tolerance:
         raise ValueError(f"{what} by {difference:.2g} (at most {tolerance:.0e} is allowed)")

@@ -72,6 +72,11 @@ class DraftState:
 
     def read_root(self, context: Context) -> Tensor:
         """Read what was committed since the last proposal. Returns [B, D], the hidden state of the root (node 0)."""
+        return self.read_with(context)[:, 0]
+
+    def read_with(self, context: Context, behind_BM: Tensor | None = None) -> Tensor:
+        """`read_root`, and tokens behind the root, which are not kept. Returns [B, 1 + M, D], the root's state and
+        theirs."""
         # A row that is ahead of the others reads some tokens again: same values, same slots. One that has fewer tokens
         # than the others must read begins at its start, and reads beyond its end what is never looked at.
         pending = max(length - read for length, read in zip(context.lengths, self._read, strict=True))
@@ -81,7 +86,9 @@ class DraftState:
         if pending + self._lag <= min(context.lengths):
             if self._lag:
                 extend = partial(self.model.extend_with, self.model.take_in(context.given_before(pending)))
-            hidden_BD = extend(self.cache, context.last_ids(pending))[:, -1]
+            tokens_BM = context.last_ids(pending)
+            tokens_BM, behind_BM = tokens_BM if behind_BM is None else torch.cat((tokens_BM, behind_BM), 1), None
+            hidden_BMD = extend(self.cache, tokens_BM)[:, pending - 1 :]
         else:
             places_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)
             if self._lag:
@@ -90,11 +97,13 @@ class DraftState:
                 extend = partial(self.model.extend_with, self.model.take_in(context.given_BSG.gather(1, places_BMG)))
             hidden_BMD = extend(self.cache, context.ids_BS.gather(1, places_BM + self._lag))
             roots_B = context.cache.lengths_B - self._lag - self.cache.lengths_B
-            hidden_BD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B]
+            hidden_BMD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B][:, None]
         self.cache.set_lengths([length - 1 - self._lag for length in context.lengths])
+        if behind_BM is not None:  # which do not stand behind the last token that was read, in some rows
+            hidden_BMD = torch.cat((hidden_BMD, self.model.extend(self.cache, behind_BM, start=1)), 1)
         self._levels = 0
-        self._states_BND = hidden_BD[:, None]
-        return hidden_BD
+        self._states_BND = hidden_BMD[:, :1]
+        return hidden_BMD
 
     def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
         """Run nodes start..start+M-1, all of one level. Returns [B, M, D] hidden states."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.storage.draft_vocabulary import widen
+from ...checkpoints.storage.draft_vocabulary import mask_token, widen
 from ..engine import Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
 from ..rng import draw_many
@@ -139,3 +139,51 @@ class DraftTree(Proposer):
         for width in self.branching[:-1]:
             widths.append(widths[-1] * width)
         return [(self.model, width) for width in widths]
+
+
+class ParallelChain(Proposer):
+    """A chain of `gamma` tokens by one forward of a drafter that was trained for it: the next token, and what follows
+    at mask tokens behind it.
+
+    No token depends on another of the draft, so that each is drawn from its own distribution, and chains are verified
+    as any other. Source: PARD (An et al. 2025, arXiv 2504.18583), section 3.1. Raises ValueError: a drafter without a
+    mask token.
+    """
+
+    def __init__(self, model: LanguageModel, gamma: int) -> None:
+        token = mask_token(model.config)
+        if token is None:
+            raise ValueError("the drafter was trained without `parallel`: its config.json has no `pard_token`")
+        self.model, self.gamma, self._token = model, gamma, token
+        self._tree = Tree.chain(gamma).to(model.device)
+        self._ahead_K = torch.arange(gamma)
+
+    def capacity(self, limits: Limits) -> tuple[int, int]:
+        return self.gamma + 1, self.gamma
+
+    def start(self, context: Context) -> None:
+        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
+        self._masks_BM = torch.full_like(context.root_B1, self._token).repeat(1, self.gamma - 1)
+
+    def propose(self, context: Context) -> Proposal:
+        logits_BKR, kept_R = self.model.proposed_logits(self._draft.read_with(context, self._masks_BM))
+        more = list[Tensor]()
+        if context.sampling.greedy:
+            wanted_BK, tokens_BK = logits_BKR.max(-1)
+        else:
+            probs_BKR = warp(logits_BKR, context.sampling)
+            drawn_BK1, wanted_BK1 = draw_many(probs_BKR, context.rng.uniform(self.gamma, 1))
+            tokens_BK, wanted_BK, more = drawn_BK1[..., 0], wanted_BK1[..., 0], [probs_BKR]
+        context.watch("the drafter's", wanted_BK, self._ahead_K)
+        if kept_R is not None:
+            tokens_BK, more = kept_R[tokens_BK], [widen(each, kept_R, self.model.vocab_size, 0.0) for each in more]
+        return Proposal(self._tree, torch.cat((context.root_B1, tokens_BK), 1), *more)
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        self._draft.keep(context)
+
+    def stop(self) -> None:
+        del self._draft
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        return [(self.model, self.gamma)]

@@ -45,7 +45,7 @@ def drafter_measure(
     scorer = wrap_model(target, fast=decodes_fast(target))
     positions = min(scorer.max_positions, getattr(drafter.config, "max_position_embeddings", scorer.max_positions))
     prompts = _sample(recipe, tokenizer, prepared, positions)
-    options = {"gamma": recipe.measure.gamma}
+    options = {"gamma": recipe.measure.gamma, "parallel": recipe.parallel is not None}
 
     def run(model: Any) -> dict[str, float]:
         was_training = model.training

@@ -16,6 +16,7 @@ from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.identity import load_identified
 from ...checkpoints.artifact.locate import at_revision, target_record
 from ...checkpoints.pairs.speculation import save_speculation
+from ...checkpoints.storage.draft_vocabulary import MASK_TOKEN, mask_token
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import is_adapter
 from ...data.blocks.prepared import PreparedData
@@ -28,6 +29,7 @@ from ...train.losses.objectives import parse_weights
 from ...train.parallel.processes import on_main, together
 from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.on_policy import OnPolicy
+from ...train.tasks.parallel import Parallel
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
 from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, role_of
 from ..session.terminal import log
@@ -108,6 +110,7 @@ def drafter_parts(
             keep_tokens(model, frequent_tokens(vocabulary.tokens, vocab, prepared, role_of(recipe)))
         if vocabulary.rank is not None:
             factorise(model, vocabulary.rank)
+    parallel = None if recipe.parallel is None else parallel_of(recipe, model, prepared)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     target = measure = None
     eval_teacher: ModelTeacher | None = None
@@ -139,6 +142,7 @@ def drafter_parts(
         measure,
         evaluate_blocks=recipe.measure.blocks,
         compiled=recipe.train.compile,
+        parallel=parallel,
     )
     task.title = role_of(recipe)
     # what changes the training, or what its evaluations are compared by
@@ -163,11 +167,31 @@ def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> T
         raise ValueError("`vocabulary.tokens` are counted in prepared data: set `data.streaming: false`")
     if tokens > vocab:
         raise ValueError(f"`vocabulary.tokens` is {tokens}, and the model has {vocab}")
-    counts = prepared.train.trained_counts()
+    counts = prepared.train.token_counts(trained=True)
     often = np.argsort(-np.pad(counts, (0, max(0, vocab - len(counts)))), kind="stable")[:tokens]
     share = counts[often[often < len(counts)]].sum() / counts.sum()
     log(f"{name}: proposes {tokens:,} of {vocab:,} tokens, which are {share:.2%} of what is trained on")
     return torch.from_numpy(np.sort(often))
+
+
+def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepared) -> Parallel:
+    """What is drafted at once; the model's configuration takes the mask token. Raises ValueError: an encoder-decoder; a
+    token that there is not; data that is streamed, and cannot be counted."""
+    section, vocab = recipe.parallel, model.get_input_embeddings().weight.shape[0]
+    assert section is not None
+    if model.config.is_encoder_decoder:
+        raise ValueError("`parallel` is for decoders, and the model is an encoder-decoder")
+    token = section.token if section.token is not None else mask_token(model.config)
+    if token is None:
+        if not isinstance(prepared.train, PreparedData):
+            raise ValueError("with `data.streaming: true` nobody can count which token is rare: give `parallel.token`")
+        counts = prepared.train.token_counts(trained=False)
+        token = vocab - 1 - int(np.pad(counts, (0, vocab - len(counts)))[::-1].argmin())
+        log(f"{role_of(recipe)}: the mask token is {token}, the rarest one of the data")
+    if token >= vocab:
+        raise ValueError(f"`parallel.token` is {token}, and the model has {vocab} tokens")
+    setattr(model.config, MASK_TOKEN, token)
+    return Parallel(token, section.tokens, section.keep, section.least)
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:

@@ -19,6 +19,7 @@ from ...decode.models.loading import held_as
 from ...train.config import micro_steps
 from ...train.parallel.accelerate import zero_stage
 from ...train.plan.memory import Demand, Launch, ModelSize, heads_size, model_size
+from ...train.tasks.parallel import Parallel
 from ..schema.training import DrafterRecipe, HeadsRecipe, ModelSection
 from .acceptance import decodes_fast
 from .drafter import complete_section
@@ -95,8 +96,10 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
 
 
 def _of_loop(recipe: DrafterRecipe | HeadsRecipe) -> tuple[int, int, int, bool, str]:
-    train = recipe.train
-    batches = (recipe.data.block_tokens, train.micro_batch, train.global_batch)
+    train, tokens = recipe.train, float(recipe.data.block_tokens)
+    if isinstance(recipe, DrafterRecipe) and (section := recipe.parallel) is not None:
+        tokens *= 1 + sum(Parallel(0, section.tokens, section.keep, section.least).shares())
+    batches = (round(tokens), train.micro_batch, train.global_batch)
     return *batches, train.gradient_checkpointing, train.precision
 
 

@@ -42,6 +42,21 @@ class VocabularySection(Section):
         return self
 
 
+class ParallelSection(Section):
+    """Draft several tokens by one forward, at places of a mask token (PARD: An et al. 2025, arXiv 2504.18583). Token by
+    token the drafter drafts as well."""
+
+    tokens: int = Field(8, ge=2)
+    """How many at once, at most."""
+    keep: float = Field(0.7, gt=0, le=1)
+    """Share of the places that learn the second token behind them, of these the share that learn the third …: what a
+    step costs beside one without `parallel`."""
+    least: float = Field(0.2, ge=0, le=1)
+    """Share of the places that learn each of them at least."""
+    token: int | None = Field(None, ge=0)
+    """The mask token; null: that of the model, or the token that the data has least often."""
+
+
 class ModelSection(Section):
     """The model to train: an existing one, a part of one, or a new one."""
 
@@ -239,6 +254,8 @@ class DrafterRecipe(_Recipe):
     teacher: TeacherSection = TeacherSection()
     on_policy: OnPolicySection | None = None
     """Learn on the drafter's own samples too."""
+    parallel: ParallelSection | None = None
+    """Learn to draft several tokens by one forward."""
     train: TrainSection = TrainSection()
 
     @property

@@ -20,7 +20,11 @@ from safetensors.numpy import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
 import serving
 
-TYPES = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}
+TYPES = {
+    "float32": gguf.GGMLQuantizationType.F32,
+    "bfloat16": gguf.GGMLQuantizationType.BF16,
+    "int8": gguf.GGMLQuantizationType.Q8_0,
+}
 NGRAM = 3
 """Tokens that must stand in the prompt for what followed them to be drafted, as in this engine."""
 

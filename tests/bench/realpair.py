@@ -40,6 +40,8 @@ from common import SHARED, finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.storage.atomic import atomic_text
+from draftsmith.checkpoints.storage.draft_vocabulary import mask_token
+from draftsmith.checkpoints.verify.model_files import load_config
 from draftsmith.decode.evaluation.profile import drafting_cost
 from draftsmith.decode.evaluation.replay.recording import record
 from draftsmith.decode.evaluation.replay.replay import predict
@@ -111,6 +113,8 @@ OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
     ("multi-candidate", {"k_config": "2x1x1"}),
 ]
 """Rows with the pair's second drafter, where it has one."""
+OF_PARALLEL = [("speculative", {"gamma": gamma, "parallel": True}) for gamma in (1, 2, 3, 4)]
+"""Rows of a drafter that was trained with `parallel`."""
 NUMBERS = (
     "method", "options", "lossless", "tokens_per_step", "tokens_per_step_interval", "acceptance_rate",
     "acceptance_by_depth", "nodes_per_step", "speedup", "speedup_interval", "ideal", "bound", "efficiency",
@@ -165,9 +169,12 @@ def title_of(options: argparse.Namespace, temperature: float) -> str:
 
 def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """The baseline and a pair's rows, all of them or those whose labels are chosen, also by patterns."""
+    known = [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
+    if mask_token(load_config(str(folder / "drafter"))) is not None:
+        known += OF_PARALLEL
     rows: list[tuple[str, str, dict[str, Any]]] = [
-        (" ".join([name, *map(str, options.values())]), name, options)
-        for name, options in [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
+        (" ".join([name, *(key if value is True else str(value) for key, value in options.items())]), name, options)
+        for name, options in known
     ]
     if (folder / "eagle").is_dir():
         more = [(" ".join([name, *map(str, given.values()), "eagle"]), name, given) for name, given in OF_EAGLE]

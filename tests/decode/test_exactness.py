@@ -50,6 +50,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"gamma": 3}),
     ("speculative", {"gamma": 1, "verification": "block"}),
     ("speculative", {"gamma": 3, "verification": "block"}),
+    ("speculative", {"gamma": 3, "parallel": True}),
+    ("speculative", {"gamma": 2, "verification": "block", "parallel": True}),
     ("adaptive", {"gamma": 3, "policy": "confidence", "threshold": 0.4, "verification": "block"}),
     ("unigram", {"gamma": 2}),
     ("bigram", {"gamma": 3}),
@@ -131,6 +133,7 @@ def pair(
 ) -> tuple[LlamaForCausalLM, Parts]:
     """A target, and drafters, heads and a table that all disagree with it."""
     target, *drafters = (make_llama(VOCAB, seed=seed, sharpness=1.5, **SMALL) for seed in range(3))
+    drafters[0].config.pard_token = 5
     text = np.random.default_rng(0).integers(0, VOCAB, 40)
     table = BigramTable.from_documents([text], VOCAB)
     table.texts = TextStore.from_documents([text.astype(np.int32)])

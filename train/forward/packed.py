@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,15 @@ from .seq2seq import Projected, SourceForward
 _ROUGH_TOLERANCE = 0.1  # the same in 16 bits
 _WORTH_IT = 0.7  # of a block's pairs of tokens inside documents: with more, one call for all of it is as fast
 _PROBE_TOLERANCE = 1e-3  # of the largest logit; a wrong head (bias, capping, scaling) is off by more
+
+
+class MaskedBatch(NamedTuple):
+    """Tokens that see others by a mask of their own, bool [B, T, T]; the rest as in `Batch`."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor
+    visible_BTT: Tensor
 
 
 def make_forward(model: Any) -> PackedForward | SourceForward:
@@ -79,7 +88,7 @@ class PackedForward(Projected):
                 "recurrence), so packed blocks are refused"
             )
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch | MaskedBatch) -> Tensor:
         """Last hidden states [B, T, D], after the final norm, or what of them the last matrix reads; logits [B, T, V]
         where `weight_VD()` is None."""
         if self.plain_head:
@@ -106,7 +115,7 @@ class PackedForward(Projected):
             return states_XD[..., -self.config.hidden_size :]
         return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))
 
-    def _last_hidden(self, batch: Batch) -> Tensor:
+    def _last_hidden(self, batch: Batch | MaskedBatch) -> Tensor:
         compiled = self._compiled if self.plain_head else None
         decoder = compiled if compiled is not None else _decoder(self.model)
         return self._run(decoder, batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
@@ -119,8 +128,10 @@ class PackedForward(Projected):
             self.by_document = False
         self._compiled = torch.compile(_decoder(self.model) if self.plain_head else self.model)
 
-    def _run(self, module: Any, batch: Batch, **asked: Any) -> Any:
-        if "flash" in self._kernel:  # one row: these kernels know documents by where each begins in all tokens
+    def _run(self, module: Any, batch: Batch | MaskedBatch, **asked: Any) -> Any:
+        if "flash" in self._kernel and isinstance(
+            batch, Batch
+        ):  # one row: these kernels know documents by where each begins in all tokens
             return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch), **asked)
         return module(batch.tokens_BT, use_cache=False, **self._attention(batch), **asked)
 
@@ -140,11 +151,17 @@ class PackedForward(Projected):
             )
         return positions_BT.clamp(max=self._positions - 1)
 
-    def _attention(self, batch: Batch) -> dict[str, Any]:
+    def takes_masks(self, length: int) -> bool:
+        """Whether tokens of blocks of this length may see others by any mask (`MaskedBatch`)."""
+        return "flash" not in self._kernel and "flex" not in self._kernel and not self._slides(length)
+
+    def _attention(self, batch: Batch | MaskedBatch) -> dict[str, Any]:
         """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
         documents_BT = batch.documents_BT
         positions_BT = self._learned(batch.positions_BT, documents_BT)
         implementation = self._kernel
+        if isinstance(batch, MaskedBatch):
+            return {"attention_mask": self._as_taken(batch.visible_BTT[:, None]), "position_ids": positions_BT}
         if self._slides(batch.tokens_BT.shape[1]):
             # models with windows build their own masks, and find the documents where positions restart
             return {"attention_mask": None, "position_ids": positions_BT}
@@ -162,13 +179,14 @@ class PackedForward(Projected):
                 # the mask is never looked at: its four dimensions keep transformers from making one
                 unused_1111 = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype)
                 return {"attention_mask": unused_1111, "position_ids": positions_BT, "spans": spans}
-        mask_B1TT = batch.attention_mask_B1TT()
-        if implementation not in ("sdpa", NAME):
-            dtype = self.model.dtype
-            mask_B1TT = torch.zeros(mask_B1TT.shape, dtype=dtype, device=mask_B1TT.device).masked_fill_(
-                ~mask_B1TT, torch.finfo(dtype).min
-            )
-        return {"attention_mask": mask_B1TT, "position_ids": positions_BT}
+        return {"attention_mask": self._as_taken(batch.attention_mask_B1TT()), "position_ids": positions_BT}
+
+    def _as_taken(self, mask_B1TT: Tensor) -> Tensor:
+        """A mask of what is seen as the model's attention takes it."""
+        if self._kernel in ("sdpa", NAME):
+            return mask_B1TT
+        added_B1TT = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=mask_B1TT.device)
+        return added_B1TT.masked_fill_(~mask_B1TT, torch.finfo(self.model.dtype).min)
 
     def _slides(self, length: int) -> bool:
         window = sliding_window(self.config)

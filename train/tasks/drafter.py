@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from ...data.blocks.prepared import PreparedData
 from ...decode.models.draft_vocabulary import kept_tokens
 from ..forward.packed import make_forward
 from ..loop.fit import Task
-from ..losses.drafter import IGNORED, TopK, agreement, label_hits, mixture, narrowed, shifted_labels
+from ..losses.drafter import IGNORED, TopK, agreement, heads_mixture, label_hits, narrowed, shifted_labels
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.teacher import Teacher
 from .on_policy import OnPolicy, rewrite
+from .parallel import Parallel, lengthened
 
 _EVALUATED_TOGETHER = 4  # blocks
 
@@ -41,10 +43,11 @@ class DrafterModule(nn.Module):
         teacher: Teacher | None = None,
         temperature: float = 1.0,
         top_k: TopK | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.temperature, self.top_k = temperature, top_k
+        self.temperature, self.top_k, self.parallel = temperature, top_k, parallel
         self.progress = 0.0
         """Share of the run that is done: what the weights of the objectives follow."""
         self._weights = parse_weights(objective)
@@ -58,16 +61,27 @@ class DrafterModule(nn.Module):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sum of the objective over the trained positions (float32), and their number (int64); inputs as in `Batch`."""
+        """Sum of the objective over the trained positions (float32), and their number (int64); inputs as in `Batch`. In
+        parallel, as many times the mean over these and the mask tokens."""
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         weights = weights_at(self._weights, self.progress)
         taught = needs_teacher(weights)
         teacher = self._teacher(batch) if self._teacher is not None and taught else None
-        hidden_XD, weight_VD = self.states(batch)
-        labels_X = shifted_labels(labels_BT, documents_BT, 1).flatten()
+        labels_X, rows_X1, count = shifted_labels(labels_BT, documents_BT, 1).flatten(), None, None
+        if self.parallel is None:
+            hidden_XD, weight_VD = self.states(batch)
+        else:
+            count = (labels_X != IGNORED).sum()
+            longer = lengthened(batch, self.parallel, self.progress)
+            hidden_XD, weight_VD = self._forward(longer.batch).flatten(0, 1), self._forward.weight_VD()
+            labels_X, rows_X1 = longer.labels_X, longer.teacher_rows_X[:, None]
         if self.proposed is not None:
             hidden_XD, weight_VD, labels_X, teacher = narrowed(self.proposed, hidden_XD, weight_VD, labels_X, teacher)
-        return mixture(weights, hidden_XD, weight_VD, labels_X, teacher, self.temperature, top_k=self.top_k)
+        given = (labels_X[:, None], teacher, rows_X1, self.temperature)
+        sums_1, counts_1 = heads_mixture(weights, hidden_XD[:, None], [weight_VD], *given, top_k=self.top_k)
+        if count is None:
+            return sums_1[0], counts_1[0]
+        return sums_1[0] * (count / counts_1[0].clamp(min=1)), count  # the mean is over mask tokens too
 
     @property
     def proposed(self) -> Tensor | None:
@@ -118,6 +132,7 @@ class DrafterTask(Task):
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
         compiled: bool = False,
+        parallel: Parallel | None = None,
     ) -> None:
         objective = dict(objective or {"cross-entropy": 1.0})
         if on_policy is not None and "cross-entropy" in objective:
@@ -125,10 +140,12 @@ class DrafterTask(Task):
         if "reverse-kl" in objective and top_k is not None and top_k.tail == "renormalise":
             raise ValueError("reverse-kl is infinite where the teacher gives nothing: use the tail `bucket` with it")
         self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
-        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k)
+        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, parallel)
         if compiled:
             self.module.compile()
         self.settings: dict[str, Any] = {"objective": objective, "temperature": temperature}
+        if parallel is not None:
+            self.settings["parallel"] = asdict(parallel)
         if top_k is not None:
             self.settings["top_k"] = [top_k.k, top_k.tail]
         if teacher is not None:
@@ -139,6 +156,8 @@ class DrafterTask(Task):
         taught = getattr(teacher, "model", None)
         rows = None if (ids_R := kept_tokens(model)) is None else len(ids_R)
         work = [_work(model, rows, backward=True), *([] if taught is None else [_work(taught, rows, backward=False)])]
+        longer = 1.0 if parallel is None else 1 + sum(parallel.shares())
+        work[0] = tuple(longer * each for each in work[0])
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
         self.rewrites = on_policy is not None
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
@@ -205,11 +224,11 @@ def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch
         yield data.batch(numbers[start : start + _EVALUATED_TOGETHER]).to(device)
 
 
-def _work(model: Any, rows: int | None, backward: bool) -> tuple[int, int]:
+def _work(model: Any, rows: int | None, backward: bool) -> tuple[float, float]:
     """Operations a token in a model's matrices, and those a trained position in `rows` of its output projection."""
     projection = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
-    body = last = 0
+    body = last = 0.0
     for weight in model.parameters():
         each = (6 if weight.requires_grad else 4) if backward else 2
         if weight is projection:

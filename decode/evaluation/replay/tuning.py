@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ....checkpoints.storage.draft_vocabulary import mask_token
 from ...engine import Limits
 from ...methods import METHODS, Parts, build_method
 from ...models.base import LanguageModel
@@ -45,6 +46,8 @@ SAME_WHEN_GREEDY = {
 """Methods that at temperature 0 do the same as another."""
 TYPICAL = "medusa, typical"
 """Medusa with typical acceptance, which is tuned beside Medusa's exact one."""
+PARALLEL = "speculative, parallel"
+"""Of a drafter that drafts several tokens at once, beside its drafting one by one."""
 LOSSY = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL, "mjsd")
 """Lossy methods."""
 PROBE_SETTINGS = 3
@@ -52,7 +55,7 @@ PROBE_SETTINGS = 3
 CHAINS = ("batch-speculative", "spectr", "specinfer")
 TREES = ("dynamic-tree", "suffix", "suffix-drafter", "suffix-heads")
 """As large as probabilities warrant."""
-DECODED = ("adaptive", "lookup-drafter", *TREES, *CHAINS, *LOSSY)
+DECODED = ("adaptive", "lookup-drafter", PARALLEL, *TREES, *CHAINS, *LOSSY)
 """Methods whose settings are decoded to be judged."""
 SLIM = ("slim-ss", "slim-s", "slim-l")
 
@@ -225,6 +228,8 @@ def _decoded_grid(name: str, parts: Parts, sampling: Sampling, space: Space) -> 
         return {"fallback": space.fallbacks, "rollback": space.rollbacks}
     if name == "adaptive":
         return {"gamma": gammas, "policy": ("confidence",), "threshold": space.confidences}
+    if name == PARALLEL:
+        return {"gamma": gammas, "parallel": (True,)}
     if name == "lookup-drafter":
         return {"shortest": (2, 3), "threshold": space.confidences}
     if name in TREES:
@@ -344,7 +349,7 @@ def frontier(choices: Sequence[Choice], most: int) -> list[Choice]:
 
 def method_of(name: str) -> str:
     """The method that is tuned under a name."""
-    return "medusa" if name == TYPICAL else name
+    return {TYPICAL: "medusa", PARALLEL: "speculative"}.get(name, name)
 
 
 def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
@@ -352,6 +357,7 @@ def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
     is typical acceptance."""
     names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
     names += ["lookup-drafter", *TREES]
+    names += [PARALLEL] if mask_token(getattr(parts.drafter, "config", None)) is not None else []
     names += ["bpd", "medusa", *SLIM, *LOSSY]
     names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
     if sampling.greedy:

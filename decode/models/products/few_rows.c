@@ -4,7 +4,8 @@
    bfloat16 weights may lie in w[output / 16][input / 2][output % 16][input % 2] instead, with inputs a multiple of 16; x is
    rounded to bfloat16 then, and the sums are float32. Integers of eight bits lie in
    w[output / 16][input / 4][output % 16][input % 4], with inputs a multiple of 4; their panels begin with 16 float32 that
-   outputs are multiplied by. x is [count, inputs], y [count, outputs], float32; outputs are a multiple of 16. add may be null;
+   outputs are multiplied by. Where `multiplies_fours`, 128 may have been added to them, with inputs a multiple of 16; of each
+   row x is rounded to integers of 16 bits then, and sums are exact. x is [count, inputs], y [count, outputs], float32; outputs are a multiple of 16. add may be null;
    its rows are add_apart numbers apart, which may be 0.
 
    Rows are worked with in groups, whose sums for two vectors of outputs, two panels where a panel fits in a register, stay
@@ -17,7 +18,7 @@
 
 #include "vectors.h"
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
 
@@ -31,7 +32,8 @@ typedef unsigned short halves __attribute__((vector_size(2 * LANES), aligned(2))
 #define MOST 6 /* 12 of 16 */
 #endif
 
-enum { WIDE, NARROW, PAIRS, BYTES }; /* how weights lie: float32, bfloat16, bfloat16 by two inputs, integers by four */
+/* how weights lie: float32, bfloat16, bfloat16 by two inputs, integers by four, integers above 0 by four */
+enum { WIDE, NARROW, PAIRS, BYTES, FOURS };
 
 int multiplies_pairs(void)
 {
@@ -41,6 +43,18 @@ int multiplies_pairs(void)
     return 0;
 #endif
 }
+
+int multiplies_fours(void)
+{
+#ifdef __AVX512VNNI__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* What is known of a row of integers: what one stands for, and what the sums of its upper and lower halves begin with. */
+typedef struct { float unit; int begin[2]; } row_of_integers;
 
 static inline __attribute__((always_inline)) vector weights(const char *at, const int part, const int kind)
 {
@@ -100,6 +114,84 @@ static inline __attribute__((always_inline)) void two_vectors(
         }
 }
 
+/* The same with integers: each four weights of an output are multiplied by four of x and added up at once. */
+static inline __attribute__((always_inline)) void two_vectors_of_fours(
+    const char *left, const char *right, const float *scale[2], const float *x, const row_of_integers *about,
+    const float *add[2], long add_apart, float *y[2], long steps, long outputs, const int count, const char *ahead,
+    long lines)
+{
+#ifdef __AVX512VNNI__
+    __m512i sums[2][2][MOST / 2];
+#pragma GCC unroll 8
+    for (int row = 0; row < count; row++)
+        for (int half = 0; half < 2; half++)
+            sums[0][half][row] = sums[1][half][row] = _mm512_set1_epi32(about[row].begin[half]);
+    for (long i = 0; i < steps; i++) {
+        __m512i weight = _mm512_loadu_si512(left + i * 64), other = _mm512_loadu_si512(right + i * 64);
+        if (!ahead) {
+            __builtin_prefetch(left + i * 64 + AHEAD);
+            __builtin_prefetch(right + i * 64 + AHEAD);
+        } else if (i < lines)
+            __builtin_prefetch(ahead + i * 64, 0, 2);
+#pragma GCC unroll 8
+        for (int row = 0; row < count; row++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                __m512i four = _mm512_castps_si512(_mm512_set1_ps(x[(2 * i + half) * count + row]));
+                sums[0][half][row] = _mm512_dpbusd_epi32(sums[0][half][row], weight, four);
+                sums[1][half][row] = _mm512_dpbusd_epi32(sums[1][half][row], other, four);
+            }
+    }
+#pragma GCC unroll 2
+    for (int side = 0; side < 2; side++)
+#pragma GCC unroll 8
+        for (int row = 0; row < count; row++) {
+            vector upper = (vector)_mm512_cvtepi32_ps(sums[side][0][row]);
+            vector sum = upper * 256.0f + (vector)_mm512_cvtepi32_ps(sums[side][1][row]);
+            sum *= *(const vector *)scale[side] * about[row].unit;
+            if (add[side])
+                sum += *(const vector *)(add[side] + row * add_apart);
+            *(vector *)(y[side] + row * outputs) = sum;
+        }
+#endif
+}
+
+/* A row as integers of 16 bits, their upper and lower halves apart. What is not finite makes its unit so. */
+static row_of_integers halve(const float *x, float *to, long inputs, int step)
+{
+    row_of_integers about = {0};
+#ifdef __AVX512VNNI__
+    vector most = {0}, none = {0};
+    for (long i = 0; i < inputs; i += LANES) {
+        vector here = *(const vector *)(x + i);
+        most = larger(larger(most, here), -here);
+        none += here * 0.0f;
+    }
+    float largest = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        largest = most[lane] > largest ? most[lane] : largest;
+    const float each = largest > 0 ? 32639.0f / largest : 0; /* 127 * 256 + 127 */
+    __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (long i = 0; i < inputs; i += LANES) {
+        __m512i whole = _mm512_cvtps_epi32((__m512)(*(const vector *)(x + i) * each)), halves_of[2];
+        __m512i middle = _mm512_set1_epi32(128);
+        halves_of[1] = _mm512_and_si512(_mm512_add_epi32(whole, middle), _mm512_set1_epi32(255));
+        halves_of[1] = _mm512_sub_epi32(halves_of[1], middle);
+        halves_of[0] = _mm512_srai_epi32(_mm512_sub_epi32(whole, halves_of[1]), 8);
+        for (int half = 0; half < 2; half++) {
+            union { __m128i bytes; float fours[4]; } laid = {_mm512_cvtepi32_epi8(halves_of[half])};
+            for (int four = 0; four < 4; four++)
+                to[(i / 2 + 2 * four + half) * step] = laid.fours[four];
+            sums[half] = _mm512_add_epi32(sums[half], halves_of[half]);
+        }
+    }
+    about.unit = largest / 32639.0f + total(none);
+    for (int half = 0; half < 2; half++)
+        about.begin[half] = -128 * _mm512_reduce_add_epi32(sums[half]);
+#endif
+    return about;
+}
+
 /* A vector of a row, from its number i on, in steps of a group's rows. */
 static inline __attribute__((always_inline)) void put(vector x, float *to, long i, int step, int kind)
 {
@@ -152,24 +244,28 @@ void few_rows(
     const char *w, const float *given, const float *add, long add_apart, float *y, long inputs, long outputs, int count,
     int kind, int threads, const float *norm, float offset, int gated)
 {
-    const long vectors = outputs / LANES, pairs = (vectors + 1) / 2, numbers = kind == PAIRS ? inputs / 2 : inputs;
-    const long steps = kind == BYTES ? inputs / 4 : numbers, size_of = kind == NARROW ? 2 : 4;
-    const long scales = kind == BYTES ? 64 : 0, apart = scales + steps * 16 * size_of, both = apart * LANES / 8;
-    const int groups = (count + MOST - 1) / MOST, size = (count + groups - 1) / groups;
+    const long vectors = outputs / LANES, pairs = (vectors + 1) / 2, halved = kind == PAIRS || kind == FOURS;
+    const long numbers = halved ? inputs / 2 : inputs, steps = kind >= BYTES ? inputs / 4 : numbers, size_of = kind == NARROW ? 2 : 4;
+    const long scales = kind >= BYTES ? 64 : 0, apart = scales + steps * 16 * size_of, both = apart * LANES / 8;
+    const int most = kind == FOURS ? MOST / 2 : MOST, groups = (count + most - 1) / most, size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
-        const int as_it_is = count == 1 && kind != PAIRS && !gated && offset < 0;
-        float made[as_it_is ? 1 : count * numbers];
+        const int as_it_is = count == 1 && !halved && !gated && offset < 0, in_integers = kind == FOURS;
+        float made[as_it_is ? 1 : count * numbers], whole[in_integers ? inputs : 1];
+        row_of_integers about[in_integers ? count : 1];
         for (int row = 0; row < count && !as_it_is; row++) {
             const int start = row / size * size, step = count - start < size ? count - start : size;
             const float *from = given + row * inputs * (gated ? 2 : 1);
-            float *to = made + start * numbers + (row - start);
+            float *laid = made + start * numbers + (row - start), *to = in_integers ? whole : laid;
+            const int to_step = in_integers ? 1 : step, changed = gated || offset >= 0;
             if (gated)
-                gate(from, to, inputs, step, kind, gated);
-            else if (offset >= 0)
-                normalise(from, to, inputs, step, kind, norm, offset);
-            else
+                gate(from, to, inputs, to_step, kind, gated);
+            else if (changed)
+                normalise(from, to, inputs, to_step, kind, norm, offset);
+            else if (!in_integers)
                 lay(from, to, inputs, step, kind);
+            if (in_integers)
+                about[row] = halve(changed ? whole : from, laid, inputs, step);
         }
         const float *x = as_it_is ? given : made;
         for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
@@ -189,13 +285,16 @@ void few_rows(
     case rows: \
         if (rows > MOST) \
             break; \
-        if (kind == WIDE) \
+        if (kind == FOURS && rows <= MOST / 2) \
+            two_vectors_of_fours( \
+                left, right, scale, from, about + start, adds, add_apart, ys, steps, outputs, rows, ahead, lines); \
+        else if (kind == WIDE) \
             two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, WIDE, ahead, lines); \
         else if (kind == NARROW) \
             two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, NARROW, ahead, lines); \
         else if (kind == BYTES) \
             two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, BYTES, ahead, lines); \
-        else \
+        else if (kind == PAIRS) \
             two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, PAIRS, ahead, lines); \
         break;
                 switch (count - start < size ? count - start : size) { /* known, so that loops can be unrolled */

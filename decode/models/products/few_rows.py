@@ -16,23 +16,28 @@ from .native import compiled, in_use
 FEW_ROWS = 64
 _MOST_NUMBERS = 1 << 18  # of all rows' inputs, which lie on the stack
 _WIDTH = 16
-WIDE, _NARROW, _PAIRS, _BYTES = range(4)  # as the C function calls them
-_TOGETHER = (1, 1, 2, 4)  # inputs, of each kind
+WIDE, _NARROW, PAIRS, _BYTES, FOURS = range(5)  # as the C function calls them
+_TOGETHER = (1, 1, 2, 4, 4)  # inputs, of each kind
 
 
 class FewRows:
     """x Wᵀ for 1 to `most_rows` rows of float32, with weights of float32 or bfloat16, or of float32 that int8 holds; a
     copy of W [O, I] is kept. See `fits`.
 
-    `rounds`: x is rounded to bfloat16, as bfloat16 weights have it where the processor multiplies pairs of them."""
+    `kind`: how it lies, and what it multiplies. With `PAIRS`, bfloat16 where the processor multiplies pairs of them, x
+    is rounded to bfloat16; with `FOURS`, int8 where it adds up four products, to integers of 16 bits, a scale a row."""
 
     def __init__(self, weight_OI: Tensor, int8: bool = False) -> None:
         outputs, self._inputs = weight_OI.shape
-        self._outputs, half = outputs, weight_OI.dtype == torch.bfloat16
-        self.rounds = half and self._inputs % _WIDTH == 0 and bool(compiled().multiplies_pairs())
-        int8 = int8 and self._inputs % _TOGETHER[_BYTES] == 0
-        self.kind = _BYTES if int8 else _PAIRS if self.rounds else _NARROW if half else WIDE
-        weight_OI, scale_O = integers_of(weight_OI) if int8 else (weight_OI, None)
+        self._outputs, half, even = outputs, weight_OI.dtype == torch.bfloat16, self._inputs % _WIDTH == 0
+        self.kind, scale_O = _NARROW if half else WIDE, None
+        if half and even and compiled().multiplies_pairs():
+            self.kind = PAIRS
+        if int8 and self._inputs % _TOGETHER[_BYTES] == 0:
+            self.kind = FOURS if even and compiled().multiplies_fours() else _BYTES
+            weight_OI, scale_O = integers_of(weight_OI)
+        if self.kind == FOURS:
+            weight_OI = weight_OI ^ -128  # 128 more, without a sign
         panels = outputs // _WIDTH
         self._weight = weight_OI.view(panels, _WIDTH, -1, _TOGETHER[self.kind]).transpose(1, 2).contiguous()
         if scale_O is not None:

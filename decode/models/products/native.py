@@ -67,7 +67,8 @@ def compiled() -> Any:
     library.few_rows.argtypes = of_product
     library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 8]
     library.layers.argtypes = [*[pointer] * 6, *[long] * 5, *[small] * 12, *[ctypes.c_float] * 2]
-    library.multiplies_pairs.argtypes, library.multiplies_pairs.restype = [], small
+    for asked in (library.multiplies_pairs, library.multiplies_fours):
+        asked.argtypes, asked.restype = [], small
     library.few_rows.restype = library.attend.restype = library.layers.restype = None
     return library
 

@@ -20,6 +20,7 @@ from ....decode.evaluation.replay.recording import Recording, record
 from ....decode.evaluation.replay.tuning import (
     DECODED,
     LOSSY,
+    PARALLEL,
     PROBE_SETTINGS,
     SAME_WHEN_GREEDY,
     SLIM,
@@ -299,7 +300,8 @@ def _methods_to_tune(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -
 
 def _tuned_as(row: MethodSection, sampling: Sampling) -> str:
     typical = row.method == "medusa" and row.options.get("acceptance") == "typical" and not sampling.greedy
-    return TYPICAL if typical else row.method
+    parallel = row.method == "speculative" and bool(row.options.get("parallel"))
+    return TYPICAL if typical else PARALLEL if parallel else row.method
 
 
 def _named(row: MethodSection) -> str:

@@ -22,6 +22,7 @@ from urllib.request import urlopen
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.pairs.speculation import SPECULATIVE_TOKENS
+from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import split_revision
 from ....checkpoints.verify.model_files import load_config
@@ -46,6 +47,8 @@ class Draft:
     folder: str
     tokens: int
     mixes_attention: bool = False
+    parallel: bool = False
+    """Whether they are drafted by one forward."""
 
 
 def _vllm(target: str, draft: Draft | None) -> list[str]:
@@ -54,8 +57,9 @@ def _vllm(target: str, draft: Draft | None) -> list[str]:
         return command
     if draft.mixes_attention:  # of a drafter vLLM takes one kind of cache; without this each kind gets its own
         command.append("--disable-hybrid-kv-cache-manager")
-    speculative = {"method": ENGINES["vllm"].forms[draft.form], "model": draft.folder}
-    return [*command, "--speculative-config", json.dumps(speculative | {"num_speculative_tokens": draft.tokens})]
+    speculative: dict[str, Any] = {"method": ENGINES["vllm"].forms[draft.form], "model": draft.folder}
+    speculative |= {"num_speculative_tokens": draft.tokens} | ({"parallel_drafting": True} if draft.parallel else {})
+    return [*command, "--speculative-config", json.dumps(speculative)]
 
 
 def _sglang(target: str, draft: Draft | None) -> list[str]:
@@ -125,9 +129,10 @@ def commands_of(
         raise ValueError(f"llama.cpp serves a GGUF file, and the target is {named}: say with --target which file")
     said = manifest.export.get("speculative_tokens") if manifest.export else None
     drafted = tokens or said or manifest.shapes.get("num_heads") or SPECULATIVE_TOKENS
-    kinds = getattr(load_config(str(export)), "layer_types", None) if form == "vllm-sglang" else None
+    config = load_config(str(export)) if form == "vllm-sglang" else None
+    kinds = getattr(config, "layer_types", None)
     assert form is not None
-    draft = Draft(form, str(export), drafted, len(set(kinds or ())) > 1)
+    draft = Draft(form, str(export), drafted, len(set(kinds or ())) > 1, mask_token(config) is not None)
     return [chosen.command(split_revision(named)[0], side) for side in (draft, None)]
 
 

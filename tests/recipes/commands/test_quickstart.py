@@ -83,7 +83,7 @@ def test_from_a_packaged_gguf_to_the_report(package: Path, tmp_path: Path, capsy
     assert all(name.startswith("layers-") for name in states)
     assert load_tokenizer(str(out / "target")).pad_token_id == 2
     (train,) = (out / "prepared").glob("*/train")
-    counts = PreparedData.load(train).trained_counts()
+    counts = PreparedData.load(train).token_counts(trained=True)
     answers = [json.loads(line)["messages"] for line in (out / "answers.jsonl").read_text().splitlines()]
     ends = sum(turn["role"] == "assistant" for messages in answers for turn in messages)
     assert 0.8 * ends < counts[2] < ends, "of all answers but those held out the end of turn is learned"

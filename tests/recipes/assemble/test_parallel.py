@@ -1,0 +1,79 @@
+"""A drafter that drafts several tokens by one forward: trained by a recipe, decoded with, exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
+from draftsmith.checkpoints.storage.draft_vocabulary import mask_token
+from draftsmith.checkpoints.storage.names import SERVING_FILE
+from draftsmith.data.blocks.prepared import PreparedData
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.commands.serving.engines import commands_of
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.loading import parse_recipe
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22]]
+
+
+def test_a_recipe_trains_one_that_decodes_exactly_and_is_served_so(
+    tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_drafter(tmp_path) | {"target": str(tiny_pair / "target"), "objective": {"lk-lambda": 1.0}}
+    recipe["model"] = {"source": str(tiny_pair / "drafter"), "vocabulary": {"tokens": 60}}
+    recipe |= {"measure": {"prompts": 2, "new_tokens": 4}, "parallel": {"tokens": 4}}
+    run_train(parse_recipe(recipe, "the test's recipe"))
+    drafter = load_model(recipe["out"])
+    (data,) = (PreparedData.load(path.parent) for path in (tmp_path / "prepared").rglob("train/data.json"))
+    counts = data.token_counts(trained=False)
+    token = mask_token(drafter.config)
+    assert token is not None
+    assert token >= len(counts) or counts[token] == counts.min()
+
+    target_model = load_model(str(tiny_pair / "target"))
+    target, limits = wrap_model(target_model), Limits(20)
+    for gamma in (1, 3):
+        method = build_method("speculative", Parts(wrap_model(drafter)), Sampling(), gamma=gamma, parallel=True)
+        texts: list[list[int]] = [[] for _ in PROMPTS]
+        for step in generate(target, *method, PROMPTS, limits, Sampling(), Rng.for_rows(0, len(PROMPTS))):
+            assert step.nodes == 1 + gamma
+            for text, new in zip(texts, step.new_ids, strict=True):
+                text += new
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            ids = torch.tensor([prompt])
+            plain = target_model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+            assert text == plain[0, len(prompt) :].tolist()
+
+    for folder, parallel in ((Path(recipe["out"]), True), (tiny_pair / "drafter", False)):
+        out = tmp_path / f"served-{parallel}"
+        export_artifact(folder, "vllm-sglang", out, FORMATS, ExportOptions(target=str(tiny_pair / "target")))
+        assert ('"parallel_drafting": true' in (out / SERVING_FILE).read_text()) == parallel
+        command, _ = commands_of(out, "vllm", str(tiny_pair / "target"))
+        assert any('"parallel_drafting": true' in word for word in command) == parallel
+
+
+def test_one_that_was_not_trained_for_it_is_refused(tiny_pair: Path) -> None:
+    parts = Parts(wrap_model(load_model(str(tiny_pair / "drafter"))))
+    with pytest.raises(ValueError, match="pard_token"):
+        build_method("speculative", parts, Sampling(), parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "named"),
+    [({"tokens": 1}, r"parallel\.tokens"), ({"token": 320}, "320"), ({"keep": 0.0}, r"parallel\.keep")],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(
+    tiny_drafter: Callable[[Path], dict[str, Any]], tmp_path: Path, parallel: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        run_train(parse_recipe(tiny_drafter(tmp_path) | {"parallel": parallel}, "the test's recipe"))

@@ -1,0 +1,109 @@
+"""PARD: mask tokens of packed blocks see what they see in drafting, and learn the target's distributions."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data.blocks.packing import IGNORED, PADDING
+from draftsmith.train.forward.packed import make_forward
+from draftsmith.train.losses.drafter import shifted_labels
+from draftsmith.train.tasks.drafter import DrafterTask
+from draftsmith.train.tasks.parallel import Lengthened, Parallel, lengthened
+from draftsmith.train.teachers.teacher import ModelTeacher
+
+LENGTH = 40
+PARALLEL = Parallel(token=3, tokens=4, keep=0.6, least=0.1)
+
+
+def sharp(worker: ModuleType, seed: int = 0, **overrides: Any) -> Any:
+    return worker.make_model(seed, attention_dropout=0.0, initializer_range=0.3, **overrides).eval()
+
+
+def chains(longer: Lengthened, length: int, row: int) -> list[tuple[int, int, int]]:
+    """Of a row: where each mask token lies, behind which place of the block, and how far."""
+    found = []
+    visible_LL = longer.batch.visible_BTT[row]
+    for place in range(length, visible_LL.shape[1]):
+        if longer.batch.documents_BT[row, place] != PADDING:
+            end = int(visible_LL[place, :length].nonzero().max())
+            found.append((place, end, int(visible_LL[place, length:].sum())))
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_mask_tokens_have_the_states_that_they_have_behind_their_text_alone(worker: ModuleType, attention: str) -> None:
+    """And the tokens of the text those that they have without them."""
+    model = sharp(worker, attn_implementation=attention)
+    forward, batch = make_forward(model), worker.make_data(4, LENGTH).batch(range(3))
+    longer, length = lengthened(batch, PARALLEL, 0.25), batch.tokens_BT.shape[1]
+    found_BLD, text_BTD = forward(longer.batch), forward(batch)
+    inside_BT = batch.documents_BT != PADDING
+    assert (found_BLD[:, :length] - text_BTD)[inside_BT].abs().max() < 1e-4
+    seen = 0
+    for row in range(3):
+        for place, end, number in chains(longer, length, row):
+            document = batch.documents_BT[row] == batch.documents_BT[row, end]
+            text = batch.tokens_BT[row][document & (torch.arange(length) <= end)]
+            alone = torch.cat((text, torch.full((number,), PARALLEL.token)))
+            expected_D = model.base_model(alone[None], use_cache=False).last_hidden_state[0, -1]
+            assert (found_BLD[row, place] - expected_D).abs().max() < 1e-4
+            seen += 1
+    assert seen > 30
+
+
+def test_each_learns_the_token_that_many_places_on_from_the_targets_distribution_there(worker: ModuleType) -> None:
+    """The loss is the mean over all of them, times the number of the text's own labels."""
+    drafter, target = sharp(worker), sharp(worker, seed=5, num_hidden_layers=3)
+    task = DrafterTask(
+        drafter, worker.make_data(4, LENGTH), {"forward-kl": 1.0}, ModelTeacher(target), parallel=PARALLEL
+    )
+    batch = worker.make_data(4, LENGTH).batch(range(3))
+    length = batch.tokens_BT.shape[1]
+    loss, count = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
+    longer = lengthened(batch, PARALLEL, 0.0)
+    spoken_BL = longer.labels_X.view(3, -1)
+    with torch.no_grad():
+        p_BTV = (make_forward(target)(batch) @ target.get_output_embeddings().weight.T).softmax(-1)
+        q_BLV = (make_forward(drafter)(longer.batch) @ drafter.get_output_embeddings().weight.T).softmax(-1)
+    sums, labels = 0.0, 0
+    for row in range(3):
+        places = [(place, place) for place in range(length)]
+        places += [(place, end + number) for place, end, number in chains(longer, length, row)]
+        for place, teaches in places:
+            label = int(spoken_BL[row, place])
+            assert place >= length or label == int(labels_BT[row, teaches])
+            if label != IGNORED:
+                assert label == int(batch.tokens_BT[row, teaches + 1])
+                p, q = p_BTV[row, teaches], q_BLV[row, place]
+                sums, labels = sums + float((p * (p.log() - q.log())).sum()), labels + 1
+    assert int(count) == int((labels_BT != IGNORED).sum()) < labels
+    assert float(loss.detach()) == pytest.approx(sums / labels * int(count), rel=1e-4)
+    loss.backward()
+
+
+def test_shares_of_places_fall_and_a_text_has_its_own_in_any_batch(worker: ModuleType) -> None:
+    """400 places or more that could learn each: of a share, ten points are more than four standard errors."""
+    data = worker.make_data(40, LENGTH)
+    together = data.batch(range(data.blocks))
+    length = together.tokens_BT.shape[1]
+    longer, later = (lengthened(together, PARALLEL, progress) for progress in (0.5, 0.75))
+    labels_BT = shifted_labels(together.labels_BT, together.documents_BT, 1)
+    spoken_BL, counts = longer.labels_X.view(data.blocks, -1), [0] * PARALLEL.tokens
+    for row in range(data.blocks):
+        mine = chains(longer, length, row)
+        one = data.batch([row])
+        alone = chains(lengthened(one, PARALLEL, 0.5), one.tokens_BT.shape[1], 0)
+        assert {each[1:] for each in mine} == {each[1:] for each in alone}
+        assert {each[1:] for each in mine} != {each[1:] for each in chains(later, length, row)}
+        for place, _, number in mine:
+            counts[number] += int(spoken_BL[row, place]) != IGNORED
+    for number, share in enumerate(PARALLEL.shares(), 1):
+        same_BP = together.documents_BT[:, number:] == together.documents_BT[:, :-number]
+        could = int((same_BP & (labels_BT[:, number:] != IGNORED)).sum())
+        assert could > 400
+        assert abs(counts[number] / could - share) < 0.1

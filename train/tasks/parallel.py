@@ -1,0 +1,112 @@
+"""PARD: a drafter that drafts several tokens in one forward, at places of tokens that say nothing.
+
+Source: PARD (An et al. 2025, arXiv 2504.18583), section 3: the distribution j tokens behind the next one is that at the
+j-th of equal mask tokens behind the text. So many tasks for every place of a text cost so many forwards: tokens are
+dropped by chance, the more the further they look, and where one stays all before it do (its conditional drop).
+
+Letters: B batch (blocks), T tokens, M mask tokens of a block, L = T + M, X = B · L flattened positions, P places that
+have another so far behind them, K tokens that are drafted at once, of lists the mask tokens among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...data.blocks.packing import PADDING, Batch
+from ..forward.packed import MaskedBatch
+from ..losses.drafter import IGNORED, shifted_labels
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What is drafted at once, and how much of it is trained."""
+
+    token: int
+    """The mask token."""
+    tokens: int
+    """K: the next one, and K - 1 at mask tokens."""
+    keep: float
+    """Of the places of a text, the share with a first mask token; of these the share with a second one …"""
+    least: float
+    """Of all places, with each of them."""
+
+    def shares(self) -> list[float]:
+        """Of the places of a text those with a j-th mask token, j from 1."""
+        return [max(self.keep**number, self.least) for number in range(1, self.tokens)]
+
+
+@dataclass(frozen=True)
+class Lengthened:
+    """Blocks with mask tokens behind them."""
+
+    batch: MaskedBatch
+    labels_X: Tensor
+    teacher_rows_X: Tensor
+    """The place, of all B · T of the blocks, whose distribution is that of the label."""
+
+
+def lengthened(batch: Batch, parallel: Parallel, progress: float) -> Lengthened:
+    """A batch with the mask tokens of this moment of the training: a text has the same ones in whatever batch it is."""
+    rows, length = batch.tokens_BT.shape
+    device = batch.tokens_BT.device
+    labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
+    chance_BT = torch.stack([_chances(row_T, progress) for row_T in batch.tokens_BT.cpu()]).to(device)
+    places_T, kept = torch.arange(length, device=device), list[Tensor]()
+    for number, share in enumerate(parallel.shares(), 1):  # the j-th stands j places on, and speaks of the token behind
+        documents_BP, later_BP = batch.documents_BT[:, :-number], batch.documents_BT[:, number:]
+        speaks_BP = (documents_BP == later_BP) & (documents_BP != PADDING) & (labels_BT[:, number:] != IGNORED)
+        kept.append(F.pad(speaks_BP, (0, number)) & (chance_BT < share))
+    kept_KBT = torch.stack(kept)
+    # one behind which others stand stays, though itself it speaks of nothing that is trained on
+    needed_KBT = kept_KBT.flip(0).int().cummax(0).values.flip(0).bool()
+    most = int(needed_KBT.sum((0, 2)).max())
+    number_KBT = torch.arange(1, parallel.tokens, device=device)[:, None, None].expand_as(needed_KBT)
+    end_KBT = places_T.expand_as(needed_KBT)
+    order_BM = needed_KBT.permute(1, 0, 2).flatten(1).int().argsort(dim=1, descending=True, stable=True)[:, :most]
+
+    def taken(values_KBT: Tensor) -> Tensor:
+        return values_KBT.permute(1, 0, 2).flatten(1).gather(1, order_BM)
+
+    real_BM, number_BM, end_BM = taken(needed_KBT), taken(number_KBT), taken(end_KBT)
+    place_BM = (end_BM + number_BM).clamp(max=length - 1)
+    spoken_BM = torch.where(taken(kept_KBT), labels_BT.gather(1, place_BM), IGNORED)
+    documents_BM = torch.where(real_BM, batch.documents_BT.gather(1, end_BM), PADDING)
+    visible_BLL = _visible(batch, documents_BM, end_BM, number_BM)
+    positions_BM = batch.positions_BT.gather(1, end_BM) + number_BM
+    masked = MaskedBatch(
+        torch.cat((batch.tokens_BT, torch.full_like(end_BM, parallel.token)), 1),
+        torch.cat((batch.positions_BT, torch.where(real_BM, positions_BM, 0)), 1),
+        torch.cat((batch.documents_BT, documents_BM), 1),
+        visible_BLL,
+    )
+    rows_B1 = length * torch.arange(rows, device=device)[:, None]
+    teacher_rows_BL = torch.cat((rows_B1 + places_T, rows_B1 + place_BM), 1)
+    return Lengthened(masked, torch.cat((labels_BT, spoken_BM), 1).flatten(), teacher_rows_BL.flatten())
+
+
+def _visible(batch: Batch, documents_BM: Tensor, end_BM: Tensor, number_BM: Tensor) -> Tensor:
+    """bool [B, L, L]: tokens see those of their text before them and themselves; mask tokens the text up to where they
+    begin, and mask tokens that begin there and come before them."""
+    length, masks = batch.tokens_BT.shape[1], end_BM.shape[1]
+    places_T = torch.arange(length, device=end_BM.device)
+    visible_BLL = torch.zeros(len(end_BM), length + masks, length + masks, dtype=torch.bool, device=end_BM.device)
+    visible_BLL[:, :length, :length] = batch.attention_mask_B1TT()[:, 0]
+    same_BMT = documents_BM[:, :, None] == batch.documents_BT[:, None]
+    inside_BM1 = (documents_BM != PADDING)[:, :, None]
+    visible_BLL[:, length:, :length] = same_BMT & (places_T <= end_BM[:, :, None]) & inside_BM1
+    before_BMM = (end_BM[:, :, None] == end_BM[:, None]) & (number_BM[:, None] <= number_BM[:, :, None])
+    visible_BLL[:, length:, length:] = before_BMM & inside_BM1 & inside_BM1.mT
+    itself_L = torch.arange(length, length + masks, device=end_BM.device)
+    visible_BLL[:, itself_L, itself_L] = True
+    return visible_BLL
+
+
+def _chances(tokens_T: Tensor, progress: float) -> Tensor:
+    """A number from 0 to 1 for each place of a text, its own at each moment of the training."""
+    odd_T = 2 * torch.arange(len(tokens_T)) + 1
+    seed = int((tokens_T * odd_T).sum()) * 1_000_003 + round(progress * 1e6)
+    return torch.rand(len(tokens_T), generator=torch.Generator().manual_seed(seed % 2**63))
