@@ -151,9 +151,10 @@ class PackedForward(Projected):
             )
         return positions_BT.clamp(max=self._positions - 1)
 
-    def takes_masks(self, length: int) -> bool:
-        """Whether tokens of blocks of this length may see others by any mask (`MaskedBatch`)."""
-        return "flash" not in self._kernel and "flex" not in self._kernel and not self._slides(length)
+    def check_masks(self) -> None:
+        """Raises ValueError where tokens cannot see others by any mask (`MaskedBatch`): with flash and flex kernels."""
+        if "flash" in self._kernel or "flex" in self._kernel:
+            raise ValueError(f"`parallel` is trained with sdpa or eager attention, and the model has {self._kernel}")
 
     def _attention(self, batch: Batch | MaskedBatch) -> dict[str, Any]:
         """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
@@ -161,6 +162,9 @@ class PackedForward(Projected):
         positions_BT = self._learned(batch.positions_BT, documents_BT)
         implementation = self._kernel
         if isinstance(batch, MaskedBatch):
+            longest, window = int(positions_BT.max()) + 1, sliding_window(self.config)
+            if window is not None and longest > window:
+                raise ValueError(f"`parallel`: a document has {longest} tokens, and the model's window {window}")
             return {"attention_mask": self._as_taken(batch.visible_BTT[:, None]), "position_ids": positions_BT}
         if self._slides(batch.tokens_BT.shape[1]):
             # models with windows build their own masks, and find the documents where positions restart

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from ...decode.models.draft_vocabulary import kept_tokens
-from ..forward.packed import make_forward
+from ..forward.packed import PackedForward, make_forward
 from ..loop.fit import Task
 from ..losses.drafter import IGNORED, TopK, agreement, heads_mixture, label_hits, narrowed, shifted_labels
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
@@ -52,6 +52,9 @@ class DrafterModule(nn.Module):
         """Share of the run that is done: what the weights of the objectives follow."""
         self._weights = parse_weights(objective)
         self._forward = make_forward(model)
+        if parallel is not None:
+            assert isinstance(self._forward, PackedForward)
+            self._forward.check_masks()
         self._teacher = teacher
         mine = self._forward.vocab_size
         theirs = mine if teacher is None else teacher.vocab_size
