@@ -245,9 +245,11 @@ void few_rows(
     int kind, int threads, const float *norm, float offset, int gated)
 {
     const long vectors = outputs / LANES, pairs = (vectors + 1) / 2, halved = kind == PAIRS || kind == FOURS;
-    const long numbers = halved ? inputs / 2 : inputs, steps = kind >= BYTES ? inputs / 4 : numbers, size_of = kind == NARROW ? 2 : 4;
-    const long scales = kind >= BYTES ? 64 : 0, apart = scales + steps * 16 * size_of, both = apart * LANES / 8;
-    const int most = kind == FOURS ? MOST / 2 : MOST, groups = (count + most - 1) / most, size = (count + groups - 1) / groups;
+    const long numbers = halved ? inputs / 2 : inputs, steps = kind >= BYTES ? inputs / 4 : numbers;
+    const long size_of = kind == NARROW ? 2 : 4, scales = kind >= BYTES ? 64 : 0;
+    const long apart = scales + steps * 16 * size_of, both = apart * LANES / 8;
+    const int most = kind == FOURS ? MOST / 2 : MOST, groups = (count + most - 1) / most;
+    const int size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
         const int as_it_is = count == 1 && !halved && !gated && offset < 0, in_integers = kind == FOURS;
