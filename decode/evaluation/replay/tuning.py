@@ -229,7 +229,7 @@ def _decoded_grid(name: str, parts: Parts, sampling: Sampling, space: Space) -> 
     if name == "adaptive":
         return {"gamma": gammas, "policy": ("confidence",), "threshold": space.confidences}
     if name == PARALLEL:
-        return {"gamma": gammas, "parallel": (True,)}
+        return {"gamma": [gamma for gamma in (1, 2, 3, 4, 6, 8) if gamma <= space.gamma], "parallel": (True,)}
     if name == "lookup-drafter":
         return {"shortest": (2, 3), "threshold": space.confidences}
     if name in TREES:

@@ -165,7 +165,7 @@ def test_a_draft_model_for_vllm_and_sglang(
     out, found = export(make_drafter(tie_word_embeddings=True), "vllm-sglang", speculative_tokens=5)
     assert f"vocabulary size, every token and the positions with those of {target}" in found
     text = (out / SERVING_FILE).read_text()
-    assert '"method": "draft_model", "model": "exported-vllm-sglang", "num_speculative_tokens": 5' in text
+    assert '"method": "draft_model", "model": "exported-vllm-sglang", "num_speculative_tokens": 5}' in text
     assert "--speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6" in text
     out, _ = export(make_adapter(), "vllm-sglang")
     assert not (out / "adapter_config.json").exists()

@@ -57,8 +57,8 @@ def product_of(weight_OI: torch.Tensor, dtype: torch.dtype) -> tuple[FewRows, to
 def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
     """x as it is multiplied with the weights, float64."""
     if few.kind == FOURS:
-        unit = x.abs().amax(-1, keepdim=True) / 32639
-        return (x * (32639 / x.abs().amax(-1, keepdim=True))).round().double() * unit.double()
+        largest, most = x.abs().amax(-1, keepdim=True), torch.tensor(32639.0)
+        return (x * most.div(largest)).round().double() * largest.div(most).double()
     return (x.bfloat16() if few.kind == PAIRS else x).double()
 
 

@@ -41,7 +41,7 @@ SMALL = tuning.Space(
 def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_heads: Any, name: str) -> None:
     """Against all prompts decoded together: a row does not depend on its neighbours."""
     target, sampling, limits = wrap_model(make_llama(12, seed=0)), Sampling(1.0), Limits(16)
-    parts = Parts(wrap_model(make_llama(12, seed=1)), make_heads(3, 32, 12))
+    parts = Parts(wrap_model(make_llama(12, seed=1, pard_token=7)), make_heads(3, 32, 12))
     prompts = [[1 + place, 3] for place in range(8)]
     recording = record(target, parts, prompts, sample_texts(target, prompts, limits, sampling), sampling)
     choices = tuning.tune_decoded(target, parts, recording, COSTS, name, limits, {}, SMALL, seed=5)
@@ -59,7 +59,7 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
         surprise = None if choice.lossless else pytest.approx(perplexity(target, prompts[:6], texts))
         assert choice.perplexity == surprise
     knobs = {"bild": "rollback"} | dict.fromkeys(tuning.TREES, "least") | dict.fromkeys(tuning.CHAINS, "drafts")
-    knobs |= dict.fromkeys(("mjsd", "adaptive", "lookup-drafter"), "threshold")
+    knobs |= {tuning.PARALLEL: "gamma"} | dict.fromkeys(("mjsd", "adaptive", "lookup-drafter"), "threshold")
     by_knob: dict[float, list[float]] = {}
     for choice in choices:
         if "cost" not in choice.options:  # of the policy that weighs gain against it
