@@ -167,17 +167,19 @@ class ParallelChain(Proposer):
 
     def propose(self, context: Context) -> Proposal:
         logits_BKR, kept_R = self.model.proposed_logits(self._draft.read_with(context, self._masks_BM))
-        more = list[Tensor]()
+        probs_BKV = None
         if context.sampling.greedy:
             wanted_BK, tokens_BK = logits_BKR.max(-1)
         else:
-            probs_BKR = warp(logits_BKR, context.sampling)
-            drawn_BK1, wanted_BK1 = draw_many(probs_BKR, context.rng.uniform(self.gamma, 1))
-            tokens_BK, wanted_BK, more = drawn_BK1[..., 0], wanted_BK1[..., 0], [probs_BKR]
+            probs_BKV = warp(logits_BKR, context.sampling)
+            drawn_BK1, wanted_BK1 = draw_many(probs_BKV, context.rng.uniform(self.gamma, 1))
+            tokens_BK, wanted_BK = drawn_BK1[..., 0], wanted_BK1[..., 0]
         context.watch("the drafter's", wanted_BK, self._ahead_K)
         if kept_R is not None:
-            tokens_BK, more = kept_R[tokens_BK], [widen(each, kept_R, self.model.vocab_size, 0.0) for each in more]
-        return Proposal(self._tree, torch.cat((context.root_B1, tokens_BK), 1), *more)
+            tokens_BK = kept_R[tokens_BK]
+            if probs_BKV is not None:
+                probs_BKV = widen(probs_BKV, kept_R, self.model.vocab_size, 0.0)
+        return Proposal(self._tree, torch.cat((context.root_B1, tokens_BK), 1), probs_BKV)
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context)

@@ -76,6 +76,7 @@ class DrafterModule(nn.Module):
         else:
             count = (labels_X != IGNORED).sum()
             longer = lengthened(batch, self.parallel, self.progress)
+            assert isinstance(self._forward, PackedForward)
             hidden_XD, weight_VD = self._forward(longer.batch).flatten(0, 1), self._forward.weight_VD()
             labels_X, rows_X1 = longer.labels_X, longer.teacher_rows_X[:, None]
         if self.proposed is not None:
@@ -158,9 +159,9 @@ class DrafterTask(Task):
             self.settings["on_policy"] = [on_policy.share, on_policy.new_tokens, on_policy.temperature, stop_ids]
         taught = getattr(teacher, "model", None)
         rows = None if (ids_R := kept_tokens(model)) is None else len(ids_R)
-        work = [_work(model, rows, backward=True), *([] if taught is None else [_work(taught, rows, backward=False)])]
         longer = 1.0 if parallel is None else 1 + sum(parallel.shares())
-        work[0] = tuple(longer * each for each in work[0])
+        work = [[longer * each for each in _work(model, rows, backward=True)]]
+        work += [] if taught is None else [[*_work(taught, rows, backward=False)]]
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
         self.rewrites = on_policy is not None
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
@@ -227,11 +228,11 @@ def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch
         yield data.batch(numbers[start : start + _EVALUATED_TOGETHER]).to(device)
 
 
-def _work(model: Any, rows: int | None, backward: bool) -> tuple[float, float]:
+def _work(model: Any, rows: int | None, backward: bool) -> tuple[int, int]:
     """Operations a token in a model's matrices, and those a trained position in `rows` of its output projection."""
     projection = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
-    body = last = 0.0
+    body = last = 0
     for weight in model.parameters():
         each = (6 if weight.requires_grad else 4) if backward else 2
         if weight is projection:
