@@ -80,6 +80,6 @@ def check_close(found_XV: Tensor, wanted_XV: Tensor, model: Any, what: str) -> N
     apart_XV = (found_XV - wanted_XV).abs().masked_fill(found_XV == wanted_XV, 0.0)
     largest = wanted_XV.abs().masked_fill(wanted_XV.isinf(), 0.0).max()
     difference = float(apart_XV.max() / largest.clamp(min=1.0))
-    tolerance = 1e-4 if model.dtype == torch.float32 and not is_int8(model) else 6e-2
+    tolerance = 6e-2 if model.dtype != torch.float32 else 1e-2 if is_int8(model) else 1e-4
     if not difference <= tolerance:
         raise ValueError(f"{what} by {difference:.2g} (at most {tolerance:.0e} is allowed)")

@@ -154,7 +154,7 @@ def load_model(
     """
     source = at_revision(source)
     folder = Path(source)
-    held = held_as(dtype, device) if isinstance(dtype, str) else dtype
+    held = held_as(dtype, "several" if device_map else device) if isinstance(dtype, str) else dtype
     options = {"dtype": held, "device": device, "device_map": device_map, "attention": attention} | settings
     if not folder.is_dir():
         return _rounded(_load(source, **options), dtype)

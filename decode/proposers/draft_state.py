@@ -87,7 +87,8 @@ class DraftState:
             if self._lag:
                 extend = partial(self.model.extend_with, self.model.take_in(context.given_before(pending)))
             tokens_BM = context.last_ids(pending)
-            tokens_BM, behind_BM = tokens_BM if behind_BM is None else torch.cat((tokens_BM, behind_BM), 1), None
+            if behind_BM is not None:
+                tokens_BM, behind_BM = torch.cat((tokens_BM, behind_BM), 1), None
             hidden_BMD = extend(self.cache, tokens_BM)[:, pending - 1 :]
         else:
             places_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)

@@ -146,8 +146,8 @@ class ParallelChain(Proposer):
     at mask tokens behind it.
 
     No token depends on another of the draft, so that each is drawn from its own distribution, and chains are verified
-    as any other. Source: PARD (An et al. 2025, arXiv 2504.18583), section 3.1. Raises ValueError: a drafter without a
-    mask token.
+    as any other. Source: PARD (An et al. 2025, arXiv 2504.18583), with tokens laid out as vLLM 0.32 lays them. Raises
+    ValueError: a drafter without a mask token.
     """
 
     def __init__(self, model: LanguageModel, gamma: int) -> None:

@@ -1,6 +1,6 @@
 """PARD: a drafter that drafts several tokens in one forward, at places of tokens that say nothing.
 
-Source: PARD (An et al. 2025, arXiv 2504.18583), section 3: the distribution j tokens behind the next one is that at the
+Source: PARD (An et al. 2025, arXiv 2504.18583): the distribution j tokens behind the next one is that at the
 j-th of equal mask tokens behind the text. So many tasks for every place of a text cost so many forwards: tokens are
 dropped by chance, the more the further they look, and where one stays all before it do (its conditional drop).
 
