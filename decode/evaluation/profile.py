@@ -187,9 +187,11 @@ def isolated_forward(target: LanguageModel, part: Any, width: int, context: int)
 
 
 def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
-    """A forward of `nodes` tokens behind `context` committed ones, ready to be timed."""
+    """A forward of `nodes` tokens behind `context` committed ones, to be timed. They differ: tokens that are alike
+    would all go to the same experts of a mixture, and the others' weights would not be read."""
+    ids = torch.randint(model.vocab_size, (1, context + nodes), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        _, cache = model.begin([[0] * context], context + nodes)
+        _, cache = model.begin(ids[:, :context].tolist(), context + nodes)
     cache.set_lengths([context])
-    tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
+    tokens_BN = ids[:, context:].to(model.device)
     return lambda: model.logits(model.extend(cache, tokens_BN))

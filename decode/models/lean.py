@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...checkpoints.storage.draft_vocabulary import widen
@@ -26,12 +26,19 @@ from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.few_rows import FEW_ROWS
 from .products.int8 import is_int8
-from .products.layers import DecoderLayers, Norms
+from .products.layers import DecoderLayers, Kind, Norms
 from .products.native import compiled, fused_kernels
 from .products.product import Product
-from .products.weights import ACTIVATIONS, FAMILIES, LayerWeights, norm_weight, rotations
+from .products.rotation import Rotation, Turns, rotations
+from .products.weights import ACTIVATIONS, FAMILIES, GATES, LayerWeights, norm_weight
 
-_NOT_HERE = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+ACTIVATED: dict[int, Callable[..., Tensor]] = {
+    1: F.silu,
+    2: partial(F.gelu, approximate="tanh"),
+    3: F.relu,
+    4: partial(F.gelu, approximate="tanh"),
+    5: F.gelu,
+}
 _PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
 
 
@@ -44,30 +51,36 @@ class _Layer:
     out: Product
     norm_attended_D: Tensor | None
     norm_mlp_D: Tensor | None
-    gate_up: Product
+    up: Product
     down: Product
     norm_made_D: Tensor | None
 
 
 class LeanDecoder(LanguageModel):
-    """Decoders of `FAMILIES` (gated MLP, rotary positions of fixed frequency)."""
+    """Decoders of `FAMILIES` (with positions that are learned, or turned by fixed frequencies)."""
 
     _embedding_scale = 1.0
+    _positions_SD: Tensor | None = None
 
     @staticmethod
     def covers(model: PreTrainedModel) -> bool:
         """Whether this forward computes what the model computes."""
         config = model.config
+        if (family := FAMILIES.get(config.model_type)) is None or _activation(config) is None:
+            return False
+        decoder = _decoder(model)
+        norm = getattr(decoder, family.norm)
+        attentions = [getattr(layer, family.attention) for layer in getattr(decoder, family.layers)]
         rope = getattr(config, "rope_parameters", None) or {}
         ropes = [each for each in rope.values() if isinstance(each, dict)] or [rope]
         return (
-            config.model_type in FAMILIES
-            and _activation(config) in ACTIVATIONS
-            and not getattr(config, "attention_bias", False)
-            and not getattr(config, "mlp_bias", False)
-            and all(each.get("rope_type", "default") in {"default", "linear", "llama3"} for each in ropes)
-            and all(each.get("partial_rotary_factor", 1.0) == 1 for each in ropes)
-            and not any(getattr(config, name, None) for name in _NOT_HERE)
+            all(each.get("rope_type", "default") in {"default", "linear", "llama3"} for each in ropes)
+            and all(each.get("partial_rotary_factor", 1.0) == 1 or each is rope for each in ropes)
+            and not getattr(config, "use_bidirectional_attention", None)
+            and getattr(norm, "weight", None) is not None
+            and getattr(config, "do_layer_norm_before", True)
+            and getattr(config, "word_embed_proj_dim", config.hidden_size) == config.hidden_size
+            and all(hasattr(each, "q_norm") or each.scaling == _width(config) ** -0.5 for each in attentions)
             and model.get_output_embeddings().bias is None
             and len({parameter.device for parameter in model.parameters()}) == 1
             and not getattr(model, "is_quantized", False)
@@ -77,33 +90,43 @@ class LeanDecoder(LanguageModel):
         )
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm", given_layers: Sequence[int] = ()) -> None:
-        decoder, output = model.model, model.get_output_embeddings()
+        decoder, output, family = _decoder(model), model.get_output_embeddings(), FAMILIES[model.config.model_type]
         self.states, self.given_layers = states, tuple(given_layers)
         self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
         int8 = is_int8(model)
         self._inner = Product(output.inner.weight.detach(), int8=int8) if isinstance(output, LowRankHead) else None
-        embedding_VD, head = decoder.embed_tokens.weight.detach(), output.weight.detach()
-        if (scale := getattr(decoder.embed_tokens, "embed_scale", None)) is not None:
+        embedding, head = getattr(decoder, family.embedding), output.weight.detach()
+        embedding_VD = embedding.weight.detach()
+        if (scale := getattr(embedding, "embed_scale", None)) is not None:
             self._embedding_scale = float(scale.to(embedding_VD.dtype))  # rounded as there
+        if family.positions is not None:
+            positions = getattr(decoder, family.positions)
+            self._positions_SD = positions.weight.detach()[getattr(positions, "offset", 0) :]
         self.vocab_size = len(head)
         rows = head if self._kept_R is None else head[self._kept_R]
-        self._hold(model.config, embedding_VD, rows, decoder, decoder.layers, int8)
+        self._hold(model.config, embedding_VD, rows, decoder, getattr(decoder, family.layers), int8)
 
     def _hold(
         self, config: Any, embedding: Tensor, head: Tensor, decoder: Any, layers: Iterable[Any], int8: bool
     ) -> None:
-        """Take weights, and lay them out: of `head` all rows, of `decoder` its final `norm` and its `rotary_emb`."""
-        self.config = config
+        """Take weights, and lay them out: of `head` all rows, of `decoder` its final norm and its `rotary_emb`."""
+        self.config, self._family = config, FAMILIES[config.model_type]
         self.hidden_size = embedding.shape[1]
         self.max_positions = position_limit(config) or NO_LIMIT
         # Over weights of bfloat16 the processor's own work is fastest, and most exact, in float32.
         wide = embedding.dtype == torch.bfloat16 and embedding.device.type == "cpu" and compiled() is not None
         self.device, self.dtype = embedding.device, torch.float32 if wide else embedding.dtype
         self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        self.key_width = self.value_width = _width(config)
         self._grouped = self.heads != self.kv_heads
-        self._eps = config.rms_norm_eps
+        norm = getattr(decoder, self._family.norm)
+        self._centred = isinstance(norm, nn.LayerNorm)
+        self._eps = norm.eps if self._centred else config.rms_norm_eps
+        self._cap, self._final_cap = (
+            getattr(config, f"{name}_logit_softcapping", None) or 0.0 for name in ("attn", "final")
+        )
+        self._parallel = getattr(config, "use_parallel_residual", False)
         self._embedding_VD = embedding
         self._product = partial(Product, int8=int8)
         self._head = self._product(head)
@@ -111,7 +134,9 @@ class LeanDecoder(LanguageModel):
         # are therefore projected in interleaved order, which leaves their inner products as they were.
         # On GPUs there are kernels for what is not a product.
         self._complex = self.dtype == torch.float32 and self.device.type == "cpu"
-        self._fused = fused_kernels() if self.device.type == "cuda" else None
+        self._fused = fused_kernels() if self.device.type == "cuda" and not self._cap else None
+        rotary = getattr(decoder, "rotary_emb", None)
+        self._rotation = Rotation(config, rotary, self.key_width, self._complex, self.dtype)
         self._now: Any = None  # the kernels that the forward of this moment uses
         self.finds_ends = self._fused is not None
         # ‖x‖₂ with a constant √(D ε) beside it is √D times the root mean square that RMSNorm divides by. In float32 the
@@ -119,51 +144,48 @@ class LeanDecoder(LanguageModel):
         self._folded = self._complex and embedding.dtype == torch.float32 and not int8
         self._offset_value = (self.hidden_size * self._eps) ** 0.5
         self._offset = torch.tensor(self._offset_value, device=self.device)
-        norm_D = norm_weight(decoder.norm)
+        norm_D = norm_weight(norm)
+        self._norm_bias_D = norm.bias.detach().to(self.dtype) if getattr(norm, "bias", None) is not None else None
         self._norm_D = self._scaled(norm_D) if self._complex else norm_D.to(self.dtype)
         self._norms_heads_apart = False
         self._layers = [self._fuse(layer) for layer in layers]
         self.layers = len(self._layers)
         self.windows = windows(config)[: self.layers]
-        self._gelu = _activation(config) != "silu"
+        self._activation = _activation(config) or 0
         # Of each layer: its window, and by which rotation it turns queries and keys.
         sides = list(zip(self.windows, rotations(config), strict=False))
         self._sides = list(dict.fromkeys(sides))
         self._side_of = [self._sides.index(side) for side in sides]
         self._few = None
         if self._complex and DecoderLayers.fit(self._layers, self.key_width):
-            sizes, gated = (self.heads, self.kv_heads, self.key_width), ACTIVATIONS[_activation(config)]
-            norms = Norms(self._folded, self._norms_heads_apart)
-            self._few = DecoderLayers(self._layers, self._side_of, sizes, gated, self._eps, norms)
-        self._rotary = decoder.rotary_emb
-        self._turned = 0
-        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
-        """Cosine and sine of positions by rotation, [S, E]; complex ones [S, E / 2] and nothing."""
-        self._outgrown: list[Any] = []
+            sizes, norms = (self.heads, self.kv_heads, self.key_width), Norms(self._folded, self._norms_heads_apart)
+            kind = Kind(self._activation, self._eps, self._centred, self._parallel, self._cap)
+            self._few = DecoderLayers(self._layers, self._side_of, sizes, kind, norms)
 
     @property
     def weights_dtype(self) -> torch.dtype:
         return self._embedding_VD.dtype
 
     def _fuse(self, layer: Any) -> _Layer:
-        own = LayerWeights.of(layer)
-        qkv_OI, gate_up_OI, bias_O, norm_heads_O = own.qkv_OI, own.gate_up_OI, own.bias_O, self._head_norms(own)
+        own = LayerWeights.of(layer, self._family)
+        qkv_OI, up_OI, bias_O, norm_heads_O = own.qkv_OI, own.up_OI, own.bias_O, self._head_norms(own)
         norm_in_D, norm_mlp_D = self._norm_in(layer, own), own.norm_mlp_D
+        if self._rotation.reorders:
+            reorder = partial(self._rotation.reorder, heads=self.heads + self.kv_heads)
+            qkv_OI, bias_O = reorder(qkv_OI), None if bias_O is None else reorder(bias_O)
+            norm_heads_O = None if norm_heads_O is None else reorder(norm_heads_O)
         if self._complex:
-            qkv_OI = self._interleave(qkv_OI)
-            bias_O = None if bias_O is None else self._interleave(bias_O[:, None])[:, 0]
-            norm_heads_O = None if norm_heads_O is None else self._interleave(norm_heads_O[:, None])[:, 0]
-            sides = ((qkv_OI, norm_in_D), (gate_up_OI, norm_mlp_D))
+            sides = ((qkv_OI, norm_in_D), (up_OI, norm_mlp_D))
             if self._folded:
-                qkv_OI, gate_up_OI = (
+                qkv_OI, up_OI = (
                     weight if norm is None else weight * norm * self.hidden_size**0.5 for weight, norm in sides
                 )
             else:
                 norm_in_D, norm_mlp_D = (None if norm is None else self._scaled(norm) for _, norm in sides)
-        elif own.parts[0] and not own.parts[0][0].weight.requires_grad:
+        elif own.parts[0] and not self._rotation.reorders and not own.parts[0][0].weight.requires_grad:
             # Frozen, the module's weights become views of these, and are held once; trained ones may lie in others'
             # memory, such as DeepSpeed's.
-            for modules, whole in zip(own.parts, (qkv_OI, gate_up_OI), strict=True):
+            for modules, whole in zip(own.parts, (qkv_OI, up_OI), strict=True):
                 for module, part in zip(modules, whole.split([len(module.weight) for module in modules]), strict=True):
                     module.weight.data = part
         norms = (norm_in_D, own.norm_attended_D, norm_mlp_D, own.norm_made_D)
@@ -173,11 +195,11 @@ class LeanDecoder(LanguageModel):
             norm_in_D,
             self._product(qkv_OI, bias_O),
             norm_heads_O,
-            self._product(own.out_OI),
+            self._product(own.out_OI, own.bias_out_D),
             norm_attended_D,
             norm_mlp_D,
-            self._product(gate_up_OI),
-            self._product(own.down_OI),
+            self._product(up_OI, own.bias_up_F),
+            self._product(own.down_OI, own.bias_down_D),
             norm_made_D,
         )
 
@@ -199,10 +221,14 @@ class LeanDecoder(LanguageModel):
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
-        """RMSNorm, if there is one; with weights of float32 without its weight and its √D, which the next product
-        holds."""
+        """The norm, if there is one; with weights of float32 without its weight and its √D, which the next product
+        holds, as its biases hold what norms add."""
         if weight_D is None:
             return x_XD
+        if self._centred and self._complex:
+            x_XD = x_XD - x_XD.mean(-1, keepdim=True)
+        elif self._centred:
+            return F.layer_norm(x_XD, (self.hidden_size,), weight_D, None, self._eps)
         if self._now is not None:
             normed_XD: Tensor = self._now.normed(x_XD, weight_D, self._eps)
             return normed_XD
@@ -212,45 +238,10 @@ class LeanDecoder(LanguageModel):
         return x_XD if self._folded else x_XD * weight_D
 
     def _final_norm(self, x_XD: Tensor) -> Tensor:
-        """RMSNorm with its weight: what follows may be no product of ours."""
+        """The last norm, whole: what follows may be no product of ours."""
         x_XD = self._norm(x_XD, self._norm_D)
-        return x_XD * self._norm_D if self._folded else x_XD
-
-    def _interleave(self, weight_OI: Tensor) -> Tensor:
-        """Weights of queries, keys and values with the halves of each query and key in turns."""
-        turned, columns = (self.heads + self.kv_heads) * self.key_width, weight_OI.shape[1]
-        halves = weight_OI[:turned].view(-1, 2, self.key_width // 2, columns)
-        return torch.cat((halves.transpose(1, 2).reshape(turned, columns), weight_OI[turned:]))
-
-    def _rotation(self, positions_BM: Tensor, needed: int, rotation: str | None) -> tuple[Tensor, Tensor | None]:
-        """Turns for each position, shaped to multiply [B, M, H, E]; tables grow to the longest position seen."""
-        if needed > self._turned:
-            # A CUDA graph reads the table that it was captured with: tables that were outgrown stay where they are.
-            self._outgrown.append(self._tables)
-            self._turned = max(256, 2 * needed)
-            self._tables = {each: self._table(each) for _, each in self._sides}
-        cos_SE, sin_SE = self._tables[rotation]
-        cos_BM1E = F.embedding(positions_BM, cos_SE)[:, :, None]
-        return cos_BM1E, None if self._complex else F.embedding(positions_BM, sin_SE)[:, :, None]
-
-    def _table(self, rotation: str | None) -> tuple[Tensor, Tensor]:
-        """Of the first `_turned` positions."""
-        positions = torch.arange(self._turned, device=self.device)[None]
-        named = (rotation,) if rotation else ()
-        cos_1SE, sin_1SE = self._rotary(torch.empty(0, dtype=torch.float32, device=self.device), positions, *named)
-        if rotation is None:
-            cos_1SE, sin_1SE = torch.ones_like(cos_1SE), torch.zeros_like(sin_1SE)
-        if not self._complex:
-            return cos_1SE[0].to(self.dtype), sin_1SE[0].to(self.dtype)
-        half = self.key_width // 2
-        return torch.complex(cos_1SE[0, :, :half], sin_1SE[0, :, :half]), sin_1SE[0, :0]
-
-    def _rotate(self, x_BMHE: Tensor, turns_BM1E: Tensor, sin_BM1E: Tensor | None) -> Tensor:
-        if sin_BM1E is None:
-            pairs = torch.view_as_complex(x_BMHE.unflatten(-1, (self.key_width // 2, 2)))
-            return torch.view_as_real(pairs * turns_BM1E).flatten(-2)
-        first, second = x_BMHE.chunk(2, -1)
-        return torch.addcmul(x_BMHE * turns_BM1E, torch.cat((-second, first), -1), sin_BM1E)
+        x_XD = x_XD * self._norm_D if self._folded else x_XD
+        return x_XD if self._norm_bias_D is None else x_XD + self._norm_bias_D
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
         """As of `LanguageModel`; None also for any chain that goes through the layers in C, and for over `FEW_ROWS`
@@ -258,7 +249,7 @@ class LeanDecoder(LanguageModel):
         if bias_BMn is None and self._in_c(cache, stop - start):
             return None
         whole = all(window is None or end <= window for window in self.windows)
-        if bias_BMn is None and start == 0 and stop > FEW_ROWS and not any(cache.lengths) and whole:
+        if bias_BMn is None and start == 0 and stop > FEW_ROWS and not any(cache.lengths) and whole and not self._cap:
             return None
         return super()._mask(cache, bias_BMn, start, stop, end)
 
@@ -273,8 +264,12 @@ class LeanDecoder(LanguageModel):
         # Few kernels that do much pay where they are replayed; to launch one takes the host longer than an operation.
         self._now = self._fused if isinstance(cache, IndexedCache) else None
         embedded_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype)
+        if self._positions_SD is not None:
+            # Rows that have ended still run, beyond the last learned position; what they give is not used.
+            held_BM = positions_BM.expand(batch, -1).clamp(max=len(self._positions_SD) - 1)
+            embedded_XD = embedded_XD + F.embedding(held_BM.reshape(-1), self._positions_SD)
         hidden_XD = self._first(embedded_XD if self._embedding_scale == 1 else embedded_XD * self._embedding_scale)
-        turned = {by: self._rotation(positions_BM, end, by) for _, by in self._sides}
+        turned = self._rotation.at(positions_BM, end, {by for _, by in self._sides})
         if self._in_c(cache, count):
             assert self._few is not None
             sides = [
@@ -304,9 +299,13 @@ class LeanDecoder(LanguageModel):
             if index in self.given_layers:
                 given.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
             qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
-            hidden_XD = self._added(hidden_XD, layer.out, attend(index, qkv_XO), layer.norm_attended_D)
-            gate_up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D))
-            hidden_XD = self._added(hidden_XD, layer.down, self._gated(gate_up_XF), layer.norm_made_D)
+            found_XO = attend(index, qkv_XO)
+            if self._parallel:  # on a GPU what is added to is changed
+                up_XF = layer.up(self._norm(hidden_XD, layer.norm_mlp_D))
+            hidden_XD = self._added(hidden_XD, layer.out, found_XO, layer.norm_attended_D)
+            if not self._parallel:
+                up_XF = layer.up(self._norm(hidden_XD, layer.norm_mlp_D))
+            hidden_XD = self._added(hidden_XD, layer.down, self._activated(up_XF), layer.norm_made_D)
         return hidden_XD, given
 
     def _added(self, hidden_XD: Tensor, product: Product, x_XI: Tensor, norm_D: Tensor | None) -> Tensor:
@@ -327,15 +326,18 @@ class LeanDecoder(LanguageModel):
         ]
         return torch.cat((*normed, value_XO), -1) * layer.norm_heads_O
 
-    def _gated(self, gate_up_XF: Tensor) -> Tensor:
-        if self._now is not None and not self._gelu:
-            found_XF: Tensor = self._now.gated(gate_up_XF)
+    def _activated(self, up_XF: Tensor) -> Tensor:
+        if self._now is not None and self._activation == GATES["silu"]:
+            found_XF: Tensor = self._now.gated(up_XF)
             return found_XF
-        gate_XF, up_XF = gate_up_XF.chunk(2, -1)
-        return (F.gelu(gate_XF, approximate="tanh") if self._gelu else F.silu(gate_XF)) * up_XF
+        opened = ACTIVATED[self._activation]
+        if not self._family.gated:
+            return opened(up_XF)
+        gate_XF, up_XF = up_XF.chunk(2, -1)
+        return opened(gate_XF) * up_XF
 
     def _fused_attention(
-        self, cache: KVCache, turns: tuple[Tensor, Tensor | None], mask_B1MS: Tensor | None, end: int
+        self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, end: int
     ) -> Callable[[int, Tensor], Tensor]:
         """`_attention` in kernels for GPUs."""
         fused = self._now
@@ -361,7 +363,7 @@ class LeanDecoder(LanguageModel):
     def _attention(
         self,
         cache: KVCache,
-        turns: tuple[Tensor, Tensor | None],
+        turns: Turns,
         mask_B1MS: Tensor | None,
         window: int | None,
         count: int,
@@ -372,14 +374,17 @@ class LeanDecoder(LanguageModel):
         if self._now is not None:
             return self._fused_attention(cache, turns, mask_B1MS, end)
         batch = len(cache.lengths)
-        turns_BM1E, sin_BM1E = turns
         rotated_heads = self.heads + self.kv_heads
         # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
         group = self.heads // self.kv_heads if count <= FEW_ROWS else 1
         if mask_B1MS is not None and group > 1:
             mask_B1MS = mask_B1MS.repeat(1, 1, group, 1)
         causal = mask_B1MS is None and count > 1
-        attend = partial(F.scaled_dot_product_attention, enable_gqa=self._grouped and group == 1, is_causal=causal)
+        attend: Callable[..., Tensor] = partial(
+            F.scaled_dot_product_attention, enable_gqa=self._grouped and group == 1, is_causal=causal
+        )
+        if self._cap:
+            attend = partial(_capped_attention, cap=self._cap)
         stops = [length + 1 for length in cache.lengths]
         padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
         apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
@@ -388,7 +393,7 @@ class LeanDecoder(LanguageModel):
         def attended(index: int, qkv_XO: Tensor) -> Tensor:
             qkv_XO = self._norm_heads(qkv_XO, self._layers[index])
             qkv_BMHE = qkv_XO.view(batch, count, -1, self.key_width)
-            qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
+            qk_BHME = self._rotation.turn(qkv_BMHE[:, :, :rotated_heads], turns).transpose(1, 2)
             cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
             query_BHME = qk_BHME[:, : self.heads]
             if group > 1:
@@ -430,8 +435,36 @@ class LeanDecoder(LanguageModel):
             rows_XD = self._final_norm(rows_XD)
         if self._inner is not None:
             rows_XD = self._inner(rows_XD)
-        return self._head(rows_XD).view(*hidden_XD.shape[:-1], -1), self._kept_R
+        logits_XR = _capped(self._head(rows_XD), self._final_cap)
+        return logits_XR.view(*hidden_XD.shape[:-1], -1), self._kept_R
 
 
-def _activation(config: Any) -> str:
-    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
+def _decoder(model: Any) -> Any:
+    """Where the layers are."""
+    return getattr(model.base_model, "decoder", model.base_model)
+
+
+def _width(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _activation(config: Any) -> int | None:
+    """An MLP's activation, as few_rows.c numbers them; None: it has another."""
+    names = (getattr(config, name, None) for name in ("hidden_activation", "hidden_act", "activation_function"))
+    name = next(filter(None, names), None)
+    return (GATES if FAMILIES[config.model_type].gated else ACTIVATIONS).get(str(name))
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    """Gemma 2's soft cap; 0: there is none."""
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def _capped_attention(
+    query_BHME: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, *, cap: float, attn_mask: Tensor | None = None
+) -> Tensor:
+    """Attention with capped scores, which torch has not."""
+    group = query_BHME.shape[1] // key_BKSE.shape[1]
+    key_BHSE, value_BHSE = (each.repeat_interleave(group, 1) for each in (key_BKSE, value_BKSE))
+    scores_BHMS = _capped(query_BHME @ key_BHSE.mT * query_BHME.shape[-1] ** -0.5, cap)
+    return (scores_BHMS if attn_mask is None else scores_BHMS + attn_mask).softmax(-1) @ value_BHSE

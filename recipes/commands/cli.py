@@ -76,6 +76,33 @@ def quickstart(
 
 
 @app.command()
+def forge(
+    target: Annotated[str, typer.Argument(help="Folder or hub id of a model, or a GGUF file.")],
+    overrides: Overrides = None,
+    hours: Annotated[float | None, typer.Option(help="What it may take, about; 2 by default.")] = None,
+    more_hours: Annotated[float | None, typer.Option(help="Go on with the training of what was chosen.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option(help="A file of questions such as will be asked.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="A drafter that there is, to be tried too.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="At which it shall be fast.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be tried, and why.")] = False,
+) -> None:
+    """A target in, the fastest lossless set-up out: what costs no training is tried first, then what could win is
+    trained. Stopped or killed, it goes on."""
+    from ..schema.forge import ForgeRecipe
+    from ..schema.loading import parse_recipe
+
+    given = {"hours": hours, "more_hours": more_hours, "temperature": temperature, "out": out}
+    given |= {"prompts": prompts or None, "drafters": drafter or None}  # type: ignore[dict-item]
+    values = {"kind": "forge", "target": target} | {key: value for key, value in given.items() if value is not None}
+    recipe = parse_recipe(values, "forge", overrides or [], kinds=("forge",))
+    assert isinstance(recipe, ForgeRecipe)
+    from .forge.forge import run_forge
+
+    run_forge(recipe, plan)
+
+
+@app.command()
 def prepare(
     recipe: RecipeName,
     overrides: Overrides = None,

@@ -124,7 +124,8 @@ NUMBERS = (
 IN_GROUPS = ("prompts", "tokens_per_step", "acceptance_by_depth", "speedup", "speedup_interval", "bound", "efficiency")
 BRIEF = ("tokens_per_step", "speedup", "speedup_interval", "tokens_per_second")
 CURVE = {
-    "drafter": [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4, 8)],
+    "drafter": [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4, 8)]
+    + [("speculative", {"gamma": gamma, "verification": "block"}) for gamma in (2, 4, 8)],
     "heads": [("bpd", {}), ("medusa", {}), ("medusa", {"tree": "2x1"})],
 }
 """By kind of artifact, the methods of a learning curve."""

@@ -23,7 +23,7 @@ from ...proposers.chains import DraftChains
 from ...proposers.draft_tree import DraftTree, NoDraft
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
-from ...verifiers.lossless import ExactChain, GreedyMatch, MultiCandidate, SampleAndMatch
+from ...verifiers.lossless import ExactChain, GreedyMatch, MultiCandidate, SampleAndMatch, Traversal
 from ...warpers import Sampling
 from ..measure import Entry
 from .heads import head_tree, pruned_tree
@@ -141,7 +141,28 @@ def chances(recording: Recording, source: str, candidates: int, rule: str) -> Fl
     return column_TK[:, candidates - 1].astype(np.float64)
 
 
+def block_chances(recording: Recording, gamma: int) -> Floats:
+    """As `chances` of a chain that is verified as a block: of a token at each depth, if those before it were accepted,
+    [K, T].
+
+    Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2: a draft of i tokens is kept with a probability p_i = min(1,
+    p_{i-1} p(x_i) / q(x_i)), whatever follows it. So the first i tokens of a text are an accepted draft, given the
+    text, with min over j up to i of Π_{k ≤ j} q(x_k) / p(x_k), or 1; and what follows them is the target's."""
+    drafts = recording.drafts["drafter"]
+    ratio_T = drafts.draft_T.astype(np.float64) / drafts.target_T
+    product_T, kept_T, accept_KT = np.ones_like(ratio_T), np.ones_like(ratio_T), np.zeros((gamma, len(ratio_T)))
+    for level, accept_T in enumerate(accept_KT[:, : len(ratio_T)]):
+        begins = slice(len(ratio_T) - level)  # steps that begin so far before a token; what crosses texts counts not
+        product_T = product_T[begins] * ratio_T[level:]
+        now_T = np.minimum(kept_T[begins], product_T)
+        accept_T[level:] = np.divide(now_T, kept_T[begins], out=np.zeros_like(now_T), where=kept_T[begins] > 0)
+        kept_T = now_T
+    return accept_KT
+
+
 def _draft_tree(recording: Recording, proposer: DraftTree, verifier: Verifier) -> Prediction | None:
+    if isinstance(verifier, Traversal) and max(proposer.branching) == 1:
+        return replay_chances(recording, block_chances(recording, len(proposer.branching)), proposer.tree.nodes)
     replacement = "with" if proposer.replacement else "without"
     rules = {GreedyMatch: "without", ExactChain: "with", MultiCandidate: replacement}
     rule = (rules | {SampleAndMatch: f"naive {replacement}"}).get(type(verifier))

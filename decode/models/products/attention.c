@@ -4,7 +4,7 @@
    turns [rows_of_turns, count, width], cosine and sine of each pair of neighbours. Keys and values lie in caches whose rows
    and heads are so many numbers apart; token m of a row goes to slot lengths[row] + start + m, and sees the slots up to
    that one, with mask [rows_of_mask, count, end] added to its scores, if there is one. rows_of_* are 1 or batch.
-   width is a multiple of 16. What is read lies in attended [batch, count, heads, width]. */
+   width is a multiple of 16. Scores are capped softly, if cap is not 0. What is read lies in attended [batch, count, heads, width]. */
 
 #include "vectors.h"
 
@@ -13,6 +13,15 @@ static inline void turn(const float *from, const float *by, float *to, long widt
     for (long e = 0; e < width; e += 2) {
         to[e] = from[e] * by[e] - from[e + 1] * by[e + 1];
         to[e + 1] = from[e] * by[e + 1] + from[e + 1] * by[e];
+    }
+}
+
+/* Scores, cap * tanh(score / cap). */
+static inline void soften(float *scores, long number, float cap)
+{
+    for (long s = 0; s < number && cap > 0; s += LANES) {
+        const vector score = *(vector *)(scores + s);
+        *(vector *)(scores + s) = cap - 2.0f * cap / (1.0f + exponential(2.0f / cap * score));
     }
 }
 
@@ -88,7 +97,7 @@ static inline __attribute__((always_inline)) void add_values(
    than the next. */
 static inline __attribute__((always_inline)) void attend_together(
     const float *queries, const float *keys, const float *values, const float *mask, float *attended, const long slots,
-    const long width, const int tokens, const int each, const long end, const long token)
+    const long width, const int tokens, const int each, const long end, const long token, const float cap)
 {
     const long padded = (slots + LANES - 1) / LANES * LANES, fitting = SCORES / padded;
     const int number = tokens * each, most = fitting < 1 ? 1 : fitting < number ? fitting : number;
@@ -102,6 +111,7 @@ static inline __attribute__((always_inline)) void attend_together(
                 vector found = scored(queries + q * width, s + LANES > slots ? last : keys + s * width, width);
                 *(vector *)(scores + (q - first) * padded + s) = found;
             }
+        soften(scores, (stop - first) * padded, cap);
         for (int q = first; q < stop; q++)
             shares(scores + (q - first) * padded, mask ? mask + q / each * end : 0, slots - tokens + 1 + q / each, slots);
         for (long from = 0; from < slots; from += BLOCK)
@@ -174,7 +184,7 @@ static void add_tile(float *scores, long slots, float *read, long width, float *
 
 /* SIDE queries [width][SIDE] of tokens one after another, which share keys and values; query q sees sees[q] slots, rising. */
 static void attend_side_by_side(
-    const float *queries, const float *keys, const float *values, const long *sees, float *read, long width)
+    const float *queries, const float *keys, const float *values, const long *sees, float *read, long width, float cap)
 {
     float scores[TILE * SIDE], largest[SIDE], sums[SIDE];
     for (int q = 0; q < SIDE; q++)
@@ -189,6 +199,7 @@ static void attend_side_by_side(
             sums_of(queries, key + s * width, width, 1, width, scores + s * SIDE, ROWS, 0);
         for (; s < slots; s++)
             sums_of(queries, key + s * width, width, 1, width, scores + s * SIDE, 1, 0);
+        soften(scores, slots * SIDE, cap);
         for (s = sees[0] > from ? sees[0] - from : 0; s < slots; s++)
             for (int q = 0; q < SIDE && sees[q] <= from + s; q++)
                 scores[s * SIDE + q] = -INFINITY;
@@ -204,7 +215,7 @@ static void attend_side_by_side(
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
     float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
-    int heads, int groups, int width, int start, int end, int threads)
+    int heads, int groups, int width, int start, int end, int threads, float cap)
 {
     const long token = (long)(heads + 2 * groups) * width;
     const float scale = 1.0f / sqrtf((float)width);
@@ -239,7 +250,7 @@ void attend(
                     queries[e * SIDE + q] = turned[e] * scale;
                 sees[q] = lengths[row] + start + token_of + 1;
             }
-            attend_side_by_side(queries, keys + at, values + at, sees, read, width);
+            attend_side_by_side(queries, keys + at, values + at, sees, read, width, cap);
             for (int q = first; q < first + SIDE && q < count * each; q++) {
                 float *to = attended + (((long)row * count + q / each) * heads + group * each + q % each) * width;
                 for (int e = 0; e < width; e++)
@@ -262,7 +273,7 @@ void attend(
             for (int e = 0; e < some * each * width; e++)
                 queries[e] *= scale;
 #define ATTEND(width) \
-    attend_together(queries, keys + at, values + at, added, to, slots, width, some, each, end, (long)heads * width)
+    attend_together(queries, keys + at, values + at, added, to, slots, width, some, each, end, (long)heads * width, cap)
             if (width == 64) /* known, so that loops can be unrolled */
                 ATTEND(64);
             else if (width == 128)

@@ -13,8 +13,8 @@
    pointer follows it.
 
    What stands before a product in a decoder is done here too: a row of x may be divided by its length, with an offset
-   beside it, and multiplied by a norm's weights; or, if gated, be the second half times SiLU (1) or GELU by tanh (2) of the
-   first. Inputs are a multiple of 16 then. Every thread does so for itself: that costs less than to wait for each other. */
+   beside it, and multiplied by a norm's weights, without its mean before if it is to be CENTRED; or go through an activation:
+   its second half is multiplied by that of the first, or there is no second. Inputs are a multiple of 16 then. Every thread does so for itself: that costs less than to wait for each other. */
 
 #include "vectors.h"
 
@@ -216,24 +216,48 @@ static void lay(const float *x, float *to, long inputs, int step, int kind)
         to[i * step] = x[i];
 }
 
-static void gate(const float *x, float *to, long inputs, int step, int kind, int gated)
+/* The share of a normal variable below x, to 1e-7: Abramowitz and Stegun, 7.1.26. */
+static inline vector below(vector x)
+{
+    const vector size = larger(x, -x) * 0.707106781f, t = 1.0f / (1.0f + 0.3275911f * size);
+    vector sum = t * 1.061405429f - 1.453152027f;
+    sum = ((sum * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f;
+    const vector beyond = 0.5f * sum * t * exponential(-size * size);
+    const integers above = x > 0.0f;
+    return (vector)(((integers)(1.0f - beyond) & above) | ((integers)beyond & ~above));
+}
+
+static void activate(const float *x, float *to, long inputs, int step, int kind, int by)
 {
     for (long i = 0; i < inputs; i += LANES) {
-        vector open = *(const vector *)(x + i), value = *(const vector *)(x + inputs + i);
-        /* GELU by tanh is x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))) */
-        vector slope = gated == 2 ? open * (1.59576912f + 0.0713548163f * open * open) : open;
-        put(value * (open / (1.0f + exponential(-slope))), to, i, step, kind);
+        const vector open = *(const vector *)(x + i);
+        vector share; /* of it that is let through */
+        if (by == RELU)
+            share = (vector)((integers)((vector){0} + 1.0f) & (open > 0.0f));
+        else if (by == ALONE_GELU)
+            share = below(open);
+        else { /* GELU by tanh is x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))) */
+            const vector slope = by == SILU ? open : open * (1.59576912f + 0.0713548163f * open * open);
+            share = 1.0f / (1.0f + exponential(-slope));
+        }
+        put(GATED(by) ? *(const vector *)(x + inputs + i) * (open * share) : open * share, to, i, step, kind);
     }
 }
 
-static void normalise(const float *x, float *to, long inputs, int step, int kind, const float *norm, float offset)
+static void normalise(
+    const float *x, float *to, long inputs, int step, int kind, const float *norm, float offset, int centred)
 {
-    vector squares = {0};
-    for (long i = 0; i < inputs; i += LANES)
-        squares += *(const vector *)(x + i) * *(const vector *)(x + i);
+    vector squares = {0}, sums = {0};
+    for (long i = 0; i < inputs && centred; i += LANES)
+        sums += *(const vector *)(x + i);
+    const float mean = total(sums) / (float)inputs;
+    for (long i = 0; i < inputs; i += LANES) {
+        const vector apart = *(const vector *)(x + i) - mean;
+        squares += apart * apart;
+    }
     float scale = 1.0f / sqrtf(total(squares) + offset * offset);
     for (long i = 0; i < inputs; i += LANES) {
-        vector scaled = *(const vector *)(x + i) * scale;
+        vector scaled = (*(const vector *)(x + i) - mean) * scale;
         if (norm)
             scaled *= *(const vector *)(norm + i);
         put(scaled, to, i, step, kind);
@@ -242,8 +266,9 @@ static void normalise(const float *x, float *to, long inputs, int step, int kind
 
 void few_rows(
     const char *w, const float *given, const float *add, long add_apart, float *y, long inputs, long outputs, int count,
-    int kind, int threads, const float *norm, float offset, int gated)
+    int kind, int threads, const float *norm, float offset, int before)
 {
+    const int activated = before && before != CENTRED;
     const long vectors = outputs / LANES, pairs = (vectors + 1) / 2, halved = kind == PAIRS || kind == FOURS;
     const long numbers = halved ? inputs / 2 : inputs, steps = kind >= BYTES ? inputs / 4 : numbers;
     const long size_of = kind == NARROW ? 2 : 4, scales = kind >= BYTES ? 64 : 0;
@@ -252,18 +277,18 @@ void few_rows(
     const int size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
-        const int as_it_is = count == 1 && !halved && !gated && offset < 0, in_integers = kind == FOURS;
+        const int as_it_is = count == 1 && !halved && !activated && offset < 0, in_integers = kind == FOURS;
         float made[as_it_is ? 1 : count * numbers], whole[in_integers ? inputs : 1];
         row_of_integers about[in_integers ? count : 1];
         for (int row = 0; row < count && !as_it_is; row++) {
             const int start = row / size * size, step = count - start < size ? count - start : size;
-            const float *from = given + row * inputs * (gated ? 2 : 1);
+            const float *from = given + row * inputs * (GATED(before) ? 2 : 1);
             float *laid = made + start * numbers + (row - start), *to = in_integers ? whole : laid;
-            const int to_step = in_integers ? 1 : step, changed = gated || offset >= 0;
-            if (gated)
-                gate(from, to, inputs, to_step, kind, gated);
+            const int to_step = in_integers ? 1 : step, changed = activated || offset >= 0;
+            if (activated)
+                activate(from, to, inputs, to_step, kind, before);
             else if (changed)
-                normalise(from, to, inputs, to_step, kind, norm, offset);
+                normalise(from, to, inputs, to_step, kind, norm, offset, before == CENTRED);
             else if (!in_integers)
                 lay(from, to, inputs, step, kind);
             if (in_integers)

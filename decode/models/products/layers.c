@@ -1,10 +1,11 @@
 /* Decoder layers for few tokens, one after another, in float32: few_rows.c and attention.c say what their parts are.
 
    hidden and result are [batch * count, inputs]; the first layer's queries, keys and values may be given. The four
-   weights of a layer are as few_rows takes them; bias is that of queries, keys and values, norm_heads the weights of norms of
-   queries and keys: each head has a norm of its own if norms_apart, else all query heads have one, and all key heads.
+   weights of a layer are as few_rows takes them, and so is the MLP's activation; bias_* are theirs, norm_heads the weights of
+   norms of queries and keys: each head has a norm of its own if norms_apart, else all query heads have one, and all key heads.
    norm_attended and norm_made are of what attention and MLP add. All of these may be null, and so may the weights of the
-   norms before attention and MLP, which are not there if offset < 0. turns, mask and rows_of_mask are as attend takes them.
+   norms before attention and MLP, which are not there if offset < 0; if centred, they are LayerNorm's. If parallel, the MLP
+   reads what attention reads. turns, mask and rows_of_mask are as attend takes them.
    work has room for a row's queries, keys and values, what they read, gates and values of the MLP, and a hidden row, for
    all rows. */
 
@@ -13,8 +14,8 @@
 #include "vectors.h"
 
 typedef struct {
-    const char *qkv, *out, *gate_up, *down;
-    const float *norm_in, *norm_mlp, *bias, *norm_heads, *norm_attended, *norm_made;
+    const char *qkv, *out, *up, *down;
+    const float *norm_in, *norm_mlp, *bias_qkv, *bias_out, *bias_up, *bias_down, *norm_heads, *norm_attended, *norm_made;
     float *keys, *values;
     const float *turns, *mask;
     long rows_of_mask;
@@ -22,11 +23,11 @@ typedef struct {
 
 void few_rows(
     const char *w, const float *given, const float *add, long add_apart, float *y, long inputs, long outputs, int count,
-    int kind, int threads, const float *norm, float offset, int gated);
+    int kind, int threads, const float *norm, float offset, int before);
 void attend(
     const float *qkv, const float *turns, const float *mask, float *keys, float *values, const long *lengths,
     float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
-    int heads, int groups, int width, int start, int end, int threads);
+    int heads, int groups, int width, int start, int end, int threads, float cap);
 
 /* RMSNorm of so many numbers, in place, with what they are added to, if that is anything. */
 static inline void normed(float *x, const float *add, const float *weights, long numbers, float eps)
@@ -48,34 +49,48 @@ static void norm_heads(float *x, const float *weights, long rows, long apart, lo
             normed(x + row * apart + from, NULL, weights + from, together, eps);
 }
 
+static void add_bias(float *x, const float *bias, long rows, long numbers)
+{
+    for (long row = 0; row < rows && bias; row++)
+        for (long e = 0; e < numbers; e += LANES)
+            *(vector *)(x + row * numbers + e) += *(const vector *)(bias + e);
+}
+
 void layers(
     const layer *all, const float *hidden, const float *first_qkv, float *work, float *result, const long *lengths,
     long rows_of_turns, long row_apart, long head_apart, long inputs, long mlp, int number, int kind, int batch, int count,
-    int heads, int groups, int width, int start, int end, int threads, int norms_apart, int gated, float offset, float eps)
+    int heads, int groups, int width, int start, int end, int threads, int norms_apart, int activation, int centred,
+    int parallel, float offset, float eps, float cap)
 {
     const long read = (long)heads * width, kept = (long)groups * width, asked = read + 2 * kept;
-    const int rows = batch * count;
+    const long gates_of = GATED(activation) ? 2 * mlp : mlp;
+    const int rows = batch * count, norm = centred ? CENTRED : 0;
     float *own_qkv = work, *attended = own_qkv + rows * asked, *gates = attended + rows * read;
     float *between = gates + rows * 2 * mlp;
     for (int number_of = 0; number_of < number; number_of++) {
         const layer *one = all + number_of;
         const float *qkv = number_of == 0 && first_qkv ? first_qkv : own_qkv;
         if (qkv == own_qkv)
-            few_rows(one->qkv, hidden, one->bias, 0, own_qkv, inputs, asked, rows, kind, threads, one->norm_in, offset, 0);
+            few_rows(
+                one->qkv, hidden, one->bias_qkv, 0, own_qkv, inputs, asked, rows, kind, threads, one->norm_in, offset, norm);
         if (one->norm_heads) {
             norm_heads(own_qkv, one->norm_heads, rows, asked, read, norms_apart ? width : read, eps);
             norm_heads(own_qkv + read, one->norm_heads + read, rows, asked, kept, norms_apart ? width : kept, eps);
         }
         attend(
             qkv, one->turns, one->mask, one->keys, one->values, lengths, attended, rows_of_turns, one->rows_of_mask,
-            row_apart, head_apart, batch, count, heads, groups, width, start, end, threads);
+            row_apart, head_apart, batch, count, heads, groups, width, start, end, threads, cap);
         const float *add = one->norm_attended ? NULL : hidden;
         few_rows(one->out, attended, add, inputs, between, read, inputs, rows, kind, threads, NULL, -1, 0);
+        add_bias(between, one->bias_out, rows, inputs);
         for (long row = 0; row < rows && !add; row++)
             normed(between + row * inputs, hidden + row * inputs, one->norm_attended, inputs, eps);
-        few_rows(one->gate_up, between, NULL, 0, gates, inputs, 2 * mlp, rows, kind, threads, one->norm_mlp, offset, 0);
+        few_rows(
+            one->up, parallel ? hidden : between, one->bias_up, 0, gates, inputs, gates_of, rows, kind, threads,
+            one->norm_mlp, offset, norm);
         add = one->norm_made ? NULL : between;
-        few_rows(one->down, gates, add, inputs, result, mlp, inputs, rows, kind, threads, NULL, -1, gated);
+        few_rows(one->down, gates, add, inputs, result, mlp, inputs, rows, kind, threads, NULL, -1, activation);
+        add_bias(result, one->bias_down, rows, inputs);
         for (long row = 0; row < rows && !add; row++)
             normed(result + row * inputs, between + row * inputs, one->norm_made, inputs, eps);
         hidden = result;

@@ -24,6 +24,21 @@ _WIDTH = 16
 _AT_ONCE = 60  # tokens: whole groups of rows, as few_rows.c has them
 
 
+class Kind(NamedTuple):
+    """What a family's layers compute."""
+
+    activation: int
+    """Of the MLP, of `GATES` or `ACTIVATIONS`."""
+    eps: float
+    """Of the norms."""
+    centred: bool
+    """LayerNorm instead of RMSNorm."""
+    parallel: bool
+    """The MLP reads what attention reads."""
+    cap: float
+    """Of scores of attention; 0: there is none."""
+
+
 class Norms(NamedTuple):
     """How a decoder's norms are kept."""
 
@@ -34,7 +49,7 @@ class Norms(NamedTuple):
 
 
 class DecoderLayers:
-    """Layers of norms, attention and gated MLPs in float32; their weights are float32, bfloat16 or int8, and a copy
+    """Layers of norms, attention and MLPs in float32; their weights are float32, bfloat16 or int8, and a copy
     of them is kept."""
 
     @staticmethod
@@ -49,21 +64,18 @@ class DecoderLayers:
         layers: Sequence[Any],
         sides: Sequence[int],
         sizes: tuple[int, int, int],
-        gated: int,
-        eps: float,
+        kind: Kind,
         norms: Norms,
     ) -> None:
-        """Of layers that `fit`, with the products `qkv`, `out`, `gate_up` and `down`, and weights of norms.
+        """Of layers that `fit`, with the products `qkv`, `out`, `up` and `down`, and weights of norms.
 
         Args:
             sides: which of the sides of a call each layer has.
             sizes: heads of queries, heads of keys, and the width of a head.
-            gated: the MLP's activation, of `ACTIVATIONS`.
         """
-        self._sides, self._sizes, self._gated, self._norms_apart = tuple(sides), sizes, gated, norms.apart
-        hidden = layers[0].gate_up.weight_OI.shape[1]  # what queries are read from may be wider
-        self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * eps) ** 0.5
-        self._eps = eps
+        self._sides, self._sizes, self._norms_apart, self._does = tuple(sides), sizes, norms.apart, kind
+        hidden = layers[0].up.weight_OI.shape[1]  # what queries are read from may be wider
+        self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
         few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
         kept = [
             [None if each is None else each.float().contiguous() for each in _vectors(layer, norms.folded)]
@@ -71,9 +83,9 @@ class DecoderLayers:
         ]
         self._held = few, kept
         """What the table points to."""
-        self._table = torch.zeros(len(layers), 15, dtype=torch.int64)
+        self._table = torch.zeros(len(layers), 18, dtype=torch.int64)
         self._table[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
-        self._table[:, 4:10] = torch.tensor([[_address(each) for each in of_layer] for of_layer in kept])
+        self._table[:, 4:13] = torch.tensor([[_address(each) for each in of_layer] for of_layer in kept])
         self._kind = few[0][0].kind
         assert all(product.kind == self._kind for products in few for product in products)
         self._mlp = layers[0].down.weight_OI.shape[1]
@@ -147,7 +159,7 @@ class DecoderLayers:
         assert first_qkv_XO is None or first_qkv_XO.is_contiguous()
         seen = [(turns.data_ptr(), _address(mask), 1 if mask is None else len(mask)) for turns, mask in sides]
         slots = zip(cache.keys, cache.values, self._sides, strict=True)
-        self._table[:, 10:] = torch.tensor([(k.data_ptr(), v.data_ptr(), *seen[side]) for k, v, side in slots])
+        self._table[:, 13:] = torch.tensor([(k.data_ptr(), v.data_ptr(), *seen[side]) for k, v, side in slots])
         work = hidden_XD.new_empty(rows * ((2 * heads + 2 * kv_heads) * width + 2 * self._mlp + inputs))
         given = list[Tensor]()
         bounds = (0, *given_layers, len(self._table))
@@ -158,8 +170,11 @@ class DecoderLayers:
             qkv = None if first or first_qkv_XO is None else first_qkv_XO.data_ptr()
             data = hidden_XD.data_ptr(), qkv, work.data_ptr(), made_XD.data_ptr(), cache.lengths_B.data_ptr()
             sizes = (inputs, self._mlp, last - first, self._kind, batch, count, heads, kv_heads, width, start, end)
-            how = torch.get_num_threads(), self._norms_apart, self._gated, self._offset, self._eps
-            self._call(self._table[first:].data_ptr(), *data, rows_of_turns, row_apart, head_apart, *sizes, *how)
+            does = self._does
+            how = torch.get_num_threads(), self._norms_apart, does.activation, does.centred, does.parallel
+            numbers = self._offset, does.eps, does.cap
+            apart = rows_of_turns, row_apart, head_apart
+            self._call(self._table[first:].data_ptr(), *data, *apart, *sizes, *how, *numbers)
             if last > first:
                 hidden_XD = made_XD
         return hidden_XD, given
@@ -172,8 +187,9 @@ def _address(tensor: Tensor | None) -> int:
 def _vectors(layer: Any, folded: bool) -> tuple[Tensor | None, ...]:
     """What a layer adds and multiplies by, one by one, as layers.c has it."""
     before = (None, None) if folded else (layer.norm_in_D, layer.norm_mlp_D)
-    return *before, layer.qkv.bias_O, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D
+    biases = (product.added_O for product in _products(layer))
+    return *before, *biases, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D
 
 
 def _products(layer: Any) -> tuple[Product, Product, Product, Product]:
-    return layer.qkv, layer.out, layer.gate_up, layer.down
+    return layer.qkv, layer.out, layer.up, layer.down

@@ -65,8 +65,8 @@ def compiled() -> Any:
     pointer, long, small = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     of_product: list[Any] = [*[pointer] * 3, long, pointer, *[long] * 2, *[small] * 3, pointer, ctypes.c_float, small]
     library.few_rows.argtypes = of_product
-    library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 8]
-    library.layers.argtypes = [*[pointer] * 6, *[long] * 5, *[small] * 12, *[ctypes.c_float] * 2]
+    library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 8, ctypes.c_float]
+    library.layers.argtypes = [*[pointer] * 6, *[long] * 5, *[small] * 14, *[ctypes.c_float] * 3]
     for asked in (library.multiplies_pairs, library.multiplies_fours):
         asked.argtypes, asked.restype = [], small
     library.few_rows.restype = library.attend.restype = library.layers.restype = None

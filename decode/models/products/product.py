@@ -25,12 +25,13 @@ class Product:
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, int8: bool = False) -> None:
-        self.weight_OI, self.bias_O, self.int8 = weight_OI, bias_O, int8
+        self.weight_OI, self.int8 = weight_OI, int8
+        self.bias_O = None if bias_O is None else bias_O.to(weight_OI.dtype)
         outputs, inputs = weight_OI.shape
         on_cpu, half = weight_OI.device.type == "cpu", weight_OI.dtype == torch.bfloat16
         large = weight_OI.numel() >= SMALLEST_PACKED
         self.few_rows = FewRows(weight_OI, int8) if large and fits(weight_OI) else None
-        self._added_O = None if bias_O is None else bias_O.float()
+        self.added_O = None if bias_O is None else bias_O.float().contiguous()
         packs = on_cpu and large and self.few_rows is None and _packs(weight_OI.dtype)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if packs else None
         self.packed_rows = range(1 if half else 2, FEW_ROWS + 1) if packs else range(0)
@@ -42,7 +43,7 @@ class Product:
         """x Wᵀ + b, [X, O]."""
         rows = len(x_XI)
         if self.few_rows is not None and self.few_rows.takes(rows):
-            return self.few_rows(x_XI.float(), self._added_O).to(x_XI.dtype)
+            return self.few_rows(x_XI.float(), self.added_O).to(x_XI.dtype)
         if x_XI.dtype != self.weight_OI.dtype:
             return self(x_XI.to(self.weight_OI.dtype)).to(x_XI.dtype)
         if rows in self.packed_rows:
@@ -53,14 +54,16 @@ class Product:
         return F.linear(x_XI, self.weight_OI, self.bias_O)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
-        """sum + x Wᵀ, of a product without a bias; on a GPU where the sum lies, which saves a copy."""
-        assert self.bias_O is None
+        """sum + x Wᵀ + b; on a GPU without a bias where the sum lies, which saves a copy."""
+        if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
+            added_XO = sum_XO.float() if self.added_O is None else sum_XO.float() + self.added_O
+            return self.few_rows(x_XI.float(), added_XO).to(sum_XO.dtype)
+        apart = len(x_XI) in self.packed_rows or x_XI.dtype != self.weight_OI.dtype
+        if apart or self.bias_O is not None:
+            return sum_XO + self(x_XI)
         if sum_XO.is_cuda:
             return sum_XO.addmm_(x_XI, self.weight_OI.t())
-        if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
-            return self.few_rows(x_XI.float(), sum_XO.float()).to(sum_XO.dtype)
-        apart = len(x_XI) in self.packed_rows or x_XI.dtype != self.weight_OI.dtype
-        return sum_XO + self(x_XI) if apart else torch.addmm(sum_XO, x_XI, self.weight_OI.t())
+        return torch.addmm(sum_XO, x_XI, self.weight_OI.t())
 
 
 def _packs(dtype: torch.dtype) -> bool:

@@ -42,6 +42,11 @@ static inline vector exponential(vector x)
     return sum * (vector)((__builtin_convertvector(powers, integers) + 127) << 23);
 }
 
+/* What is done with the inputs of a product: gates are opened by SiLU or by GELU's approximation by tanh, others go through
+   ReLU, GELU by tanh or GELU; or the mean is taken off before a norm. */
+enum { AS_IT_IS, SILU, GELU_TANH, RELU, ALONE_GELU_TANH, ALONE_GELU, CENTRED };
+#define GATED(before) ((before) == SILU || (before) == GELU_TANH)
+
 static inline float total(vector x)
 {
     float sum = 0;

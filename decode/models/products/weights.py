@@ -1,39 +1,122 @@
 """A decoder layer's weights by what they do, wherever a family's modules keep them.
 
-Letters: D hidden, F width of the MLP, E head width, I and O inputs and outputs.
+Letters: D hidden, F width of the MLP, E head width, H heads, I and O inputs and outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "smollm3", "gemma3_text"})
-"""Types of models whose layers `LayerWeights.of` describes: RMSNorm before and behind attention and a gated MLP, or on
-one side; queries and keys turned in halves, by one rotation, one of each type of layers, or none; biases of queries,
-keys and values, and norms of queries and keys, where they have them."""
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
-"""Of the MLP's gate, as few_rows.c numbers them."""
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Where models of a type keep what a decoder has: names of modules, of a layer's within the layer."""
+
+    norms: tuple[str | None, str | None, str | None, str | None] = (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    )
+    """Before attention, of what attention adds, before the MLP, and of what it adds; None: there is none."""
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    by_head: bool = False
+    """Each head's query, key and values lie side by side in the one module of `qkv`."""
+    out: str = "o_proj"
+    mlp: str | None = "mlp"
+    """None: its modules are the layer's own."""
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Of the gate and what it opens, or of what goes through the activation."""
+    gated: bool = True
+    down: str = "down_proj"
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    """Learned ones, which are added to the embeddings; None: queries and keys are turned."""
+    layers: str = "layers"
+    norm: str = "norm"
+
+
+_LLAMA = Family()
+_GEMMA = Family(
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+)
+FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "smollm3": _LLAMA,
+    "phi3": Family(qkv=("qkv_proj",), up=("gate_up_proj",)),
+    "olmo2": Family((None, "post_attention_layernorm", None, "post_feedforward_layernorm")),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "gpt_neox": Family(
+        attention="attention",
+        qkv=("query_key_value",),
+        by_head=True,
+        out="dense",
+        up=("dense_h_to_4h",),
+        gated=False,
+        down="dense_4h_to_h",
+        embedding="embed_in",
+        norm="final_layer_norm",
+    ),
+    "gpt2": Family(
+        ("ln_1", None, "ln_2", None),
+        attention="attn",
+        qkv=("c_attn",),
+        out="c_proj",
+        up=("c_fc",),
+        gated=False,
+        down="c_proj",
+        embedding="wte",
+        positions="wpe",
+        layers="h",
+        norm="ln_f",
+    ),
+    "opt": Family(
+        ("self_attn_layer_norm", None, "final_layer_norm", None),
+        out="out_proj",
+        mlp=None,
+        up=("fc1",),
+        gated=False,
+        down="fc2",
+        positions="embed_positions",
+        norm="final_layer_norm",
+    ),
+}
+"""By type of model. A new one is a row, where its layers hold nothing new."""
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
+"""Activations of a gate, as few_rows.c numbers them."""
+ACTIVATIONS = {"relu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "gelu": 5}
+"""Those of an MLP without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Detached. What a layer lacks is None."""
+    """Detached. What a layer lacks is None. What norms add is in the biases of the products behind them."""
 
     qkv_OI: Tensor
-    """Of queries, keys and values."""
+    """Of queries, keys and values, side by side."""
     bias_O: Tensor | None
-    """Theirs."""
+    """Theirs; biases are float32."""
     norm_query: Tensor | None
     """[E], each head's own, or of all heads together."""
     norm_key: Tensor | None
     out_OI: Tensor
-    gate_up_OI: Tensor
-    """Of the MLP's gate and values."""
+    bias_out_D: Tensor | None
+    up_OI: Tensor
+    """Of the MLP's gate, if it has one, and values."""
+    bias_up_F: Tensor | None
     down_OI: Tensor
+    bias_down_D: Tensor | None
     norm_in_D: Tensor | None
     """Before attention."""
     norm_attended_D: Tensor | None
@@ -43,56 +126,67 @@ class LayerWeights:
     norm_made_D: Tensor | None
     """Of what it adds."""
     parts: tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]
-    """The modules whose weights `qkv_OI` and `gate_up_OI` are copies of; none where they are a module's own."""
+    """The modules whose weights `qkv_OI` and `up_OI` are copies of; none where they are a module's own."""
 
     @classmethod
-    def of(cls, layer: Any) -> LayerWeights:
-        """Those of a layer of one of `FAMILIES`, or of EAGLE-3's."""
-        attention, mlp = layer.self_attn, layer.mlp
-        if hasattr(attention, "qkv_proj"):
-            parts: Any = ((), ())
-            qkv, gate_up, biases = attention.qkv_proj.weight.detach(), mlp.gate_up_proj.weight.detach(), [None]
-        else:
-            parts = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-            qkv, gate_up = (torch.cat([part.weight.detach() for part in side]) for side in parts)
-            biases = [part.bias for part in parts[0]]
-        norm_in, norm_mlp = _norm(layer, "input_layernorm"), _norm(layer, "pre_feedforward_layernorm")
-        norm_attended = _norm(layer, "post_attention_layernorm")
-        if norm_in is not None and norm_mlp is None:  # the name says where it stands, not what it is of
-            norm_attended, norm_mlp = None, norm_attended
-        norm_query = _norm(attention, "q_norm")
+    def of(cls, layer: Any, family: Family) -> LayerWeights:
+        """Those of a layer, which may be EAGLE-3's."""
+        attention, mlp = getattr(layer, family.attention), layer if family.mlp is None else getattr(layer, family.mlp)
+        parts: Any = [[getattr(attention, name) for name in family.qkv], [getattr(mlp, name) for name in family.up]]
+        norms = [None if name is None else getattr(layer, name) for name in family.norms]
+        (qkv, bias), (up, bias_up) = (_matrix(side, norm) for side, norm in zip(parts, norms[::2], strict=True))
+        if family.by_head:
+            qkv, bias = (
+                _by_kind(qkv, attention.head_size),
+                None if bias is None else _by_kind(bias, attention.head_size),
+            )
+        norm_query = _weight(getattr(attention, "q_norm", None))
         if norm_query is not None and len(norm_query) == attention.head_dim:
             norm_query = norm_query * (attention.scaling * attention.head_dim**0.5)
+        out, bias_out = _matrix([getattr(attention, family.out)])
+        down, bias_down = _matrix([getattr(mlp, family.down)])
+        norm_in, norm_attended, norm_mlp, norm_made = (_weight(norm) for norm in norms)
         return cls(
             qkv,
-            None if biases[0] is None else torch.cat([bias.detach() for bias in biases]),
+            bias,
             norm_query,
-            _norm(attention, "k_norm"),
-            attention.o_proj.weight.detach(),
-            gate_up,
-            mlp.down_proj.weight.detach(),
+            _weight(getattr(attention, "k_norm", None)),
+            out,
+            bias_out,
+            up,
+            bias_up,
+            down,
+            bias_down,
             norm_in,
             norm_attended,
             norm_mlp,
-            _norm(layer, "post_feedforward_layernorm"),
-            parts,
+            norm_made,
+            (tuple(parts[0]) if len(parts[0]) > 1 else (), tuple(parts[1]) if len(parts[1]) > 1 else ()),
         )
 
 
-def _norm(module: Any, name: str) -> Tensor | None:
-    norm = getattr(module, name, None)
+def _matrix(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
+    """The modules' weights [O, I], and their biases with what comes of those of a norm before them."""
+    weights = [
+        module.weight.detach().t() if isinstance(module, Conv1D) else module.weight.detach() for module in modules
+    ]
+    whole_OI = (weights[0] if len(weights) == 1 else torch.cat(weights)).contiguous()
+    biases = [] if modules[0].bias is None else [torch.cat([module.bias.detach() for module in modules]).float()]
+    if (bias_I := getattr(norm, "bias", None)) is not None:
+        biases.append(whole_OI.float() @ bias_I.detach().float())
+    return whole_OI, sum(biases[1:], biases[0]) if biases else None
+
+
+def _by_kind(weight: Tensor, width: int) -> Tensor:
+    """[H · 3 · E, …] of heads as [3 · H · E, …] of queries, keys and values."""
+    return weight.unflatten(0, (-1, 3, width)).transpose(0, 1).flatten(0, 2)
+
+
+def _weight(norm: Any) -> Tensor | None:
     return None if norm is None else norm_weight(norm)
 
 
 def norm_weight(norm: Any) -> Tensor:
-    """What an RMSNorm multiplies by, detached: Gemma's keep what it is above 1."""
+    """What a norm multiplies by, detached: Gemma's keep what it is above 1."""
     weight: Tensor = norm.weight.detach()
     return 1 + weight.float() if type(norm).__name__.startswith("Gemma") else weight
-
-
-def rotations(config: Any) -> list[str | None]:
-    """By which rotation each layer turns queries and keys: that of a type of layers, "" if there is one, or None."""
-    turned = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers  # 1 where there is one
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = config.layer_types if any(isinstance(each, dict) for each in rope.values()) else [""] * len(turned)
-    return [kind if turns else None for kind, turns in zip(kinds, turned, strict=True)]

@@ -13,7 +13,7 @@ from ....checkpoints.storage.safe_read import read_json
 from ....checkpoints.table.counts import BigramCounts
 from ....checkpoints.table.report import report
 from ....data.tokenizers import load_tokenizer
-from ...report.table import show_report
+from ...report.terminal.table import show_report
 
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 

@@ -49,7 +49,7 @@ from ....decode.models.seq2seq import Seq2SeqModel
 from ....decode.proposers.ngrams import TableChain
 from ....train.parallel.interrupts import Interrupted
 from ...assemble.evaluation import Case, entries_of, open_case, other_target, place_of
-from ...report.diagnosis import show_part
+from ...report.terminal.diagnosis import show_part
 from ...report.trace import TokenTexts
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.results import beside

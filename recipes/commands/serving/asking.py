@@ -30,6 +30,8 @@ class Reply(NamedTuple):
     drafted: int | None = None
     """Draft tokens, and how many of them were kept, where the answer says so (llama.cpp)."""
     accepted: int | None = None
+    prompt_tokens: int | None = None
+    """Of the prompt, as the server counts."""
     attempts: int = 1
     """Times are those of the last."""
     failure: str | None = None
@@ -89,7 +91,7 @@ class Server:
 
     async def _ask(self, messages: Sequence[dict[str, str]], settings: dict[str, Any]) -> Reply:
         start, first, last, texts = time.perf_counter(), None, 0.0, list[str]()
-        finish, tokens, timings = None, None, dict[str, Any]()
+        finish, tokens, read, timings = None, None, None, dict[str, Any]()
         asked = {"stream": True, "stream_options": {"include_usage": True}} | settings
         stream = await self._client.chat.completions.create(model=self.model, messages=list(messages), **asked)
         async for chunk in stream:
@@ -102,14 +104,15 @@ class Server:
                 if text:
                     texts.append(text)
                     first, last = now if first is None else first, now
-            tokens = chunk.usage.completion_tokens if chunk.usage is not None else tokens
+            if chunk.usage is not None:
+                tokens, read = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
             timings = (chunk.model_extra or {}).get("timings") or timings
         if finish is None:
             raise _HalfError("the stream ended before the answer did")
         if tokens is None:
             raise _HalfError("the stream says not how many tokens the answer has (stream_options: include_usage)")
         drafts = timings.get("draft_n"), timings.get("draft_n_accepted")
-        return Reply("".join(texts), tokens, first or 0.0, last, finish == "length", *drafts)
+        return Reply("".join(texts), tokens, first or 0.0, last, finish == "length", *drafts, read)
 
     def _told(self, what: object) -> str:
         """In a line, and never with the key, which some servers repeat."""

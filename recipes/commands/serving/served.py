@@ -28,6 +28,7 @@ from ...session.terminal import console, log
 from ..evaluation.journal import Journal, Kept
 from .asking import Reply, Server, check_client
 from .counters import counted, read_counters
+from .expected import Expected, compared, expected_of
 from .summary import Block, beside, numbers_of
 
 _BLOCKS = 4  # in which a load's prompts are asked, of the two servers in turns
@@ -86,9 +87,12 @@ def run_served(recipe: ServedRecipe) -> dict[str, Any]:
     that is not there; ValueError: one that answered nothing."""
     out = Path(recipe.out)
     prompts = questions_of(recipe)
-    identity = recipe.model_dump(mode="json", exclude={"out"}) | {"prompts": [prompt.id for prompt in prompts]}
+    expected = expected_of(recipe, prompts)
+    identity = recipe.model_dump(mode="json", exclude={"out", "expect"}) | {
+        "prompts": [prompt.id for prompt in prompts]
+    }
     with Stoppable("evaluate") as signals, Journal(out, "blocks", identity) as journal:
-        results = asyncio.run(_measured(recipe, prompts, Kept(journal, signals), signals))
+        results = asyncio.run(_measured(recipe, prompts, expected, Kept(journal, signals), signals))
         atomic_text(out, json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
@@ -101,7 +105,9 @@ def run_served(recipe: ServedRecipe) -> dict[str, Any]:
     return results
 
 
-async def _measured(recipe: ServedRecipe, prompts: Sequence[Prompt], kept: Kept, signals: Stoppable) -> dict[str, Any]:
+async def _measured(
+    recipe: ServedRecipe, prompts: Sequence[Prompt], expected: Expected | None, kept: Kept, signals: Stoppable
+) -> dict[str, Any]:
     asked = recipe.timeout, recipe.key_variable
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(Server(recipe.server, recipe.model, *asked))]
@@ -111,7 +117,8 @@ async def _measured(recipe: ServedRecipe, prompts: Sequence[Prompt], kept: Kept,
         rows = []
         for load in loads:
             blocks = await _blocks(recipe, servers, load, prompts, kept, signals)
-            rows.append(_row(recipe, load, prompts, blocks))
+            row = _row(recipe, load, prompts, blocks)
+            rows.append(row if expected is None else row | {"expected": compared(expected, row["server"])})
     results = {
         "kind": "served",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -209,6 +216,9 @@ def _row(
     row: dict[str, Any] = load._asdict() | {
         side: numbers_of(of_side) for side, of_side in zip(sides, blocks, strict=True)
     }
+    replies = (reply for block in blocks[0] for reply in block.replies)
+    lengths = {each.id: reply.prompt_tokens for each, reply in zip(prompts, replies, strict=True)}
+    row["server"]["prompt_tokens"] = {name: length for name, length in lengths.items() if length is not None}
     if len(blocks) > 1:
         mine, theirs = (
             dict(zip((each.id for each in prompts), (reply for block in side for reply in block.replies), strict=True))
@@ -241,6 +251,7 @@ def _warnings(results: dict[str, Any]) -> list[str]:
                 )
         if row.get("baseline") and row["baseline"]["drafted"]:
             said.append(f"{load}: the baseline drafts, too")
+        said += [f"{load}: {why}" for why in row.get("expected", {}).get("why", ())]
         same = (row.get("beside") or {}).get("same")
         if same and same[0] < _ALIKE * same[1]:
             said.append(

@@ -90,7 +90,11 @@ def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any
         accepted = float(sum(reply.accepted or 0 for reply in good))
     later = sum(reply.tokens - 1 for reply in good)
     found: dict[str, Any] = {"drafted": drafted, "accepted": accepted, "acceptance_rate": None, "tokens_per_step": None}
+    found["drafted_per_step"] = None
     if drafted and accepted is not None:
+        # Without a count of drafts, that of steps: none is left out.
+        steps = total.get("drafts") or later - accepted
+        found["drafted_per_step"] = drafted / steps if steps > 0 else None
         found["acceptance_rate"] = accepted / drafted
         # Accepted tokens behind the end of a text are no tokens of it.
         found["tokens_per_step"] = later / (later - accepted) if later > accepted else None

@@ -16,18 +16,21 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.decode.models.kv_cache import KVCache
-from draftsmith.decode.models.lean import LeanDecoder
+from draftsmith.decode.models.lean import ACTIVATED, LeanDecoder
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.models.products import native
 from draftsmith.decode.models.products.few_rows import FEW_ROWS, FOURS, PAIRS, FewRows, fits
 from draftsmith.decode.models.products.int8 import integers_of, round_to_int8, rounded
 from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
+from draftsmith.decode.models.products.weights import GATES
 from draftsmith.decode.tree import Tree
 
 PROCESSORS = ["native", *(["x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else [])]
 """What is compiled for: registers of 16, 8 and 4 numbers, where this one has all of them."""
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+CENTRED = 6
+"""As vectors.h numbers what stands before a product."""
 ASK = "import torch; from draftsmith.decode.models.products.few_rows import fits; print(fits(torch.zeros(32, 4)))"
 
 
@@ -89,19 +92,19 @@ def test_products_are_the_librarys(processor: None, shape: tuple[int, int], thre
 @needs_compiler
 @any_processor
 @any_format
-def test_norms_and_gates_before_a_product_are_the_librarys(processor: None, dtype: torch.dtype) -> None:
+def test_norms_and_activations_before_a_product_are_the_librarys(processor: None, dtype: torch.dtype) -> None:
     """With gates of every size that float32 has, of which SiLU is the gate itself, or 0."""
     torch.manual_seed(0)
     outputs, inputs, offset = 48, 96, 0.03
     few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
     norm_I, weight_IO = torch.rand(inputs), weight_OI.double().T
 
-    def made(x_XI: torch.Tensor, add_XO: torch.Tensor | None, norm_I: Any, offset: float, gated: bool) -> torch.Tensor:
+    def made(x_XI: torch.Tensor, add_XO: torch.Tensor | None, norm_I: Any, offset: float, before: int) -> torch.Tensor:
         out_XO = torch.empty(len(x_XI), outputs)
         x, add, out, norm = (None if each is None else each.data_ptr() for each in (x_XI, add_XO, out_XO, norm_I))
         apart = 0 if add_XO is None or len(add_XO) < len(x_XI) else outputs  # one row is added to all
         sizes = (inputs, outputs, len(x_XI), few.kind, 2)
-        compiled().few_rows(few.pointer, x, add, apart, out, *sizes, norm, offset, gated)
+        compiled().few_rows(few.pointer, x, add, apart, out, *sizes, norm, offset, before)
         return out_XO.double()
 
     def right(found_XO: torch.Tensor, x_XI: torch.Tensor, bound: float) -> bool:
@@ -114,22 +117,28 @@ def test_norms_and_gates_before_a_product_are_the_librarys(processor: None, dtyp
     for rows in range(1, FEW_ROWS + 1):
         x_XI, add_XO = torch.randn(rows, inputs) * 3, torch.randn(rows, outputs)
         scaled_XI = x_XI.double() / (x_XI.double().square().sum(-1, keepdim=True) + offset**2).sqrt()
-        assert right(made(x_XI, None, None, offset, False), scaled_XI, 1e-5)
-        found_XO = made(x_XI, add_XO, norm_I, offset, False) - add_XO.double()
+        assert right(made(x_XI, None, None, offset, 0), scaled_XI, 1e-5)
+        found_XO = made(x_XI, add_XO, norm_I, offset, 0) - add_XO.double()
         assert right(found_XO, scaled_XI * norm_I.double(), 1e-5)
-        found_XO = made(x_XI, add_XO[:1], norm_I, offset, False) - add_XO[:1].double()
+        found_XO = made(x_XI, add_XO[:1], norm_I, offset, 0) - add_XO[:1].double()
         assert right(found_XO, scaled_XI * norm_I.double(), 1e-5)
+        apart_XI = (x_XI + 2).double() - (x_XI + 2).double().mean(-1, keepdim=True)
+        scaled_XI = apart_XI / (apart_XI.square().sum(-1, keepdim=True) + offset**2).sqrt()
+        assert right(made(x_XI + 2, None, norm_I, offset, CENTRED), scaled_XI * norm_I.double(), 1e-5)
         gate_up_XI = torch.randn(rows, 2 * inputs)
         gate_up_XI[:, :inputs] *= torch.logspace(-3, 3, inputs)
         gate_XI, up_XI = gate_up_XI.double().chunk(2, -1)
-        gated_XI = torch.nn.functional.silu(gate_XI) * up_XI
-        found_XO = made(gate_up_XI, add_XO, None, -1.0, True) - add_XO.double()
-        assert right(found_XO, gated_XI, 1e-6 * float((gated_XI @ weight_IO).abs().max()) + 1e-4)
+        for activation, function in ACTIVATED.items():
+            gated = activation in GATES.values()
+            activated_XI = function(gate_XI) * (up_XI if gated else 1)
+            given_XI = gate_up_XI if gated else gate_up_XI[:, :inputs].contiguous()
+            found_XO = made(given_XI, add_XO, None, -1.0, activation) - add_XO.double()
+            assert right(found_XO, activated_XI, 1e-6 * float((activated_XI @ weight_IO).abs().max()) + 1e-4)
     edges_1I = torch.cat(
         (torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0]]).repeat(1, 12), torch.ones(1, inputs)), -1
     )
     (few, _), outputs = product_of(torch.eye(inputs), dtype), inputs
-    row_XO = made(edges_1I, None, None, -1.0, True).float()
+    row_XO = made(edges_1I, None, None, -1.0, GATES["silu"]).float()
     expected_XO = torch.nn.functional.silu(edges_1I[:, :inputs])
     rtol, atol = {PAIRS: (2.0**-8, 1e-30), FOURS: (1e-6, 2.0**-16 * 1e30)}.get(few.kind, (1e-6, 1e-30))
     assert torch.allclose(row_XO, expected_XO, rtol=rtol, atol=atol)
@@ -154,7 +163,7 @@ def test_few_queries_attend_as_the_library_does(
     """Queries of a tree, whose nodes see some of those before them, and of a chain, behind rows of these lengths; two
     layers, one cache."""
     torch.manual_seed(0)
-    heads, groups, start, room = 6, 2, 2, max(lengths) + 70
+    heads, groups, start, room, cap = 6, 2, 2, max(lengths) + 70, 0.0 if width == 64 else 3.0
     batch, end = len(lengths), max(lengths) + start + count
     cache = KVCache(2, batch, groups, room, width, width, torch.float32, torch.device("cpu"))
     for side in (*cache.keys, *cache.values):
@@ -175,7 +184,7 @@ def test_few_queries_attend_as_the_library_does(
     mask = None if chain else mask_B1MS
     given = (qkv_XO, turns_BM1E, mask, cache.keys[1], cache.values[1], cache.lengths_B, found_XD)
     apart = cache.keys[1].stride()[:2]
-    sizes = (batch, count, heads, groups, width, start, end, 2)
+    sizes = (batch, count, heads, groups, width, start, end, 2, cap)
     compiled().attend(*(None if each is None else each.data_ptr() for each in given), batch, batch, *apart, *sizes)
     qkv_BMHE = qkv_XO.view(batch, count, -1, width).double()
     turned = torch.view_as_complex(qkv_BMHE[:, :, : heads + groups].unflatten(-1, (-1, 2)).contiguous()) * turns_BM1E
@@ -186,7 +195,8 @@ def test_few_queries_attend_as_the_library_does(
         for side, new in zip(sides, (key[row], qkv_BMHE[row, :, heads + groups :]), strict=True):
             assert (side[:, first:last] - new.transpose(0, 1)).abs().max() < 1e-5
         keys, values = (side[:, :last].repeat_interleave(heads // groups, 0) for side in sides)
-        scores = query[row].transpose(0, 1) @ keys.mT / width**0.5 + mask_B1MS[row, :, :, :last]
+        scores = query[row].transpose(0, 1) @ keys.mT / width**0.5
+        scores = (cap * torch.tanh(scores / cap) if cap else scores) + mask_B1MS[row, :, :, :last]
         wanted = (scores.softmax(-1) @ values).transpose(0, 1).reshape(count, -1)
         assert (found_XD.view(batch, count, -1)[row] - wanted).abs().max() < 1e-5
         for side, old in zip((*cache.keys, *cache.values), before, strict=True):

@@ -264,12 +264,12 @@ def test_inference_mode_may_come_and_go(make_llama: Build) -> None:
 def test_tables_that_a_graph_reads_stay(make_llama: Build) -> None:
     model = LeanDecoder(make_llama(VOCAB))
     model.extend(model.new_cache(1, 8), torch.ones(1, 4, dtype=torch.int64))
-    table = model._tables[""][0]
+    table = model._rotation.tables[""][0]
     cache = model.new_cache(1, 400)
     cache.set_lengths([390])
     model.extend(cache, torch.ones(1, 1, dtype=torch.int64))
-    assert len(model._tables[""][0]) > len(table)
-    assert any(kept[""][0] is table for kept in model._outgrown if kept)
+    assert len(model._rotation.tables[""][0]) > len(table)
+    assert any(kept[""][0] is table for kept in model._rotation.outgrown if kept)
 
 
 def test_graphs_without_a_device_are_refused(make_llama: Build) -> None:

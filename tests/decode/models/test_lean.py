@@ -45,7 +45,7 @@ def test_frozen_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Pa
         attention, mlp = layer.self_attn, layer.mlp
         for fused, parts in (
             (whole.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (whole.gate_up, (mlp.gate_proj, mlp.up_proj)),
+            (whole.up, (mlp.gate_proj, mlp.up_proj)),
         ):
             places = {part.weight.untyped_storage().data_ptr() for part in parts}
             assert places == {fused.weight_OI.untyped_storage().data_ptr()}

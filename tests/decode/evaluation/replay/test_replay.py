@@ -31,6 +31,8 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("autoregressive", {}),
     ("speculative", {"gamma": 1}),
     ("speculative", {"gamma": 3}),
+    ("speculative", {"gamma": 2, "verification": "block"}),
+    ("speculative", {"gamma": 3, "verification": "block"}),
     ("multi-candidate", {"k_config": "2x2x1", "replacement": True}),
     ("multi-candidate", {"k_config": "2x2", "replacement": False}),
     ("multi-candidate", {"k_config": "3x1", "replacement": False}),

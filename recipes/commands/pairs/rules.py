@@ -1,0 +1,151 @@
+"""How `draftsmith forge` decides: pure functions of what was measured, so that the same measurements decide alike.
+
+Of a draft of γ tokens with acceptance α_1, α_2 … a step keeps 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens, and takes a forward of
+the target over γ + 1 tokens and the draft's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Any, Literal
+
+Kind = Literal["drafter", "eagle", "heads"]
+SHARES = {"answers": 0.3, "race": 0.3, "finish": 0.3, "measure": 0.1}
+"""Of the budget: the target's answers, training to choose, training of what was chosen, decoding."""
+RUNGS = 2
+"""Rounds of the race: after each, half of those that run are left."""
+_HOPES: dict[Kind, tuple[float, ...]] = {
+    "drafter": (0.85, 0.85, 0.85, 0.85, 0.85),
+    "eagle": (0.85, 0.8, 0.75, 0.7, 0.65),
+    "heads": (0.8, 0.6, 0.5),
+}
+"""Acceptance by depth at the optimistic end: more than was ever measured of so small drafts of a real target."""
+_WORTH = 1.02  # times what costs no training, at the optimistic end: less is not worth any
+_LARGEST_GROWTH = 0.12  # of tokens a step by a doubling of the training, where only one amount was seen
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may be trained."""
+
+    name: str
+    kind: Kind
+    layers: tuple[int, ...]
+    """Of a drafter, the target's that it is cut from."""
+    cost: float
+    """A draft token, in forwards of the target over one token; of heads, a whole draft."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides costs of a model: layers, and numbers that a forward reads."""
+
+    layers: int
+    of_layer: float
+    hidden: int
+    vocabulary: int
+
+    @property
+    def numbers(self) -> float:
+        return self.layers * self.of_layer + self.vocabulary * self.hidden
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The fastest row of a candidate after so many steps of training, 0 for what costs none."""
+
+    name: str
+    label: str
+    steps: int
+    tokens_per_step: float
+    speedup: float
+    interval: tuple[float, float]
+
+
+def candidates_of(shape: Shape, proposed: int, has_eagle: bool) -> list[Candidate]:
+    """What could be trained for a target: drafters cut from its ends, EAGLE-3's layer, heads; each proposes as many
+    tokens."""
+    last, head = shape.layers - 1, min(proposed, shape.vocabulary) * shape.hidden
+    found = []
+    for layers in ((0, last), (0, 1, last - 1, last)):
+        if len(layers) * 2 <= shape.layers:
+            cost = (len(layers) * shape.of_layer + head) / shape.numbers
+            found.append(Candidate(f"drafter of {len(layers)} layers", "drafter", layers, cost))
+    if has_eagle:  # its one layer reads twice the width, and the target's states through a product of their own
+        cost = (1.3 * shape.of_layer + head) / shape.numbers
+        found.append(Candidate("EAGLE-3's layer", "eagle", (), cost))
+    blocks = 3 * (2 * shape.hidden**2 + head)
+    return [*found, Candidate("Medusa's heads", "heads", (), blocks / shape.numbers)]
+
+
+def ceiling(candidate: Candidate, seconds: Callable[[float], float]) -> float:
+    """The speedup at the optimistic end, by the best length of a draft; `seconds` of the target's forward by tokens."""
+    kept = list(accumulate(accumulate(_HOPES[candidate.kind], mul)))
+    speeds = []
+    for length, more in enumerate(kept, 1):
+        drafting = candidate.cost * (1 if candidate.kind == "heads" else length)
+        speeds.append((1 + more) / (seconds(length + 1) / seconds(1) + drafting))
+    return max(speeds)
+
+
+def worth_training(candidate: Candidate, seconds: Callable[[float], float], best: float) -> tuple[bool, str]:
+    """Whether it could win, and why. What repeats earlier text is drafted by look-up beside it, so that it may gain
+    what that gained, `best`, once more."""
+    own = ceiling(candidate, seconds)
+    hoped = own * max(1.0, best)
+    said = f"{candidate.name}: at best {own:.2f} x alone, {hoped:.2f} x beside look-up"
+    if own <= 1 or hoped < best * _WORTH:
+        return False, f"{said}: not trained, plain decoding or look-up is as fast ({max(best, 1.0):.2f} x)"
+    return True, said
+
+
+def best_row(name: str, steps: int, results: Mapping[str, Any]) -> Measured:
+    """The fastest lossless row of an evaluation, the baseline among them."""
+    row = max((row for row in results["methods"] if row["lossless"]), key=lambda row: float(row["speedup"]))
+    low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
+    return Measured(name, row["label"], steps, row["tokens_per_step"], row["speedup"], (low, high))
+
+
+def outlook(history: Sequence[Measured], steps: int) -> tuple[float, float]:
+    """The range of a candidate's speedup after so many steps: tokens a step grow with the logarithm of the training,
+    by no more than they did, nor less than nothing; both ends with the interval of the last measurement."""
+    last = history[-1]
+    doublings = max(0.0, math.log2(max(steps, 1) / last.steps))
+    growth = _LARGEST_GROWTH
+    if len(history) > 1 and last.steps > history[-2].steps:
+        each = math.log2(last.steps / history[-2].steps)
+        growth = min(growth, max(0.0, last.tokens_per_step / history[-2].tokens_per_step - 1) / each)
+    return last.interval[0], last.interval[1] * (1 + growth) ** doublings
+
+
+def survivors(
+    history: Mapping[str, Sequence[Measured]], steps: Mapping[str, int], best: float
+) -> tuple[list[str], str]:
+    """Who goes on: the better half by the upper end of its outlook, of those whose upper end is above `best`, what
+    costs no training; and why."""
+    ends = {name: outlook(found, steps[name]) for name, found in history.items()}
+    able = [name for name in ends if ends[name][1] > best]
+    ranked = sorted(able, key=lambda name: -ends[name][1])
+    kept = ranked[: max(1, (len(history) + 1) // 2)]
+    lines = []
+    for name, (low, high) in ends.items():
+        why = "goes on" if name in kept else "cannot reach what costs no training" if name not in able else "is behind"
+        lines.append(f"{name}: {history[name][-1].speedup:.2f} x now, {low:.2f} to {high:.2f} in the end: {why}")
+    return kept, "; ".join(lines)
+
+
+def winner_of(finalists: Sequence[Measured]) -> tuple[Measured | None, str]:
+    """The fastest, where it is faster than plain decoding; with whom it is tied."""
+    ranked = sorted(finalists, key=lambda each: -each.speedup)
+    first = ranked[0]
+    if first.speedup <= 1:
+        return None, f"nothing is faster than plain decoding: the best is {first.label}, {first.speedup:.2f} x"
+    said = f"{first.label} ({first.name}): {first.speedup:.2f} x ({first.interval[0]:.2f}–{first.interval[1]:.2f})"
+    tied = [each.label for each in ranked[1:] if each.interval[1] >= first.speedup]
+    if tied:
+        said += f"; within its interval: {', '.join(tied)}"
+    return first, said

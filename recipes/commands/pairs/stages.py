@@ -1,0 +1,88 @@
+"""The recipes that a forge writes: of answers, of each candidate's training, of measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
+from ...schema.forge import ForgeRecipe
+from ...schema.loading import find_recipe, parse_recipe, read_extended
+from ...schema.training import DrafterRecipe, HeadsRecipe
+from ..quickstart import resolve
+from .rules import Candidate, Kind
+
+PROPOSED = 8192
+"""Tokens that drafts are chosen of, where the vocabulary is larger."""
+Row = tuple[str, dict[str, Any]]
+UNTRAINED: list[Row] = [("prompt-lookup", {"shortest": 2}), ("suffix", {})]
+WITH_TEXTS: list[Row] = [("suffix", {"store": "table"}), ("suffix", {"store": "table", "nodes": 4})]
+GIVEN: list[Row] = [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4)]
+ROWS: dict[Kind, list[Row]] = {
+    "drafter": [*GIVEN, ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2})],
+    "eagle": [
+        *GIVEN[:2],
+        ("dynamic-tree", {}),
+        ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2, "least": 0.15}),
+    ],
+    "heads": [("medusa", {"tree": "2x1"}), ("suffix-heads", {"store": "table"})],
+}
+"""By what a candidate is, the settings that it is measured with."""
+
+
+def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
+    """The stages of `realpair` for this target, its questions and this folder. Raises ValueError: as `parse_recipe`."""
+    values: dict[str, Any] = read_extended(find_recipe("realpair"))
+    values |= {"out": recipe.out, "target": recipe.target, "seed": recipe.seed}
+    if recipe.prompts:
+        values["corpus"] |= {"files": recipe.prompts, "megabytes": 0, "heldout_share": 0.05}
+    base = parse_recipe(values, "forge", kinds=("quickstart",))
+    assert isinstance(base, QuickstartRecipe)
+    return resolve(base)
+
+
+def answers_of(base: QuickstartRecipe, count: int, name: str) -> RegenerateRecipe:
+    """The target's own answers to so many questions."""
+    return base.answers.model_copy(update={"limit": count, "out": f"{base.out}/{name}.jsonl"})
+
+
+def training_of(
+    base: QuickstartRecipe, candidate: Candidate, vocabulary: int, steps: int, out: Path
+) -> DrafterRecipe | HeadsRecipe:
+    """A candidate's training with so many steps."""
+    stage = {"drafter": base.drafter, "eagle": base.eagle, "heads": base.heads}[candidate.kind]
+    assert stage is not None
+    train = stage.train.model_copy(update={"steps": steps})
+    changes: dict[str, Any] = {"out": str(out), "train": train}
+    whole = {} if vocabulary > PROPOSED else {"vocabulary": None}
+    if isinstance(stage, DrafterRecipe):
+        model = stage.model.model_copy(update={"layers": list(candidate.layers), **whole})
+        teacher = stage.teacher.model_copy(update={"top_k": min(stage.teacher.top_k, vocabulary)})
+        return stage.model_copy(update=changes | {"model": model, "teacher": teacher})
+    return stage.model_copy(update=changes | whole)
+
+
+def evaluation_of(
+    base: QuickstartRecipe,
+    recipe: ForgeRecipe,
+    name: str,
+    rows: Sequence[Row],
+    prompts: int,
+    *,
+    drafters: Sequence[str] = (),
+    heads: str | None = None,
+    table: bool = False,
+) -> EvaluateRecipe:
+    """Plain decoding and rows beside it, on held-out questions."""
+    values = base.evaluate.model_dump(mode="json")
+    labelled = [
+        {"method": method, "label": " ".join([method, *map(str, options.values())]), "options": options}
+        for method, options in rows
+    ]
+    first, *more = [*drafters, None]
+    values |= {"out": f"{base.out}/{name}.json", "methods": [{"method": "autoregressive"}, *labelled]}
+    values |= {"drafter": first, "more_drafters": [each for each in more if each is not None], "heads": heads}
+    values |= {"limit": prompts, "temperature": recipe.temperature, "max_new_tokens": recipe.new_tokens}
+    values |= {"table": f"{base.out}/table" if table else None, "compare_with_transformers": False}
+    return EvaluateRecipe.model_validate(values)
