@@ -17,7 +17,10 @@ Results = Mapping[str, Any]
 _SIDES = ("server", "baseline")
 _COLUMNS = (
     Column("load", numeric=False),
-    *(Column(*head) for head in (("tokens per step", "τ"), ("accepted", "α"), ("to the first", "ms"))),
+    *(
+        Column(*head)
+        for head in (("tokens per step", "τ"), ("expected", "τ"), ("accepted", "α"), ("to the first", "ms"))
+    ),
     *(Column(*head) for head in (("per token", "ms"), ("interval", "95 %"), ("tokens/s", ""))),
     *(Column(*head) for head in (("speedup", "×"), ("interval", "95 %"), ("same text", ""))),
 )
@@ -55,6 +58,7 @@ def _cells(row: Results, side: str) -> list[Cell]:
     return [
         Cell(load_name(row) if side == "server" else "  baseline"),
         number_cell(found["tokens_per_step"]),
+        number_cell(row.get("expected", {}).get("tokens_per_step") if side == "server" else None),
         number_cell(found["acceptance_rate"]),
         number_cell(first and first["median"], 0),
         number_cell(found["ms_per_token"], 1),
@@ -147,6 +151,11 @@ def _category_table(results: Results) -> Table | None:
 def _position_table(results: Results) -> Table | None:
     """Acceptance at each place of a draft, of those that got so far."""
     shares = {load_name(row): row["server"]["acceptance_by_depth"] for row in results["loads"]}
+    shares |= {
+        f"as {each['label']} here": each["acceptance_by_depth"]
+        for row in results["loads"]
+        if (each := row.get("expected"))
+    }
     deepest = max(map(len, shares.values()), default=0)
     if not deepest:
         return None

@@ -21,6 +21,8 @@ class ServedRecipe(Section):
     """Where its API begins, such as http://127.0.0.1:8000/v1."""
     baseline: str | None = Field(None, pattern=_URL)
     """A server of the same model without drafts: the two are asked in turns, and compared by prompt."""
+    expect: str | None = Field(None, pattern=r"\.json$")
+    """Results of `draftsmith evaluate` with the same drafter: what should be accepted, and how prompts are read."""
     model: str | None = None
     """The model's name on the server; null: the first that it names. The baseline's is always that."""
     prompts: str = "spec-bench"
@@ -54,4 +56,4 @@ class ServedRecipe(Section):
 
     def sources(self) -> list[str]:
         """All files, folders and hub ids that it names."""
-        return [source for source in (self.prompts, self.prompts_path) if source is not None]
+        return [source for source in (self.prompts, self.prompts_path, self.expect) if source is not None]

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.recipes.commands.serving.served import run_served, served_recipe
+from draftsmith.recipes.commands.evaluation.finished import evaluated
+from draftsmith.recipes.commands.serving.expected import expected_of
+from draftsmith.recipes.commands.serving.served import questions_of, run_served, served_recipe
 from draftsmith.recipes.report.served import verdict
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -27,6 +30,8 @@ class Engine(ThreadingHTTPServer):
     def __init__(self, kept: int, name: str = "m", says: str = "", metrics: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.kept, self.name, self.says, self.metrics = kept, name, says, metrics
+        self.reads: Callable[[str], int] = lambda question: 1
+        """Tokens of a prompt."""
         self.faults: dict[str, list[str]] = {}
         self.asked: list[dict[str, Any]] = []
         self.counted: Counter[str] = Counter()
@@ -88,7 +93,8 @@ class Handler(BaseHTTPRequestHandler):
                     self.server.counted.update({"drafts": 1, "draft_tokens": 3, "accepted_tokens": len(step) - 1})
                     self.server.counted.update(f"accepted_tokens_per_pos {i}" for i in range(len(step) - 1))
         self._chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        usage = {"completion_tokens": len(words), "prompt_tokens": 1, "total_tokens": 1 + len(words)}
+        read = self.server.reads(question)
+        usage = {"completion_tokens": len(words), "prompt_tokens": read, "total_tokens": read + len(words)}
         drafts = {"timings": {"draft_n": 30, "draft_n_accepted": 8}} if not self.server.metrics else {}
         self._chunk({"choices": [], "usage": usage} | drafts)
         self.wfile.write(b"data: [DONE]\n\n")
@@ -132,6 +138,16 @@ def measured(tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPat
         return run_served(recipe)
 
     return measure
+
+
+@pytest.fixture
+def own_results(tmp_path: Path, questions: list[str], tiny_pair: Path) -> dict[str, Any]:
+    """Of this engine, on the same questions."""
+    values = {"kind": "evaluate", "out": str(tmp_path / "here.json"), "prompts": str(tmp_path / "questions.json")}
+    values |= {"target": str(tiny_pair / "target"), "drafter": str(tiny_pair / "drafter"), "limit": 2}
+    rows = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 3}}]
+    more = {"methods": rows, "max_new_tokens": 4, "template": "chatml", "energy": "off"}
+    return evaluated(EvaluateRecipe.model_validate(values | more))
 
 
 def test_drafts_are_counted_as_here_and_texts_compared(measured: Callable[..., Any], tmp_path: Path) -> None:
@@ -201,6 +217,42 @@ def test_pairs_that_are_none(measured: Callable[..., Any], other: Engine, named:
     with running(drafting, other):
         found = measured(drafting.url, concurrency="4", baseline=other.url)
     assert any(named in line for line in found["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("reads", "kept", "by_depth", "named"),
+    [
+        (lambda own: own, 2, [1.0, 0.0, 0.0], None),
+        (lambda own: own + 5, 2, [1.0, 0.0, 0.0], r"\+5 tokens each: another chat template"),
+        (lambda own: min(own, 9), 2, [1.0, 0.0, 0.0], "cuts prompts at 9 tokens"),
+        (lambda own: own + own % 3, 2, [1.0, 0.0, 0.0], "of 9 prompts .* another tokenizer"),
+        (lambda own: own, 2, [1.0, 0.0], "drafts 3 tokens a step, in .* 2"),
+        (lambda own: own, 2, [1.0, 0.0, 0.0, 0.0], "drafts 3 tokens a step, in .* 4"),
+        (lambda own: own, 3, [1.0, 0.0, 0.0], "keeps 3.00 tokens a step, 2.00 here: another drafter"),
+        (lambda own: own, 1, [1.0, 0.0, 0.0], "not say what it drafts"),
+    ],
+    ids=["as here", "template", "context", "tokenizer", "longer drafts", "shorter drafts", "drafter", "no drafts"],
+)
+def test_what_a_server_should_keep_is_known_and_a_wrong_set_up_named(
+    reads: Callable[[int], int], kept: int, by_depth: list[float], named: str | None,
+    measured: Callable[..., Any], own_results: dict[str, Any], questions: list[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    """Six steps of which each keeps one of three drafts are two tokens a step."""
+    for row in own_results["methods"]:
+        row["acceptance_by_depth"] = by_depth if row["method"] == "speculative" else []
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(own_results))
+    recipe = served_recipe(None, [f"expect={path}"], server="http://x", prompts=str(tmp_path / "questions.json"))
+    assert recipe is not None
+    expected = expected_of(recipe, questions_of(recipe))
+    assert expected is not None
+    lengths = dict(zip(questions, expected.prompt_tokens.values(), strict=True))
+    with running(engine := Engine(kept)):
+        engine.reads = lambda question: reads(lengths[question])
+        (row,) = measured(engine.url, f"expect={path}", concurrency="2")["loads"]
+    assert [bool(re.search(named or "", why)) for why in row["expected"]["why"]] == [True] * (named is not None)
+    with pytest.raises(ValueError, match=r"temperature 0\.7, only at 0$"):
+        measured("http://127.0.0.1:9/v1", f"expect={path}", "temperature=0.7")
 
 
 def test_llama_cpp_says_in_each_answer_what_it_drafted(measured: Callable[..., Any]) -> None:
