@@ -70,7 +70,7 @@ def quickstart(
     given = {key: value for key, value in options.items() if value is not None}
     loaded = load_recipe(recipe, overrides or [], given=given, kinds=["quickstart"])
     assert isinstance(loaded, QuickstartRecipe)
-    from .quickstart import run_quickstart
+    from .pairs.quickstart import run_quickstart
 
     run_quickstart(loaded)
 
@@ -97,7 +97,7 @@ def forge(
     values = {"kind": "forge", "target": target} | {key: value for key, value in given.items() if value is not None}
     recipe = parse_recipe(values, "forge", overrides or [], kinds=("forge",))
     assert isinstance(recipe, ForgeRecipe)
-    from .forge.forge import run_forge
+    from .pairs.forge import run_forge
 
     run_forge(recipe, plan)
 
@@ -208,7 +208,7 @@ def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
 
     loaded = load_recipe(recipe, overrides or [], kinds=["regenerate"])
     assert isinstance(loaded, RegenerateRecipe)
-    from .regenerate import run_regenerate
+    from .training.regenerate import run_regenerate
 
     if run_regenerate(loaded).failed:
         raise typer.Exit(1)

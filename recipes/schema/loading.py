@@ -20,6 +20,7 @@ from ...checkpoints.storage.safe_read import MAX_JSON_DEPTH, read_text
 from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
+from .forge import ForgeRecipe
 from .papers import PaperRecipe
 from .serving import ServedRecipe
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
@@ -33,6 +34,7 @@ Recipe = (
     | QuickstartRecipe
     | PaperRecipe
     | ServedRecipe
+    | ForgeRecipe
 )
 RECIPES: dict[str, type[Section]] = {
     "drafter": DrafterRecipe,
@@ -43,6 +45,7 @@ RECIPES: dict[str, type[Section]] = {
     "quickstart": QuickstartRecipe,
     "paper": PaperRecipe,
     "served": ServedRecipe,
+    "forge": ForgeRecipe,
 }
 
 SHIPPED = Path(__file__).parents[1]

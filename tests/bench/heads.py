@@ -26,7 +26,7 @@ from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.models import add_lora
-from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.schema.evaluation import RegenerateRecipe
 from draftsmith.recipes.schema.training import LoraSection, ModelSection
 from draftsmith.train.tasks.heads import HeadsTask

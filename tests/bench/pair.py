@@ -16,7 +16,7 @@ from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.commands.quickstart import resolve
+from draftsmith.recipes.commands.pairs.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import QuickstartRecipe
 from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
 

@@ -40,7 +40,7 @@ from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.pool import Pool
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.commands.regenerate import LocalTarget
+from draftsmith.recipes.commands.training.regenerate import LocalTarget
 from draftsmith.recipes.schema.evaluation import RegenerateRecipe
 
 GOALS = {"questions": 0.8, "conversations": 0.5}

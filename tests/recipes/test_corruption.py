@@ -26,7 +26,7 @@ from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.journal import Journal
-from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.commands.training.train import accelerator_for, run_train
 from draftsmith.recipes.report.page import run_report
 from draftsmith.recipes.schema.loading import load_recipe, load_training, parse_recipe

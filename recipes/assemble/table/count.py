@@ -31,7 +31,7 @@ from ....train.parallel.processes import StoppedError, on_main, together
 from ....train.table.counting import PairCounter
 from ....train.table.documents import pack_documents, token_documents
 from ....train.table.run_files import INDEX, merge_counts
-from ...report.table import log_report
+from ...report.terminal.table import log_report
 from ...schema.data import DataSection
 from ...schema.loading import write_recipe
 from ...schema.training import TableRecipe

@@ -33,9 +33,9 @@ from ...session.terminal import duration, log
 from ..artifacts.import_drafter import import_gguf
 from ..evaluation.certify import run_certify
 from ..evaluation.finished import evaluated
-from ..quickstart import find_target, make_corpus
-from ..regenerate import run_regenerate
+from ..training.regenerate import run_regenerate
 from ..training.train import run_train
+from .quickstart import find_target, make_corpus
 from .rules import (
     RUNGS,
     SHARES,

@@ -12,29 +12,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.artifact.compat import save_tokenizer
-from ...checkpoints.artifact.locate import resolve as folder_of
-from ...checkpoints.storage.atomic import atomic_dir, check_writable
-from ...checkpoints.storage.gguf import gguf_file, is_gguf
-from ...checkpoints.storage.locks import sole_writer
-from ...checkpoints.storage.names import MANIFEST_FILE
-from ...checkpoints.storage.safe_read import load_json, sealed
-from ...data.conversations import write_conversations
-from ...data.rendering.templates import CHATML_JINJA
-from ...data.sources.documentation import documentation_conversations
-from ...data.sources.mixture import hashed_share
-from ...data.sources.reading import read_conversations
-from ...data.tokenizers import train_bpe
-from ..assemble.teacher import prepare_teacher
-from ..schema.evaluation import QuickstartRecipe, RegenerateRecipe
-from ..schema.loading import parse_recipe, read_recipe, write_recipe
-from ..schema.papers import filled
-from ..session.machine import has_bfloat16
-from ..session.terminal import bar, log
-from .artifacts.import_drafter import import_gguf
-from .evaluation.finished import evaluated
-from .regenerate import run_regenerate
-from .training.train import run_train
+from ....checkpoints.artifact.compat import save_tokenizer
+from ....checkpoints.artifact.locate import resolve as folder_of
+from ....checkpoints.storage.atomic import atomic_dir, check_writable
+from ....checkpoints.storage.gguf import gguf_file, is_gguf
+from ....checkpoints.storage.locks import sole_writer
+from ....checkpoints.storage.names import MANIFEST_FILE
+from ....checkpoints.storage.safe_read import load_json, sealed
+from ....data.conversations import write_conversations
+from ....data.rendering.templates import CHATML_JINJA
+from ....data.sources.documentation import documentation_conversations
+from ....data.sources.mixture import hashed_share
+from ....data.sources.reading import read_conversations
+from ....data.tokenizers import train_bpe
+from ...assemble.teacher import prepare_teacher
+from ...schema.evaluation import QuickstartRecipe, RegenerateRecipe
+from ...schema.loading import parse_recipe, read_recipe, write_recipe
+from ...schema.papers import filled
+from ...session.machine import has_bfloat16
+from ...session.terminal import bar, log
+from ..artifacts.import_drafter import import_gguf
+from ..evaluation.finished import evaluated
+from ..training.regenerate import run_regenerate
+from ..training.train import run_train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table")

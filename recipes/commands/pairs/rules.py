@@ -1,7 +1,7 @@
 """How `draftsmith forge` decides: pure functions of what was measured, so that the same measurements decide alike.
 
-Of a draft of γ tokens with acceptance α_1, α_2 … a step keeps 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens, and takes a forward of
-the target over γ + 1 tokens and the draft's own.
+Of a draft of γ tokens with acceptance α_1, α_2 … a step keeps 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens, and takes a
+forward of the target over γ + 1 tokens and the draft's own.
 """
 
 from __future__ import annotations

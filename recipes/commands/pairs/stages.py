@@ -10,7 +10,7 @@ from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRec
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import find_recipe, parse_recipe, read_extended
 from ...schema.training import DrafterRecipe, HeadsRecipe
-from ..quickstart import resolve
+from .quickstart import resolve
 from .rules import Candidate, Kind
 
 PROPOSED = 8192
@@ -35,6 +35,10 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
     """The stages of `realpair` for this target, its questions and this folder. Raises ValueError: as `parse_recipe`."""
     values: dict[str, Any] = read_extended(find_recipe("realpair"))
     values |= {"out": recipe.out, "target": recipe.target, "seed": recipe.seed}
+    for name in ("answers", "evaluate"):
+        values[name]["template"] = recipe.template
+    for name in ("eagle", "drafter", "heads", "table"):
+        values[name]["data"] = values[name]["data"] | {"template": recipe.template}
     if recipe.prompts:
         values["corpus"] |= {"files": recipe.prompts, "megabytes": 0, "heldout_share": 0.05}
     base = parse_recipe(values, "forge", kinds=("quickstart",))

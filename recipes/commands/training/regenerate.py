@@ -10,34 +10,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.artifact.fingerprints import model_fingerprint
-from ...checkpoints.artifact.identity import identify, load_identified
-from ...checkpoints.artifact.locate import at_revision
-from ...checkpoints.storage.atomic import check_writable
-from ...checkpoints.storage.messages import install_hint
-from ...checkpoints.storage.redaction import redacted
-from ...checkpoints.storage.safe_read import parse_json
-from ...data.cleaning.options import Cleaning
-from ...data.conversations import Conversation, CorpusReport, encodable
-from ...data.prompts import stop_ids
-from ...data.regeneration import SEEDS, Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate
-from ...data.rendering.render import prompt_renderer
-from ...data.rendering.templates import OWN, Template, get_template
-from ...data.sources.reading import read_conversations
-from ...data.tokenizers import load_tokenizer
-from ...decode.engine import Limits, generate
-from ...decode.methods import Parts, build_method
-from ...decode.models.loading import load_model, wrap_model
-from ...decode.models.seq2seq import Seq2SeqModel
-from ...decode.pool import Pool
-from ...decode.rng import Rng
-from ...decode.warpers import Sampling
-from ..assemble.evaluation import device_of
-from ..schema.data import PlaceSection
-from ..schema.evaluation import RegenerateRecipe, ServerSection
-from ..schema.loading import write_recipe
-from ..session.stopping import Stoppable
-from ..session.terminal import bar, log
+from ....checkpoints.artifact.fingerprints import model_fingerprint
+from ....checkpoints.artifact.identity import identify, load_identified
+from ....checkpoints.artifact.locate import at_revision
+from ....checkpoints.storage.atomic import check_writable
+from ....checkpoints.storage.messages import install_hint
+from ....checkpoints.storage.redaction import redacted
+from ....checkpoints.storage.safe_read import parse_json
+from ....data.cleaning.options import Cleaning
+from ....data.conversations import Conversation, CorpusReport, encodable
+from ....data.prompts import stop_ids
+from ....data.regeneration import SEEDS, Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate
+from ....data.rendering.render import prompt_renderer
+from ....data.rendering.templates import OWN, Template, get_template
+from ....data.sources.reading import read_conversations
+from ....data.tokenizers import load_tokenizer
+from ....decode.engine import Limits, generate
+from ....decode.methods import Parts, build_method
+from ....decode.models.loading import load_model, wrap_model
+from ....decode.models.seq2seq import Seq2SeqModel
+from ....decode.pool import Pool
+from ....decode.rng import Rng
+from ....decode.warpers import Sampling
+from ...assemble.evaluation import device_of
+from ...schema.data import PlaceSection
+from ...schema.evaluation import RegenerateRecipe, ServerSection
+from ...schema.loading import write_recipe
+from ...session.stopping import Stoppable
+from ...session.terminal import bar, log
 
 _RETRIES = 4
 _REACTION = 0.0005

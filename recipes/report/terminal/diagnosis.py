@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .tables import Cell, Column, Table, number_cell
+from ..tables import Cell, Column, Table, number_cell
 
 _MEASURES = {
     "top1_accuracy": "top-1 accuracy",

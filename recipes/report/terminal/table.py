@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.artifact.manifest import Manifest
-from ...checkpoints.table.report import AT_LEAST
-from ..session.terminal import console, gigabytes, log
-from .tables import Cell, Column, Table
+from ....checkpoints.artifact.manifest import Manifest
+from ....checkpoints.table.report import AT_LEAST
+from ...session.terminal import console, gigabytes, log
+from ..tables import Cell, Column, Table
 
 
 def log_report(report: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from draftsmith.recipes.assemble.artifact import Run, prepare_once
 from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.assemble.heads import heads_parts
 from draftsmith.recipes.assemble.teacher import open_hidden, prepare_teacher
-from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.evaluation import RegenerateRecipe
 from draftsmith.recipes.schema.loading import load_training

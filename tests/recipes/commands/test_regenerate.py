@@ -24,9 +24,9 @@ from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.data.regeneration import RegenerationReport
 from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.commands import regenerate
 from draftsmith.recipes.commands.cli import app
-from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training import regenerate
+from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.schema.evaluation import RegenerateRecipe
 from draftsmith.recipes.schema.loading import load_recipe, parse_recipe
 from transformers import AutoModelForCausalLM, LlamaForCausalLM

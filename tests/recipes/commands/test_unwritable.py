@@ -19,9 +19,9 @@ from draftsmith.recipes.commands.evaluation.energy import energy_command
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.trace import run_trace
 from draftsmith.recipes.commands.evaluation.tune import run_tune
+from draftsmith.recipes.commands.pairs.quickstart import run_quickstart
 from draftsmith.recipes.commands.papers.papers import run_paper
-from draftsmith.recipes.commands.quickstart import run_quickstart
-from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.training import DrafterRecipe

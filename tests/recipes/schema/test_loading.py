@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
-from draftsmith.recipes.commands.quickstart import resolve
+from draftsmith.recipes.commands.pairs.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import QuickstartRecipe
 from draftsmith.recipes.schema.loading import dump_recipe, load_recipe, load_training, read_extended, shipped_recipes
 from draftsmith.recipes.schema.training import DrafterRecipe

@@ -22,7 +22,7 @@ from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.acceptance import heads_measure
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.heads import BASE
-from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe, load_training, shipped_recipes
 from draftsmith.recipes.schema.training import DrafterRecipe, HeadsRecipe

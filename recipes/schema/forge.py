@@ -1,0 +1,35 @@
+"""What a forge may be told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from .data import Section
+
+
+class ForgeRecipe(Section):
+    """A target in, the fastest lossless set-up out, within a budget."""
+
+    kind: Literal["forge"]
+    out: str = "runs/forge"
+    """Folder of everything."""
+    target: str
+    """Folder or hub id of the target, or a `.gguf` file."""
+    hours: float = Field(2.0, gt=0)
+    """What it may take, about."""
+    more_hours: float = Field(0.0, ge=0)
+    """Beside these, for the training of what was chosen: a finished forge goes on with it."""
+    template: str = "tokenizer"
+    """Chat template by name; `tokenizer`: the target's own."""
+    prompts: list[str] = []
+    """Files of questions such as will be asked; none: they are made of the documentation of installed packages."""
+    drafters: list[str] = []
+    """Drafters that there are already, tried beside what is trained."""
+    temperature: float = Field(0.0, ge=0)
+    """At which it shall be fast."""
+    new_tokens: int = Field(64, ge=8)
+    """Tokens of an answer when it is measured."""
+    seed: int = 0
+    """Of everything that is drawn."""

@@ -1,0 +1,143 @@
+"""A forge: what it decides in planted situations, and one that runs, is killed, and decides the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.recipes.commands.pairs.rules import (
+    Candidate,
+    Measured,
+    Shape,
+    candidates_of,
+    ceiling,
+    outlook,
+    survivors,
+    winner_of,
+    worth_training,
+)
+from draftsmith.recipes.schema.loading import load_recipe
+
+REAL = Shape(layers=30, of_layer=3.5e6, hidden=576, vocabulary=49152)
+DRAFTER = Candidate("drafter of 4 layers", "drafter", (0, 1, 28, 29), 0.14)
+
+
+def found(name: str, steps: int, tokens: float, speedup: float, spread: float = 0.05) -> Measured:
+    return Measured(name, f"{name} row", steps, tokens, speedup, (speedup - spread, speedup + spread))
+
+
+def test_candidates_are_cut_as_the_target_allows() -> None:
+    names = [each.name for each in candidates_of(REAL, 8192, has_eagle=True)]
+    assert names == ["drafter of 2 layers", "drafter of 4 layers", "EAGLE-3's layer", "Medusa's heads"]
+    few = candidates_of(Shape(4, 3.5e6, 576, 1000), 8192, has_eagle=False)
+    assert [each.layers for each in few] == [(0, 3), ()]
+    costs = [each.cost for each in candidates_of(REAL, 8192, has_eagle=True)]
+    assert all(0 < cost < 0.3 for cost in costs)
+    assert costs[0] < costs[1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best", "trained"),
+    [
+        (lambda tokens: 1.0, 1.0, True),  # more tokens cost nothing
+        (lambda tokens: 1 + 0.05 * (tokens - 1), 1.3, True),
+        (lambda tokens: tokens, 1.0, False),  # as with batch 64 on two cores: each token costs what the first does
+        (lambda tokens: 0.9 * tokens + 0.1, 1.2, False),
+    ],
+    ids=["free", "this machine", "nothing pays", "look-up alone"],
+)
+def test_what_cannot_win_is_not_trained(seconds: Callable[[float], float], best: float, trained: bool) -> None:
+    able, said = worth_training(DRAFTER, seconds, best)
+    assert able == trained
+    assert f"{ceiling(DRAFTER, seconds):.2f}" in said
+
+
+def test_a_ceiling_is_the_best_length_of_a_draft() -> None:
+    """With free tokens of the target: (1 + 0.85 + … + 0.85⁵) / (1 + 5 · 0.14), or fewer drafted."""
+    by_length = [(1 + sum(0.85**i for i in range(1, n + 1))) / (1 + 0.14 * n) for n in range(1, 6)]
+    assert ceiling(DRAFTER, lambda tokens: 1.0) == pytest.approx(max(by_length))
+
+
+def test_outlooks_grow_as_they_did() -> None:
+    first, second = found("a", 100, 1.3, 1.1), found("a", 200, 1.365, 1.15)
+    assert outlook([first], 100) == first.interval
+    low, high = outlook([first, second], 800)
+    assert low == second.interval[0]
+    assert high == pytest.approx(second.interval[1] * 1.05**2)
+    assert outlook([first, found("a", 200, 1.2, 1.0)], 800)[1] == pytest.approx(1.05), "none where there was none"
+
+
+def test_half_goes_on_and_nobody_who_cannot_win() -> None:
+    history = {"a": [found("a", 100, 1.4, 1.2)], "b": [found("b", 100, 1.3, 1.1)], "c": [found("c", 100, 1.1, 0.8)]}
+    ends = dict.fromkeys(history, 400)
+    kept, said = survivors(history, ends, 1.0)
+    assert kept == ["a", "b"]
+    assert "c: 0.80 x now" in said
+    assert survivors(history, ends, 1.5)[0] == ["a"], "b ends at 1.44 at most"
+    assert survivors(history, ends, 2.0)[0] == [], "as on summaries, where look-up is ahead of all"
+
+
+def test_the_winner_is_faster_than_plain_decoding_and_ties_are_named() -> None:
+    slow = [found("a", 0, 1.1, 0.95), found("b", 9, 1.2, 0.9)]
+    winner, said = winner_of(slow)
+    assert winner is None
+    assert "0.95" in said
+    winner, said = winner_of([*slow, found("given", 0, 1.5, 1.3), found("c", 9, 1.6, 1.28)])
+    assert winner is not None
+    assert winner.name == "given", "a drafter that was there is the best"
+    assert "within its interval: c row" in said
+
+
+@pytest.fixture
+def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The command for a small target, for so long."""
+
+    def command(out: Path, *more: str, hours: str = "0.01") -> list[str]:
+        words = ["forge", str(tiny_pair / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
+        return [sys.executable, "-m", "draftsmith", *words, "--hours", hours, "template=chatml", *more]
+
+    return command
+
+
+def test_it_runs_is_killed_and_decides_the_same(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Killed as soon as there are answers, and as soon as something is trained. Speeds are measured once, so that what
+    is decided by them stands."""
+    out = tmp_path / "forge"
+    for ready in ("costs.json", "table/artifact.json", "trained"):
+        with subprocess.Popen(forged(out), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+            until = time.monotonic() + 120
+            while not (out / ready).exists() and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.02)
+            process.kill()
+    done = subprocess.run(forged(out), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first = json.loads((out / "forge.json").read_text())
+    again = subprocess.run(forged(out), capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    second = json.loads((out / "forge.json").read_text())
+    assert first["story"] == second["story"]
+    assert first["winner"] == second["winner"]
+    assert any("look-up in the text" in line for line in first["story"])
+    page = (out / "forge.html").read_text()
+    assert "How it was found" in page
+    if first["winner"] is not None:
+        assert load_recipe(str(out / "winner.yaml"), kinds=("evaluate",))
+    other = subprocess.run(forged(out, "--temperature", "1"), capture_output=True, text=True, check=False)
+    assert other.returncode == 2
+    assert "`temperature`" in other.stderr
+
+
+def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "planned"
+    done = subprocess.run(forged(out, "--plan"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((out / "forge.json").read_text())
+    assert found["winner"] is None
+    assert not (out / "trained").exists()
+    assert not (out / "answers.jsonl").exists()
