@@ -31,6 +31,10 @@ class Policy(ABC):
     def begin_step(self, context: Context) -> None:
         return
 
+    def looks(self, open_B: Tensor, level: int) -> Tensor:
+        """bool [B]: of rows that are open, whether to ask the drafter at all which token might come at this level."""
+        return open_B
+
     @abstractmethod
     def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         """bool [B]: whether to draft the token of this level, given the (warped) distribution it would come from."""
@@ -62,10 +66,16 @@ class ExpectedGain(Policy):
 
     With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (slides,
     "Choosing γ" and "Oracle Factor"): the next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so far yields. β is
-    the share accepted in this row before, by class of the drafter's confidence. `cost` is c.
+    the share accepted in this row before, by class of the drafter's confidence. `cost` is c. As the drafter's forward
+    is the larger part of that, the same rule decides before it, with what looking at that level has lately brought this
+    row: where that is too little the drafter rests, and is asked again now and then.
     """
 
     classes = 10
+    _memory = 0.95
+    """What an observation counts a step later."""
+    _asked_again = 16
+    """Steps without the drafter, at most."""
 
     def __init__(self, cost: float) -> None:
         if cost <= 0:
@@ -79,10 +89,24 @@ class ExpectedGain(Policy):
         self._accepted_BC = (2 * middle_C).expand(rows, -1).clone()
         self._examined_BC = torch.full_like(self._accepted_BC, 2.0)
         self._class_BK = torch.zeros(rows, gamma, dtype=torch.int64, device=device)
+        self._looked_BK = torch.full((rows, gamma), 2.0, device=device)
+        self._brought_BK = torch.ones_like(self._looked_BK)
+        self._rested_B = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def begin_step(self, context: Context) -> None:
         self._reach_B = torch.ones(len(context.lengths), device=context.ids_BS.device)
         self._expected_B = torch.ones_like(self._reach_B)
+        self._looks_BK = torch.zeros_like(self._looked_BK)
+
+    def looks(self, open_B: Tensor, level: int) -> Tensor:
+        brought_B = self._brought_BK[:, level] / self._looked_BK[:, level]
+        looks_B = self._reach_B * brought_B / self._cost > self._expected_B / (1 + self._cost * level)
+        if level == 0:
+            looks_B = looks_B | (self._rested_B == self._asked_again)
+            self._rested_B = torch.where(looks_B, 0, self._rested_B + 1)
+        looks_B = looks_B & open_B
+        self._looks_BK[:, level] = looks_B.float()
+        return looks_B
 
     def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         self._class_BK[:, level] = (confidence_B * self.classes).long().clamp(0, self.classes - 1)
@@ -104,6 +128,14 @@ class ExpectedGain(Policy):
         examined_BK = (place_K <= verdict.accepted_B[:, None]) * proposal.valid_BN[:, 1:].float()
         self._accepted_BC.scatter_add_(1, self._class_BK[:, :depth], accepted_BK)
         self._examined_BC.scatter_add_(1, self._class_BK[:, :depth], examined_BK)
+        brought_BK = torch.nn.functional.pad(accepted_BK * examined_BK, (0, self._looked_BK.shape[1] - depth))
+        # A level is known for those that reached it: all before it were kept.
+        known_BK = self._looks_BK * (
+            torch.arange(brought_BK.shape[1], device=place_K.device) <= verdict.accepted_B[:, None]
+        )
+        kept_BK = 1 - (1 - self._memory) * known_BK
+        self._looked_BK = self._looked_BK * kept_BK + known_BK
+        self._brought_BK = self._brought_BK * kept_BK + brought_BK * known_BK
 
 
 class Oracle(ExpectedGain):
@@ -121,6 +153,9 @@ class Oracle(ExpectedGain):
     def begin_step(self, context: Context) -> None:
         super().begin_step(context)
         self._hidden_BD = self._peek.read_root(context)
+
+    def looks(self, open_B: Tensor, level: int) -> Tensor:
+        return open_B
 
     def predict(self, draft_BV: Tensor, level: int) -> Tensor:
         logits_BV = self._peek.model.logits(self._hidden_BD[:, None])[:, 0]
@@ -155,11 +190,14 @@ class AdaptiveChain(Proposer):
     def propose(self, context: Context) -> Proposal:
         greedy = context.sampling.greedy
         uniform_BK = None if greedy else context.rng.uniform(self.gamma)
-        hidden_BMD = self._draft.read_root(context)[:, None]
         self.policy.begin_step(context)
         open_B = torch.ones(len(context.lengths), dtype=torch.bool, device=self.model.device)
         tokens, probs, valid = [context.root_B1], [], [open_B]
-        for level in range(self.gamma):
+        open_B = self.policy.looks(open_B, 0)
+        self._rests = not bool(open_B.any())
+        if not self._rests:
+            hidden_BMD = self._draft.read_root(context)[:, None]
+        for level in range(0 if self._rests else self.gamma):
             logits_BMV = self.model.logits(hidden_BMD)
             draft_BMV = warp(logits_BMV, context.sampling)
             sure_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if greedy else draft_BMV
@@ -175,6 +213,9 @@ class AdaptiveChain(Proposer):
             probs.append(draft_BMV)
             valid.append(open_B)
             if level + 1 < self.gamma:
+                open_B = self.policy.looks(open_B, level + 1)
+                if not bool(open_B.any()):
+                    break
                 self.policy.drafted(token_B1, level)
                 hidden_BMD = self._draft.grow(token_B1, self._tree, level + 1)
         proposal = Proposal(Tree.chain(len(probs)).to(self.model.device), torch.cat(tokens, 1), levels=self.gamma)
@@ -184,7 +225,8 @@ class AdaptiveChain(Proposer):
         return proposal
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        self._draft.keep(context)
+        if not self._rests:
+            self._draft.keep(context)
         self.policy.commit(context, proposal, verdict)
 
     def stop(self) -> None:

@@ -15,8 +15,9 @@ assistant of transformers is the padded export of the drafter; all texts end whe
 `--gguf`, the target's own file, llama.cpp decodes the same weights by the package xllamacpp (other builds:
 engines.py), with DRAFTSMITH_VLLM the vLLM of that Python (tests/engines/test_vllm.py). Curve: tokens per step of
 finished artifacts by replay of the target's own texts, against the tokens that they were trained on, those of the
-artifacts that they went on from included, and what one forward of each takes beside one of the target's. The last
-line is one JSON object.
+artifacts that they went on from included, what one forward of each takes beside one of the target's, and how many times
+as many tokens a step block verification keeps, with its standard error over the same texts. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import SHARED, finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
@@ -45,6 +47,7 @@ from draftsmith.checkpoints.verify.model_files import load_config
 from draftsmith.decode.evaluation.profile import drafting_cost
 from draftsmith.decode.evaluation.replay.recording import record
 from draftsmith.decode.evaluation.replay.replay import predict
+from draftsmith.decode.evaluation.replay.steps import ratio_error
 from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
@@ -354,11 +357,16 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
                     given = (opened.target, opened.parts, case.prompts, written, Sampling(t))
                     recording = record(*given, tables=())
                     steps = measured.setdefault(f"T={t:g}", {})
+                    taken: dict[str, np.ndarray] = {}
                     for name, asked in CURVE[kind]:
                         predicted = predict(recording, opened.parts, name, asked)
                         assert predicted is not None
                         label = " ".join([name, *map(str, asked.values())])
                         steps[label] = predicted.tokens_per_step, predicted.standard_error
+                        taken[label] = np.array(predicted.steps_by_text)
+                        if (plain := taken.get(label.removesuffix(" block"))) is not None and label.endswith(" block"):
+                            by_text = ratio_error(plain, taken[label])  # of the same texts
+                            steps[f"{label} over token"] = float(plain.sum() / taken[label].sum()), by_text
                 return measured
 
             def cost(folder: Path = folder, kind: str = manifest.kind) -> float:

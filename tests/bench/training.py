@@ -3,10 +3,10 @@
     python tests/bench/training.py [--quick] [--rounds 5] [--only drafter heads]
 
 `68m`: cross entropy of Llama-68M's shape with 32,000 tokens; the others learn from a target of SmolLM2-135M's shape:
-`drafter`, cut to four layers and 16,384 tokens, its distributions (`lk-lambda`), `heads` four Medusa heads of one
-block, `eagle` three steps of EAGLE-3, both of 8,192 tokens. Random numbers, one block of 2,048 tokens in eight
-documents, half of it trained, AdamW, gradients clipped, as `fit` makes a step; in bfloat16, as recipes train where the
-processor has it.
+`drafter`, of four layers and 16,384 tokens of frozen embeddings, its distributions (`lk-lambda`), `heads` four Medusa
+heads of one block and the target's projection, `eagle` three steps of EAGLE-3, both of 8,192 tokens. Random numbers, a
+block of 2,048 tokens a step, of the 68M four, each of eight documents, half of it trained, AdamW, gradients clipped, as
+`fit` makes a step; in bfloat16, as recipes train where the processor has it.
 
 Every product of one step, those of attention's kernels included, is recorded with its shapes, types and layout, and
 all are computed again on random numbers, in turn with whole steps: `share` is their time over the step's. `mfu` is
@@ -36,6 +36,8 @@ from torch.utils.flop_counter import FlopCounterMode
 TARGET = (576, 1536, 30, 9, 49152, 3)
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "linear")
 CLIP = 1.0
+BLOCKS = {"68m": 4}
+"""Of a step, where it is more than one."""
 
 
 class Products(TorchDispatchMode):
@@ -91,10 +93,10 @@ def again(products: Counter[Any]) -> Callable[[], None]:
     return run
 
 
-def batch_of(vocab: int, tokens: int) -> Batch:
-    """A block of eight documents, the second half of each trained."""
-    tokens_BT = torch.randint(vocab, (1, tokens))
-    places_BT = torch.arange(tokens)[None]
+def batch_of(vocab: int, tokens: int, blocks: int) -> Batch:
+    """Blocks of eight documents, the second half of each trained."""
+    tokens_BT = torch.randint(vocab, (blocks, tokens))
+    places_BT = torch.arange(tokens).expand(blocks, -1)
     length = tokens // 8
     labels_BT = tokens_BT.masked_fill(places_BT % length < length // 2, IGNORED)
     return Batch(tokens_BT, labels_BT, places_BT % length, places_BT // length)
@@ -108,17 +110,23 @@ def task_of(kind: str, tokens: int, layers: int) -> Any:
     if kind == "drafter":
         drafter = random_llama((*TARGET[:2], 4, *TARGET[3:]), tokens)
         keep_tokens(drafter, torch.arange(16384))
+        drafter.model.embed_tokens.requires_grad_(False)
+        drafter.lm_head.requires_grad_(False)
         return DrafterTask(drafter, None, {"lk-lambda": 1.0}, ModelTeacher(target))
     if kind == "heads":
-        return HeadsTask(target, PredictionHeads.from_lm_head(target.lm_head.weight.detach()[few], 4, 1), None)
-    heads = EagleHeads.for_target(target.config, [2, layers // 2, layers - 3], few)
-    heads.attach(target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach())
-    return EagleTask(target, heads, None)
+        heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach().float(), 4, 1, "target")
+        heads.propose(few)
+        heads.attach(target.lm_head.weight)
+        return HeadsTask(target, heads, None)
+    eagle = EagleHeads.for_target(target.config, [1, layers // 2, layers - 2], few)
+    eagle.attach(target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach())
+    return EagleTask(target, eagle, None)
 
 
 def measured(kind: str, tokens: int, layers: int, rounds: int) -> dict[str, float]:
     task = task_of(kind, tokens, layers)
-    batch, module = batch_of(32000, tokens), task.module.train()
+    blocks = BLOCKS.get(kind, 1)
+    batch, module = batch_of(32000, tokens, blocks), task.module.train()
     parameters = [weight for weight in module.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
@@ -141,7 +149,7 @@ def measured(kind: str, tokens: int, layers: int, rounds: int) -> dict[str, floa
         "step_sec": times["step"],
         "products_sec": times["products"],
         "share": times["products"] / times["step"],
-        "tokens_per_sec": tokens / times["step"],
+        "tokens_per_sec": blocks * tokens / times["step"],
         "mfu": counter.get_total_flops() / times["step"] / peak,
     }
     print(f"{kind:8}" + "".join(f"  {name} {value:.3f}" for name, value in found.items()))

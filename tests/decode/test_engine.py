@@ -288,7 +288,8 @@ def test_a_long_prompt_is_read_in_parts(
 
 
 def test_beams_are_those_of_transformers(target_model: LlamaForCausalLM) -> None:
-    """Where no token ends a text, and so no length is weighed: a hundred prompts, the drafter's help included."""
+    """Where no token ends a text, and so no length is weighed: a hundred prompts, the drafter's help included; token
+    for token, and with the text's own score."""
     draws, target = torch.Generator().manual_seed(7), wrap_model(target_model)
     prompts = [torch.randint(1, VOCAB, (length % 9 + 1,), generator=draws).tolist() for length in range(100)]
     options = {"beams": 4, "width": 8, "draft_gamma": 2}
@@ -296,5 +297,10 @@ def test_beams_are_those_of_transformers(target_model: LlamaForCausalLM) -> None
     for prompt, text in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
         asked = {"num_beams": 4, "do_sample": False, "max_new_tokens": 7, "length_penalty": 0.0}
+        asked |= {"return_dict_in_generate": True, "output_scores": True}
         given = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
-        assert target_model.generate(ids, **asked, **given)[0, len(prompt) :].tolist() == text
+        theirs = target_model.generate(ids, **asked, **given)
+        assert theirs.sequences[0, len(prompt) :].tolist() == text
+        logits_TV = target_model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+        score = logits_TV.log_softmax(-1).gather(1, torch.tensor(text)[:, None]).sum()
+        assert score.item() == pytest.approx(float(theirs.sequences_scores[0]), abs=1e-4)

@@ -199,7 +199,8 @@ class _Forge:
 
     def _race(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
         """Train all a little, the better half more; those that are left, with the steps that finish them."""
-        known = {each.name: each for each in candidates}
+        # What EAGLE-3's layer reads of the target holds what the others read.
+        known = {each.name: each for each in sorted(candidates, key=lambda each: each.kind != "eagle")}
         if not known:
             self._say("nothing is trained: no candidate could be faster than what there is")
             return []

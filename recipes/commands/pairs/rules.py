@@ -14,7 +14,7 @@ from operator import mul
 from typing import Any, Literal
 
 Kind = Literal["drafter", "eagle", "heads"]
-SHARES = {"answers": 0.3, "race": 0.3, "finish": 0.3, "measure": 0.1}
+SHARES = {"answers": 0.25, "race": 0.3, "finish": 0.25, "measure": 0.2}
 """Of the budget: the target's answers, training to choose, training of what was chosen, decoding."""
 RUNGS = 2
 """Rounds of the race: after each, half of those that run are left."""
