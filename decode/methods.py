@@ -24,6 +24,7 @@ from .proposers.speculative_beam import SpeculativeBeam
 from .proposers.suffix import SuffixTree
 from .tree import parse_branching
 from .verifiers.lossless import (
+    ExactBlock,
     ExactChain,
     GreedyMatch,
     KSequential,
@@ -85,7 +86,7 @@ def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
     return Method(TargetBeam(options.get("gamma", 0), options["beams"]), AcceptAll())
 
 
-_CHAINS: dict[str, Callable[[], Verifier]] = {"token": ExactChain, "block": Traversal}
+_CHAINS: dict[str, Callable[[], Verifier]] = {"token": ExactChain, "block": ExactBlock}
 """How a sampled chain is verified."""
 _TREES: dict[str, Callable[[bool], Verifier]] = {"token": MultiCandidate, "traversal": Traversal}
 """How a sampled tree is, with or without replacement."""

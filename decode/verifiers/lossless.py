@@ -94,6 +94,43 @@ class ExactChain(Verifier):
         return residual(target_BV, draft_BV)
 
 
+class ExactBlock(ExactChain):
+    """Block verification: a chain's tokens are kept as a whole, never fewer than by `ExactChain`.
+
+    Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2. With p_i = min(p_{i-1} p / q, 1) and Z_i = Σ [p_i p - q]+ at
+    node i, a draft's first i tokens pass with Z_i / (Z_i + 1 - p_i), all of them with p_γ; the longest that pass are
+    kept, and behind them [p_i p - q]+ is drawn from. It is token verification where nothing was drawn.
+    """
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        draft_BKV, depth, valid_BN = proposal.draft_probs_BMV, proposal.tree.max_depth, proposal.valid_BN
+        if draft_BKV is None or depth == 0:
+            return ExactChain.verify(self, proposal, target_BNV, rng)
+        uniform_BU = rng.uniform((proposal.levels or depth) + 1)
+        drafted_BK1 = proposal.tokens_BN[:, 1:, None]
+        ratio_BK1 = target_BNV[:, :-1].gather(2, drafted_BK1) / draft_BKV.gather(2, drafted_BK1).clamp(min=_TINY)
+        ratio_BK = ratio_BK1[..., 0]
+        if valid_BN is not None:
+            ratio_BK = ratio_BK * valid_BN[:, 1:]
+        keep = [torch.ones_like(ratio_BK[:, :1])]
+        for level in range(depth):
+            keep.append((keep[-1] * ratio_BK[:, level, None]).clamp(max=1))
+        keep_BN = torch.cat(keep, 1)
+        left_BKV = (keep_BN[:, :-1, None] * target_BNV[:, :-1] - draft_BKV).clamp_(min=0)
+        mass_BK = left_BKV.sum(-1)
+        pass_BK = mass_BK[:, 1:] / (mass_BK[:, 1:] + 1 - keep_BN[:, 1:-1]).clamp(min=_TINY)
+        pass_BK = torch.cat((torch.where(mass_BK[:, 1:] > 0, pass_BK, keep_BN[:, 1:-1].floor()), keep_BN[:, -1:]), 1)
+        ends_B = torch.full_like(proposal.tokens_BN[:, 0], depth)
+        place_K = torch.arange(1, depth + 1, device=ends_B.device)
+        if valid_BN is not None:  # a chain that is shorter passes as a whole with what is kept of it
+            ends_B = valid_BN[:, 1:].long().cumprod(1).sum(1)
+            pass_BK = torch.where(place_K == ends_B[:, None], keep_BN[:, 1:], pass_BK * (place_K < ends_B[:, None]))
+        accepted_B = ((uniform_BU[:, :depth] < pass_BK) * place_K).amax(1)
+        target_BV, left_BV = at(target_BNV, accepted_B), at(left_BKV, accepted_B.clamp(max=depth - 1))
+        next_probs_BV = torch.where((accepted_B < ends_B)[:, None], normalise(left_BV, target_BV), target_BV)
+        return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
+
+
 class MultiCandidate(Verifier):
     """Multi-candidate speculative sampling over a tree: each node's children are tried in turn.
 
@@ -156,8 +193,8 @@ class MultiCandidate(Verifier):
 class Traversal(Verifier):
     """Traversal verification of a sampled tree, from its leaves to the root: paths are kept as a whole.
 
-    Source: Weng et al. 2025, arXiv 2505.12398, algorithm 1; along a chain that is block verification (Sun et al. 2024,
-    arXiv 2403.10444, algorithm 2). The root is kept with probability h = 1, a child x with min(h P(x) / Q(x), 1), where
+    Source: Weng et al. 2025, arXiv 2505.12398, algorithm 1; along a chain that is block verification (`ExactBlock`).
+    The root is kept with probability h = 1, a child x with min(h P(x) / Q(x), 1), where
     h, P and Q are what its node has when it is tried, after all below it. A refused child leaves its node of h P the
     mass Z = Σ [h P − Q]+, with which h becomes Z / (Z + 1 − h) and P what is left, normalised; without replacement Q
     loses the child. After the node that is kept a token is drawn from its P. Along a chain never fewer tokens than by

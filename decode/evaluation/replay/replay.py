@@ -23,7 +23,7 @@ from ...proposers.chains import DraftChains
 from ...proposers.draft_tree import DraftTree, NoDraft
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
-from ...verifiers.lossless import ExactChain, GreedyMatch, MultiCandidate, SampleAndMatch, Traversal
+from ...verifiers.lossless import ExactBlock, ExactChain, GreedyMatch, MultiCandidate, SampleAndMatch, Traversal
 from ...warpers import Sampling
 from ..measure import Entry
 from .heads import head_tree, pruned_tree
@@ -161,7 +161,7 @@ def block_chances(recording: Recording, gamma: int) -> Floats:
 
 
 def _draft_tree(recording: Recording, proposer: DraftTree, verifier: Verifier) -> Prediction | None:
-    if isinstance(verifier, Traversal) and max(proposer.branching) == 1:
+    if isinstance(verifier, (ExactBlock, Traversal)) and max(proposer.branching) == 1:
         return replay_chances(recording, block_chances(recording, len(proposer.branching)), proposer.tree.nodes)
     replacement = "with" if proposer.replacement else "without"
     rules = {GreedyMatch: "without", ExactChain: "with", MultiCandidate: replacement}

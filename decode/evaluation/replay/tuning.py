@@ -195,6 +195,8 @@ def settings_of(
         gamma = max(grid["gamma"])
         cost = costs.draft_token(gamma) if costs is not None else 0.1
         found.append({"gamma": gamma, "policy": "expected-gain", "cost": cost})
+    if name == "speculative" and not sampling.greedy:  # which never keeps fewer
+        return [options | {"verification": "block"} for options in found]
     if name == TYPICAL:  # Medusa's own rule: δ is the root of ε
         return [options | {"acceptance": "typical", "delta": options["epsilon"] ** 0.5} for options in found]
     found = [each for each in found if each.get("shortest", 1) <= each.get("ngram", 3)]
