@@ -198,8 +198,8 @@ def _adaptive(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.drafter is not None
     policies: dict[str, Callable[[], Policy]] = {
         "confidence": lambda: Confidence(options["threshold"]),
-        "expected-gain": lambda: ExpectedGain(options["cost"]),
-        "oracle": lambda: Oracle(options["cost"]),
+        "expected-gain": lambda: ExpectedGain(options["cost"], options["width"]),
+        "oracle": lambda: Oracle(options["cost"], options["width"]),
     }
     proposer = AdaptiveChain(parts.drafter, options["gamma"], policies[options["policy"]]())
     return _matching(proposer, sampling, _CHAINS[options["verification"]]())
@@ -290,7 +290,7 @@ METHODS: dict[str, _Spec] = {
     "adaptive": _Spec(
         _adaptive,
         ("drafter",),
-        {"gamma": 8, "policy": "confidence", "threshold": 0.4, "cost": 0.1, "verification": "token"},
+        {"gamma": 8, "policy": "confidence", "threshold": 0.4, "cost": 0.1, "width": 0.03, "verification": "token"},
         {"policy": ("confidence", "expected-gain", "oracle"), "verification": tuple(_CHAINS)},
     ),
     "relaxed-opt": _Spec(partial(_relaxed, optimal=True), ("drafter",), {"gamma": 4, "epsilon": 0.1}),

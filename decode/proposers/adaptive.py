@@ -65,10 +65,11 @@ class ExpectedGain(Policy):
     """Go on while one more token raises the expected tokens per unit of time.
 
     With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (slides,
-    "Choosing γ" and "Oracle Factor"): the next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so far yields. β is
-    the share accepted in this row before, by class of the drafter's confidence. `cost` is c. As the drafter's forward
-    is the larger part of that, the same rule decides before it, with what looking at that level has lately brought this
-    row: where that is too little the drafter rests, and is asked again now and then.
+    "Choosing γ" and "Oracle Factor"): the next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so far yields a
+    forward. c is the drafter's forward, `cost`, and what one token more makes the target's longer, `width`, in forwards
+    of the target. Once the drafter has run only the latter is still to be decided, by β, the share accepted in this row
+    before, by class of the drafter's confidence. Whether it runs is decided before, by what looking at that level has
+    lately brought this row: where that is too little it rests, and is asked again now and then.
     """
 
     classes = 10
@@ -77,10 +78,10 @@ class ExpectedGain(Policy):
     _asked_again = 16
     """Steps without the drafter, at most."""
 
-    def __init__(self, cost: float) -> None:
-        if cost <= 0:
-            raise ValueError(f"the cost of a draft token must be above 0, got {cost}")
-        self._cost = cost
+    def __init__(self, cost: float, width: float) -> None:
+        if cost <= 0 or width < 0:
+            raise ValueError(f"`cost` must be above 0 and `width` at least 0, got {cost} and {width}")
+        self._cost, self._width = cost, width
 
     def start(self, context: Context, gamma: int) -> None:
         rows, device = len(context.lengths), context.ids_BS.device
@@ -100,7 +101,8 @@ class ExpectedGain(Policy):
 
     def looks(self, open_B: Tensor, level: int) -> Tensor:
         brought_B = self._brought_BK[:, level] / self._looked_BK[:, level]
-        looks_B = self._reach_B * brought_B / self._cost > self._expected_B / (1 + self._cost * level)
+        each = self._cost + self._width
+        looks_B = self._reach_B * brought_B * (1 + each * level) > each * self._expected_B
         if level == 0:
             looks_B = looks_B | (self._rested_B == self._asked_again)
             self._rested_B = torch.where(looks_B, 0, self._rested_B + 1)
@@ -111,7 +113,8 @@ class ExpectedGain(Policy):
     def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         self._class_BK[:, level] = (confidence_B * self.classes).long().clamp(0, self.classes - 1)
         gain_B = self._reach_B * self.predict(draft_BV, level)
-        pays_B = gain_B / self._cost > self._expected_B / (1 + self._cost * level)
+        spent = 1 + self._cost * (level + 1) + self._width * level
+        pays_B = gain_B * spent > self._width * self._expected_B
         self._reach_B, self._expected_B = gain_B, self._expected_B + gain_B
         return pays_B
 

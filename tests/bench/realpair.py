@@ -79,7 +79,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"gamma": 3, "verification": "block"}),
     ("prompt-lookup", {"shortest": 2}),
     ("adaptive", {"threshold": 0.6}),
-    ("adaptive", {"policy": "expected-gain", "cost": 0.15}),
+    ("adaptive", {"policy": "expected-gain"}),
     ("lookup-drafter", {"threshold": 0.6}),
     ("lookup-drafter", {"threshold": 0.0, "draft_gamma": 1}),
     ("suffix", {"store": "table"}),

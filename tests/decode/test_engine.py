@@ -193,6 +193,7 @@ def test_parts_of_another_target_are_refused(
         ("slim-s", {"unseen": -1.0}, "got -1.0"),
         ("adaptive", {"threshold": 1.5}, r"\[0, 1\], got 1.5"),
         ("adaptive", {"policy": "expected-gain", "cost": 0.0}, "got 0.0"),
+        ("adaptive", {"policy": "expected-gain", "width": -0.1}, "and -0.1"),
         ("bild", {"rollback": -1.0}, "got -1.0"),
         ("relaxed-opt", {"epsilon": 1.5}, r"\[0, 1\], got 1.5"),
         ("batch-speculative", {"drafts": 0}, "'drafts' .* at least 1, got 0"),

@@ -82,7 +82,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dynamic-tree", {"nodes": 4, "depth": 3, "width": 2, "least": 0.05}),
     ("dynamic-tree", {"nodes": 6, "depth": 2, "width": 3, "least": 0.1}),
     ("adaptive", {"gamma": 3, "policy": "confidence", "threshold": 0.4}),
-    ("adaptive", {"gamma": 3, "policy": "expected-gain", "cost": 0.3}),
+    ("adaptive", {"gamma": 3, "policy": "expected-gain", "cost": 0.3, "width": 0.2}),
     ("adaptive", {"gamma": 3, "policy": "oracle", "cost": 0.3}),
     ("bpd", {}),
     ("medusa", {"tree": "3x2x1"}),

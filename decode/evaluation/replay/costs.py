@@ -97,12 +97,12 @@ class CostModel:
         seconds = self.forwards_seconds(method, nodes) + self.overheads.get(name, self.default)(nodes)
         return max(seconds, self.plain_seconds())
 
-    def draft_token(self, gamma: int) -> float:
-        """A draft token of a chain in forwards of the target: the drafter's forward, and what one token more makes the
-        target's longer."""
+    def draft_token(self, gamma: int) -> tuple[float, float]:
+        """Of a chain, in forwards of the target: the drafter's forward, and what one token more makes the target's
+        longer."""
         assert self.drafter is not None
         longer = (self.target(1 + gamma) - self.target(1)) / gamma
-        return (self.drafter(1) + longer) / self.target(1)
+        return self.drafter(1) / self.target(1), longer / self.target(1)
 
     def plain_seconds(self) -> float:
         """A step of autoregressive decoding: a token."""

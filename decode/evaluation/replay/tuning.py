@@ -185,7 +185,7 @@ def settings_of(
     costs: CostModel | None = None,
 ) -> list[Options]:
     """Settings of a method to be tried: by replay, or decoded for those of `DECODED`. The recording says which of the
-    heads' trees, the costs what a draft token costs; without them sizes and 0.1 stand for both, to be counted."""
+    heads' trees, the costs what a draft token costs; without them others stand for both, to be counted."""
     grid = _decoded_grid(name, parts, sampling, space) if name in DECODED else _replayed_grid(name, parts, space)
     if "tree" in grid:
         sizes = [size for size in grid["tree"] if size < space.nodes]
@@ -193,8 +193,8 @@ def settings_of(
     found = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     if name == "adaptive":
         gamma = max(grid["gamma"])
-        cost = costs.draft_token(gamma) if costs is not None else 0.1
-        found.append({"gamma": gamma, "policy": "expected-gain", "cost": cost})
+        cost, width = costs.draft_token(gamma) if costs is not None else (0.1, 0.03)
+        found.append({"gamma": gamma, "policy": "expected-gain", "cost": cost, "width": width})
     if name == "speculative" and not sampling.greedy:  # which never keeps fewer
         return [options | {"verification": "block"} for options in found]
     if name == TYPICAL:  # Medusa's own rule: δ is the root of ε
