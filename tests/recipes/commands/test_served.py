@@ -25,13 +25,14 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 class Engine(ThreadingHTTPServer):
     """Answers a question with its own words again and again, `kept` tokens a step behind the first, and counts its
-    drafts as vLLM does, three a step. `faults` by the question's number are what it does first."""
+    drafts as vLLM does, three a step; `reads` says how many tokens a question has. `faults` by the question's number
+    are what it does first."""
+
+    reads: Callable[[str], int] = staticmethod(len)
 
     def __init__(self, kept: int, name: str = "m", says: str = "", metrics: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.kept, self.name, self.says, self.metrics = kept, name, says, metrics
-        self.reads: Callable[[str], int] = lambda question: 1
-        """Tokens of a prompt."""
         self.faults: dict[str, list[str]] = {}
         self.asked: list[dict[str, Any]] = []
         self.counted: Counter[str] = Counter()
