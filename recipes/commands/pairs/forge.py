@@ -82,6 +82,7 @@ class _Forge:
         self.forecasts: list[dict[str, Any]] = []
         """Of a candidate's speedup, from less training."""
         self.untrained: list[Measured] = []
+        self.ceilings: dict[str, float] = {}
 
     def run(self, plan_only: bool) -> dict[str, Any]:
         self._prepare()
@@ -157,6 +158,7 @@ class _Forge:
         """Candidates that could gain anything, with what look-up would have to leave them."""
         chosen = []
         for candidate in candidates_of(self.shape, PROPOSED, has_eagle):
+            self.ceilings[candidate.name] = ceiling(candidate, self.curve)
             able, said = worth_training(candidate, self.curve, 1.0)
             self._say(said)
             if able:
@@ -278,7 +280,7 @@ class _Forge:
             "machine": machine("cpu"),
             "recipe": self.recipe.recorded(),
             "story": self.story,
-            "ceilings": {each.name: ceiling(each, self.curve) for each in candidates_of(self.shape, PROPOSED, True)},
+            "ceilings": self.ceilings,
             "untrained": [asdict(each) for each in self.untrained],
             "history": {name: [asdict(each) for each in found] for name, found in self.history.items()},
             "forecasts": self.forecasts,

@@ -97,7 +97,7 @@ def worth_training(candidate: Candidate, seconds: Callable[[float], float], best
     what that gained, `best`, once more."""
     own = ceiling(candidate, seconds)
     hoped = own * max(1.0, best)
-    said = f"{candidate.name}: at best {own:.2f} x alone, {hoped:.2f} x beside look-up"
+    said = f"{candidate.name}: at best {own:.2f} x" + (f", {hoped:.2f} x beside look-up" if best > 1 else "")
     if own <= 1 or hoped < best * _WORTH:
         return False, f"{said}: not trained, plain decoding or look-up is as fast ({max(best, 1.0):.2f} x)"
     return True, said

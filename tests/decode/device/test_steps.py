@@ -72,14 +72,14 @@ def ask(_module: Any, _arguments: Any, found: Any) -> None:
     assert bool(found.last_hidden_state.isfinite().all())
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_other_decoders_have_graphs_where_they_can(cuda: PretendCuda, asks: bool) -> None:
+@pytest.mark.parametrize(("asks", "fast"), [(False, False), (True, False), (False, True)])
+def test_other_decoders_have_graphs_where_they_can(cuda: PretendCuda, asks: bool, fast: bool) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64, initializer_range=0.3)
     model, parts = GPT2LMHeadModel(config).eval(), Parts()
     if asks:
         model.transformer.register_forward_hook(ask)
-    texts, _ = decode(wrap_model(model, fast=False), parts, "autoregressive", 2, 0.0, None)
-    target = wrap_model(model.to("cuda"), fast=False)
+    texts, _ = decode(wrap_model(model, fast=fast), parts, "autoregressive", 2, 0.0, None)
+    target = wrap_model(model.to("cuda"), fast=fast)
     assert isinstance(target, GraphedModel) != asks
     assert decode(target, parts, "autoregressive", 2, 0.0, cuda)[0] == texts
