@@ -1,6 +1,6 @@
 """What a training step takes beside its matrix products measured bare, and how much of the device's peak that is.
 
-    python tests/bench/training.py [--quick] [--rounds 5] [--only drafter heads]
+    python tests/bench/training.py [--quick] [--rounds 5] [--only drafter heads] [--profile]
 
 `68m`: cross entropy of Llama-68M's shape with 32,000 tokens; the others learn from a target of SmolLM2-135M's shape:
 `drafter`, of four layers and 16,384 tokens of frozen embeddings, its distributions (`lk-lambda`), `heads` four Medusa
@@ -10,7 +10,8 @@ block of 2,048 tokens a step, of the 68M four, each of eight documents, half of 
 
 Every product of one step, those of attention's kernels included, is recorded with its shapes, types and layout, and
 all are computed again on random numbers, in turn with whole steps: `share` is their time over the step's. `mfu` is
-the step's FLOPs (torch's counter) a second over those of a large product. The last line is one JSON object.
+the step's FLOPs (torch's counter) a second over those of a large product. `--profile` also prints where a step's time
+goes by operation. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.eagle import EagleTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.teachers.teacher import ModelTeacher
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -123,7 +125,7 @@ def task_of(kind: str, tokens: int, layers: int) -> Any:
     return EagleTask(target, eagle, None)
 
 
-def measured(kind: str, tokens: int, layers: int, rounds: int) -> dict[str, float]:
+def measured(kind: str, tokens: int, layers: int, rounds: int, shown: bool) -> dict[str, float]:
     task = task_of(kind, tokens, layers)
     blocks = BLOCKS.get(kind, 1)
     batch, module = batch_of(32000, tokens, blocks), task.module.train()
@@ -143,6 +145,10 @@ def measured(kind: str, tokens: int, layers: int, rounds: int) -> dict[str, floa
         step()
     with FlopCounterMode(display=False) as counter:
         step()
+    if shown:
+        with profile() as seen:
+            step()
+        print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=16))
     times = medians(in_turns({"step": step, "products": again(products.found)}, rounds, warm=1))
     peak = peak_flops(torch.device("cpu"), torch.bfloat16)
     found = {
@@ -160,9 +166,10 @@ def main() -> None:
     parser = parser_of(__doc__, "blocks of 256 tokens, targets of six layers, one round", rounds=5)
     kinds = ("68m", "drafter", "heads", "eagle")
     parser.add_argument("--only", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     args = parser.parse_args()
     tokens, layers, rounds = (256, 6, 1) if args.quick else (2048, TARGET[2], args.rounds)
-    finish({"training": {kind: measured(kind, tokens, layers, rounds) for kind in args.only}})
+    finish({"training": {kind: measured(kind, tokens, layers, rounds, args.profile) for kind in args.only}})
 
 
 if __name__ == "__main__":
