@@ -196,8 +196,9 @@ class AdaptiveChain(Proposer):
         self.policy.begin_step(context)
         open_B = torch.ones(len(context.lengths), dtype=torch.bool, device=self.model.device)
         tokens, probs, valid = [context.root_B1], [], [open_B]
-        open_B = self.policy.looks(open_B, 0)
-        self._rests = not bool(open_B.any())
+        # What the policy leaves as it is needs not be asked for, which on a GPU would be a wait.
+        looks_B = self.policy.looks(open_B, 0)
+        self._rests, open_B = looks_B is not open_B and not bool(looks_B.any()), looks_B
         if not self._rests:
             hidden_BMD = self._draft.read_root(context)[:, None]
         for level in range(0 if self._rests else self.gamma):
@@ -216,9 +217,10 @@ class AdaptiveChain(Proposer):
             probs.append(draft_BMV)
             valid.append(open_B)
             if level + 1 < self.gamma:
-                open_B = self.policy.looks(open_B, level + 1)
-                if not bool(open_B.any()):
+                looks_B = self.policy.looks(open_B, level + 1)
+                if looks_B is not open_B and not bool(looks_B.any()):
                     break
+                open_B = looks_B
                 self.policy.drafted(token_B1, level)
                 hidden_BMD = self._draft.grow(token_B1, self._tree, level + 1)
         proposal = Proposal(Tree.chain(len(probs)).to(self.model.device), torch.cat(tokens, 1), levels=self.gamma)

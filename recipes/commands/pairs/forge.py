@@ -50,8 +50,21 @@ from .rules import (
     winner_of,
     worth_training,
 )
-from .stages import GIVEN, PROPOSED, ROWS, UNTRAINED, WITH_TEXTS, Row, answers_of, base_of, evaluation_of, training_of
+from .stages import (
+    GIVEN,
+    PROPOSED,
+    ROWS,
+    UNTRAINED,
+    WITH_TEXTS,
+    Row,
+    answers_of,
+    base_of,
+    evaluation_of,
+    label_of,
+    training_of,
+)
 
+_LOOKED_UP = "the target's own answers, looked up"
 _PROBED = 24  # answers that show how fast the target answers
 _TRIED = 16  # steps of training that show what a step takes
 _CONTEXT = 200
@@ -102,7 +115,7 @@ class _Forge:
         self._look()
         run_regenerate(answers_of(self.base, asked, "answers"))
         run_train(self.base.table)
-        self._measure("table", WITH_TEXTS, "the target's own answers, looked up", 0, table=True)
+        self._measure("table", WITH_TEXTS, _LOOKED_UP, 0, table=True)
         left = self._race([each for each in chosen if self._may_win(each)])
         return self._write(self._finish(left))
 
@@ -259,10 +272,10 @@ class _Forge:
 
     def _hand_over(self, winner: Measured, parts: dict[str, dict[str, Any]]) -> None:
         """The winner's recipe, and its certificate where there is time for one."""
-        known = {"the target's own answers, looked up": {"table": True}, **parts}
+        known = {_LOOKED_UP: {"table": True}, **parts}
         known |= {drafter: {"drafters": [drafter]} for drafter in self.recipe.drafters}
         rows = [*UNTRAINED, *WITH_TEXTS, *GIVEN, *(row for kind in ROWS.values() for row in kind)]
-        row = next(row for row in rows if " ".join([row[0], *map(str, row[1].values())]) == winner.label)
+        row = next(row for row in rows if label_of(row) == winner.label)
         given = {**known.get(winner.name, {}), "table": "table" in needs_of(*row)}
         recipe = evaluation_of(self.base, self.recipe, "winner", [row], self.prompts, **given)
         write_recipe(recipe, self.out / "winner.yaml")

@@ -23,7 +23,7 @@ _HOPES: dict[Kind, tuple[float, ...]] = {
     "eagle": (0.85, 0.8, 0.75, 0.7, 0.65),
     "heads": (0.8, 0.6, 0.5),
 }
-"""Acceptance by depth at the optimistic end: more than was ever measured of so small drafts of a real target."""
+"""Acceptance by depth at the optimistic end."""
 _WORTH = 1.02  # times what costs no training, at the optimistic end: less is not worth any
 _LARGEST_GROWTH = 0.12  # of tokens a step by a doubling of the training, where only one amount was seen
 

@@ -31,6 +31,12 @@ ROWS: dict[Kind, list[Row]] = {
 """By what a candidate is, the settings that it is measured with."""
 
 
+def label_of(row: Row) -> str:
+    """The name of a row."""
+    method, options = row
+    return " ".join([method, *map(str, options.values())])
+
+
 def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
     """The stages of `realpair` for this target, its questions and this folder. Raises ValueError: as `parse_recipe`."""
     values: dict[str, Any] = read_extended(find_recipe("realpair"))
@@ -80,10 +86,7 @@ def evaluation_of(
 ) -> EvaluateRecipe:
     """Plain decoding and rows beside it, on held-out questions."""
     values = base.evaluate.model_dump(mode="json")
-    labelled = [
-        {"method": method, "label": " ".join([method, *map(str, options.values())]), "options": options}
-        for method, options in rows
-    ]
+    labelled = [{"method": row[0], "label": label_of(row), "options": row[1]} for row in rows]
     first, *more = [*drafters, None]
     values |= {"out": f"{base.out}/{name}.json", "methods": [{"method": "autoregressive"}, *labelled]}
     values |= {"drafter": first, "more_drafters": [each for each in more if each is not None], "heads": heads}
