@@ -7,7 +7,7 @@ from typing import Any
 
 _MAY_CHANGE = {
     "micro_batch", "evaluate_every", "save_every", "log_every", "keep_checkpoints", "gradient_checkpointing",
-    "keep_best", "on_bad_step", "max_norm",  # the last two are what is changed to resume after a bad step
+    "keep_best", "deterministic", "on_bad_step", "max_norm",  # the last two are changed to resume after a bad step
 }  # fmt: skip
 
 
@@ -59,6 +59,8 @@ class FitConfig:
     """Order of the blocks, and dropout."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    deterministic: bool = False
+    """On CUDA only kernels that sum in a fixed order, as CPUs always do; a warning names an operation without one."""
 
     on_bad_step: str = "stop"
     """"stop", or "skip": leave the weights as they are and continue, 50 times in a row at most."""

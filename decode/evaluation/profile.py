@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from ..models.base import LanguageModel
 
 _RUNS = 6  # of each forward in isolation, all in turn; medians are taken
 PHASES = ("draft", "score", "verify", "commit", "host")
+_SPAN = "draftsmith phase: "
 
 
 class FirstStep:
@@ -135,6 +137,58 @@ class StepProfile:
         """Median microseconds of a step by phase, and of the whole step (`step`)."""
         medians = {phase: 1e6 * statistics.median(series) for phase, series in self.seconds.items() if series}
         return medians | ({"step": 1e6 * statistics.median(self.steps)} if self.steps else {})
+
+
+class BusyProfile:
+    """Microseconds in which each phase of a step kept the device at work: CUDA's kernels and copies, on a CPU torch's
+    operators. What a phase takes longer, by `StepProfile`, are gaps: the device waits for the host.
+
+    Give it to `engine.generate` as `profile`, within `with`. Phases are waited for, so that clocks are of no use then.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        activities = torch.profiler.supported_activities() if self._cuda else [torch.profiler.ProfilerActivity.CPU]
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._span: Any = None
+
+    def __enter__(self) -> BusyProfile:
+        self._profiler.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._profiler.stop()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._begin(0)
+
+    def mark(self, phase: str) -> None:
+        """A phase of it has ended."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        self._span.__exit__(None, None, None)
+        if phase != "commit":
+            self._begin(PHASES.index(phase) + 1)
+
+    def _begin(self, phase: int) -> None:
+        self._span = torch.profiler.record_function(_SPAN + PHASES[phase])
+        self._span.__enter__()
+
+    def summary(self) -> dict[str, float]:
+        """Of each phase, a step's mean."""
+        events = self._profiler.events() or []
+        on_device = torch.autograd.DeviceType.CUDA if self._cuda else torch.autograd.DeviceType.CPU
+        spans = [each for each in events if each.name.startswith(_SPAN)]
+        work = [each for each in events if each.device_type == on_device and not each.name.startswith(_SPAN)]
+        began = np.array([each.time_range.start for each in work])
+        took = np.array([each.time_range.elapsed_us() if self._cuda else each.self_cpu_time_total for each in work])
+        found = {phase: list[float]() for phase in PHASES[:-1]}
+        for each in spans:
+            if each.device_type == torch.autograd.DeviceType.CPU:
+                within = (each.time_range.start <= began) & (began < each.time_range.end)
+                found[each.name.removeprefix(_SPAN)].append(float(took[within].sum()))
+        return {phase: statistics.fmean(series) for phase, series in found.items() if series}
 
 
 @contextmanager

@@ -352,20 +352,22 @@ class KSequential(SeveralDrafters):
         return torch.where(found_B, first_B, -1), torch.where(refused_B1, left_BV, target_BV)
 
 
-def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor, rounds: int = 24) -> Tensor:
-    """The ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), β(ρ) = Σ min(q, p/ρ), by bisection from above; [B, 1].
+def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
+    """The ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), β(ρ) = Σ min(q, p/ρ), from above to 24 bits; [B, 1].
 
     Args:
         count_B1: k, how many independent draws from q there are.
     """
+    bits = 2 if target_BV.device.type == "cpu" else 6  # found at a time: there launches cost more than arithmetic
+    part_M = torch.arange(1, 1 << bits, dtype=target_BV.dtype, device=target_BV.device)
     low_B1 = torch.ones_like(target_BV[:, :1])
-    high_B1 = count_B1.to(low_B1.dtype)
-    for _ in range(rounds):
-        rho_B1 = (low_B1 + high_B1) / 2
-        beta_B1 = torch.minimum(draft_BV, target_BV / rho_B1).sum(1, keepdim=True).clamp(max=1)
-        enough_B1 = rho_B1 * beta_B1 >= 1 - (1 - beta_B1) ** count_B1
-        low_B1, high_B1 = torch.where(enough_B1, low_B1, rho_B1), torch.where(enough_B1, rho_B1, high_B1)
-    return high_B1
+    width_B1 = (count_B1 - low_B1) / (1 << bits)
+    for _ in range(24 // bits):
+        rho_BM = low_B1 + width_B1 * part_M
+        beta_BM = torch.minimum(draft_BV[:, None], target_BV[:, None] / rho_BM[..., None]).sum(2).clamp(max=1)
+        below_BM = rho_BM * beta_BM < 1 - (1 - beta_BM) ** count_B1
+        low_B1, width_B1 = low_B1 + width_B1 * below_BM.sum(1, keepdim=True), width_B1 / (1 << bits)
+    return low_B1 + width_B1 * (1 << bits)
 
 
 def residual(target_XV: Tensor, draft_XV: Tensor) -> Tensor:

@@ -166,6 +166,8 @@ class TrainSection(Section):
     """Mixed precision."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    deterministic: bool = False
+    """On CUDA only kernels that sum in a fixed order: the same run gives the same losses bit for bit, more slowly."""
     evaluate_every: int = Field(200, ge=0)
     """Steps between evaluations on held-out data, the first before training; 0: only at the end."""
     save_every: int = Field(200, ge=0)

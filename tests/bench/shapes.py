@@ -3,7 +3,8 @@
     python tests/bench/shapes.py 7b-68m 13b-160m 8b-1b [--device cuda] [--dtype bfloat16] [--batch 1 4 16]
                                  [--context 256 2048] [--graphs] [--peer]
 
-A fixed pattern stands in for agreement. With `--graphs` forwards are replayed as well as run, on CUDA; with `--peer`
+A fixed pattern stands in for agreement. Beside the microseconds of each phase stand those in which the device was at
+work: the rest are gaps. With `--graphs` forwards are replayed as well as run, on CUDA; with `--peer`
 transformers' assisted generation drafts as many tokens with the same models, and its step is set against ours: models
 of random weights keep none of them. The last line is one JSON object. Needs no pydantic.
 """
@@ -19,8 +20,8 @@ import torch
 from common import finish, parser_of, random_llama
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
-from draftsmith.decode.evaluation.profile import StepProfile, synchronise
+from draftsmith.decode.engine import Limits, Profile, Proposal, Verdict, Verifier, generate
+from draftsmith.decode.evaluation.profile import BusyProfile, StepProfile, synchronise
 from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
@@ -73,7 +74,7 @@ class FixedPattern(Verifier):
 
 
 def steps_of(
-    target: LanguageModel, method: Method, context: int, batch: int, limits: Limits, profile: StepProfile | None = None
+    target: LanguageModel, method: Method, context: int, batch: int, limits: Limits, profile: Profile | None = None
 ) -> tuple[int, int, float]:
     """Tokens of all rows, steps and their seconds, the reading of the prompts left out."""
     rng, prompts = Rng.for_rows(0, batch, target.device), [[1] * context for _ in range(batch)]
@@ -124,12 +125,19 @@ def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
                     kept, steps, seconds = steps_of(target, method, context, batch, Limits(tokens))
                     profile = StepProfile(target.device)
                     steps_of(target, method, context, batch, Limits(tokens), profile)
+                    busy = BusyProfile(target.device)
+                    with busy:
+                        steps_of(target, method, context, batch, Limits(tokens // 4), busy)
                     row = {"tokens_per_second": kept / seconds, "us_per_step": 1e6 * seconds / steps}
                     row |= {"tokens_per_step": kept / steps / batch, "phases_us": profile.summary()}
+                    row["busy_us"] = busy.summary()
                     name = f"{label} {kind} batch {batch} context {context}"
                     found[name] = row
-                    shown = "  ".join(f"{phase} {value:.0f}" for phase, value in profile.summary().items())
-                    print(f"{pair:8s} {name:48s} {row['tokens_per_second']:8.1f} tokens/s  us: {shown}")
+                    shown = "  ".join(
+                        f"{phase} {value:.0f}" + (f" ({row['busy_us'][phase]:.0f})" if phase in row["busy_us"] else "")
+                        for phase, value in profile.summary().items()
+                    )
+                    print(f"{pair:8s} {name:48s} {row['tokens_per_second']:8.1f} tokens/s  us (at work): {shown}")
     for context in options.context if options.peer else ():
         assisted(*models, context, 16, gamma)
         found[f"assisted context {context}"] = row = {"us_per_step": assisted(*models, context, tokens, gamma)}

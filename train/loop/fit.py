@@ -27,7 +27,7 @@ from ..parallel.processes import from_main, together
 from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
 from .curve import fit_curve
-from .optimizer import learning_rates, make_optimizer
+from .optimizer import fixed_order, learning_rates, make_optimizer
 from .progress import Report, peak_flops, peak_memory
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def fit(
     run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))
     try:
         position = run.prepare()
-        with StopSignals() as stop:
+        with StopSignals() as stop, fixed_order(config.deterministic):
             report = Report(run.title, config.steps, position.step, run.is_main)
             report.line(run.opening_line(position))
             result = run.train(position, stop, report)

@@ -26,7 +26,7 @@ LAUNCHES = {
     "autoregressive": 18, "mjgd": 100, "speculative": 58, "unigram": 51, "bigram": 93, "prompt-lookup": 32,
     "dynamic-tree": 46, "lookup-drafter": 32, "suffix": 30, "suffix-heads": 30, "multi-candidate": 346,
     "naive-multi-candidate": 132, "suffix-drafter": 64,
-    "batch-speculative": 269, "spectr": 1590, "specinfer": 377, "bild": 38, "mjsd": 184, "adaptive": 32,
+    "batch-speculative": 269, "spectr": 592, "specinfer": 377, "bild": 38, "mjsd": 184, "adaptive": 32,
     "relaxed-opt": 58, "relaxed-uno": 49, "bpd": 79, "medusa": 83, "slim-ss": 117, "slim-s": 128, "slim-l": 161,
 }  # fmt: skip
 """A step at batch 1 and temperature 1, replayed forwards counted as one: what was measured."""
