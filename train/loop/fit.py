@@ -340,7 +340,7 @@ class _Run:
         self.skipped += 1
         what = f"the gradient's norm is {norm}" + (f", above max_norm {limit}" if math.isfinite(norm) else "")
         if not math.isfinite(loss):
-            what = f"the loss is {loss}"
+            what = f"the loss is {loss}" + ", and fp16 ends at 65,504: try precision bf16" * self.stepper.scales_loss
         rank, size = self.accelerator.process_index, self.config.micro_batch
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
         blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]

@@ -57,6 +57,12 @@ def test_bad_steps_are_skipped_if_the_recipe_says_so(worker: ModuleType, tmp_pat
     assert all(math.isfinite(value) for value in logged(tmp_path))
 
 
+@pytest.mark.gpu
+def test_fp16_says_where_it_ends(worker: ModuleType, tmp_path: Path):
+    with pytest.raises(TrainingError, match=r"65,504.*bf16"):
+        fit(poisoned(worker, {2}, "loss"), worker.make_data(), worker.make_config(precision="fp16"), tmp_path)
+
+
 def test_an_exploding_gradient_stops_where_a_limit_is_set(worker: ModuleType, tmp_path: Path, logged: Logged):
     with pytest.raises(TrainingError, match=r"max_norm 1000\.0 at step 4, blocks"):
         fit(poisoned(worker, {4}, "gradient", 1e6), worker.make_data(), worker.make_config(max_norm=1e3), tmp_path)
