@@ -12,13 +12,13 @@ from ..checkpoints.table.smoothing import SMOOTHINGS
 from ..checkpoints.table.table import BigramTable
 from .engine import Proposer, Verifier
 from .models.base import LanguageModel
-from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
+from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, LookupOrDrafter, Oracle, Policy
 from .proposers.beams import DraftBeam, TargetBeam
+from .proposers.by_text import TextChain
 from .proposers.chains import DraftChains
 from .proposers.draft_tree import DraftTree, NoDraft, ParallelChain
 from .proposers.dynamic_tree import DynamicTree
 from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
-from .proposers.lookup_first import LookupOrDrafter
 from .proposers.ngrams import PromptLookup, TableChain, TableSource
 from .proposers.speculative_beam import SpeculativeBeam
 from .proposers.suffix import SuffixTree
@@ -100,6 +100,8 @@ def _chain(parts: Parts, gamma: int) -> DraftTree:
 def _speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.drafter is not None
     at_once, gamma = options["parallel"], options["gamma"]
+    if parts.drafter.translation is not None and not at_once:
+        return _matching(TextChain(parts.drafter, gamma), sampling, ExactChain())
     proposer = ParallelChain(parts.drafter, gamma) if at_once else _chain(parts, gamma)
     return _matching(proposer, sampling, _CHAINS[options["verification"]]())
 

@@ -101,7 +101,7 @@ def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
         "given too: then drafts are translated by way of their text",
         "vllm": f"{same} (or `use_heterogeneous_vocab`, which drafts greedily)",
         "sglang": same,
-        "draftsmith": same,
+        "draftsmith": f"{same}, but for `speculative` alone, which drafts by way of the text",
     }
     if abs(mine - theirs) > LLAMA_CPP_SIZES:
         gap = abs(mine - theirs)

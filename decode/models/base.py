@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,16 @@ from .kv_cache import KVCache
 
 NO_LIMIT = 1 << 30
 """Positions of a model without a limit."""
+
+
+class Translation(Protocol):
+    """Between the ids of a target and of a drafter that has another tokenizer."""
+
+    def there(self, ids: Sequence[int]) -> list[int]:
+        """The drafter's ids of a text of the target's; at least one."""
+
+    def back(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
+        """The target's ids of what the drafter has written behind `ids`, which are `own` to it."""
 
 
 class LanguageModel(ABC):
@@ -55,7 +65,8 @@ class LanguageModel(ABC):
     """Whether a replayed forward reads no slots behind a row's last token, however many it is shown."""
     reads: tuple[int, ...] | None = None
     """Given layers of the target that a drafter reads beside tokens (`EagleDrafter`); None: it reads tokens alone."""
-
+    translation: Translation | None = None
+    """Of a drafter that has other tokens than its target; None: it has the target's."""
     windows: tuple[int | None, ...] = ()
     """How many tokens, itself among them, a token sees in each layer; None: all."""
 
@@ -325,7 +336,10 @@ def masked_attention(model: Any) -> Iterator[None]:
 
 
 def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
-    """Raises ValueError naming both sizes where a drafter's, a table's or the heads' vocabulary is not the target's."""
+    """Raises ValueError naming both sizes where a drafter's, a table's or the heads' vocabulary is not the target's; a
+    drafter of other tokens."""
+    if getattr(other, "translation", None) is not None:
+        raise ValueError(f"the {what} has another tokenizer's tokens: only `speculative` drafts with it")
     if target.vocab_size != other.vocab_size:
         raise ValueError(
             f"the {what} has a vocabulary of {other.vocab_size} tokens, the target of {target.vocab_size}: "

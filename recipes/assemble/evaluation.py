@@ -22,6 +22,7 @@ from ...checkpoints.artifact.locate import at_revision, model_source, resolve
 from ...checkpoints.heads.eagle import eagle_layers, load_eagle
 from ...checkpoints.heads.files import load_heads
 from ...checkpoints.heads.layouts import is_eagle
+from ...checkpoints.pairs.by_text import TextTranslation
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
 from ...data.prompts import Prompt, SkippedPrompts, load_prompts, stop_ids
@@ -94,7 +95,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
         attach_projection(heads, model, target.device)
     drafters = []
     for name, source in sources.items():
-        identities[name], drafter = _open_drafter(recipe, source, target, fits, load, model)
+        identities[name], drafter = _open_drafter(recipe, source, target, fits, load, model, tokenizer)
         drafters.append(drafter)
     if recipe.table is not None:
         identities["table"], (made, table) = _open_part(recipe.table, "table", _table_of)
@@ -146,6 +147,7 @@ def _open_drafter(
     fits: Callable[..., None],
     load: Callable[[str], Any],
     model: PreTrainedModel,
+    tokenizer: Any,
 ) -> tuple[Identity, LanguageModel]:
     """A drafter of this target (`model`), or EAGLE-3 heads; `fits` looks at the manifest, where it is an artifact."""
     drafter: LanguageModel
@@ -161,13 +163,27 @@ def _open_drafter(
     else:
         identity, (made, loaded) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
         drafter = wrap_model(loaded.requires_grad_(False))
+        drafter.translation = _translation(recipe, source, tokenizer)
+    if drafter.translation is not None:
+        return identity, drafter
     try:
         check_same_vocabulary(target, drafter, f"drafter {source}")
         if made is not None:
             fits(made, what=f"the drafter {source}")
     except ValueError as error:
-        raise ValueError(f"{error}; draftsmith doctor {recipe.target} {source} says what can be done") from error
+        hint = f"draftsmith doctor {recipe.target} {source} says what can be done; speculative alone drafts by its text"
+        raise ValueError(f"{error}; {hint}") from error
     return identity, drafter
+
+
+def _translation(recipe: EvaluateRecipe, source: str, tokenizer: Any) -> TextTranslation | None:
+    """By way of the text, where nothing but `speculative` drafts and the drafter has a tokenizer of its own."""
+    drafting = {row.method for row in recipe.methods if "drafter" in needs_of(row.method, row.options)}
+    if drafting != {"speculative"}:
+        return None
+    theirs = load_tokenizer(place_of(source, "drafter"))
+    same = tokenizer_fingerprint(theirs) == tokenizer_fingerprint(tokenizer)
+    return None if same else TextTranslation(tokenizer, theirs)
 
 
 @cache

@@ -10,7 +10,7 @@ head, V vocabulary, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -118,6 +118,8 @@ def record(
     """
     if len(prompts) != len(texts) or not any(map(len, texts)):
         raise ValueError(f"{len(prompts)} prompts and {len(texts)} texts: expected as many, and one that is not empty")
+    if parts.drafter is not None and parts.drafter.translation is not None:
+        parts = replace(parts, drafter=None)  # whose distributions are over other tokens
     for other, what in ((parts.drafter, "drafter"), (parts.table, "table")):
         if other is not None:
             check_same_vocabulary(target, other, what)

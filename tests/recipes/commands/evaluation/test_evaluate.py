@@ -16,7 +16,7 @@ from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import SkippedPrompts, load_prompts
-from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.methods import METHODS, needs_of
 from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
@@ -135,6 +135,27 @@ def test_the_command_without_a_recipe(
     assert [row["label"] for row in rows] == ["autoregressive", "speculative"]
     for row in rows:
         assert row["prediction"]["tokens_per_step"] == pytest.approx(row["tokens_per_step"])
+
+
+def test_a_drafter_of_another_tokenizer_drafts_by_its_text(
+    artifacts: Path,
+    corpus: Path,
+    cli: Callable[..., subprocess.CompletedProcess[str]],
+    make_llama: Callable[..., LlamaForCausalLM],
+) -> None:
+    theirs = train_bpe(["what another family reads", "and how it cuts it"], 280, ["<unk>", "<s>"])
+    make_llama(280).save_pretrained(artifacts / "other")
+    theirs.save_pretrained(artifacts / "other")
+    given = ["--target", "target", "--drafter", "other", "--prompts", str(corpus / "rows.json"), "--out", "other.json"]
+    few = ["template=chatml", "limit=3", "max_new_tokens=12"]
+    done = cli("evaluate", *given, *few, "--predict", cwd=artifacts)
+    assert done.returncode == 0, done.stderr
+    row = load_results(artifacts / "other.json")["methods"][1]
+    assert (row["method"], row["identical_to_greedy"], row["prediction"]) == ("speculative", [3, 3], None)
+    refused = cli("evaluate", *given, *few, "--method", "bild", cwd=artifacts)
+    assert refused.returncode == 2
+    assert "speculative" in refused.stderr
+    assert "doctor" in refused.stderr
 
 
 def test_options_change_a_recipe(artifacts: Path) -> None:

@@ -1,0 +1,123 @@
+"""A drafter of another tokenizer: what it writes is read as text, and cut into the target's tokens.
+
+String-level matching: exact at every temperature, for such a draft is no chance. `Translation` is told in ids alone;
+what makes one of two tokenizers is `checkpoints/pairs/by_text.py`.
+
+Shape letters: B batch, M new tokens, K depth, D hidden.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engine import Context, Limits, Proposal, Proposer, prefill
+from ..models.base import LanguageModel, Translation
+from ..models.kv_cache import sent
+from ..tree import Tree
+
+_SLOTS = 4
+"""Tokens of the drafter that there is room for, beside the prompt's, for each new one of the target."""
+
+
+class TextChain(Proposer):
+    """`gamma` of the drafter's likeliest tokens, one after the other, and of what they say so many of the target's.
+
+    A row whose text outgrows the drafter's positions, or its cache, drafts no longer.
+    """
+
+    def __init__(self, drafter: LanguageModel, gamma: int) -> None:
+        assert drafter.translation is not None
+        self.drafter, self.gamma = drafter, gamma
+        self._translation: Translation = drafter.translation
+
+    def capacity(self, limits: Limits) -> tuple[int, int]:
+        return 1 + self.gamma, self.gamma
+
+    def start(self, context: Context) -> None:
+        if self.drafter.device != context.target.device:
+            where = f"the drafter is on {self.drafter.device}, the target on {context.target.device}"
+            raise ValueError(f"{where}: move one")
+        prompts = [self._translation.there(prompt) for prompt in context.prompts]
+        ids, self._cache = self.drafter.begin(prompts, _SLOTS * context.limits.max_new_tokens + self.gamma)
+        # of an encoder-decoder the prompt is read elsewhere, and its decoder's first token says nothing
+        self._first = None if ids is prompts else [list(row) for row in ids]
+        self._room = min(self._cache.capacity, self.drafter.max_positions) - self.gamma
+        if self._first is None and (longest := max(map(len, prompts))) > self._room:
+            raise ValueError(
+                f"the drafter has {self.drafter.max_positions} positions; a prompt of {longest} of its tokens and a "
+                f"look-ahead of {self.gamma} need {longest + self.gamma}"
+            )
+        self._read: list[list[int]] = [[] for _ in prompts]
+        self._tree = Tree.chain(self.gamma).to(context.ids_BS.device)
+        if self._first is None and max(map(len, prompts)) > 1:
+            width = max(map(len, prompts))
+            padded_BS = torch.tensor([[*row, *[0] * (width - len(row))] for row in prompts])
+            prefill(self.drafter, self._cache, padded_BS.to(self.drafter.device), [len(row) for row in prompts])
+            self._read = [row[:-1] for row in prompts]
+
+    def propose(self, context: Context) -> Proposal:
+        ids = [row[:length].tolist() for row, length in zip(context.host_ids_BS, context.lengths, strict=True)]
+        own = [self._own(row, text) for row, text in enumerate(ids)]
+        able = [not ended and len(row) <= self._room for ended, row in zip(context.ended, own, strict=True)]
+        drafts: list[list[int]] = [[] for _ in ids]
+        if any(able):
+            # A row that drafts no longer reads a token of its text once more.
+            rows = [row if drafts_on else row[: self._room] for row, drafts_on in zip(own, able, strict=True)]
+            written = self._written(context, rows)
+            for row, drafts_on in enumerate(able):
+                if drafts_on:
+                    drafts[row] = self._translation.back(ids[row], own[row], written[row])[: self.gamma]
+        counts_B = np.array([len(draft) for draft in drafts])
+        depth, device = int(counts_B.max()), context.ids_BS.device
+        padded_BK = np.array([[*draft, *[0] * (depth - len(draft))] for draft in drafts], dtype=np.int64)
+        tokens_BN = torch.cat((context.root_B1, sent(torch.from_numpy(padded_BK), device)), 1)
+        proposal = Proposal(Tree.chain(depth).to(device), tokens_BN, levels=self.gamma)
+        if (counts_B < depth).any():
+            valid_BN = np.arange(depth + 1) <= counts_B[:, None]
+            proposal.valid_BN = sent(torch.from_numpy(valid_BN), device)
+        return proposal
+
+    def _own(self, row: int, ids: list[int]) -> list[int]:
+        """A row's text in the drafter's tokens."""
+        if self._first is None:
+            return self._translation.there(ids)
+        return [*self._first[row], *(self._translation.there(ids[1:]) if ids[1:] else [])]
+
+    def _written(self, context: Context, rows: list[list[int]]) -> list[list[int]]:
+        """What the drafter writes behind each row: reads what is new of it, then goes on greedily."""
+        # Of each row all but its last token at most were read before; the same token at the same slot stays.
+        same = [
+            min(len(row) - 1, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, read, strict=False))))
+            for row, read in zip(rows, self._read, strict=True)
+        ]
+        pending = max(len(row) - known for row, known in zip(rows, same, strict=True))
+        starts = [max(0, len(row) - pending) for row in rows]
+        # A row of fewer tokens reads beyond its end what is never looked at.
+        tokens = [(row[start:] + [0] * pending)[:pending] for row, start in zip(rows, starts, strict=True)]
+        device = self.drafter.device
+        last = [len(row) - 1 - start for row, start in zip(rows, starts, strict=True)]
+        sent_BX = sent(torch.tensor([[*row, at] for row, at in zip(tokens, last, strict=True)]), device)
+        self._cache.set_lengths(starts)
+        hidden_BMD = self.drafter.extend(self._cache, sent_BX[:, :-1])
+        hidden_B1D = hidden_BMD.gather(1, sent_BX[:, -1:, None].expand(-1, 1, hidden_BMD.shape[2]))
+        self._cache.set_lengths([len(row) - 1 for row in rows])
+        drafted = []
+        for level in range(self.gamma):
+            wanted_B1, token_B1 = self.drafter.logits(hidden_B1D).max(-1)
+            context.watch("the drafter's", wanted_B1, level)
+            drafted.append(token_B1)
+            if level + 1 < self.gamma:
+                hidden_B1D = self.drafter.extend(self._cache, token_B1, self._tree, level + 1)
+        written: list[list[int]] = torch.cat(drafted, 1).tolist()  # what it says is known on the host alone
+        self._read = [row + draft[:-1] for row, draft in zip(rows, written, strict=True)]
+        return written
+
+    def stop(self) -> None:
+        del self._cache, self._read
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        return [(self.drafter, 1)] * self.gamma

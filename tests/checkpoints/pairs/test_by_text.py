@@ -1,0 +1,157 @@
+"""A drafter of another tokenizer drafts by its text: the target's own text comes out, and what is drafted is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.pairs.by_text import TextTranslation
+from draftsmith.data.tokenizers import train_bpe
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEXTS = ["the draft target keeps, drops or reads a tree of tokens", "na\u00efve \u4e2d\u6587 text", "    x = 12"]
+OTHERS = ["a table of texts that a target keeps", "the slow, fast and naive readers", "\u4e2d \u6587"]
+LETTERS = " abcdefghijklmnopqrstuvwxyz"
+
+
+def letters(text: str) -> Any:
+    """A token a letter, numbered as they stand in `text`."""
+    made = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(text)}, unk_token=" "))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def permuted(model: LlamaForCausalLM, order_V: torch.Tensor, new: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The same model over tokens that are numbered otherwise: its row i is the old row `order_V[i]`."""
+    new.load_state_dict(model.state_dict())
+    for layer in new.get_input_embeddings(), new.get_output_embeddings():
+        layer.weight.data = layer.weight.data[order_V]
+    return new
+
+
+def decoded(target: Any, parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling, **options: Any) -> Any:
+    """Texts and steps of each row."""
+    texts, steps = [list[int]() for _ in prompts], 0
+    method = build_method("speculative", parts, sampling, **options)
+    rng = Rng.for_rows(0, len(prompts))
+    for step in generate(target, *method, prompts, Limits(40), sampling, rng):
+        steps += 1
+        for text, new in zip(texts, step.new_ids, strict=True):
+            text += new
+    return texts, steps
+
+
+@pytest.fixture
+def pair(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[Any, Any, Any]:
+    """A target of letters; a drafter that is it with noise; and the same drafter with its letters in another order."""
+    size = len(LETTERS)
+    target = make_llama(size, sharpness=3.0)
+    drafter = make_llama(size)
+    noise = {name: weight + 0.02 * torch.randn_like(weight) for name, weight in target.state_dict().items()}
+    drafter.load_state_dict(noise)
+    order_V = torch.randperm(size, generator=torch.Generator().manual_seed(1))
+    other = wrap_model(permuted(drafter, order_V, make_llama(size)))
+    mine, theirs = letters(LETTERS), letters("".join(LETTERS[number] for number in order_V.tolist()))
+    other.translation = TextTranslation(mine, theirs)
+    return target, wrap_model(drafter), other
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_by_its_text_it_keeps_as_much_as_by_its_tokens(pair: tuple[Any, Any, Any], rows: int, gamma: int) -> None:
+    """The drafter is the same: so are the text, which is the target's own, and the number of steps."""
+    model, drafter, other = pair
+    target = wrap_model(model)
+    mine = letters(LETTERS)
+    prompts = [mine(text).input_ids for text in ("the quick brown", "a", "speculative")[:rows]]
+    alone = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[0].tolist()
+        for prompt in prompts
+    ]
+    usual, steps = decoded(target, Parts(drafter), prompts, Sampling(), gamma=gamma)
+    texts, own = decoded(target, Parts(other), prompts, Sampling(), gamma=gamma)
+    assert texts == usual
+    assert [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)] == alone
+    assert own == steps < 35, "of 40 tokens some were drafted"
+
+
+def test_sampled_it_says_what_the_target_does(pair: tuple[Any, Any, Any]) -> None:
+    """Of 4,000 rows the first two letters, in 27^2 cells: their distance from the target's own distribution stays
+    within what 4,000 draws from it are expected to have, five standard deviations apart."""
+    model, _, other = pair
+    target = wrap_model(model)
+    rows, prompt = 4000, letters(LETTERS)("the").input_ids
+    texts = [list[int]() for _ in range(rows)]
+    sampling = Sampling(1.0)
+    method = build_method("speculative", Parts(other), sampling, gamma=2)
+    for step in generate(target, *method, [prompt] * rows, Limits(2), sampling, Rng.for_rows(0, rows)):
+        for text, new in zip(texts, step.new_ids, strict=True):
+            text += new
+    size = len(LETTERS)
+    with torch.inference_mode():
+        first_V = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+        follow_VV = (
+            model(torch.cat((torch.tensor([prompt] * size), torch.arange(size)[:, None]), 1))
+            .logits[:, -1]
+            .double()
+            .softmax(-1)
+        )
+    wanted_X = (first_V[:, None] * follow_VV).flatten() * rows
+    seen_X = torch.bincount(torch.tensor([a * size + b for a, b in texts]), minlength=size**2).double()
+    common_X = wanted_X > 5
+    chi = float(((seen_X - wanted_X)[common_X] ** 2 / wanted_X[common_X]).sum())
+    cells = int(common_X.sum())
+    assert cells > 20
+    assert chi < cells + 5 * (2 * cells) ** 0.5
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *OTHERS])
+def test_what_is_written_is_cut_as_the_target_would(text: str) -> None:
+    """At every place: the drafter's tokens of the rest become tokens that say the same, or nothing where a character
+    is cut in two."""
+    mine, theirs = train_bpe(TEXTS, 300, ["<unk>"]), train_bpe(OTHERS, 290, ["<unk>", "<s>"])
+    translation = TextTranslation(mine, theirs)
+    whole = mine(text, add_special_tokens=False).input_ids
+    for place in range(1, len(whole)):
+        before = whole[:place]
+        start = mine.decode(before)
+        own = translation.there(before)
+        assert theirs.decode(own, skip_special_tokens=True) == start.rstrip("\ufffd")
+        draft = theirs(text[len(start) :], add_special_tokens=False).input_ids
+        found = translation.back(before, own, draft)
+        if start.endswith("\ufffd"):
+            assert not found
+        else:
+            assert mine.decode([*before, *found]) == text
+            assert found == whole[place:], "cut as in the whole text"
+
+
+def test_a_text_that_outgrows_the_drafter_goes_on_alone(pair: tuple[Any, Any, Any]) -> None:
+    model, _, other = pair
+    target = wrap_model(model)
+    prompts = [letters(LETTERS)(text).input_ids for text in ("the quick brown fox", "a")]
+    usual, _ = decoded(target, Parts(other), prompts, Sampling(), gamma=2)
+    other.max_positions = 30
+    texts, _ = decoded(target, Parts(other), prompts, Sampling(), gamma=2)
+    assert texts == usual
+    other.max_positions = 20
+    with pytest.raises(ValueError, match=r"20 positions.*19.*21"):
+        decoded(target, Parts(other), prompts, Sampling(), gamma=2)
+
+
+def test_other_methods_say_what_drafts_with_it(pair: tuple[Any, Any, Any]) -> None:
+    model, _, other = pair
+    target = wrap_model(model)
+    for name, options in (("multi-candidate", {}), ("adaptive", {}), ("mjsd", {})):
+        method = build_method(name, Parts(other), Sampling(), **options)
+        with pytest.raises(ValueError, match=r"another tokenizer.*`speculative`"):
+            next(generate(target, *method, [[1, 2]], Limits(4), Sampling(), Rng.for_rows(0, 1)))
