@@ -12,13 +12,16 @@ import sys
 from typing import Any
 
 import torch
+from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.recipes.session.launch import destroy_process_group
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.parallel.interrupts import Interrupted, TrainingError
 from draftsmith.train.tasks.drafter import DrafterModule
+from draftsmith.train.tasks.eagle import EagleTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
+from draftsmith.train.tasks.parallel import Parallel
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from worker import SignallingTask, make_config, make_data, make_model
@@ -60,6 +63,11 @@ def count_sharded(module: torch.nn.Module) -> int:
 
 def make_heads_task(options: dict[str, Any], kind: str) -> HeadsTask:
     model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
+    if kind == "eagle":
+        torch.manual_seed(1)
+        eagle = EagleHeads.for_target(model.config, [0, 1], torch.arange(0, model.config.vocab_size, 2), 2)
+        eagle.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        return EagleTask(model, eagle, make_data(4, seed=1), [1.0, 0.5], {"forward-kl": 1.0})
     heads = PredictionHeads.from_lm_head(model.get_output_embeddings().weight.detach().clone(), 2, 1)
     if kind == "heads":
         return HeadsTask(model, heads, make_data(4, seed=1), shard_target=options.get("shard_target", False))
@@ -89,7 +97,10 @@ def make_task(options: dict[str, Any], rank: int) -> Any:
             signal_in_step(heads_task, options.get("kill_at", 0))
         return heads_task
     model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
-    task = SpyingTask(model, make_data(4, seed=1), options.get("kill_at", 0) if mine else 0, options.get("signal", 15))
+    at, more = options.get("kill_at", 0) if mine else 0, dict[str, Any]()
+    if options.get("parallel"):
+        more = {"parallel": Parallel(token=3, tokens=3, keep=0.6, least=0.1)}
+    task = SpyingTask(model, make_data(4, seed=1), at, options.get("signal", 15), **more)
     task.module.__class__ = UnevenModule
     task.uneven_at = options.get("uneven_at", 0)
     return task

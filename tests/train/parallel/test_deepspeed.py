@@ -100,6 +100,8 @@ JOBS: list[dict[str, Any]] = [
     {"name": "went on", "model": UNEVEN, "folder": "stopped"},
     {"name": "resumed", "model": UNEVEN},
     {"name": "heads", "model": UNEVEN, "task": "heads"},
+    {"name": "eagle", "model": UNEVEN, "task": "eagle"},
+    {"name": "parallel", "model": UNEVEN, "parallel": True},
     {"name": "bf16", "model": UNEVEN, "config": {"precision": "bf16"}},
 ]
 
@@ -110,7 +112,7 @@ def runs(one: Callable[..., Path], launch_zero: Launch, tmp_path_factory: pytest
 
 
 @STAGES
-@pytest.mark.parametrize("name", ["untied", "tied", "heads"])
+@pytest.mark.parametrize("name", ["untied", "tied", "heads", "eagle", "parallel"])
 def test_the_losses_the_norms_and_the_weights_are_those_of_one_process(
     runs: Runs, one: Callable[..., Path], logged: Logged, stage: int, name: str
 ):
@@ -128,6 +130,25 @@ def test_the_losses_the_norms_and_the_weights_are_those_of_one_process(
         assert set(expected) <= set(weights)
         for key, tensor in expected.items():
             torch.testing.assert_close(weights[key], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"task": "heads"}, {"task": "eagle"}, {"parallel": True}], ids=str)
+def test_what_is_gone_on_with_is_bit_for_bit_what_was_never_stopped(
+    one: Callable[..., Path], worker: ModuleType, logged: Logged, options: dict[str, Any], tmp_path: Path
+):
+    """In one process, from the checkpoint of step 3 of 6."""
+    import zero_worker
+
+    whole = one(next(job["name"] for job in JOBS if job | options == job), model=UNEVEN, **options)
+    as_if_killed(whole, tmp_path / "on")
+    task = zero_worker.make_task({"model": UNEVEN, **options}, rank=0)
+    result = fit(task, worker.make_data(), worker.make_config(**SETTINGS), tmp_path / "on")
+    assert result.resumed_from == 3
+    assert logged(tmp_path / "on") == logged(whole)
+    saved = [folder / "checkpoints" / "step-000006" / "model.safetensors" for folder in (tmp_path / "on", whole)]
+    mine, theirs = map(load_file, saved)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 @STAGES
