@@ -190,12 +190,21 @@ def _wait(server: subprocess.Popen[bytes], url: str, log_file: Path, signals: St
             time.sleep(0.2)
 
 
+def _check(engines: Sequence[tuple[Running, Path]]) -> None:
+    """Raises ConnectionError: an engine has ended, or does not call itself healthy, with the last lines of its log."""
+    for engine, log_file in engines:
+        try:
+            urlopen(f"{engine.url}/health", timeout=30).close()
+        except OSError:
+            raise ConnectionError(_ended(engine.process, log_file)) from None
+
+
 def _tail(log_file: Path, lines: int) -> list[str]:
     return log_file.read_text(errors="replace").splitlines()[-lines:]
 
 
 def _ended(server: subprocess.Popen[bytes], log_file: Path) -> str:
-    code = "does not answer" if server.returncode is None else f"ended with code {server.returncode}"
+    code = "does not answer" if server.poll() is None else f"ended with code {server.returncode}"
     return "\n".join((f"the engine {code}; the end of {log_file}:", *_tail(log_file, _LINES)))
 
 
@@ -224,6 +233,7 @@ def started(
             log_file = Path(f"{stem}{name}.log")
             log(f"serve: starting {side[0]}; it writes to {log_file}")
             found.append((held.enter_context(running([*side, *more], log_file, port, signals)), log_file))
+        _check(found)  # one that takes all memory ends the other
         yield found
 
 
@@ -254,8 +264,12 @@ def measure_engine(recipe: ServedRecipe, sides: Sequence[Sequence[str]], more: S
     assert recipe.baseline is not None
     ports = [_port(recipe.server), _port(recipe.baseline)]
     questions_of(recipe)  # what cannot be asked is said before an engine is started
-    with Stoppable("evaluate") as signals, started(sides, ports, more, stem, signals):
-        run_served(recipe)
+    with Stoppable("evaluate") as signals, started(sides, ports, more, stem, signals) as engines:
+        try:
+            run_served(recipe)
+        except ConnectionError:
+            _check(engines)
+            raise
 
 
 def _port(url: str) -> int:

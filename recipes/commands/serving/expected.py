@@ -1,12 +1,13 @@
 """What this engine's own results say that a server should keep of the same drafts, and what a difference points to.
 
 With γ drafted tokens a step the server should keep 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j, with this engine's acceptance
-α by depth; so lengths up to the one that was measured are known too.
+α by depth; so lengths up to the one that was measured are known too. Of that one itself what was kept on the very
+prompts is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -34,9 +35,15 @@ class Expected(NamedTuple):
     """Of that row's tokens per step, by prompts."""
     prompt_tokens: dict[str, int]
     """By prompt, as this engine reads it."""
+    kept: dict[str, tuple[int, int]]
+    """By prompt the tokens of its text and their steps; empty where texts may be longer or shorter than the server's."""
 
-    def tokens_per_step(self, drafted: int) -> float:
-        """With so many drafted tokens a step."""
+    def tokens_per_step(self, drafted: int, prompts: Iterable[str]) -> float:
+        """With so many drafted tokens a step: of these prompts, if as many were drafted here and they are known."""
+        texts = [self.kept[prompt] for prompt in prompts if prompt in self.kept]
+        if texts and drafted == self.drafted:
+            tokens, steps = map(sum, zip(*texts, strict=True))
+            return tokens / steps
         return 1 + sum(accumulate(self.by_depth[:drafted], mul))
 
 
@@ -60,7 +67,10 @@ def expected_of(recipe: ServedRecipe, prompts: Sequence[Prompt]) -> Expected | N
     encode = prompt_renderer(get_template(own.template, tokenizer), tokenizer)
     lengths = {prompt.id: len(encode(prompt.turns)) for prompt in prompts}
     drafted = len(row["acceptance_by_depth"])
-    return Expected(row["label"], drafted, row["acceptance_by_depth"], row["tokens_per_step_interval"], lengths)
+    texts = row["by_prompt"] if own.max_new_tokens == recipe.max_new_tokens else []
+    kept = {text["prompt"]: (text["tokens"], text["steps"]) for text in texts if text["steps"]}
+    by_depth, interval = row["acceptance_by_depth"], row["tokens_per_step_interval"]
+    return Expected(row["label"], drafted, by_depth, interval, lengths, kept)
 
 
 def compared(expected: Expected, side: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +84,7 @@ def compared(expected: Expected, side: Mapping[str, Any]) -> dict[str, Any]:
     if tokens > expected.drafted:
         found["why"].append(f"it drafts {tokens} tokens a step, in {expected.label!r} {expected.drafted}")
         return found
-    wanted = found["tokens_per_step"] = expected.tokens_per_step(tokens)
+    wanted = found["tokens_per_step"] = expected.tokens_per_step(tokens, side["prompt_tokens"])
     if tokens < expected.drafted:
         found["why"].append(f"it drafts {tokens} tokens a step, in {expected.label!r} {expected.drafted}")
     kept = side["tokens_per_step"]

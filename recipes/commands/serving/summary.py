@@ -1,7 +1,8 @@
 """What requests to a server say of it, and of it beside another.
 
 Times are the client's. A text's first token comes from reading its prompt, without a draft: what is kept a step is
-counted behind it, as tokens over steps, and a step keeps one token and what was accepted of its drafts.
+counted behind it, as tokens over steps. Steps are the engine's drafts or, where it does not count them or leaves some
+out, tokens less accepted ones, which is fewer by what was accepted behind the ends of texts.
 
 Letters: P prompts, R resamples.
 """
@@ -92,12 +93,11 @@ def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any
     found: dict[str, Any] = {"drafted": drafted, "accepted": accepted, "acceptance_rate": None, "tokens_per_step": None}
     found["drafted_per_step"] = None
     if drafted and accepted is not None:
-        # Without a count of drafts, that of steps: none is left out.
         steps = total.get("drafts") or later - accepted
         found["drafted_per_step"] = drafted / steps if steps > 0 else None
         found["acceptance_rate"] = accepted / drafted
-        # Accepted tokens behind the end of a text are no tokens of it.
-        found["tokens_per_step"] = later / (later - accepted) if later > accepted else None
+        steps = max(steps, later - accepted)
+        found["tokens_per_step"] = later / steps if steps > 0 else None
     drafts = total.get("drafts")
     by_depth = [total[f"accepted {i}"] for i in range(len(total)) if f"accepted {i}" in total]
     found["acceptance_by_depth"] = [

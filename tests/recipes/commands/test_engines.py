@@ -22,14 +22,24 @@ from draftsmith.recipes.commands.serving.engines import commands_of
 from draftsmith.recipes.commands.serving.lengths import predicted
 
 VLLM = f"""#!{sys.executable}
-import http.server, json, subprocess, sys, threading
+import http.server, json, os, subprocess, sys, threading
 from collections import Counter
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_served import Engine, Handler
 given = dict(zip(sys.argv, sys.argv[1:]))
-if "--dies" in sys.argv:
+drafts = "--speculative-config" in given
+if given.get("--dies") == ("with drafts" if drafts else "without"):
     sys.exit("no kernel image, says the engine")
+if not drafts and "--ends-the-other" in given:
+    import time, urllib.request
+    other = f"http://127.0.0.1:{{int(given['--port']) - 1}}"
+    urllib.request.urlopen(urllib.request.Request(other, method="DELETE"))
+    time.sleep(0.5)
 class Ready(Handler):
+    def do_DELETE(self):
+        print("out of memory, says the engine", flush=True)
+        worker.kill()
+        os._exit(9)
     def do_GET(self):
         return self._send(200, "text/plain", b"") if self.path == "/health" else super().do_GET()
 Engine.allow_reuse_address = True
@@ -112,20 +122,19 @@ def test_both_engines_serve_until_a_signal_and_leave_nothing(number: int, export
 
 
 @pytest.mark.usefixtures("vllm")
-def test_an_engine_that_ends_says_why(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    done = cli(
-        "serve",
-        str(export),
-        "--engine",
-        "vllm",
-        "--port",
-        str(free_ports()),
-        "--engine-options",
-        "--dies",
-        cwd=tmp_path,
-    )
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("--dies 'with drafts'", "no kernel image"), ("--ends-the-other yes", "ended with code 9")],
+    ids=["at its start", "while the other starts"],
+)
+def test_an_engine_that_ends_says_why(
+    options: str, words: str, export: Path, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    given = ["--baseline", "--port", str(free_ports()), "--engine-options", options]
+    done = cli("serve", str(export), "--engine", "vllm", *given, cwd=tmp_path)
     assert done.returncode == 1
-    assert "no kernel image, says the engine" in done.stderr
+    assert words in done.stderr
+    assert "says the engine" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 from draftsmith.recipes.commands.evaluation.finished import evaluated
-from draftsmith.recipes.commands.serving.expected import expected_of
+from draftsmith.recipes.commands.serving.asking import Reply
+from draftsmith.recipes.commands.serving.expected import Expected, expected_of
 from draftsmith.recipes.commands.serving.served import questions_of, run_served, served_recipe
+from draftsmith.recipes.commands.serving.summary import Block, numbers_of
 from draftsmith.recipes.report.served import verdict
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 
@@ -254,6 +256,28 @@ def test_what_a_server_should_keep_is_known_and_a_wrong_set_up_named(
     assert [bool(re.search(named or "", why)) for why in row["expected"]["why"]] == [True] * (named is not None)
     with pytest.raises(ValueError, match=r"temperature 0\.7, only at 0$"):
         measured("http://127.0.0.1:9/v1", f"expect={path}", "temperature=0.7")
+
+
+def test_what_was_kept_of_the_very_prompts_is_expected() -> None:
+    by_depth, kept = [0.5, 0.5], {"a": (60, 20), "b": (30, 20), "c": (1, 1)}
+    here = Expected("speculative", 2, by_depth, None, {}, kept)
+    assert here.tokens_per_step(2, ["a", "b", "unknown"]) == 90 / 40
+    assert here.tokens_per_step(2, ["unknown"]) == here._replace(kept={}).tokens_per_step(2, ["a"]) == 1.75
+    assert here.tokens_per_step(1, ["a", "b"]) == 1.5, "of other drafts the chances alone are known"
+
+
+@pytest.mark.parametrize(
+    ("counters", "steps"),
+    [
+        ({"drafts": 7.0, "drafted": 21.0, "accepted": 5.0}, 7),  # one was accepted behind an end
+        ({"drafts": 4.0, "drafted": 12.0, "accepted": 5.0}, 6),  # some steps had no draft
+        ({"drafted": 21.0, "accepted": 5.0}, 6),
+    ],
+)
+def test_steps_are_drafts_unless_some_had_none(counters: dict[str, float], steps: int) -> None:
+    reply = Reply("x", tokens=12, first=0.1, last=1.0)
+    found = numbers_of([Block(1.0, [reply], counters)])
+    assert found["tokens_per_step"] == 11 / steps
 
 
 def test_llama_cpp_says_in_each_answer_what_it_drafted(measured: Callable[..., Any]) -> None:
