@@ -97,7 +97,11 @@ def alive(log: Path) -> bool:
 
 
 @pytest.mark.usefixtures("vllm")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    ids=["Ctrl-C", "kill"],
+)
 def test_both_engines_serve_until_a_signal_and_leave_nothing(number: int, export: Path, tmp_path: Path) -> None:
     port = free_ports()
     command = ["serve", str(export), "--engine", "vllm", "--baseline", "--port", str(port)]
