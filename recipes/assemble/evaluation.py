@@ -19,6 +19,7 @@ from ...checkpoints.artifact.artifact import check_target, load_manifest, open_a
 from ...checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from ...checkpoints.artifact.identity import Identity, load_identified
 from ...checkpoints.artifact.locate import at_revision, model_source, resolve
+from ...checkpoints.artifact.manifest import Manifest
 from ...checkpoints.heads.eagle import eagle_layers, load_eagle
 from ...checkpoints.heads.files import load_heads
 from ...checkpoints.heads.layouts import is_eagle
@@ -163,7 +164,7 @@ def _open_drafter(
     else:
         identity, (made, loaded) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
         drafter = wrap_model(loaded.requires_grad_(False))
-        drafter.translation = _translation(recipe, source, tokenizer)
+        drafter.translation = _translation(recipe, source, made, tokenizer)
     if drafter.translation is not None:
         return identity, drafter
     try:
@@ -176,14 +177,17 @@ def _open_drafter(
     return identity, drafter
 
 
-def _translation(recipe: EvaluateRecipe, source: str, tokenizer: Any) -> TextTranslation | None:
-    """By way of the text, where nothing but `speculative` drafts and the drafter has a tokenizer of its own."""
+def _translation(recipe: EvaluateRecipe, source: str, made: Manifest | None, tokenizer: Any) -> TextTranslation | None:
+    """By way of the text, where nothing but `speculative` drafts and the drafter's tokenizer has other tokens."""
     drafting = {row.method for row in recipe.methods if "drafter" in needs_of(row.method, row.options)}
-    if drafting != {"speculative"}:
+    known = made is not None and made.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
+    if known or drafting != {"speculative"}:
         return None
-    theirs = load_tokenizer(place_of(source, "drafter"))
-    same = tokenizer_fingerprint(theirs) == tokenizer_fingerprint(tokenizer)
-    return None if same else TextTranslation(tokenizer, theirs)
+    try:
+        theirs = load_tokenizer(place_of(source, "drafter"))
+    except ValueError:  # it has none of its own, and is taken to have the target's
+        return None
+    return None if theirs.get_vocab() == tokenizer.get_vocab() else TextTranslation(tokenizer, theirs)
 
 
 @cache

@@ -76,9 +76,7 @@ def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 class SignallingTask(DrafterTask):
     """Sends its own process a signal while step `at` (from 1) is under way."""
 
-    def __init__(
-        self, model: Any, heldout: PreparedData | None, at: int = 0, number: int = 9, **options: Any
-    ) -> None:
+    def __init__(self, model: Any, heldout: PreparedData | None, at: int = 0, number: int = 9, **options: Any) -> None:
         super().__init__(model, heldout, **options)
         self._left, self._number = at, number
 

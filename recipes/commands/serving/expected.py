@@ -36,7 +36,7 @@ class Expected(NamedTuple):
     prompt_tokens: dict[str, int]
     """By prompt, as this engine reads it."""
     kept: dict[str, tuple[int, int]]
-    """By prompt the tokens of its text and their steps; empty where texts may be longer or shorter than the server's."""
+    """By prompt the tokens of its text and their steps; empty where texts may be of other lengths than the server's."""
 
     def tokens_per_step(self, drafted: int, prompts: Iterable[str]) -> float:
         """With so many drafted tokens a step: of these prompts, if as many were drafted here and they are known."""
