@@ -38,8 +38,15 @@ def cuda() -> Iterator[PretendCuda]:
         yield found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("batch", "temperature"),
+    [
+        (1, 1.0),
+        (4, 0.0),
+        pytest.param(1, 0.0, marks=pytest.mark.slow),
+        pytest.param(4, 1.0, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, name: str, batch: int, temperature: float) -> None:
     _, steps = decode(*built(make_llama, "cuda"), name, batch, temperature, cuda)
