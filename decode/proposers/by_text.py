@@ -43,25 +43,22 @@ class TextChain(Proposer):
             raise ValueError(f"{where}: move one")
         prompts = [self._translation.there(prompt) for prompt in context.prompts]
         ids, self._cache = self.drafter.begin(prompts, _SLOTS * context.limits.max_new_tokens + self.gamma)
-        # of an encoder-decoder the prompt is read elsewhere, and its decoder's first token says nothing
-        self._first = None if ids is prompts else [list(row) for row in ids]
+        if ids is not prompts:
+            raise ValueError("an encoder-decoder does not draft by its text: it needs the target's tokens")
         self._room = min(self._cache.capacity, self.drafter.max_positions) - self.gamma
-        if self._first is None and (longest := max(map(len, prompts))) > self._room:
+        if (longest := max(map(len, prompts))) > self._room:
             raise ValueError(
                 f"the drafter has {self.drafter.max_positions} positions; a prompt of {longest} of its tokens and a "
                 f"look-ahead of {self.gamma} need {longest + self.gamma}"
             )
-        self._read: list[list[int]] = [[] for _ in prompts]
         self._tree = Tree.chain(self.gamma).to(context.ids_BS.device)
-        if self._first is None and max(map(len, prompts)) > 1:
-            width = max(map(len, prompts))
-            padded_BS = torch.tensor([[*row, *[0] * (width - len(row))] for row in prompts])
-            prefill(self.drafter, self._cache, padded_BS.to(self.drafter.device), [len(row) for row in prompts])
-            self._read = [row[:-1] for row in prompts]
+        padded_BS = torch.tensor([[*row, *[0] * (longest - len(row))] for row in prompts])
+        prefill(self.drafter, self._cache, padded_BS.to(self.drafter.device), [len(row) for row in prompts])
+        self._read = [row[:-1] for row in prompts]
 
     def propose(self, context: Context) -> Proposal:
         ids = [row[:length].tolist() for row, length in zip(context.host_ids_BS, context.lengths, strict=True)]
-        own = [self._own(row, text) for row, text in enumerate(ids)]
+        own = [self._translation.there(text) for text in ids]
         able = [not ended and len(row) <= self._room for ended, row in zip(context.ended, own, strict=True)]
         drafts: list[list[int]] = [[] for _ in ids]
         if any(able):
@@ -80,12 +77,6 @@ class TextChain(Proposer):
             valid_BN = np.arange(depth + 1) <= counts_B[:, None]
             proposal.valid_BN = sent(torch.from_numpy(valid_BN), device)
         return proposal
-
-    def _own(self, row: int, ids: list[int]) -> list[int]:
-        """A row's text in the drafter's tokens."""
-        if self._first is None:
-            return self._translation.there(ids)
-        return [*self._first[row], *(self._translation.there(ids[1:]) if ids[1:] else [])]
 
     def _written(self, context: Context, rows: list[list[int]]) -> list[list[int]]:
         """What the drafter writes behind each row: reads what is new of it, then goes on greedily."""

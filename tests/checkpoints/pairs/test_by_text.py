@@ -15,7 +15,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 TEXTS = ["the draft target keeps, drops or reads a tree of tokens", "na\u00efve \u4e2d\u6587 text", "    x = 12"]
 OTHERS = ["a table of texts that a target keeps", "the slow, fast and naive readers", "\u4e2d \u6587"]
@@ -155,3 +155,14 @@ def test_other_methods_say_what_drafts_with_it(pair: tuple[Any, Any, Any]) -> No
         method = build_method(name, Parts(other), Sampling(), **options)
         with pytest.raises(ValueError, match=r"another tokenizer.*`speculative`"):
             next(generate(target, *method, [[1, 2]], Limits(4), Sampling(), Rng.for_rows(0, 1)))
+
+
+def test_encoder_decoders_need_the_targets_tokens(pair: tuple[Any, Any, Any]) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    models = [T5ForConditionalGeneration(T5Config(vocab_size=len(LETTERS), **sizes)).eval() for _ in range(2)]
+    target, drafter = map(wrap_model, models)
+    drafter.translation = pair[2].translation
+    method = build_method("speculative", Parts(drafter), Sampling())
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        next(generate(target, *method, [[1, 2]], Limits(4), Sampling(), Rng.for_rows(0, 1)))
