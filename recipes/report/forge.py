@@ -30,9 +30,10 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
     rows = [_row(each) for each in sorted(measured, key=lambda each: -each["speedup"])]
     charts = []
     if forecasts and missing_matplotlib() is None:
-        said = "Speedup found against the middle of what was expected"
-        drawn = scatter_with_diagonal(_points(forecasts), "expected speedup (×)", "speedup (×)", said, "as expected")
-        charts = [figure(drawn, said, "Bars are the ranges that were expected, of less training.")]
+        said = "Speedup that was expected, against what was found"
+        drawn = scatter_with_diagonal(_points(forecasts), "found (×)", "expected (×)", said, "as expected")
+        text = "A bar is the range that was expected after less training; where it meets the line it held."
+        charts = [figure(drawn, said, text)]
     about = {"recipe": results["recipe"], "machine": results["machine"], "story": results["story"], "winner": winner}
     held = sum(each["low"] <= each["found"] <= each["high"] for each in forecasts)
     tables = [Table("What was measured", _COLUMNS, rows)] if rows else []
@@ -55,7 +56,8 @@ def _row(found: Mapping[str, Any]) -> list[Cell]:
 
 
 def _points(forecasts: list[dict[str, Any]]) -> list[Point]:
-    return [
-        Point(number, f"{each['name']}, {each['steps']:,} steps", (each["low"] + each["high"]) / 2, each["found"])
-        for number, each in enumerate(forecasts, 1)
-    ]
+    points = []
+    for number, each in enumerate(forecasts, 1):
+        label, low, high = f"{each['name']}, {each['steps']:,} steps", each["low"], each["high"]
+        points.append(Point(number, label, each["found"], (low + high) / 2, low=low, high=high))
+    return points
