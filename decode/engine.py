@@ -124,6 +124,11 @@ class Proposer(ABC):
     def propose(self, context: Context) -> Proposal:
         """The next tree; its root is the last committed token of each row."""
 
+    def ahead(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
+        """What the next proposal wants to know on the host, of the hidden states of this one's nodes: it comes with the
+        verdict, as `Context.ahead`, so that the host waits for nothing else."""
+        return ()
+
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         """Called after the context has taken the verdict in."""
         return
@@ -193,6 +198,10 @@ class Context:
         """The nodes that each row accepted in the last step."""
         self.chains: list[list[list[int]]] | None = None
         """Where its proposal had chains, their nodes, [B, M, K]."""
+        self.proposed: list[tuple[list[int], list[int]]] = []
+        """Of each row the tokens and parents of all that was proposed."""
+        self.ahead: list[Any] = []
+        """What the proposer asked for."""
         self._stop_ids = frozenset(limits.stop_ids)
         self._last_node = 0  # the first row's, known on the host
         self.watch = Watch()
@@ -209,13 +218,9 @@ class Context:
     def hidden_BD(self) -> Tensor:
         """[B, D] hidden state that the last committed token was read from; zeros where there is none."""
         hidden_BND, verdict = self._hidden
-        hidden_BND = hidden_BND[..., -self.target.hidden_size :]
-        if verdict is None:
-            return hidden_BND[:, 0]
-        if len(self.accepted) == 1:
-            return hidden_BND[:, self._last_node]
-        node_B1 = torch.nn.functional.pad(verdict.path_BK, (1, 0)).gather(1, verdict.accepted_B[:, None])
-        return hidden_BND.gather(1, node_B1[..., None].expand(-1, 1, hidden_BND.shape[2]))[:, 0]
+        if verdict is None or len(self.accepted) == 1:
+            return hidden_BND[:, self._last_node, -self.target.hidden_size :]
+        return hidden_after(verdict, hidden_BND, self.target.hidden_size)
 
     @property
     def root_B1(self) -> Tensor:
@@ -238,14 +243,15 @@ class Context:
         after_B1 = self.cache.lengths_B[:, None] + 1  # the cache holds all but the root
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
-    def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor) -> Step:
-        """Keep the accepted path and the token after it; the one host synchronisation of a step."""
+    def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, ahead: Sequence[Tensor] = ()) -> Step:
+        """Keep the accepted path and the token after it; the one host synchronisation of a step, with which the numbers
+        `ahead` come."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
         kept = (proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN)
-        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected, chains = to_host(
-            *kept, self.watch.seen(), *optional
+        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected, chains, *self.ahead = (
+            to_host(*kept, self.watch.seen(), *optional, *ahead)
         )
         self.watch.end_step(watched, self.ended, self.lengths)
         active, before = np.array([not ended for ended in self.ended]), list(self.lengths)
@@ -254,8 +260,9 @@ class Context:
             self._append(row, [*(own[node] for node in path), token])
             for row, (own, path, token) in enumerate(zip(tokens, paths, next_tokens, strict=True))
         ]
+        above = parents if len(parents) > 1 else parents * len(paths)
+        self.proposed = list(zip(tokens, above, strict=True))
         if examined is None:
-            above = parents if len(parents) > 1 else parents * len(paths)
             exists = valid or [None] * len(paths)
             tried = [_tried(*row) for row in zip(paths, above, exists, strict=True)]
             examined, rejected = zip(*tried, strict=True)
@@ -303,6 +310,13 @@ class Context:
         packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
         slots_BK1, new_BK1 = sent(packed, self.ids_BS.device)
         self.ids_BS.scatter_(1, slots_BK1, new_BK1)
+
+
+def hidden_after(verdict: Verdict, hidden_BND: Tensor, hidden_size: int) -> Tensor:
+    """[B, D] the hidden states that the token after the path was read from."""
+    hidden_BND = hidden_BND[..., -hidden_size:]
+    node_B1 = torch.nn.functional.pad(verdict.path_BK, (1, 0)).gather(1, verdict.accepted_B[:, None])
+    return hidden_BND.gather(1, node_B1[..., None].expand(-1, 1, hidden_BND.shape[2]))[:, 0]
 
 
 def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tuple[int, bool]:
@@ -377,7 +391,7 @@ def generate(
                 context.watch("the target's", logits_BNV.amax(-1), proposal.tree.depth_BN)
                 verdict = verifier.verify(proposal, warp(logits_BNV, warping) if warping else logits_BNV, rng)
                 mark("verify")
-                step = context.commit(proposal, verdict, hidden_BND)
+                step = context.commit(proposal, verdict, hidden_BND, proposer.ahead(context, verdict, hidden_BND))
                 proposer.commit(context, proposal, verdict)
                 mark("commit")
             yield step

@@ -198,7 +198,7 @@ class GraphedModel(LanguageModel):
         model: LanguageModel,
         capture: Capture | None = None,
         *,
-        max_tokens: int = 64,
+        max_tokens: int = 256,
         max_graphs: int = 64,
         stride: int = STRIDE,
     ) -> None:

@@ -10,6 +10,8 @@ Shape letters: B batch, K depth, V vocabulary, D hidden, C classes of confidence
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,9 @@ from .ngrams import PromptLookup
 
 class Policy(ABC):
     """Decides for each row whether one more token is worth drafting; its methods are called like a proposer's."""
+
+    key: Hashable | None = None
+    """Names a policy that remembers nothing, whose levels can be drafted in one launch."""
 
     def start(self, context: Context, gamma: int) -> None:
         return
@@ -61,6 +66,7 @@ class Confidence(Policy):
         if not 0 <= threshold <= 1:
             raise ValueError(f"the confidence threshold must lie in [0, 1], got {threshold}")
         self._threshold = threshold
+        self.key = "confidence", threshold
 
     def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         return confidence_B >= self._threshold
@@ -182,7 +188,11 @@ class Oracle(ExpectedGain):
 
 
 class AdaptiveChain(Proposer):
-    """A chain of at most `gamma` draft tokens that ends where the policy decides, row by row."""
+    """A chain of at most `gamma` draft tokens that ends where the policy decides, row by row.
+
+    On a CPU nothing is drafted after the last row's end. Elsewhere the host would have to wait to know of it, once a
+    token: there all are drafted, and what stands behind a row's end counts for nothing.
+    """
 
     def __init__(self, model: LanguageModel, gamma: int, policy: Policy) -> None:
         self.model, self.gamma, self.policy = model, gamma, policy
@@ -196,43 +206,58 @@ class AdaptiveChain(Proposer):
         self.policy.start(context, self.gamma)
 
     def propose(self, context: Context) -> Proposal:
-        greedy = context.sampling.greedy
-        uniform_BK = None if greedy else context.rng.uniform(self.gamma)
+        chances = [] if context.sampling.greedy else [context.rng.uniform(self.gamma)]
         self.policy.begin_step(context)
-        open_B = torch.ones(len(context.lengths), dtype=torch.bool, device=self.model.device)
-        tokens, probs, valid = [context.root_B1], [], [open_B]
+        all_B = torch.ones(len(context.lengths), dtype=torch.bool, device=self.model.device)
+        looks_B = self.policy.looks(all_B, 0)
         # What the policy leaves as it is needs not be asked for, which on a GPU would be a wait.
-        looks_B = self.policy.looks(open_B, 0)
-        self._rests, open_B = looks_B is not open_B and not bool(looks_B.any()), looks_B
-        if not self._rests:
-            hidden_BMD = self._draft.read_root(context)[:, None]
-        for level in range(0 if self._rests else self.gamma):
-            logits_BMV = self.model.logits(hidden_BMD)
-            draft_BMV = warp(logits_BMV, context.sampling)
-            sure_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if greedy else draft_BMV
-            confidence_B1 = sure_BMV.amax(-1)
-            context.watch("the drafter's", confidence_B1, level)
-            open_B = open_B & self.policy.go_on(draft_BMV[:, 0], confidence_B1[:, 0], level)
-            if not bool(open_B.any()):
-                break
-            token_B1 = (
-                draft_BMV.argmax(-1) if uniform_BK is None else categorical(draft_BMV, uniform_BK[:, level, None])
-            )
-            tokens.append(token_B1)
-            probs.append(draft_BMV)
-            valid.append(open_B)
-            if level + 1 < self.gamma:
-                looks_B = self.policy.looks(open_B, level + 1)
-                if looks_B is not open_B and not bool(looks_B.any()):
-                    break
-                open_B = looks_B
-                self.policy.drafted(token_B1, level)
-                hidden_BMD = self._draft.grow(token_B1, self._tree, level + 1)
-        proposal = Proposal(Tree.chain(len(probs)).to(self.model.device), torch.cat(tokens, 1), levels=self.gamma)
-        proposal.valid_BN = torch.stack(valid, 1)
-        if probs and not greedy:
-            proposal.draft_probs_BMV = torch.cat(probs, 1)
+        self._rests = looks_B is not all_B and not bool(looks_B.any())
+        if self._rests:
+            proposal = Proposal(Tree.chain(0).to(self.model.device), context.root_B1, levels=self.gamma)
+            proposal.valid_BN = all_B[:, None]
+            return proposal
+        hidden_BD, grow = self._draft.read_root(context), partial(self._grow, context.sampling)
+        if self.policy.key is None or self.model.device.type == "cpu":
+            found = grow(hidden_BD, looks_B, *chances)
+        else:
+            key = self.policy.key, context.sampling
+            found = self._draft.whole(self._tree, key, grow, hidden_BD, looks_B, *chances)
+        sure_BK, tokens_BK, open_BK, *probs = found
+        context.watch("the drafter's", sure_BK, range(sure_BK.shape[1]))
+        depth = tokens_BK.shape[1]
+        proposal = Proposal(Tree.chain(depth).to(self.model.device), torch.cat((context.root_B1, tokens_BK), 1))
+        proposal.levels, proposal.valid_BN = self.gamma, torch.cat((all_B[:, None], open_BK), 1)
+        if depth and probs:
+            proposal.draft_probs_BMV = probs[0]
         return proposal
+
+    def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        """How sure the drafter was at each level, the tokens, in which rows they count, and, above temperature 0, the
+        distributions that they come from."""
+        stops = hidden_BD.device.type == "cpu"
+        sure, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+        hidden_BMD = hidden_BD[:, None]
+        for level in range(self.gamma):
+            logits_BMV = self.model.logits(hidden_BMD)
+            draft_BMV = warp(logits_BMV, sampling)
+            sure_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if sampling.greedy else draft_BMV
+            sure.append(sure_BMV.amax(-1))
+            open_B = open_B & self.policy.go_on(draft_BMV[:, 0], sure[-1][:, 0], level)
+            if stops and not bool(open_B.any()):
+                break
+            tokens.append(categorical(draft_BMV, chances[0][:, level, None]) if chances else draft_BMV.argmax(-1))
+            valid.append(open_B)
+            probs.append(draft_BMV)
+            if level + 1 == self.gamma:
+                break
+            open_B = self.policy.looks(open_B, level + 1)
+            if stops and not bool(open_B.any()):
+                break
+            self.policy.drafted(tokens[-1], level)
+            hidden_BMD = self._draft.grow(tokens[-1], self._tree, level + 1)
+        none_B0 = torch.zeros(len(open_B), 0, dtype=torch.int64, device=open_B.device)
+        found = torch.cat(sure, 1), torch.cat((none_B0, *tokens), 1), torch.stack(valid or [open_B], 1)[:, : len(valid)]
+        return found if sampling.greedy else (*found, torch.cat(probs or [draft_BMV[:, :0]], 1))
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         if not self._rests:

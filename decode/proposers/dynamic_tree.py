@@ -4,32 +4,49 @@ Source: EAGLE-2 (Li et al. 2024, arXiv 2406.16858), sections 3.1 and 3.2: levels
 joint probability, and of all nodes the best are scored. What is proposed depends on committed tokens alone, not on
 chance, so that matching the target's own choice is exact.
 
-Shape letters: B batch, M nodes of a level, W candidates of a node, D hidden, R tokens that are
-proposed.
+Shape letters: B batch, T nodes that are known, S those of the suffix tree, A nodes of a level that were run, W
+candidates of a node, X those of a level, N nodes that are best, D hidden, R tokens that are proposed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ..engine import Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
-from ..models.kv_cache import sent, to_host
+from ..models.kv_cache import sent
 from ..tree import Tree
 from ..warpers import Sampling, warp
 from .draft_state import DraftState
-from .suffix import Node, SuffixTree, proposal_of
+from .suffix import SuffixTree
 
 _UNWARPED = Sampling(temperature=1.0)
+
+
+class _Nodes(NamedTuple):
+    """What each row might propose, parents before children: the root, the suffix tree's nodes, then the drafter's."""
+
+    joint_BT: Tensor
+    """float32; the probability of the path to a node; 0: it does not exist."""
+    parents_BT: Tensor
+    tokens_BT: Tensor
+    depth_BT: Tensor
+
+    def and_more(self, *sides: Tensor) -> _Nodes:
+        """These and what stands behind them."""
+        return _Nodes(*(torch.cat(pair, 1) for pair in zip(self, sides, strict=True)))
 
 
 class DynamicTree(Proposer):
     """The likeliest continuations by a drafter's joint probability, at most `nodes`, none below `least`.
 
-    Each level grows from the best `width` nodes of the one before, with `width` candidates each. The host decides after
-    each level whether another pays.
+    Each level grows from the best `width` nodes of the one before, with `width` candidates each. On a CPU a level that
+    no row needs is not drafted; elsewhere all are, for the host would have to wait to know.
 
     Args:
         depth: levels that are drafted.
@@ -58,6 +75,8 @@ class DynamicTree(Proposer):
         self.model, self.nodes, self.depth, self.width, self.least = model, nodes, depth, width, least
         self.suffix, self.sure = suffix, sure
         self._levels = depth if suffix is None else max(depth, suffix.depth)
+        self._settings = nodes, depth, width, least, sure, suffix is None
+        self._grown = Tree.chain(width * (depth - 1)).to(model.device)  # as many nodes, at most, as are run
         self._ran: list[int] = []
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
@@ -67,87 +86,137 @@ class DynamicTree(Proposer):
         self._draft = DraftState(self.model, context, *self.capacity(context.limits))
         if self.suffix is not None:
             self.suffix.start(context)
+        zeros_BT = torch.zeros(len(context.lengths), 1, dtype=torch.int64, device=self.model.device)
+        self._root = _Nodes(torch.ones_like(zeros_BT, dtype=torch.float32), zeros_BT - 1, zeros_BT, zeros_BT)
 
     def propose(self, context: Context) -> Proposal:
-        device, sampling = self.model.device, _UNWARPED if context.sampling.greedy else context.sampling
-        rows = [self._known(context, row) for row in range(len(context.lengths))]
-        # the nodes of the level, by their numbers
-        grown = [[] if context.ended[row] else self._open([0], nodes) for row, nodes in enumerate(rows)]
-        tree = Tree.chain(0).to(device)
-        self._drafted = any(grown)
-        self._ran = [1] if self._drafted else []
+        nodes, open_B = self._known(context)
+        self._drafted, self._ran = bool(open_B.any()), []
+        sampling = _UNWARPED if context.sampling.greedy else context.sampling
         if self._drafted:
-            hidden_BMD = self._draft.read_root(context)[:, None]
-        for level in range(self.depth if self._drafted else 0):
-            logits_BMR, kept_R = self.model.proposed_logits(hidden_BMD)
-            top = warp(logits_BMR, sampling).topk(min(self.width, logits_BMR.shape[-1]), -1)
-            context.watch("the drafter's", top.values[..., 0], level)
-            tokens_BMW, probs_BMW = to_host(top.indices if kept_R is None else kept_R[top.indices], top.values)
-            parents = list[list[int]]()
-            for row, nodes in enumerate(rows):
-                above = grown[row]
-                for place, parent in enumerate(above):
-                    joint = nodes[parent - 1].joint if parent else 1.0
-                    self._add(nodes, parent, joint, tokens_BMW[row][place], probs_BMW[row][place])
-                best = [number for number in self._best(nodes) if nodes[number - 1].parent in above]
-                grown[row] = self._open(best[: self.width], nodes)
-                parents.append([above.index(nodes[number - 1].parent) for number in grown[row]])
-            widest = max(map(len, grown))
-            if not widest or level + 1 == self.depth:
-                break
-            # rows of fewer nodes are filled with what nobody reads
-            filled = [[*places, *[0] * (widest - len(places))] for places in parents]
-            tokens = [
-                [*(nodes[number - 1].token for number in numbers), *[0] * (widest - len(numbers))]
-                for nodes, numbers in zip(rows, grown, strict=True)
-            ]
-            parents_BM, tokens_BM = sent(torch.tensor([filled, tokens]), device)
-            start = tree.nodes
-            tree = tree.grow(parents_BM + start - hidden_BMD.shape[1])
-            hidden_BMD = self._draft.grow(tokens_BM, tree, start)
-            self._ran.append(widest)
-        return proposal_of([self._chosen(*each) for each in enumerate(rows)], context.root_B1, self._levels)
+            draft = partial(self._draft_levels, sampling)
+            if self.model.device.type != "cpu":
+                draft = partial(self._draft.whole, self._grown, (*self._settings, sampling), draft)
+            hidden_BD = self._draft.read_root(context)
+            watched_BA, *best = draft(hidden_BD, sent(torch.from_numpy(open_B), self.model.device), *nodes)
+            if self.model.device.type != "cpu":  # where a replay runs nothing of this
+                self._ran = [1] + [min(self.width, 1 + self.nodes)] * (self.depth - 1)
+            ahead = [level for level, count in enumerate(self._ran) for _ in range(count)]
+            context.watch("the drafter's", watched_BA, ahead)
+        else:
+            best = [*self._best(nodes)]
+        tokens_BN, parents_BN, depth_BN = best
+        all_BN, most = torch.cat((context.root_B1, tokens_BN[:, 1:]), 1), tokens_BN.shape[1] - 1
+        if self.model.device.type != "cpu":
+            tree = Tree.from_parents(parents_BN, self._levels, depth_BN)
+        elif len(parents_BN) == 1 and parents_BN[0].tolist() == [*range(-1, most)]:
+            tree = Tree.chain(most)
+        else:
+            tree = Tree.from_parents(parents_BN, int(depth_BN.max()), depth_BN)
+        return Proposal(tree, all_BN, levels=self._levels)
 
-    def _known(self, context: Context, row: int) -> list[Node]:
-        """What follows a row's words elsewhere."""
-        if self.suffix is None or context.ended[row]:
-            return []
-        return self.suffix.grow(row, context.host_ids_BS[row, : context.lengths[row]])
-
-    def _add(self, nodes: list[Node], parent: int, joint: float, tokens: list[int], probs: list[float]) -> None:
-        """Put a node's candidates among a row's nodes, or make those that are there as likely."""
-        known = {node.token: place for place, node in enumerate(nodes) if node.parent == parent}
-        for token, p in zip(tokens, probs, strict=True):
-            if joint * p < self.least:
-                continue
-            if token in known:
-                node = nodes[known[token]]
-                nodes[known[token]] = node._replace(joint=max(node.joint, joint * p))
-            else:
-                nodes.append(Node(joint * p, parent, token))
-
-    def _best(self, nodes: list[Node]) -> list[int]:
-        """Numbers of the nodes to propose, the best first; parents stand before children that are as likely."""
-        return sorted(range(1, len(nodes) + 1), key=lambda number: -nodes[number - 1].joint)[: self.nodes]
-
-    def _open(self, numbers: list[int], nodes: list[Node]) -> list[int]:
-        """Those of some nodes after which it is not sure how the text goes on."""
+    def _known(self, context: Context) -> tuple[_Nodes, np.ndarray]:
+        """The root, what follows a row's words elsewhere, and which rows are not sure of their next token."""
+        rows, device = range(len(context.lengths)), self.model.device
         if self.suffix is None:
-            return numbers
-        surest = dict.fromkeys(numbers, 0.0)
-        for node in nodes:
-            if node.parent in surest:
-                surest[node.parent] = max(surest[node.parent], node.joint)
-        joints = {number: nodes[number - 1].joint if number else 1.0 for number in numbers}
-        return [number for number in numbers if surest[number] < self.sure * joints[number]]
+            return self._root, ~np.array(context.ended)
+        texts = [context.host_ids_BS[row, : context.lengths[row]] for row in rows]
+        grown = [[] if context.ended[row] else self.suffix.grow(row, texts[row]) for row in rows]
+        most = max(map(len, grown)) if device.type == "cpu" else self.suffix.nodes
+        joint_BT = np.zeros((len(grown), 1 + most), dtype=np.float32)
+        whole_3BT = np.zeros((3, *joint_BT.shape), dtype=np.int64)
+        joint_BT[:, 0], whole_3BT[0] = 1.0, -1
+        for row, nodes in enumerate(grown):
+            for number, (joint, parent, token) in enumerate(nodes, 1):
+                joint_BT[row, number] = joint
+                whole_3BT[:, row, number] = parent, token, whole_3BT[2, row, parent] + 1
+        surest_B = np.where(whole_3BT[0] == 0, joint_BT, 0.0).max(1)
+        open_B = ~np.array(context.ended) & (surest_B < self.sure)
+        sides = sent(torch.from_numpy(joint_BT), device), *sent(torch.from_numpy(whole_3BT), device)
+        return _Nodes(*sides), open_B
 
-    def _chosen(self, row: int, nodes: list[Node]) -> tuple[list[int], list[int]]:
-        """Parents and tokens of a row's best nodes, whose parents are among them."""
-        numbers = sorted(self._best(nodes))
-        places = {0: 0} | {number: place for place, number in enumerate(numbers, 1)}
-        if self.suffix is not None:
-            self.suffix.renumber(row, places)
-        return [places[nodes[number - 1].parent] for number in numbers], [nodes[number - 1].token for number in numbers]
+    def _draft_levels(
+        self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *sides: Tensor
+    ) -> tuple[Tensor, ...]:
+        """How sure the drafter is after each node that was run, and, with its candidates among the nodes, `_best`."""
+        nodes, stops, known = _Nodes(*sides), hidden_BD.device.type == "cpu", sides[0].shape[1]
+        hidden_BAD, tree, watched = hidden_BD[:, None], Tree.chain(0).to(hidden_BD.device), list[Tensor]()
+        above_BA, share_BA = torch.zeros_like(open_B, dtype=torch.int64)[:, None], open_B[:, None].float()
+        for level in range(self.depth):
+            self._ran.append(above_BA.shape[1])
+            logits_BAR, kept_R = self.model.proposed_logits(hidden_BAD)
+            top = warp(logits_BAR, sampling).topk(min(self.width, logits_BAR.shape[-1]), -1)
+            watched.append(top.values[..., 0])
+            tokens_BAW = top.indices if kept_R is None else kept_R[top.indices]
+            joint_BAW = share_BA[..., None] * top.values
+            joint_BAW = joint_BAW.masked_fill(joint_BAW < self.least, 0.0)
+            nodes = self._add(nodes, known, level + 1, above_BA, tokens_BAW, joint_BAW)
+            if level + 1 == self.depth:
+                break
+            above_BA, share_BA, places_BA = self._next_level(nodes, known, above_BA, share_BA)
+            if stops:
+                # rows of fewer nodes are filled with what nobody reads
+                used = [place for place, shares in enumerate(zip(*share_BA.tolist(), strict=True)) if any(shares)]
+                if not used:
+                    break
+                if len(used) < share_BA.shape[1]:
+                    used_A = torch.tensor(used)
+                    level_BA = (above_BA, share_BA, places_BA)
+                    above_BA, share_BA, places_BA = (each.index_select(1, used_A) for each in level_BA)
+            start = tree.nodes
+            tree = tree.grow(places_BA + start - hidden_BAD.shape[1])
+            hidden_BAD = self._draft.grow(nodes.tokens_BT.gather(1, above_BA), tree, start)
+        return torch.cat(watched, 1), *self._best(nodes)
+
+    def _add(
+        self, nodes: _Nodes, known: int, depth: int, above_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
+    ) -> _Nodes:
+        """A level's candidates; one that the suffix tree has, among the first `known`, makes that as likely."""
+        tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
+        parents_BX = above_BA[..., None].expand_as(tokens_BAW).flatten(1)
+        if known > 1:
+            same_BXS = parents_BX[..., None] == nodes.parents_BT[:, None, 1:known]
+            same_BXS &= tokens_BX[..., None] == nodes.tokens_BT[:, None, 1:known]
+            raised_BS = torch.where(same_BXS, joint_BX[..., None], 0.0).amax(1)
+            joint_BT = nodes.joint_BT.clone()
+            joint_BT[:, 1:known] = torch.maximum(joint_BT[:, 1:known], raised_BS)
+            nodes, joint_BX = nodes._replace(joint_BT=joint_BT), joint_BX.masked_fill(same_BXS.any(2), 0.0)
+        return nodes.and_more(joint_BX, parents_BX, tokens_BX, torch.full_like(tokens_BX, depth))
+
+    def _next_level(
+        self, nodes: _Nodes, known: int, above_BA: Tensor, share_BA: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the best nodes those under the last level's, at most `width`: their numbers, their joint probabilities, 0
+        where nothing shall be drafted, and their parents' places in that level, [B, A] each."""
+        order_BN = self._order(nodes)
+        parents_BN = nodes.parents_BT.gather(1, order_BN)
+        under_BNA = (parents_BN[..., None] == above_BA[:, None]) & (share_BA > 0)[:, None]
+        joint_BN = nodes.joint_BT.gather(1, order_BN) * under_BNA.any(2)
+        first_BA = joint_BN.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
+        above_BA, share_BA = order_BN.gather(1, first_BA), joint_BN.gather(1, first_BA)
+        if known > 1:  # of some of them it is sure how the text goes on
+            follows_BAS = nodes.parents_BT[:, None, 1:known] == above_BA[..., None]
+            surest_BA = torch.where(follows_BAS, nodes.joint_BT[:, None, 1:known], 0.0).amax(2)
+            share_BA = share_BA.masked_fill(surest_BA >= self.sure * share_BA, 0.0)
+        return above_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
+
+    def _order(self, nodes: _Nodes) -> Tensor:
+        """[B, N] the root and the best nodes, the best first; parents stand before children that are as likely."""
+        return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.nodes]
+
+    def _best(self, nodes: _Nodes) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, parents and depths of the best nodes, whose parents are among them, [B, N] each."""
+        order_BN, total = self._order(nodes), nodes.joint_BT.shape[1]
+        exists_BN = nodes.joint_BT.gather(1, order_BN) > 0
+        numbers_BN = torch.where(exists_BN, order_BN, total).sort(1).values
+        if numbers_BN.device.type == "cpu":
+            numbers_BN = numbers_BN[:, : int(exists_BN.sum(1).max())]
+        place_N = torch.arange(numbers_BN.shape[1], device=numbers_BN.device).expand_as(numbers_BN)
+        places_BT = numbers_BN.new_zeros(len(numbers_BN), total + 1).scatter_(1, numbers_BN, place_N)
+        exists_BN, numbers_BN = numbers_BN < total, numbers_BN.clamp(max=total - 1)
+        above_BN, tokens_BN, depth_BN = (side.gather(1, numbers_BN) * exists_BN for side in nodes[1:])
+        parents_BN = places_BT.gather(1, above_BN.clamp(min=0)).masked_fill(~exists_BN | (above_BN < 0), -1)
+        return tokens_BN, parents_BN, depth_BN
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         if self._drafted:

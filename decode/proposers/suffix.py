@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...checkpoints.table.texts import CONTEXT, TextStore
-from ..engine import Context, Limits, Proposal, Proposer, Verdict
+from ..engine import Context, Limits, Proposal, Proposer, Verdict, hidden_after
 from ..models.kv_cache import sent, to_host
 from ..tree import Tree
 from .head_trees import HeadModule, check_heads
@@ -102,32 +102,46 @@ class SuffixTree(Proposer):
         prior_L = 1 - 0.8 / np.arange(1, 1 + _LONGEST + self.depth) ** 0.7
         self._kept_BL = _PRIOR * np.tile(prior_L, (len(context.lengths), 1))
         self._tried_BL = np.full_like(self._kept_BL, _PRIOR)
-        self._own: list[list[tuple[int, int]]] = [[] for _ in context.lengths]
-        """Of each row's last tree the nodes that follow its own text, with the lengths of their matches."""
+        self._own = [(list[int](), 0) for _ in context.lengths]
+        """What follows each row's last tokens in its own text, and how many of these stand before it there."""
+        self._watched_BK: Tensor | None = None
+        self._guesses = [list[dict[int, float]]() for _ in context.lengths]
+        if self.heads is not None:
+            self._guess(to_host(*self._candidates(context.hidden_BD)))
 
     def propose(self, context: Context) -> Proposal:
-        guesses, rows = self._guesses(context), list[tuple[list[int], list[int]]]()
+        if self._watched_BK is not None:
+            context.watch("head {}'s", self._watched_BK, range(self._watched_BK.shape[1]))
+        rows = list[tuple[list[int], list[int]]]()
         for row, length in enumerate(context.lengths):
             text_S = context.host_ids_BS[row, :length]
-            nodes = [] if context.ended[row] else self.grow(row, text_S, guesses[row] if guesses else ())
+            nodes = [] if context.ended[row] else self.grow(row, text_S, self._guesses[row])
             rows.append(([node.parent for node in nodes], [node.token for node in nodes]))
         return proposal_of(rows, context.root_B1, self.depth)
 
-    def _guesses(self, context: Context) -> list[list[dict[int, float]]] | None:
-        """By row and depth the heads' candidates and their probabilities."""
-        if self.heads is None:
-            return None
-        probs_BKV = self.heads(context.hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
+    def _candidates(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """The heads' candidates and their probabilities, [B, K, C]."""
+        assert self.heads is not None
+        probs_BKV = self.heads(hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
         top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
-        context.watch("head {}'s", top.values[..., 0], range(top.values.shape[1]))
-        pairs = zip(*to_host(top.indices, top.values), strict=True)
-        return [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
+        self._watched_BK = top.values[..., 0]
+        return top.indices, top.values
+
+    def _guess(self, candidates: list[Any]) -> None:
+        """Take over, by row and depth, what `_candidates` found."""
+        pairs = zip(*candidates, strict=True)
+        self._guesses = [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
+
+    def ahead(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
+        if self.heads is None:
+            return ()
+        return self._candidates(hidden_after(verdict, hidden_BND, context.target.hidden_size))
 
     def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> list[Node]:
         """The nodes after a row's text, in the order of their probability; `guesses`: the heads' of each depth."""
-        own_nodes = self._own[row] = []
         start, match = longest_match(text_S)
         own_K = text_S[start + np.arange(self.depth) % (len(text_S) - start)].tolist() if match else []
+        self._own[row] = own_K, match
         places_M: Ints = _NOWHERE
         if self.texts is not None:
             places_M = self.texts.matches(text_S[-CONTEXT:])[1]
@@ -151,24 +165,25 @@ class SuffixTree(Proposer):
             joint, _, parent, token, path = heapq.heappop(waiting)
             nodes.append(Node(-joint, parent, token))
             follows = path.match > 0 and token == own_K[path.depth]
-            if follows:
-                own_nodes.append((len(nodes), path.match))
             if path.depth + 1 < self.depth:
                 on_M = path.places_M[path.next_M == token]
                 go_on(len(nodes), -joint, path.depth + 1, path.match + 1 if follows else 0, on_M)
         return nodes
 
-    def renumber(self, row: int, places: dict[int, int]) -> None:
-        """Of a row's last nodes those that are proposed, by their numbers there, for others may stand between them."""
-        self._own[row] = [(places[node], match) for node, match in self._own[row] if node in places]
-
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        for row, path in enumerate(context.paths):
-            for node, match in self._own[row]:
-                self._tried_BL[row, match - 1] += 1
+        if self.heads is not None:
+            self._guess(context.ahead)
+        for row, (own_K, match) in enumerate(self._own):
+            (tokens, parents), path, node = context.proposed[row], context.paths[row], 0
+            for length, token in enumerate(own_K, match):
+                pairs = enumerate(zip(tokens, parents, strict=True))
+                node = next((child for child, pair in pairs if pair == (token, node)), 0)
+                if not node:
+                    break
+                self._tried_BL[row, length - 1] += 1
                 if node not in path:
                     break
-                self._kept_BL[row, match - 1] += 1
+                self._kept_BL[row, length - 1] += 1
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [] if self.heads is None else [(self.heads, 1)]

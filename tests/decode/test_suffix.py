@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from draftsmith.checkpoints.table.texts import CONTEXT, TextStore
 from draftsmith.decode.engine import Context, Limits, Proposal, generate
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.dynamic_tree import DynamicTree
 from draftsmith.decode.proposers.suffix import SuffixTree, longest_match
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
@@ -139,15 +142,86 @@ def test_what_is_refused_in_a_row_is_trusted_less() -> None:
     proposer, text = started(4, 2, 0.15), np.array([1, 2, 1])
     assert [node.token for node in proposer.grow(0, text)] == [2]
 
-    class Refused:
-        paths = ([],)
-
     sizes = []
     for _ in range(6):
-        sizes.append(len(proposer.grow(0, text)))
-        proposer.commit(Refused(), None, None)  # type: ignore[arg-type]
+        nodes = proposer.grow(0, text)
+        sizes.append(len(nodes))
+        proposed = ([1, *(node.token for node in nodes)], [-1, *(node.parent for node in nodes)])
+        proposer.commit(SimpleNamespace(paths=[[]], proposed=[proposed]), None, None)  # type: ignore[arg-type]
     assert sizes[0] == 1
     assert sizes[-1] == 0
+
+
+def likeliest(
+    after: Callable[[Path], list[float]], known: dict[Path, float], proposer: DynamicTree
+) -> tuple[set[Path], int]:
+    """Paths of the nodes that `DynamicTree` proposes by what it says of itself, and how many nodes are run.
+
+    `known`: the joint probabilities of what follows the same words."""
+    joint, ran = {(): 1.0} | known, 0
+
+    def best() -> list[Path]:
+        return sorted((path for path in joint if path), key=lambda path: -joint[path])[: proposer.nodes]
+
+    def is_open(path: Path) -> bool:
+        follows = [known_joint for other, known_joint in joint.items() if other[:-1] == path and other in known]
+        return not follows or max(follows) < proposer.sure * joint[path]
+
+    grown = [path for path in [()] if is_open(path)]
+    for _ in range(proposer.depth):
+        for path in grown:
+            probs, ran = after(path), ran + 1
+            for token in sorted(range(len(probs)), key=lambda token: -probs[token])[: proposer.width]:
+                if joint[path] * probs[token] >= proposer.least:
+                    joint[(*path, token)] = max(joint.get((*path, token), 0.0), joint[path] * probs[token])
+        level = [path for path in best() if path[:-1] in grown][: proposer.width]
+        grown = [path for path in level if is_open(path)]
+    return set(best()), ran
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["dynamic-tree", "suffix-drafter"])
+def test_the_drafted_tree_is_that_of_the_rules(
+    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+) -> None:
+    """Beside rules written path by path, each path read anew, over all steps of texts of seven tokens, so
+    that what was looked up and what is drafted often agree."""
+    target, small = wrap_model(make_llama(7)), make_llama(7, seed=1, sharpness=1.5, num_hidden_layers=1)
+    options = {"nodes": 9, "width": 2, "least": 0.04, ("depth" if name == "dynamic-tree" else "draft_depth"): 4}
+    method = build_method(name, Parts(wrap_model(small)), GREEDY, **options)
+    proposer, sizes = method[0], list[int]()
+    propose = proposer.propose
+
+    def after(text: list[int], path: Path) -> list[float]:
+        found: list[float] = small(torch.tensor([[*text, *path]])).logits[0, -1].softmax(-1).tolist()
+        return found
+
+    def watched(context: Context) -> Proposal:
+        wanted, rans = [], []
+        for row, length in enumerate(context.lengths):
+            text = context.host_ids_BS[row, :length]
+            nodes = proposer.suffix.grow(row, text) if proposer.suffix and not context.ended[row] else []
+            paths = paths_of([node.parent for node in nodes], [node.token for node in nodes])
+            known = {path: node.joint for path, node in zip(paths, nodes, strict=True)}
+
+            paths, ran = likeliest(partial(after, text.tolist()), known, proposer)
+            wanted.append(set() if context.ended[row] else paths)
+            rans.append(0 if context.ended[row] else ran)
+        proposal = propose(context)
+        parents = proposal.tree.parents_BN.expand(rows, -1).tolist()
+        for row, tokens in enumerate(proposal.tokens_BN.tolist()):
+            paths = paths_of(parents[row][1:], tokens[1:])
+            found = [path for path, parent in zip(paths, parents[row][1:], strict=True) if parent >= 0]
+            assert set(found) == wanted[row]
+            assert len(found) == len(wanted[row])
+        assert max(rans) <= sum(proposer._ran) <= sum(rans)  # the same for one row
+        sizes.append(len(found))
+        return proposal
+
+    monkeypatch.setattr(proposer, "propose", watched)
+    list(generate(target, *method, [[1, 2, 3, 1, 2], [3, 4]][:rows], Limits(64), GREEDY, Rng.for_rows(0, rows)))
+    assert len(sizes) >= 8
+    assert len(set(sizes)) > 1
 
 
 def test_a_drafter_rests_while_something_is_found(

@@ -20,8 +20,6 @@ VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
 LIMITS = Limits(24)
 NAMES = [name for name in METHODS if name != "beam"]  # whose one step is a whole text
-STOPS_DRAFTING = ("adaptive", "bild", "dynamic-tree", "lookup-drafter", "suffix-drafter")
-ASKS_WHILE_DRAFTING = (*STOPS_DRAFTING, "suffix-heads")
 
 
 def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
@@ -37,14 +35,18 @@ def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
     return target, Parts(drafter, heads, table, (other,))
 
 
-def decode(target: Any, parts: Parts, name: str, batch: int, temperature: float, cuda: PretendCuda | None) -> Any:
+def decode(
+    target: Any, parts: Parts, name: str, batch: int, temperature: float, cuda: PretendCuda | None, **options: Any
+) -> Any:
     """Texts, and of the steps of a warm method what each waited for and launched."""
     sampling, seen = Sampling(temperature), []
     rng = Rng.for_rows(3, batch, target.device)
     texts: list[list[int]] = [[] for _ in range(batch)]
     if cuda is not None:
         cuda.reset()
-    for step in generate(target, *build_method(name, parts, sampling), PROMPTS[:batch], LIMITS, sampling, rng):
+    for step in generate(
+        target, *build_method(name, parts, sampling, **options), PROMPTS[:batch], LIMITS, sampling, rng
+    ):
         for text, ids in zip(texts, step.new_ids, strict=True):
             text += ids
         if cuda is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ASKS_WHILE_DRAFTING, NAMES, built, decode
+from steps import NAMES, built, decode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ def test_greedy_texts_are_those_of_the_cpu(make_llama: Any, name: str, batch: in
     assert decode(*built(make_llama, "cpu"), name, batch, 0.0, None)[0] == on_device
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ASKS_WHILE_DRAFTING])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_device_is_waited_for_once_a_step(make_llama: Any, name: str) -> None:
     """What torch itself notices."""
     target, parts = built(make_llama, "cuda")
