@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ..heads.eagle import load_eagle, save_eagle
+from ..heads.eagle import EagleHeads, load_eagle, save_eagle
 from ..heads.layouts import is_eagle
 from ..pairs.eagle import examine_eagle
 from ..pairs.sides import REFUSED, open_side
@@ -73,13 +73,18 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
 DRAFT_MODEL = format_of("vllm-sglang", write=_write, compare=_compare, values=_values)
 
 
-def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
+def eagle_of(source: Source) -> EagleHeads:
+    """An artifact's EAGLE-3 heads. Raises ValueError: it holds other heads, or not all that an engine needs."""
     if not is_eagle(source.folder):
         raise ValueError(f"{source.folder} holds heads side by side, no EAGLE-3 layer: export them as medusa")
     heads = load_eagle(source.folder)
     if heads.proposed is not None and heads.own_head is None:
         raise ValueError(f"{source.folder} has offsets of proposed tokens, and no output rows of theirs")
-    save_eagle(heads, folder)
+    return heads
+
+
+def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
+    save_eagle(eagle_of(source), folder)
 
 
 def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list[str]:

@@ -81,6 +81,13 @@ FORMS = {
             native=True,
         ),
         Form(
+            "eagle3-gguf",
+            "heads",
+            "EAGLE-3 heads as a GGUF file, by llama.cpp's own converter",
+            "llama.cpp with --spec-type draft-eagle3 (run with b11434)",
+            ("target", "speculative_tokens", "llama_cpp"),
+        ),
+        Form(
             "npz", "table", "Counts of pairs as a sparse matrix, and sums of tokens as arrays", "scipy ≥ 1.8 and numpy"
         ),
         Form(

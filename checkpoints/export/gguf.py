@@ -1,4 +1,4 @@
-"""Drafters as GGUF files for llama.cpp, written by its own converter and read back here."""
+"""Drafters and EAGLE-3 heads as GGUF files for llama.cpp, written by its own converter and read back here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import torch
 
 from ..artifact.compat import read_config
 from ..artifact.locate import find_folder
+from ..heads.eagle import load_eagle, save_eagle
 from ..storage.gguf import read_gguf
 from ..storage.messages import first_line
-from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
+from ..storage.names import CONFIG_FILE, DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.places import here
 from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
 from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
 from .drafter import load_merged, proposed_tokens, stored_types, write_whole
-from .target import check_pair
+from .engines import eagle_of
+from .target import check_pair, needed_target
 
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
@@ -58,26 +60,34 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
         pieces = (find_folder(target, [_PIECES]) / _PIECES).resolve()
         if pieces.is_file() and not (model / _PIECES).exists():
             (model / _PIECES).symlink_to(pieces)
-    found = stored_types(model)
-    if len(found) != 1 or not found <= set(_TYPES):
-        raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
-    is_gpt2, config = _splits_as_gpt2(model), load_config(model)
+    config = load_config(model)
     if config.model_type.startswith("gemma") and proposed_tokens(source) is not None:
         raise ValueError(f"{source.folder}: llama.cpp has Gemma propose any token, {DRAFT_VOCABULARY} only some")
     renamed = _RENAMED[config.model_type](config) if config.model_type in _RENAMED else {}
+    _convert(source, converter, model, folder / GGUF_FILE, split_by=model, renamed=renamed)
+    shutil.rmtree(folder / _UNFINISHED)
+
+
+def _convert(
+    source: Source, converter: Path, model: Path, out: Path, split_by: Path, renamed: dict[str, Any], *more: str
+) -> None:
+    """Have the converter write a file. `split_by`: whose tokenizer it takes over."""
+    found = stored_types(model) - {"I64", "BOOL"}  # of EAGLE-3's maps of tokens
+    if len(found) != 1 or not found <= set(_TYPES):
+        raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
+    is_gpt2 = _splits_as_gpt2(split_by)
     command = [sys.executable, "-P", "-m", gguf_convert.__name__, str(converter)]
     command += ["gpt-2" if is_gpt2 else "", json.dumps(renamed)]
-    command += [str(model), "--outfile", str(folder / GGUF_FILE), "--outtype", _TYPES[found.pop()]]
+    command += [str(model), "--outfile", str(out), "--outtype", _TYPES[found.pop()], *more]
     settings: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "check": False}
     done = subprocess.run(command, stdin=subprocess.DEVNULL, **settings)
-    if done.returncode or not (folder / GGUF_FILE).is_file():
+    if done.returncode or not out.is_file():
         output = done.stdout + done.stderr
         if _UNKNOWN in output and not is_gpt2:
-            raise ValueError(f"{converter} does not know {source.folder}'s tokenizer, and GPT-2's differs")
+            raise ValueError(f"{converter} does not know the tokenizer of {split_by}, and GPT-2's differs")
         tail = "\n".join(output.strip().splitlines()[-12:])
-        what = f"failed with exit code {done.returncode}" if done.returncode else f"left no {GGUF_FILE}"
+        what = f"failed with exit code {done.returncode}" if done.returncode else f"left no {out.name}"
         raise ValueError(f"{converter} {what}; the end of its output:\n{tail}")
-    shutil.rmtree(folder / _UNFINISHED)
 
 
 def _for_converter(source: Source, folder: Path) -> Path:
@@ -165,3 +175,63 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
 
 
 GGUF = format_of("gguf", write=_write, compare=_compare, values=_values)
+
+
+def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
+    converter, model = _converter(options), folder / _UNFINISHED
+    target = find_folder(needed_target(source, options, "its tokenizer goes into the file"), [CONFIG_FILE])
+    model.mkdir()
+    save_eagle(eagle_of(source), model)
+    _convert(source, converter, model, folder / GGUF_FILE, target, {}, "--target-model-dir", str(target))
+    shutil.rmtree(model)
+
+
+def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    path, heads = folder / GGUF_FILE, load_eagle(source.folder)
+    made, state = read_gguf(path), heads.state_dict()
+    from gguf.quants import dequantize
+
+    field = made.get_field("eagle3.target_layers")
+    layers = None if field is None else [int(layer) for layer in field.contents()]
+    if layers != list(heads.layers):
+        raise ValueError(f"{path} reads the target's layers {layers}, the artifact {list(heads.layers)}")
+    tensors = {tensor.name: tensor for tensor in made.tensors}
+    lines = [f"the target's layers that are read, {', '.join(map(str, heads.layers))}"]
+    if heads.proposed is not None:
+        if "d2t" not in tensors or tensors["d2t"].data.tolist() != heads.proposed.tolist():
+            raise ValueError(f"{path} proposes other tokens than the artifact")
+        lines.append(f"the {len(heads.proposed):,} tokens that are proposed")
+    expected = {theirs: state[ours] for theirs, ours in _HEADS.items()}
+    if heads.own_head is not None:
+        expected["output.weight"] = heads.own_head
+    stored = {
+        name: torch.from_numpy(dequantize(tensors[name].data, tensors[name].tensor_type).copy())
+        for name in expected
+        if name in tensors
+    }
+    check_same_tensors(stored, {name: tensor.float() for name, tensor in expected.items()}, folder)
+    return [*lines, f"{len(expected)} of {len(tensors)} tensors, bit by bit (llama.cpp orders rows of the others anew)"]
+
+
+_HEADS = {
+    "fc.weight": "fc.weight",
+    "output_norm.weight": "norm.weight",
+    "blk.0.attn_norm.weight": "midlayer.input_layernorm.weight",
+    "blk.0.attn_norm_2.weight": "midlayer.hidden_norm.weight",
+    "blk.0.attn_v.weight": "midlayer.self_attn.v_proj.weight",
+    "blk.0.attn_output.weight": "midlayer.self_attn.o_proj.weight",
+    "blk.0.ffn_norm.weight": "midlayer.post_attention_layernorm.weight",
+    "blk.0.ffn_gate.weight": "midlayer.mlp.gate_proj.weight",
+    "blk.0.ffn_up.weight": "midlayer.mlp.up_proj.weight",
+    "blk.0.ffn_down.weight": "midlayer.mlp.down_proj.weight",
+}
+"""llama.cpp's names of an EAGLE-3 layer's tensors that it keeps as they are."""
+
+
+def _values_of_heads(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
+    return _values(source, folder, options) | {
+        "tokens": options.speculative_tokens or load_eagle(source.folder).num_heads
+    }
+
+
+EAGLE_GGUF = format_of("eagle3-gguf", write=_write_heads, compare=_compare_heads, values=_values_of_heads)

@@ -1,7 +1,7 @@
 """EAGLE-3 heads beside a target: what each engine makes of their config, and what their files lack.
 
 The engines' rules were read in their own code: vLLM 0.33's `config/speculative.py` and its two model runners, SGLang
-0.5.23's `models/llama_eagle3.py`.
+0.5.23's `models/llama_eagle3.py`, llama.cpp's `conversion/llama.py` and `common/speculative.cpp`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ READERS = {
     "vllm": "vLLM 0.33, method eagle3",
     "vllm, runner V1": "vLLM 0.33 with VLLM_USE_V2_MODEL_RUNNER=0, method eagle3",
     "sglang": "SGLang 0.5.23, EAGLE3",
+    "llama.cpp": "llama.cpp (b11434), draft-eagle3",
     "draftsmith": "this engine, as an evaluation's `drafter`",
 }
 """Who drafts with EAGLE-3 heads, and of which versions the rules were read."""
@@ -37,6 +38,7 @@ def layers_read(config: Config, count: int) -> dict[str, list[int]]:
         "vllm": list(top or nested.get("layer_ids") or usual),
         "vllm, runner V1": list(top or own or usual),
         "sglang": [layer + 1 for layer in own] if own else usual,
+        "llama.cpp": list(top or usual),
     }
 
 
@@ -95,6 +97,9 @@ def _form(config: Config, folder: Path, stored: Mapping[str, Any]) -> Iterator[F
 
 
 def _layers(config: Config, trained: list[int], target: Side) -> Iterator[Finding]:
+    if len(trained) != 3:
+        effects = {"llama.cpp": Effect(REFUSED, f"it takes heads that read three layers, not {len(trained)}")}
+        yield Finding("number of layers", "not every engine takes this many", "3", str(len(trained)), effects)
     read = layers_read(config, target.config.num_hidden_layers)
     wrong = {name: layers for name, layers in read.items() if layers != trained}
     if wrong:

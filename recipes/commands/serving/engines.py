@@ -94,7 +94,7 @@ ENGINES = {
         {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa", "medusa-vllm": "medusa"}, _vllm
     ),
     "sglang": Engine({"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3"}, _sglang),
-    "llama.cpp": Engine({"gguf": "draft-simple"}, _llama_cpp),
+    "llama.cpp": Engine({"gguf": "draft-simple", "eagle3-gguf": "draft-eagle3"}, _llama_cpp),
 }
 
 
