@@ -84,6 +84,7 @@ def forge(
     prompts: Annotated[list[str] | None, typer.Option(help="A file of questions such as will be asked.")] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="A drafter that there is, to be tried too.")] = None,
     temperature: Annotated[float | None, typer.Option(help="At which it shall be fast.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What shall run it: vllm, sglang or llama.cpp.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be tried, and why.")] = False,
 ) -> None:
@@ -92,7 +93,7 @@ def forge(
     from ..schema.forge import ForgeRecipe
     from ..schema.loading import parse_recipe
 
-    given = {"hours": hours, "more_hours": more_hours, "temperature": temperature, "out": out}
+    given = {"hours": hours, "more_hours": more_hours, "temperature": temperature, "engine": engine, "out": out}
     given |= {"prompts": prompts or None, "drafters": drafter or None}  # type: ignore[dict-item]
     values = {"kind": "forge", "target": target} | {key: value for key, value in given.items() if value is not None}
     recipe = parse_recipe(values, "forge", overrides or [], kinds=("forge",))

@@ -31,5 +31,13 @@ class ForgeRecipe(Section):
     """At which it shall be fast."""
     new_tokens: int = Field(64, ge=8)
     """Tokens of an answer when it is measured."""
+    engine: Literal["vllm", "sglang", "llama.cpp"] | None = None
+    """What shall run it: what was trained is exported for it and measured there."""
+    engine_options: str = ""
+    """More for the engine, such as `--dtype float32`."""
+    concurrency: list[int] = [1]
+    """Requests at a time that it is measured with."""
+    llama_cpp: str | None = None
+    """A checkout of llama.cpp, whose converter writes drafts for it."""
     seed: int = 0
     """Of everything that is drawn."""

@@ -133,7 +133,8 @@ def main() -> None:
     os.environ.setdefault("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     work = options.work or options.pair / "kinds"
     work.mkdir(parents=True, exist_ok=True)
-    recipe = read_recipe(options.pair / "quickstart.yaml")
+    file = options.pair / "quickstart.yaml"
+    recipe = parse_recipe(read_recipe(file), str(file))
     assert isinstance(recipe, QuickstartRecipe)
     pair = resolve(recipe)
     costs = {

@@ -21,6 +21,7 @@ import shlex
 import struct
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
+from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
@@ -72,10 +74,10 @@ def successors(wrong: int = 0) -> list[int]:
     return found
 
 
-def model_of(following: list[int]) -> LlamaForCausalLM:
+def model_of(following: list[int], layers: int = 2) -> LlamaForCausalLM:
     """Attention speaks along, so that a cache that is wrong shows; it never outvotes."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     config = LlamaConfig(**sizes, bos_token_id=0, eos_token_id=2)
     model = LlamaForCausalLM(config).eval()
@@ -106,7 +108,7 @@ class Works:
         save_artifact(self.folder / name, kind=kind, write=write, **about)
 
     def export(self, name: str, form: str) -> Path:
-        options = ExportOptions(llama_cpp=ENGINE) if form == "gguf" else ExportOptions()
+        options = ExportOptions(llama_cpp=ENGINE) if form.endswith("gguf") else ExportOptions()
         export_artifact(self.folder / name, form, self.folder / f"{name}-{form}", FORMATS, options)
         return self.folder / f"{name}-{form}"
 
@@ -325,6 +327,36 @@ def commands(folder: Path) -> list[str]:
 def test_serving_a_drafter_as_its_serving_md_says(works: Works) -> None:
     for name in ("copy", "other"):
         check_served(commands(works.folder / f"{name}-gguf")[0], works, every_draft=name == "copy")
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_serving_eagle_heads_as_their_serving_md_says(works: Works, trimmed: bool) -> None:
+    """The heads know what comes after the token after the next one, and nothing more: of two drafted tokens the first
+    is always right, the second never, if layers, embeddings and the map of tokens are read as they are meant."""
+    target, name = model_of(works.following, layers=4), "some" if trimmed else "all"
+    works.gguf_of(f"{name}-target", target)
+    kept = torch.arange(len(SPECIAL), VOCAB) if trimmed else None
+    heads = EagleHeads.for_target(target.config, (0, 1, 3), kept, num_heads=2)
+    with torch.no_grad():
+        heads.fc.weight.zero_()[:, :HIDDEN] = torch.eye(HIDDEN)
+        for silent in (heads.midlayer.self_attn.o_proj, heads.midlayer.mlp.down_proj):
+            silent.weight.zero_()
+        rows_VD = target.lm_head.weight[torch.tensor(works.following).argsort()]
+    heads.own_head = (rows_VD if kept is None else rows_VD[kept]).clone()
+    about = {"vocab_size": VOCAB, "shapes": {"num_heads": 2}, "recipe": {}, "data": {}, "training": {}}
+    about |= {"tokenizer_fingerprint": None, "target": {"id": str(works.folder / f"{name}-target")}}
+    save_artifact(works.folder / name, kind="heads", write=partial(save_eagle, heads), **about)
+    (command,) = commands(works.export(name, "eagle3-gguf"))
+    program, *arguments = shlex.split(command.replace("target-gguf", f"{name}-target-gguf"))
+    asked = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+    with running(
+        [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT], works.folder / "e.log", cwd=works.folder
+    ) as server:
+        for prompt in PROMPTS:
+            answer = works.serving.ask(f"{server.url}/completion", **asked, prompt=works.tokenizer.encode(prompt))
+            assert answer["tokens"] == works.said(prompt)
+            drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
+            assert drafted == 2 * accepted >= NEW - 4
 
 
 def test_serving_a_table_as_its_serving_md_says(works: Works) -> None:

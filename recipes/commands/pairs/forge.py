@@ -35,6 +35,7 @@ from ..evaluation.certify import run_certify
 from ..evaluation.finished import evaluated
 from ..training.regenerate import run_regenerate
 from ..training.train import run_train
+from .in_engine import check_engine, worth_in_engine
 from .quickstart import find_target, make_corpus
 from .rules import (
     RUNGS,
@@ -80,6 +81,7 @@ def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
     a folder of another forge, too few questions."""
     out = Path(recipe.out)
     check_writable(out)
+    check_engine(recipe)
     with sole_writer(out):
         return _Forge(recipe, out).run(plan_only)
 
@@ -191,7 +193,10 @@ class _Forge:
         """What costs no training: look-up, and drafters that there are."""
         self._measure("look", UNTRAINED, "look-up in the text", 0)
         for number, drafter in enumerate(self.recipe.drafters, 1):
-            self._measure(f"given-{number}", GIVEN, drafter, 0, drafters=[drafter])
+            try:
+                self._measure(f"given-{number}", GIVEN, drafter, 0, drafters=[drafter])
+            except ValueError as error:  # it is no pair with the target
+                self._say(f"{drafter}: left out, {error}")
 
     def _measure(self, name: str, rows: Sequence[Row], what: str, steps: int, **parts: Any) -> Measured:
         results = evaluated(evaluation_of(self.base, self.recipe, name, rows, self.prompts, **parts))
@@ -264,6 +269,9 @@ class _Forge:
             self._forecast(candidate.name, found)
             finalists.append(found)
             parts[candidate.name] = given
+            if self.recipe.engine is not None:
+                for line in worth_in_engine(self.recipe, artifact, self.prompts):
+                    self._say(line)
         winner, said = winner_of(finalists)
         self._say(said)
         if winner is not None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,41 +19,6 @@ from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.recipes.commands.serving.engines import commands_of
 from draftsmith.recipes.commands.serving.lengths import predicted
 
-VLLM = f"""#!{sys.executable}
-import http.server, json, os, subprocess, sys, threading
-from collections import Counter
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_served import Engine, Handler
-given = dict(zip(sys.argv, sys.argv[1:]))
-drafts = "--speculative-config" in given
-if given.get("--dies") == ("with drafts" if drafts else "without"):
-    sys.exit("no kernel image, says the engine")
-if not drafts and "--ends-the-other" in given:
-    import time, urllib.request
-    other = f"http://127.0.0.1:{{int(given['--port']) - 1}}"
-    try:
-        urllib.request.urlopen(urllib.request.Request(other, method="DELETE"))
-    except OSError:
-        time.sleep(0.5)
-class Ready(Handler):
-    def do_DELETE(self):
-        print("out of memory, says the engine", flush=True)
-        worker.kill()
-        os._exit(9)
-    def do_GET(self):
-        return self._send(200, "text/plain", b"") if self.path == "/health" else super().do_GET()
-Engine.allow_reuse_address = True
-worker = subprocess.Popen(["sleep", "600"])
-print("worker", worker.pid, flush=True)
-engine = Engine.__new__(Engine)
-http.server.ThreadingHTTPServer.__init__(engine, (given["--host"], int(given["--port"])), Ready)
-engine.kept = 3 if "--speculative-config" in given else 1
-engine.name, engine.says, engine.metrics = given["serve"], "", "--speculative-config" in given
-engine.faults, engine.asked, engine.counted, engine.guard = {{}}, [], Counter(), threading.Lock()
-engine.serve_forever()
-"""
-"""Answers as `test_served.Engine` does, three tokens a step if it is told of drafts, and has a process of its own."""
-
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
@@ -67,16 +30,6 @@ def export(tmp_path: Path) -> Path:
     write = lambda folder: (folder / "config.json").write_text(config)  # noqa: E731
     save_artifact(tmp_path / "out", kind="drafter", write=write, vocab_size=16, **about)
     return tmp_path / "out"
-
-
-@pytest.fixture
-def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of this name on the PATH."""
-    program = tmp_path / "bin" / "vllm"
-    program.parent.mkdir()
-    program.write_text(VLLM)
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def free_ports() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -147,3 +148,55 @@ def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path)
     assert found["winner"] is None
     assert not (out / "trained").exists()
     assert not (out / "answers.jsonl").exists()
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_was_trained_is_worth_something_in_its_engine(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Whatever is fastest in the end: where something was trained it is exported, served beside the engine alone, and
+    killed in between not measured again."""
+    out = tmp_path / "forge"
+    command = forged(out, "--engine", "vllm", "concurrency=[1,2]")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    story = json.loads((out / "forge.json").read_text())["story"]
+    said = [line for line in story if line.startswith("vllm, ")]
+    trained = [line for line in story if "goes on" in line]
+    assert len(said) == (2 if trained else 0)
+    if trained:
+        assert "2 at a time: 3.00 tokens a step" in said[1]
+        (results,) = out.glob("*-vllm.json")
+        before = results.stat().st_mtime_ns
+        assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+        assert results.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (("--engine", "vllm"), "vllm is not on the PATH"),
+        (("--engine", "vlm"), "vlm"),
+        (("--engine", "llama.cpp", "llama_cpp=here"), "llama-server is not on the PATH"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_told_before_anything_is_done(
+    forged: Callable[..., list[str]], tmp_path: Path, words: tuple[str, ...], wrong: str
+) -> None:
+    done = subprocess.run(
+        forged(tmp_path / "none", *words), capture_output=True, text=True, check=False, env=os.environ | {"PATH": ""}
+    )
+    assert done.returncode == 2
+    assert wrong in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_given_drafter_that_does_not_fit_is_left_out(
+    forged: Callable[..., list[str]], tiny_pair: Path, make_llama: Callable[..., Any], tmp_path: Path
+) -> None:
+    make_llama(64).save_pretrained(tmp_path / "other")
+    given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tiny_pair / "drafter")]
+    done = subprocess.run(forged(tmp_path / "out", *given), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "forge.json").read_text())
+    (left_out,) = (line for line in found["story"] if "left out" in line)
+    assert "64" in left_out
+    assert str(tiny_pair / "drafter") in [each["name"] for each in found["untrained"]]
