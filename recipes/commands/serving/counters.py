@@ -1,7 +1,8 @@
 """What a server counts of its drafts, on its own page of metrics.
 
-vLLM counts a draft for each step of a request that had one, and what it accepts beyond the token that ends a text. Its
-counters are those of all requests since it started, so that they are read before and after.
+vLLM counts a draft for each step of a request that had one, and what it accepts beyond the token that ends a text;
+llama.cpp, started with `--metrics`, counts under the same names. Both speak of all requests since they started, so that
+their pages are read before and after.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import re
 from urllib.error import URLError
 from urllib.request import urlopen
 
-_LINE = re.compile(r"^(\w[\w:]*?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+)$")
+_LINE = re.compile(r"^(?:vllm|llamacpp):(\w+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+)$")
 _POSITION = re.compile(r'position="(\d+)"')
 _NAMES = {
-    "drafts": "vllm:spec_decode_num_drafts",
-    "drafted": "vllm:spec_decode_num_draft_tokens",
-    "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "drafts": "spec_decode_num_drafts",
+    "drafted": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
 }
-_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+_BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
 
 def read_counters(url: str, timeout: float = 10.0) -> dict[str, float]:

@@ -76,7 +76,7 @@ def _llama_cpp(target: str, draft: Draft | None) -> list[str]:
     if draft is None:
         return command
     command += ["-md", f"{draft.folder}/model.gguf", "--spec-type", ENGINES["llama.cpp"].forms[draft.form]]
-    return [*command, "--spec-draft-n-max", str(draft.tokens)]
+    return [*command, "--spec-draft-n-max", str(draft.tokens), "--metrics"]
 
 
 @dataclass(frozen=True)

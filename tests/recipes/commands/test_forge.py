@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.recipes.commands.pairs.in_engine import check_engine, worth_in_engine
 from draftsmith.recipes.commands.pairs.rules import (
     Candidate,
     Measured,
@@ -23,6 +25,7 @@ from draftsmith.recipes.commands.pairs.rules import (
     winner_of,
     worth_training,
 )
+from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 
 REAL = Shape(layers=30, of_layer=3.5e6, hidden=576, vocabulary=49152)
@@ -151,23 +154,25 @@ def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path)
 
 
 @pytest.mark.usefixtures("vllm")
-def test_what_was_trained_is_worth_something_in_its_engine(forged: Callable[..., list[str]], tmp_path: Path) -> None:
-    """Whatever is fastest in the end: where something was trained it is exported, served beside the engine alone, and
-    killed in between not measured again."""
-    out = tmp_path / "forge"
-    command = forged(out, "--engine", "vllm", "concurrency=[1,2]")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    story = json.loads((out / "forge.json").read_text())["story"]
-    said = [line for line in story if line.startswith("vllm, ")]
-    trained = [line for line in story if "goes on" in line]
-    assert len(said) == (2 if trained else 0)
-    if trained:
-        assert "2 at a time: 3.00 tokens a step" in said[1]
-        (results,) = out.glob("*-vllm.json")
-        before = results.stat().st_mtime_ns
-        assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-        assert results.stat().st_mtime_ns == before
+def test_what_was_trained_is_exported_and_measured_in_its_engine(tiny_pair: Path, tmp_path: Path) -> None:
+    """The stand-in keeps three tokens a step. What was measured is not measured again."""
+    (tmp_path / "target").symlink_to(tiny_pair / "target")
+    asked = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "heldout.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    values: dict[str, Any] = {"kind": "forge", "target": str(tiny_pair / "target"), "out": str(tmp_path)}
+    recipe = ForgeRecipe.model_validate(values | {"engine": "vllm", "concurrency": [1, 2]})
+    check_engine(recipe)
+    said = worth_in_engine(recipe, tiny_pair / "heads", 8)
+    assert [line.split(" tokens a step")[0] for line in said[:2]] == [
+        f"vllm, {count} at a time: 3.00" for count in (1, 2)
+    ]
+    assert said[2] == f"to serve it: draftsmith serve {tmp_path}/heads-vllm --engine vllm"
+    assert load_manifest(tmp_path / "heads-vllm").export is not None
+    (log,) = tmp_path.glob("serve-vllm.log")
+    log.unlink()
+    assert worth_in_engine(recipe, tiny_pair / "heads", 8) == said
+    assert not log.exists()
 
 
 @pytest.mark.parametrize(

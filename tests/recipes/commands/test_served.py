@@ -31,6 +31,8 @@ class Engine(ThreadingHTTPServer):
     are what it does first."""
 
     reads: Callable[[str], int] = staticmethod(len)
+    prefix = "vllm"
+    """Of its counters' names."""
 
     def __init__(self, kept: int, name: str = "m", says: str = "", metrics: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -66,7 +68,8 @@ class Handler(BaseHTTPRequestHandler):
             for name, count in self.server.counted.items():
                 position = name.partition(" ")[2]
                 label = f'engine="0",model_name="m"{f",position={json.dumps(position)}" if position else ""}'
-                lines.append(f"vllm:spec_decode_num_{name.split()[0]}_total{{{label}}} {float(count)}")
+                kind = f"{self.server.prefix}:spec_decode_num_{name.split()[0]}_total"
+                lines.append(f"{kind}{{{label}}} {float(count)}")
             return self._send(200, "text/plain", "\n".join(lines).encode())
         return self._send(404, "text/plain", b"")
 
@@ -153,10 +156,14 @@ def own_results(tmp_path: Path, questions: list[str], tiny_pair: Path) -> dict[s
     return evaluated(EvaluateRecipe.model_validate(values | more))
 
 
-def test_drafts_are_counted_as_here_and_texts_compared(measured: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["vllm", "llamacpp"])
+def test_drafts_are_counted_as_here_and_texts_compared(
+    measured: Callable[..., Any], tmp_path: Path, prefix: str
+) -> None:
     """13 tokens: the first, and six steps of two of which each kept one of three drafts: 2 tokens a step, whatever
     vLLM's own mean says; six of eighteen were accepted."""
     drafting, plain = Engine(2), Engine(1)
+    drafting.prefix = prefix
     with running(drafting, plain):
         found = measured(drafting.url, baseline=plain.url)
     assert json.loads((tmp_path / "served.json").read_text())["loads"] == found["loads"]
