@@ -12,6 +12,7 @@ from ..heads.eagle import EagleHeads, load_eagle, save_eagle
 from ..heads.layouts import is_eagle
 from ..pairs.eagle import examine_eagle
 from ..pairs.sides import REFUSED, open_side
+from ..pairs.speculation import SPECULATIVE_TOKENS
 from ..storage.draft_vocabulary import mask_token
 from ..storage.names import DRAFT_VOCABULARY, WHOLE_FILES
 from ..verify.model_files import load_config
@@ -83,6 +84,11 @@ def eagle_of(source: Source) -> EagleHeads:
     return heads
 
 
+def steps_of(source: Source, options: ExportOptions) -> int:
+    """Tokens a step that EAGLE-3 heads draft: as many as they were trained for, unless the user says otherwise."""
+    return options.speculative_tokens or int(source.manifest.shapes.get("num_heads", SPECULATIVE_TOKENS))
+
+
 def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
     save_eagle(eagle_of(source), folder)
 
@@ -104,8 +110,7 @@ def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list
 
 
 def _values_of_heads(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    heads = load_eagle(folder)
-    return {"layers": ", ".join(map(str, heads.layers)), "tokens": options.speculative_tokens or heads.num_heads}
+    return {"layers": ", ".join(map(str, load_eagle(folder).layers)), "tokens": steps_of(source, options)}
 
 
 EAGLE_FORMAT = format_of("eagle3", write=_write_heads, compare=_compare_heads, values=_values_of_heads)

@@ -23,7 +23,7 @@ from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
 from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
 from .drafter import load_merged, proposed_tokens, stored_types, write_whole
-from .engines import eagle_of
+from .engines import eagle_of, steps_of
 from .target import check_pair, needed_target
 
 GGUF_FILE = "model.gguf"
@@ -229,9 +229,7 @@ _HEADS = {
 
 
 def _values_of_heads(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    return _values(source, folder, options) | {
-        "tokens": options.speculative_tokens or load_eagle(source.folder).num_heads
-    }
+    return _values(source, folder, options) | {"tokens": steps_of(source, options)}
 
 
 EAGLE_GGUF = format_of("eagle3-gguf", write=_write_heads, compare=_compare_heads, values=_values_of_heads)
