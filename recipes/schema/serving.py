@@ -24,7 +24,9 @@ class ServedRecipe(Section):
     expect: str | None = Field(None, pattern=r"\.json$")
     """Results of `draftsmith evaluate` with the same drafter: what should be accepted, and how prompts are read."""
     model: str | None = None
-    """The model's name on the server; null: the first that it names. The baseline's is always that."""
+    """The model's name on the server; null: the first that it names."""
+    baseline_model: str | None = None
+    """That on the baseline, in the same way; `transformers serve MODEL` names none, and knows its path alone."""
     prompts: str = "spec-bench"
     """As in a recipe of kind evaluate."""
     prompts_path: str | None = None

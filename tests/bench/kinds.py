@@ -96,9 +96,11 @@ def trained(kind: str, seed: int, pair: QuickstartRecipe, steps: int, work: Path
 def cost_of(folder: Path) -> dict[str, float]:
     """What an artifact took to train."""
     found = load_manifest(folder).training
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        sizes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-    parameters = sum(math.prod(size) for name, size in sizes.items() if "embed" not in name)
+    parameters = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            sizes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        parameters += sum(math.prod(size) for name, size in sizes.items() if "embed" not in name)
     peak = json.loads(folder.with_suffix(".json").read_text())["peak_mb"]
     return {"tokens": found["tokens"], "seconds": found["seconds"], "peak_mb": peak, "parameters": parameters}
 

@@ -63,7 +63,7 @@ class Server:
             except self._openai.APIError as error:
                 raise ConnectionError(f"{self.url} does not say which models it has: {self._told(error)}") from None
             if not models:
-                raise ValueError(f"{self.url} names no model: give `model`")
+                raise ValueError(f"{self.url} names no model: give `model`, or `baseline_model` of the baseline")
             self.model = models[0].id
         return self
 

@@ -112,7 +112,7 @@ async def _measured(
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(Server(recipe.server, recipe.model, *asked))]
         if recipe.baseline is not None:
-            servers.append(await stack.enter_async_context(Server(recipe.baseline, None, *asked)))
+            servers.append(await stack.enter_async_context(Server(recipe.baseline, recipe.baseline_model, *asked)))
         loads = [_Load(None, rate) for rate in recipe.rate] or [_Load(number, None) for number in recipe.concurrency]
         rows = []
         for load in loads:
