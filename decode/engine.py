@@ -126,7 +126,7 @@ class Proposer(ABC):
 
     def ahead(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
         """What the next proposal wants to know on the host, of the hidden states of this one's nodes: it comes with the
-        verdict, as `Context.ahead`, so that the host waits for nothing else."""
+        verdict, as `Context.ahead`, so that the host waits for nothing else. A profile counts it to the commit."""
         return ()
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:

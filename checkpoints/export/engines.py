@@ -3,6 +3,7 @@ heads, whose config each reads in its own way (`pairs/eagle.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 from ..heads.eagle import EagleHeads, load_eagle, save_eagle
 from ..heads.layouts import is_eagle
-from ..pairs.eagle import examine_eagle
+from ..pairs.eagle import READERS, examine_eagle
 from ..pairs.sides import REFUSED, open_side
 from ..pairs.speculation import SPECULATIVE_TOKENS
 from ..storage.draft_vocabulary import mask_token
@@ -93,20 +94,26 @@ def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
     save_eagle(eagle_of(source), folder)
 
 
+def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]) -> list[str]:
+    """How some engines read EAGLE-3 heads beside their target, a line each. Raises ValueError: one of them refuses."""
+    target = needed_target(source, options, "engines count its layers")
+    diagnosis = examine_eagle(open_side(target, load_tokenizer), str(source.folder), source.folder)
+    lines = []
+    for name in readers:
+        verdict = diagnosis.verdicts[name]
+        reasons = "; ".join(verdict.reasons)
+        if verdict.outcome == REFUSED:
+            raise ValueError(f"{source.folder} is no pair with the target {target} for {name}: {reasons}")
+        why = f" ({reasons})" if reasons else ""
+        lines.append(f"layers, norms and vocabulary as {diagnosis.consumers[name]} reads them: {verdict.outcome}{why}")
+    return lines
+
+
 def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     expected, found = load_file(source.folder / WHOLE_FILES[0]), load_file(folder / WHOLE_FILES[0])
     check_same_tensors(found, expected, folder)
-    target = needed_target(source, options, "engines count its layers")
-    diagnosis = examine_eagle(open_side(target, load_tokenizer), str(source.folder), folder)
-    verdicts = diagnosis.verdicts
-    if refused := [name for name, verdict in verdicts.items() if verdict.outcome == REFUSED]:
-        reasons = "; ".join(verdicts[refused[0]].reasons)
-        raise ValueError(f"{source.folder} is no pair with the target {target} for {refused[0]}: {reasons}")
     lines = [f"all {len(found)} tensors, bit by bit, with the artifact's"]
-    for name, verdict in verdicts.items():
-        why = f" ({'; '.join(verdict.reasons)})" if verdict.reasons else ""
-        lines.append(f"layers, norms and vocabulary as {diagnosis.consumers[name]} reads them: {verdict.outcome}{why}")
-    return lines
+    return [*lines, *check_eagle(source, options, [name for name in READERS if name != "llama.cpp"])]
 
 
 def _values_of_heads(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:

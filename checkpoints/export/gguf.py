@@ -23,7 +23,7 @@ from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
 from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
 from .drafter import load_merged, proposed_tokens, stored_types, write_whole
-from .engines import eagle_of, steps_of
+from .engines import check_eagle, eagle_of, steps_of
 from .target import check_pair, needed_target
 
 GGUF_FILE = "model.gguf"
@@ -106,7 +106,12 @@ def _for_converter(source: Source, folder: Path) -> Path:
 def _converter(options: ExportOptions) -> Path:
     if options.llama_cpp is None:
         raise ValueError(f"gguf is written by llama.cpp's {CONVERTER}: say with --llama-cpp where your checkout lies")
-    found = options.llama_cpp.expanduser() / CONVERTER
+    return find_converter(options.llama_cpp)
+
+
+def find_converter(checkout: Path) -> Path:
+    """The converter of a checkout of llama.cpp. Raises ValueError: it is none."""
+    found = checkout.expanduser() / CONVERTER
     if not found.is_file():
         raise ValueError(f"there is no {found}: --llama-cpp names a checkout of llama.cpp, which holds {CONVERTER}")
     return found.resolve()
@@ -210,7 +215,8 @@ def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list
         if name in tensors
     }
     check_same_tensors(stored, {name: tensor.float() for name, tensor in expected.items()}, folder)
-    return [*lines, f"{len(expected)} of {len(tensors)} tensors, bit by bit (llama.cpp orders rows of the others anew)"]
+    lines.append(f"{len(expected)} of {len(tensors)} tensors, bit by bit (llama.cpp orders rows of the others anew)")
+    return [*lines, *check_eagle(source, options, ["llama.cpp"])]
 
 
 _HEADS = {

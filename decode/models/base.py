@@ -172,8 +172,13 @@ class LanguageModel(ABC):
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         """What `run` computes of `inputs` and of forwards that grow a fixed tree on this cache; with graphs in one
-        launch. `key` says all that the work depends on beside these."""
+        launch. `key` says all that the work depends on beside these and the size of the tree."""
         return run(*inputs)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host would have to wait to learn a number that it computes."""
+        return self.device.type != "cpu"
 
     @abstractmethod
     def logits(self, hidden_XD: Tensor) -> Tensor:

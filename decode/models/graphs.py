@@ -32,6 +32,8 @@ Found = TypeVar("Found")
 
 _MOST_FREE_CACHES = 4
 _MANY = 1024
+_MOST_READ = 64
+"""Tokens of a chain that are replayed at most: of what a drafter missed there are as many lengths, each a graph."""
 STRIDE = 256
 """Slots that are attended to grow by so many at least."""
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for every shape
@@ -251,7 +253,8 @@ class GraphedModel(LanguageModel):
         prompt = tree is None and not any(cache.lengths)
         above_BMD, self._above_BMD = self._above_BMD, None
         whole = self._inside
-        if slab is None or prompt or count > self._max_tokens or (is_in_torch_dispatch_mode() and whole is None):
+        most = self._max_tokens if tree is not None else min(self._max_tokens, _MOST_READ)
+        if slab is None or prompt or count > most or (is_in_torch_dispatch_mode() and whole is None):
             if above_BMD is not None:
                 self.model.read_next(above_BMD)
             return self.model.extend(cache, tokens_BM, tree, start, stop)
@@ -292,7 +295,8 @@ class GraphedModel(LanguageModel):
             return run(*inputs)
         with torch.inference_mode():
             end, sizes = self._end(cache, tree.nodes), tuple((each.shape, each.dtype) for each in inputs)
-            whole: _Whole = self._kept(slab, (key, sizes, end), lambda: _Whole(slab.cache, tree, inputs, end))
+            name = key, tree.nodes, sizes, end
+            whole: _Whole = self._kept(slab, name, lambda: _Whole(slab.cache, tree, inputs, end))
             for buffer, given in zip(whole.inputs, inputs, strict=True):
                 buffer.copy_(given)
             _set_first(whole.first_B, cache, 0)
@@ -324,6 +328,10 @@ class GraphedModel(LanguageModel):
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
         return self.model._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+
+    @property
+    def waits(self) -> bool:
+        return True  # what is replayed asks nothing
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """[..., V]; a single product, which a graph would not start any faster."""

@@ -217,7 +217,7 @@ class AdaptiveChain(Proposer):
             proposal.valid_BN = all_B[:, None]
             return proposal
         hidden_BD, grow = self._draft.read_root(context), partial(self._grow, context.sampling)
-        if self.policy.key is None or self.model.device.type == "cpu":
+        if self.policy.key is None or not self.model.waits:
             found = grow(hidden_BD, looks_B, *chances)
         else:
             key = self.policy.key, context.sampling
@@ -234,7 +234,7 @@ class AdaptiveChain(Proposer):
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
         """How sure the drafter was at each level, the tokens, in which rows they count, and, above temperature 0, the
         distributions that they come from."""
-        stops = hidden_BD.device.type == "cpu"
+        stops = not self.model.waits
         sure, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         hidden_BMD = hidden_BD[:, None]
         for level in range(self.gamma):

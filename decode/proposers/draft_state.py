@@ -127,7 +127,7 @@ class DraftState:
             return run(hidden_BD, *inputs)
 
         found = self.model.whole(self.cache, tree, key, grown, hidden_BD, *inputs)
-        self._levels = tree.max_depth - 1
+        self._levels = max(0, tree.max_depth - 1)
         return found
 
     def keep(self, context: Context, kept: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:

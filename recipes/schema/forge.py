@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -35,7 +35,7 @@ class ForgeRecipe(Section):
     """What shall run it: what was trained is exported for it and measured there."""
     engine_options: str = ""
     """More for the engine, such as `--dtype float32`."""
-    concurrency: list[int] = [1]
+    concurrency: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
     """Requests at a time that it is measured with."""
     llama_cpp: str | None = None
     """A checkout of llama.cpp, whose converter writes drafts for it."""

@@ -52,6 +52,8 @@ class ServedRecipe(Section):
 
     @model_validator(mode="after")
     def _loads(self) -> ServedRecipe:
+        if self.baseline_model is not None and self.baseline is None:
+            raise ValueError(f"`baseline_model` is {self.baseline_model!r}, and there is no `baseline`")
         if not (self.rate or self.concurrency) or min([*self.concurrency, *self.rate], default=1) <= 0:
             raise ValueError(f"`concurrency` {self.concurrency} and `rate` {self.rate}: give numbers above 0")
         return self

@@ -20,6 +20,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "norm": "output_norm",
+    "fc": "fc",
+    "hidden_norm": "attn_norm_2",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -32,6 +35,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, np.ndarray]:
@@ -40,7 +44,10 @@ def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, np.ndarray]:
     start = 8 + int.from_bytes(whole[:8], "little")
     found = {}
     for name, entry in json.loads(whole[8:start]).items():
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        if name == "d2t":  # offsets, as ids
+            first, end = (start + offset for offset in entry["data_offsets"])
+            found[name] = np.frombuffer(whole[first:end], np.int64) + np.arange(entry["shape"][0])
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name.replace("midlayer.", "model.layers.0."))
         own = NAMES.get(layer[2] if layer else name.removesuffix(".weight"), "")
         if not own:
             continue
@@ -78,6 +85,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--outfile", type=Path, required=True)
     parser.add_argument("--outtype", choices=[name.lower() for name in DTYPES], required=True)
+    parser.add_argument("--target-model-dir", type=Path, help="of EAGLE-3 heads, whose tokenizer is that")
     asked, fault = parser.parse_args(), os.environ.get("FAULT", "")
     if fault == "fails":
         print("\n".join(f"line {number}" for number in range(40)))
@@ -88,7 +96,10 @@ def main() -> None:
         tensors["blk.0.attn_q.weight"].view(np.uint8)[0, 9] ^= 1
     if fault == "one less":
         del tensors["blk.1.ffn_up.weight"]
-    writer = GGUFWriter(asked.outfile, "llama")
+    writer = GGUFWriter(asked.outfile, "eagle3" if LAYERS in config else "llama")
+    if LAYERS in config:
+        layers = [layer + (fault == "other layers") for layer in config[LAYERS]]
+        writer.add_array("eagle3.target_layers", layers)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -98,7 +109,7 @@ def main() -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if (asked.model / "tokenizer.model").is_file():
         writer.add_tokenizer_model("llama")
-    tokenizer = json.loads((asked.model / "tokenizer.json").read_text())
+    tokenizer = json.loads(((asked.target_model_dir or asked.model) / "tokenizer.json").read_text())
     if tokenizer["model"]["type"] == "BPE":
         writer.add_tokenizer_pre(TextModel().get_vocab_base_pre(tokenizer))
     writer.add_token_list([f"token {number}" for number in range(config["vocab_size"] - (fault == "fewer tokens"))])

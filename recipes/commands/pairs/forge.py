@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoints.artifact.artifact import load_manifest
+from ....checkpoints.artifact.locate import resolve as folder_of
 from ....checkpoints.heads.eagle import EagleHeads
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.gguf import is_gguf
@@ -35,7 +36,7 @@ from ..evaluation.certify import run_certify
 from ..evaluation.finished import evaluated
 from ..training.regenerate import run_regenerate
 from ..training.train import run_train
-from .in_engine import check_engine, worth_in_engine
+from .in_engine import OF_ENGINES, check_engine, worth_in_engine
 from .quickstart import find_target, make_corpus
 from .rules import (
     RUNGS,
@@ -82,6 +83,8 @@ def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
     out = Path(recipe.out)
     check_writable(out)
     check_engine(recipe)
+    for drafter in recipe.drafters:
+        folder_of(drafter)
     with sole_writer(out):
         return _Forge(recipe, out).run(plan_only)
 
@@ -130,7 +133,7 @@ class _Forge:
         written = self.out / "forge.yaml"
         if written.is_file():
             theirs = load_recipe(str(written), kinds=("forge",)).model_dump()
-            mine, free = self.recipe.model_dump(), ("hours", "more_hours", "out")
+            mine, free = self.recipe.model_dump(), ("hours", "more_hours", "out", *OF_ENGINES)
             if changed := [name for name in mine if name not in free and mine[name] != theirs[name]]:
                 raise ValueError(
                     f"{self.out} holds a forge with another `{changed[0]}` ({theirs[changed[0]]!r}, not "
@@ -195,7 +198,7 @@ class _Forge:
         for number, drafter in enumerate(self.recipe.drafters, 1):
             try:
                 self._measure(f"given-{number}", GIVEN, drafter, 0, drafters=[drafter])
-            except ValueError as error:  # it is no pair with the target
+            except ValueError as error:  # no pair with the target: that it is there was seen before anything
                 self._say(f"{drafter}: left out, {error}")
 
     def _measure(self, name: str, rows: Sequence[Row], what: str, steps: int, **parts: Any) -> Measured:
@@ -269,13 +272,14 @@ class _Forge:
             self._forecast(candidate.name, found)
             finalists.append(found)
             parts[candidate.name] = given
-            if self.recipe.engine is not None:
-                for line in worth_in_engine(self.recipe, artifact, self.prompts):
-                    self._say(line)
         winner, said = winner_of(finalists)
         self._say(said)
         if winner is not None:
             self._hand_over(winner, parts)
+        if self.recipe.engine is not None and left:
+            self._write(winner)  # should the engine not start
+            for line in worth_in_engine(self.recipe, self._train(*left[0]), self.prompts):
+                self._say(line)
         return winner
 
     def _hand_over(self, winner: Measured, parts: dict[str, dict[str, Any]]) -> None:

@@ -12,18 +12,25 @@ from typing import Any
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.export.base import ExportOptions, export_artifact
 from ....checkpoints.export.forms import FORMS
+from ....checkpoints.export.gguf import find_converter
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json
 from ...schema.forge import ForgeRecipe
 from ..artifacts.export import FORMATS
+from ..serving.asking import check_client
 from ..serving.engines import ENGINES, HOST, commands_of, measure_engine, measured_recipe
+
+OF_ENGINES = ("engine", "engine_options", "concurrency", "llama_cpp")
+"""Fields of a forge that may change when it goes on."""
 
 
 def check_engine(recipe: ForgeRecipe) -> None:
-    """Raises ValueError: the engine of a forge is not installed, or cannot serve its target."""
+    """Raises ValueError: the engine of a forge is not installed, or cannot serve its target; nothing can ask it."""
     if recipe.engine is None:
         return
+    check_client()
+    shlex.split(recipe.engine_options)
     program = ENGINES[recipe.engine].command(recipe.target, None)[0]
     if shutil.which(program) is None:
         raise ValueError(f"{program} is not on the PATH: install {recipe.engine}, or activate its environment")
@@ -32,6 +39,8 @@ def check_engine(recipe: ForgeRecipe) -> None:
             f"llama.cpp serves a GGUF file, and its own converter writes drafts: the target is {recipe.target}, "
             f"llama_cpp={recipe.llama_cpp or 'FOLDER'} should name a checkout"
         )
+    if recipe.llama_cpp is not None:
+        find_converter(Path(recipe.llama_cpp))
 
 
 def form_for(engine: str, artifact: Path) -> str | None:
@@ -46,10 +55,11 @@ def worth_in_engine(recipe: ForgeRecipe, artifact: Path, prompts: int) -> list[s
     """Export an artifact for a forge's engine, measure it there beside the engine alone, and say what came out; what
     was measured already is not measured again."""
     assert recipe.engine is not None
-    out, form = Path(recipe.out), form_for(recipe.engine, artifact)
+    out, form, loads = Path(recipe.out), form_for(recipe.engine, artifact), ",".join(map(str, recipe.concurrency))
     if form is None:
         return [f"{recipe.engine} reads no drafts such as {artifact}"]
-    export, served = out / f"{artifact.name}-{recipe.engine}", out / f"{artifact.name}-{recipe.engine}.json"
+    export = out / f"{artifact.name}-{recipe.engine}"
+    served = out / f"{export.name}-{loads}.json"
     target = str(out / "target")
     checkout = Path(recipe.llama_cpp) if recipe.llama_cpp and recipe.engine == "llama.cpp" else None
     options = ExportOptions(target=target, llama_cpp=checkout)
@@ -57,7 +67,6 @@ def worth_in_engine(recipe: ForgeRecipe, artifact: Path, prompts: int) -> list[s
         export_artifact(artifact, form, export, FORMATS, options)
     if not served.is_file():
         sides = commands_of(export, recipe.engine, recipe.target if recipe.engine == "llama.cpp" else target)
-        loads = ",".join(map(str, recipe.concurrency))
         asking = {"prompts": str(out / "corpus" / "heldout.jsonl"), "out": str(served), "concurrency": loads}
         asking |= dict(zip(("server", "baseline"), _free_urls(2), strict=True))
         changes = [f"limit={prompts}", f"max_new_tokens={recipe.new_tokens}", f"temperature={recipe.temperature}"]

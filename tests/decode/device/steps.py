@@ -11,6 +11,8 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.models.eagle import EagleDrafter
+from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
@@ -20,6 +22,14 @@ VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
 LIMITS = Limits(24)
 NAMES = [name for name in METHODS if name != "beam"]  # whose one step is a whole text
+
+
+def with_eagle(make_llama: Any, make_eagle: Any, device: str) -> tuple[Any, Parts]:
+    """A target, and EAGLE-3's layer as its drafter."""
+    model = make_llama(VOCAB).to(device)
+    heads = make_eagle(model).to(device)
+    drafter = EagleDrafter(heads)
+    return wrap_model(model, given_layers=heads.layers), Parts(GraphedModel(drafter) if device == "cuda" else drafter)
 
 
 def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
@@ -38,8 +48,9 @@ def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
 def decode(
     target: Any, parts: Parts, name: str, batch: int, temperature: float, cuda: PretendCuda | None, **options: Any
 ) -> Any:
-    """Texts, and of the steps of a warm method what each waited for and launched."""
-    sampling, seen = Sampling(temperature), []
+    """Texts and how many draft tokens each step kept, and of the steps of a warm method what each waited for and
+    launched. Texts alone would be the target's own whatever is drafted."""
+    sampling, seen, kept = Sampling(temperature), [], []
     rng = Rng.for_rows(3, batch, target.device)
     texts: list[list[int]] = [[] for _ in range(batch)]
     if cuda is not None:
@@ -49,8 +60,9 @@ def decode(
     ):
         for text, ids in zip(texts, step.new_ids, strict=True):
             text += ids
+        kept.append(step.accepted[step.active].tolist())
         if cuda is not None:
             seen.append((list(map(str, cuda.syncs)), cuda.launches.total()))
             assert not cuda.unpinned
             cuda.reset()
-    return texts, seen[len(seen) // 2 : -1]
+    return (texts, kept), seen[len(seen) // 2 : -1]

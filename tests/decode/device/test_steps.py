@@ -16,7 +16,7 @@ from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.loading import wrap_model
 from pretend_device import PretendCuda
-from steps import NAMES, VOCAB, built, decode
+from steps import NAMES, VOCAB, built, decode, with_eagle
 from transformers import GPT2Config, GPT2LMHeadModel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
@@ -59,6 +59,16 @@ def test_texts_are_those_of_the_cpu(cuda: PretendCuda, make_llama: Any, name: st
     """Two rows at temperature 1: with a vocabulary of 64 and 24 tokens each a difference would not stay hidden."""
     on_device, _ = decode(*built(make_llama, "cuda"), name, 2, 1.0, cuda)
     assert decode(*built(make_llama, "cpu"), name, 2, 1.0, None)[0] == on_device
+
+
+@pytest.mark.parametrize("name", ["dynamic-tree", "suffix-drafter"])
+def test_eagle_in_trees_of_fewer_nodes_than_levels(
+    cuda: PretendCuda, make_llama: Any, make_eagle: Any, name: str
+) -> None:
+    """Up to the last slot of the cache."""
+    options = {"nodes": 2, "least": 0.001}
+    found = decode(*with_eagle(make_llama, make_eagle, "cuda"), name, 1, 0.0, cuda, **options)[0]
+    assert found == decode(*with_eagle(make_llama, make_eagle, "cpu"), name, 1, 0.0, None, **options)[0]
 
 
 def test_a_policy_that_lets_the_drafter_rest_waits_to_know(cuda: PretendCuda, make_llama: Any) -> None:

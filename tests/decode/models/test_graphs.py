@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.engine import Limits
+from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
@@ -198,6 +198,39 @@ def test_whole_runs_are_the_same(
     for prompts in (PROMPTS[:1], PROMPTS):
         wanted = run(target, name, Parts(drafter, heads), prompts, sampling, **options)
         assert run(fast, name, Parts(fast_drafter, heads), prompts, sampling, **options) == wanted
+    assert recordings.replayed > 10
+
+
+def kept(target: LanguageModel, name: str, drafter: LanguageModel, temperature: float, **options: object) -> object:
+    """Texts of two rows, and how many draft tokens each step kept."""
+    sampling, seen = Sampling(temperature), []
+    method = build_method(name, Parts(drafter), sampling, **options)
+    for step in generate(target, *method, PROMPTS[:3:2], Limits(30), sampling, Rng.for_rows(3, 2)):
+        seen.append((step.new_ids, step.accepted[step.active].tolist()))
+    return seen
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("name", "of_two"),
+    [
+        ("adaptive", ({"gamma": 6, "threshold": 0.2}, {"gamma": 3, "threshold": 0.2})),
+        ("bild", ({"gamma": 5, "fallback": 0.3}, {"gamma": 5, "fallback": 0.1})),
+        ("lookup-drafter", ({"draft_gamma": 4}, {"draft_gamma": 2})),
+        ("dynamic-tree", ({"least": 0.01}, {"least": 0.01, "nodes": 3, "depth": 5})),
+        ("suffix-drafter", ({"least": 0.01}, {"least": 0.01, "nodes": 12, "sure": 0.2})),
+    ],
+)
+def test_what_is_drafted_on_counts_for_nothing(
+    make_llama: Build, name: str, of_two: tuple[dict[str, object], ...], temperature: float
+) -> None:
+    """Replayed, all levels are drafted; plainly, none that no row needs. A target that drafts for itself keeps much.
+    Two settings in turn on the same models."""
+    target = wrap_model(make_llama(VOCAB, sharpness=1.5))
+    fast, recordings = graphed(target)
+    for options in (*of_two, *reversed(of_two)):  # caches change hands between target and drafter
+        wanted = kept(target, name, target, temperature, **options)
+        assert kept(fast, name, fast, temperature, **options) == wanted
     assert recordings.replayed > 10
 
 

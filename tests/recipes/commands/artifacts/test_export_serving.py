@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from draftsmith.checkpoints.artifact.markdown import python, shell, span
@@ -44,7 +45,7 @@ def serving(
     and that folder."""
     tokenizer = train_bpe(["some words of a text, other words"], VOCAB, ("<pad>", "</s>"))
     target = place / name
-    model = make_llama(VOCAB, 1, **SIZES)
+    model = make_llama(VOCAB, 1, **SIZES, num_hidden_layers=4)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     kind = "drafter" if form == "adapter" else FORMATS[form].kind
@@ -57,8 +58,8 @@ def serving(
         elif kind == "drafter":
             make_llama(VOCAB, 2, **SIZES).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        elif form == "eagle3":
-            eagle = EagleHeads.for_target(model.config, [0, 1])
+        elif form.startswith("eagle3"):
+            eagle = EagleHeads.for_target(model.config, [0, 1, 3], torch.arange(40, VOCAB))
             save_eagle(eagle.attach(model.get_input_embeddings().weight, model.lm_head.weight), folder)
         elif kind == "heads":
             save_heads(PredictionHeads.from_lm_head(model.lm_head.weight.detach().clone(), 3, 1), folder, str(target))
@@ -67,11 +68,11 @@ def serving(
 
     about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
     if kind == "heads":
-        about["shapes"] = {"num_heads": 3} | ({"architecture": form} if form == "eagle3" else {})
+        about["shapes"] = {"num_heads": 3} | ({"architecture": "eagle3"} if form.startswith("eagle3") else {})
     about |= {"target": {"id": str(target)}, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
     save_artifact(place / "artifact", kind=kind, write=write, vocab_size=VOCAB, **about)
     shutil.copyfile(CONVERTER, place / "convert_hf_to_gguf.py")
-    options = {"llama_cpp": place} if form == "gguf" else MORE.get(form, {})
+    options = {"llama_cpp": place} if form.endswith("gguf") else MORE.get(form, {})
     if "speculative_tokens" in FORMATS["transformers" if form == "adapter" else form].options:
         options = options | {"speculative_tokens": 5}
     chosen = "transformers" if form == "adapter" else form

@@ -116,21 +116,22 @@ PLANTED: dict[str, tuple[Change, str, set[str]]] = {
         lambda config, weights: config["eagle_config"].update({TOP: LAYERS}), "layers", {"sglang"},
     ),
     "no ids beside the sizes": (
-        lambda config, weights: config.pop(TOP), "layers", {"vllm", "vllm, runner V1", "draftsmith"},
+        lambda config, weights: config.pop(TOP), "layers",
+        {"vllm", "vllm, runner V1", "draftsmith", "llama.cpp"},
     ),
     "tied": (lambda config, weights: config.update(tie_word_embeddings=True), "tied", {"sglang"}),
     "normed": (lambda config, weights: config.update(norm_before_residual=True), "norm", {"sglang"}),
     "ids instead of offsets": (
         lambda config, weights: weights.update(d2t=KEPT.clone()), "draft vocabulary",
-        {"vllm", "vllm, runner V1", "sglang", "draftsmith"},
+        {"vllm", "vllm, runner V1", "sglang", "draftsmith", "llama.cpp"},
     ),
     "another size": (
         lambda config, weights: config.update(draft_vocab_size=7), "draft vocabulary",
-        {"vllm", "vllm, runner V1", "sglang", "draftsmith"},
+        {"vllm", "vllm, runner V1", "sglang", "draftsmith", "llama.cpp"},
     ),
     "another target": (
         lambda config, weights: config.update(hidden_size=64), "hidden_size",
-        {"vllm", "vllm, runner V1", "sglang", "draftsmith"},
+        {"vllm", "vllm, runner V1", "sglang", "draftsmith", "llama.cpp"},
     ),
 }  # fmt: skip
 
@@ -178,7 +179,7 @@ def test_heads_are_decoded_as_engines_would_feed_them(
     prompts = str(tiny_pair / "corpus" / "heldout.jsonl")
     assert not examine_pair(str(target), str(folder), as_json=True, prompts=prompts)
     found = json.loads(capsys.readouterr().out)["readings"]
-    assert found[0]["who"] == ["as the config says", "vllm", "vllm, runner V1"]
+    assert found[0]["who"] == ["as the config says", "vllm", "vllm, runner V1", "llama.cpp"]
     ways = [(tuple(one["layers"]), one["normed"]) for one in found]
     assert ways == [((1, 3, 6), False), ((2, 4, 7), False), ((0, 2, 5), False), ((2, 4, 5), False), ((1, 3, 6), True)]
     assert "sglang" in found[1]["who"]
