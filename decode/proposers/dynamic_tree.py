@@ -153,7 +153,7 @@ class DynamicTree(Proposer):
             watched.append(top.values[..., 0])
             tokens_BAW = top.indices if kept_R is None else kept_R[top.indices]
             joint_BAW = share_BA[..., None] * top.values
-            joint_BAW = joint_BAW.masked_fill(joint_BAW < self.least, 0.0)
+            joint_BAW = torch.where(joint_BAW >= self.least, joint_BAW, 0.0)  # which NaN is not
             nodes = self._add(nodes, known, level + 1, above_BA, tokens_BAW, joint_BAW)
             if level + 1 == self.depth:
                 break
