@@ -30,6 +30,7 @@ from ...train.parallel.processes import on_main, together
 from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.on_policy import OnPolicy
 from ...train.tasks.parallel import Parallel
+from ...train.tasks.selection import Selection
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
 from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, role_of
 from ..session.terminal import log
@@ -127,6 +128,9 @@ def drafter_parts(
     teacher: Teacher | None = eval_teacher if taught_by_target else None
     if recipe.distils and recipe.teacher.cache is not None:
         teacher = open_cache(recipe, prepared)
+    chosen, selection = recipe.selection, None
+    if chosen is not None:
+        selection = Selection(load_teacher(chosen.reference, device=device), chosen.share)
     policy, on_policy = recipe.on_policy, None
     if policy is not None:
         on_policy = OnPolicy(policy.share, policy.new_tokens, tuple(stop_ids(tokenizer)), policy.temperature)
@@ -143,6 +147,7 @@ def drafter_parts(
         evaluate_blocks=recipe.measure.blocks,
         compiled=recipe.train.compile,
         parallel=parallel,
+        selection=selection,
     )
     task.title = role_of(recipe)
     # what changes the training, or what its evaluations are compared by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,9 @@ def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
         meta = meta_model(recipe.target, dtype)
         target = model_size(meta, eight_bit=eight_bit)
         decodes = bool(recipe.measure.prompts) and decodes_fast(meta)
+    if target is not None and recipe.selection is not None:
+        reference = model_size(meta_model(recipe.selection.reference, "auto"))
+        target = replace(target, weights=target.weights + reference.weights)
     if recipe.target is not None and recipe.model.embeddings == "target":
         loading = max(loading, model_size(meta_model(recipe.target, "auto")).weights)
     demand = Demand(model, target, taught, 0, *_of_loop(recipe), loading, launch, decodes)

@@ -139,6 +139,16 @@ class OnPolicySection(Section):
     """Of the sampling."""
 
 
+class SelectionSection(Section):
+    """Learn only what can be learned: those tokens at which a drafter that was distilled before is most ahead (AdaSPEC:
+    Hu et al. 2025, arXiv 2510.19779)."""
+
+    reference: str
+    """Folder or hub id of that drafter; it has the vocabulary, and the draft vocabulary, of this one."""
+    share: float = Field(0.4, gt=0, le=1)
+    """Of the trained tokens of each forward, those that are learned."""
+
+
 class TrainSection(Section):
     """The training loop."""
 
@@ -258,6 +268,8 @@ class DrafterRecipe(_Recipe):
     """Learn on the drafter's own samples too."""
     parallel: ParallelSection | None = None
     """Learn to draft several tokens by one forward."""
+    selection: SelectionSection | None = None
+    """Learn from some of the tokens alone."""
     train: TrainSection = TrainSection()
 
     @property
@@ -281,6 +293,8 @@ class DrafterRecipe(_Recipe):
         if self.on_policy is not None and (not taught or self.teacher.cache is not None):
             reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
             raise ValueError(f"`on_policy` needs {reason}: nobody knows beforehand what the drafter will write")
+        if self.selection is not None and (not taught or "cross-entropy" in self.objective or self.parallel):
+            raise ValueError("`selection` is of distillation alone: no objective `cross-entropy`, no `parallel`")
         return self
 
 

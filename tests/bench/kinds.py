@@ -3,11 +3,12 @@
     python tests/bench/kinds.py --pair runs/realpair [--steps 400] [--seeds 3] [--work DIR] [--limit 16]
 
 The pair is a finished quickstart of recipe realpair: its answers, caches and recipes are used, with `--steps` steps for
-every kind. Trained, one after another, in processes of their own: a drafter cut from the target, the same with a draft
-vocabulary (trimmed), the latter to draft several tokens at once (parallel: PARD), heads, which decode as Medusa's and
-with the pair's table as SLiM's, and EAGLE-3's layer. Then each seed's are measured side by side on the same questions
-of Spec-Bench, at temperatures 0 and 1. What is finished is reused; `--trained` stops before measuring. `--quick`: 4
-steps, one seed, 2 questions.
+every kind. Trained, one after another, in processes of their own: heads, which decode as Medusa's and with the pair's
+table as SLiM's; EAGLE-3's layer; a drafter cut from the target with a draft vocabulary (trimmed), the same to draft
+several tokens at once (parallel: PARD), with the whole vocabulary (drafter), on AdaSPEC's selection of tokens, for
+which the trimmed one is the reference (selected), and with an output layer of rank 256 (low-rank). `--kinds` names some
+of them. Then each seed's are measured side by side on the same questions of Spec-Bench, at temperatures 0 and 1. What
+is finished is reused; `--trained` stops before measuring. `--quick`: 4 steps, one seed, 2 questions.
 
 In the results tokens per step, accepted share by depth, speedup with its interval for each seed; tokens, seconds, peak
 memory of the training process, and parameters but those of embeddings. The last line is one JSON object.
@@ -33,32 +34,42 @@ from realpair import numbers_of, print_rows
 from safetensors import safe_open
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "drafter": ("drafter", {"model": {"vocabulary": None}, "teacher": {"cache": "{work}/teacher"}}),
-    "trimmed": ("drafter", {}),
-    "parallel": ("drafter", {"parallel": {"tokens": 4}}),
     "heads": ("heads", {}),
     "eagle": ("eagle", {}),
+    "trimmed": ("drafter", {}),
+    "parallel": ("drafter", {"parallel": {"tokens": 4}}),
+    "drafter": ("drafter", {"model": {"vocabulary": None}, "teacher": {"cache": "{work}/teacher"}}),
+    "selected": ("drafter", {"selection": {"reference": "{work}/trimmed-{seed}"}}),
+    "low-rank": ("drafter", {"model": {"vocabulary": {"rank": 256}}}),
 }
 """By kind the stage of the pair that it is like, and what differs."""
-DRAFTERS = ("drafter", "trimmed", "parallel", "eagle")
 DRAFTED = {0.0: (2, 4), 1.0: (1, 4)}
 """By temperature the lengths of drafts: what is fastest, and a long one, whose depths are told apart."""
 
 
-def rows_of(temperature: float) -> list[dict[str, Any]]:
+def rows_of(temperature: float, kinds: list[str]) -> list[dict[str, Any]]:
     """Plain decoding, and each kind as it drafts best after a short training."""
     found: list[tuple[str, str, dict[str, Any]]] = [("autoregressive", "autoregressive", {})]
+    numbers = {kind: number for number, kind in enumerate(drafters_of(kinds), 1)}
     for gamma in DRAFTED[temperature]:
-        for number, kind in enumerate(DRAFTERS, 1):
+        for kind, number in numbers.items():
             found.append((f"{kind}, γ = {gamma}", "speculative", {"gamma": gamma, "drafter": number}))
-    for gamma in (2, 4):
-        found.append(
-            (f"parallel at once, γ = {gamma}", "speculative", {"gamma": gamma, "parallel": True, "drafter": 3})
-        )
-    tree = {"nodes": 8, "depth": 3, "least": 0.05, "drafter": 4}
-    found += [("eagle, a tree of 8", "dynamic-tree", tree), ("medusa", "medusa", {"tree": "2x1x1"})]
-    found.append(("slim", "slim-s", {"sequences": 8, "least": 0.05}))
+    if "parallel" in numbers:
+        for gamma in (2, 4):
+            options = {"gamma": gamma, "parallel": True, "drafter": numbers["parallel"]}
+            found.append((f"parallel at once, γ = {gamma}", "speculative", options))
+    if "eagle" in numbers:
+        tree = {"nodes": 8, "depth": 3, "least": 0.05, "drafter": numbers["eagle"]}
+        found.append(("eagle, a tree of 8", "dynamic-tree", tree))
+    if "heads" in kinds:
+        found.append(("medusa", "medusa", {"tree": "2x1x1"}))
+        found.append(("slim", "slim-s", {"sequences": 8, "least": 0.05}))
     return [{"method": name, "label": label, "options": given} for label, name, given in found]
+
+
+def drafters_of(kinds: list[str]) -> list[str]:
+    """Those that draft token by token, in the order in which rows number them."""
+    return [kind for kind in KINDS if kind in kinds and kind != "heads"]
 
 
 def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +85,7 @@ def trained(kind: str, seed: int, pair: QuickstartRecipe, steps: int, work: Path
     stage, changes = KINDS[kind]
     values = getattr(pair, stage).model_dump(mode="json")
     out = work / f"{kind}-{seed}"
-    filled = json.loads(json.dumps(changes).replace("{work}", str(work)))
+    filled = json.loads(json.dumps(changes).replace("{work}", str(work)).replace("{seed}", str(seed)))
     values = merged(merged(values, filled), {"out": str(out), "train": {"steps": steps, "seed": seed}})
     values["measure"]["prompts"] = 0
     file = work / f"{kind}-{seed}.yaml"
@@ -105,19 +116,21 @@ def cost_of(folder: Path) -> dict[str, float]:
     return {"tokens": found["tokens"], "seconds": found["seconds"], "peak_mb": peak, "parameters": parameters}
 
 
-def measured(seed: int, pair: QuickstartRecipe, work: Path, limit: int) -> dict[str, Any]:
+def measured(seed: int, pair: QuickstartRecipe, work: Path, limit: int, kinds: list[str]) -> dict[str, Any]:
     """By temperature and row what a seed's drafts are worth."""
-    folders = {kind: str(work / f"{kind}-{seed}") for kind in KINDS}
+    folders = [str(work / f"{kind}-{seed}") for kind in drafters_of(kinds)]
+    heads = {"heads": str(work / f"heads-{seed}"), "table": pair.evaluate.table} if "heads" in kinds else {}
+    some = "" if kinds == list(KINDS) else "".join(f"-{kind}" for kind in kinds)
     found = {}
     for temperature in (0.0, 1.0):
         recipe = EvaluateRecipe.model_validate({
-            "kind": "evaluate", "out": str(work / f"seed-{seed}-T{temperature:g}.json"), "target": pair.evaluate.target,
-            "drafter": folders["drafter"], "more_drafters": [folders[kind] for kind in DRAFTERS[1:]],
-            "heads": folders["heads"], "table": pair.evaluate.table, "drafter_dtype": "bfloat16",
+            "kind": "evaluate", "out": str(work / f"seed-{seed}-T{temperature:g}{some}.json"),
+            "target": pair.evaluate.target,
+            "drafter": folders[0] if folders else None, "more_drafters": folders[1:], "drafter_dtype": "bfloat16",
             "prompts": "spec-bench", "prompts_path": str(SHARED / "eval" / "spec_bench_question.jsonl"),
             "template": "tokenizer", "limit": limit, "max_prompt_tokens": 512, "max_new_tokens": 64,
             "temperature": temperature, "compare_with_transformers": False, "energy": "off", "predict": False,
-            "methods": rows_of(temperature),
+            "methods": rows_of(temperature, kinds), **heads,
         })  # fmt: skip
         results = evaluated(recipe)
         found[f"T={temperature:g}"] = {row["label"]: numbers_of(row) for row in results["methods"]}
@@ -128,6 +141,7 @@ def measured(seed: int, pair: QuickstartRecipe, work: Path, limit: int) -> dict[
 def main() -> None:
     parser = parser_of(__doc__, "4 steps, one seed, 2 questions", pair=True, steps=400, seeds=3, limit=16)
     parser.add_argument("--work", type=Path, help="where artifacts and results lie; by default PAIR/kinds")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="by default all")
     parser.add_argument("--trained", action="store_true", help="only train")
     options = parser.parse_args()
     if options.quick:
@@ -142,11 +156,11 @@ def main() -> None:
     costs = {
         f"{kind}, seed {seed}": cost_of(trained(kind, seed, pair, options.steps, work))
         for seed in range(options.seeds)
-        for kind in KINDS
+        for kind in options.kinds
     }
-    rows = (
-        {} if options.trained else {f"seed {s}": measured(s, pair, work, options.limit) for s in range(options.seeds)}
-    )
+    rows = {}
+    if not options.trained:
+        rows = {f"seed {s}": measured(s, pair, work, options.limit, options.kinds) for s in range(options.seeds)}
     finish({"steps": options.steps, "trained": costs, "measured": rows})
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .chunks import IGNORED, DenseTeacher, SparseTeacher, Teacher, TopK, blocks_of_logits, rows_of, to_events
 from .fused import FusedLoss, Plan
+from .objectives import forward_kl_chunk
 
 TOP = 5  # tokens that "top-5" looks at
 
@@ -128,6 +129,20 @@ def head_labels(labels_BT: Tensor, documents_BT: Tensor, num_heads: int) -> Tens
     """What head k (from 0) predicts at position t: the label of token t + 2 + k, int64 [B, T, K] (Cai et al. 2024,
     arXiv 2401.10774, section 2.2)."""
     return torch.stack([shifted_labels(labels_BT, documents_BT, 2 + k) for k in range(num_heads)], dim=-1)
+
+
+@torch.no_grad()
+def divergences(
+    hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, teacher: Teacher, chunk: int | None = None
+) -> Tensor:
+    """KL(teacher ‖ drafter) at each position, at temperature 1, float32 [X]; 0 where there is no label. Shapes and
+    ValueError as in `mixture`."""
+    found_X = torch.zeros(len(labels_X), device=labels_X.device)
+    parts = [found_X[:0]]
+    for _, logits_RV, targets in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher):
+        assert targets is not None
+        parts.append(forward_kl_chunk(to_events(targets, logits_RV)[0], targets.log_probs_RF)[0].float())
+    return found_X.masked_scatter_(labels_X != IGNORED, torch.cat(parts))
 
 
 @dataclass(frozen=True, slots=True)

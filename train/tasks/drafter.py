@@ -20,11 +20,13 @@ from ...data.blocks.prepared import PreparedData
 from ...decode.models.draft_vocabulary import kept_tokens
 from ..forward.packed import PackedForward, make_forward
 from ..loop.fit import Task
+from ..losses.chunks import DenseTeacher
 from ..losses.drafter import IGNORED, TopK, agreement, heads_mixture, label_hits, narrowed, shifted_labels
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
-from ..teachers.teacher import Teacher
+from ..teachers.teacher import ModelTeacher, Teacher
 from .on_policy import OnPolicy, rewrite
 from .parallel import Parallel, lengthened
+from .selection import Selection
 
 _EVALUATED_TOGETHER = 4  # blocks
 
@@ -44,10 +46,11 @@ class DrafterModule(nn.Module):
         temperature: float = 1.0,
         top_k: TopK | None = None,
         parallel: Parallel | None = None,
+        selection: Selection | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.temperature, self.top_k, self.parallel = temperature, top_k, parallel
+        self.temperature, self.top_k, self.parallel, self.selection = temperature, top_k, parallel, selection
         self.progress = 0.0
         """Share of the run that is done: what the weights of the objectives follow."""
         self._weights = parse_weights(objective)
@@ -65,7 +68,7 @@ class DrafterModule(nn.Module):
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Sum of the objective over the trained positions (float32), and their number (int64); inputs as in `Batch`. In
-        parallel, as many times the mean over these and the mask tokens."""
+        parallel, as many times the mean over these and the mask tokens; of a selection, over what is selected."""
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         weights = weights_at(self._weights, self.progress)
         taught = needs_teacher(weights)
@@ -81,11 +84,15 @@ class DrafterModule(nn.Module):
             labels_X, rows_X1 = longer.labels_X, longer.teacher_rows_X[:, None]
         if self.proposed is not None:
             hidden_XD, weight_VD, labels_X, teacher = narrowed(self.proposed, hidden_XD, weight_VD, labels_X, teacher)
+        if self.selection is not None:
+            assert teacher is not None
+            count, own = (labels_X != IGNORED).sum(), DenseTeacher(hidden_XD, weight_VD)
+            labels_X = self.selection(batch, own, labels_X, teacher, self.proposed)
         given = (labels_X[:, None], teacher, rows_X1, self.temperature)
         sums_1, counts_1 = heads_mixture(weights, hidden_XD[:, None], [weight_VD], *given, top_k=self.top_k)
         if count is None:
             return sums_1[0], counts_1[0]
-        return sums_1[0] * (count / counts_1[0].clamp(min=1)), count  # the mean is over mask tokens too
+        return sums_1[0] * (count / counts_1[0].clamp(min=1)), count  # of mask tokens too, or of fewer
 
     @property
     def proposed(self) -> Tensor | None:
@@ -118,7 +125,7 @@ class DrafterTask(Task):
     returns of the model.
 
     Raises ValueError: what `parse_weights` raises; vocabularies that differ; cross entropy on the drafter's own
-    samples, which would only confirm them.
+    samples, which would only confirm them; a reference (`selection`) that proposes other tokens than the drafter.
     """
 
     name = "drafter"
@@ -137,19 +144,26 @@ class DrafterTask(Task):
         evaluate_blocks: int | None = 64,
         compiled: bool = False,
         parallel: Parallel | None = None,
+        selection: Selection | None = None,
     ) -> None:
         objective = dict(objective or {"cross-entropy": 1.0})
         if on_policy is not None and "cross-entropy" in objective:
             raise ValueError("cross-entropy on what the drafter itself has written would only confirm it: leave it out")
         if "reverse-kl" in objective and top_k is not None and top_k.tail == "renormalise":
             raise ValueError("reverse-kl is infinite where the teacher gives nothing: use the tail `bucket` with it")
+        reference = None if selection is None else selection.reference
+        if reference is not None:
+            check_reference(model, reference.model)
         self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
-        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, parallel)
+        self._beside = [side for side in (teacher, eval_teacher, reference) if side is not None]
+        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, parallel, selection)
         if compiled:
             self.module.compile()
         self.settings: dict[str, Any] = {"objective": objective, "temperature": temperature}
         if parallel is not None:
             self.settings["parallel"] = asdict(parallel)
+        if selection is not None:
+            self.settings["selection"] = [selection.reference.settings["target"], selection.share]
         if top_k is not None:
             self.settings["top_k"] = [top_k.k, top_k.tail]
         if teacher is not None:
@@ -157,19 +171,18 @@ class DrafterTask(Task):
         if on_policy is not None:
             stop_ids = list(on_policy.stop_ids)
             self.settings["on_policy"] = [on_policy.share, on_policy.new_tokens, on_policy.temperature, stop_ids]
-        taught = getattr(teacher, "model", None)
         rows = None if (ids_R := kept_tokens(model)) is None else len(ids_R)
         longer = 1.0 if parallel is None else 1 + sum(parallel.shares())
         work = [[longer * each for each in _work(model, rows, backward=True)]]
-        work += [] if taught is None else [[*_work(taught, rows, backward=False)]]
+        others = [side.model for side in (teacher, reference) if isinstance(side, ModelTeacher)]
+        work += [[*_work(each, rows, backward=False)] for each in others]
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
         self.rewrites = on_policy is not None
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
 
     def place(self, device: torch.device) -> None:
-        for side in (self.teacher, self.eval_teacher):
-            if side is not None:
-                side.place(device)
+        for side in self._beside:
+            side.place(device)
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
         """`batch` with a share of its answers sampled from the drafter as it is now; see `on_policy.rewrite`."""
@@ -218,6 +231,20 @@ class DrafterTask(Task):
             with torch.autocast(device.type, enabled=False):
                 metrics |= self._evaluate_fn(module.model)
         return metrics
+
+
+def check_reference(model: Any, reference: Any) -> None:
+    """Raises ValueError unless both have the same vocabulary, and propose the same of its tokens."""
+    told = []
+    for each in (model, reference):
+        size, ids = each.get_output_embeddings().weight.shape[0], kept_tokens(each)
+        told.append((size, list(range(size)) if ids is None else ids.tolist()))
+    (mine, proposed), (theirs, known) = told
+    if mine != theirs:
+        raise ValueError(f"the drafter's vocabulary has {mine} tokens, the reference's {theirs}: they must agree")
+    if proposed != known:
+        counts = f"the drafter proposes {len(proposed)} tokens, the reference {len(known)}"
+        raise ValueError(f"{counts}: they must be the same")
 
 
 def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch.device) -> Iterator[Batch]:

@@ -37,6 +37,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "more than is proposed": ("drafter", ["teacher.top_k=64", "model.vocabulary={tokens: 32}"], ["64", "tokens` 32"]),
     "warm bucket": ("drafter", ["teacher={top_k: 4, temperature: 2.0}"], ["2.0", "renormalise"]),
     "on policy, no teacher": ("drafter", ["on_policy={share: 0.5}"], ["`on_policy`"]),
+    "selection, no teacher": ("drafter", ["selection={reference: d}"], ["`selection`", "cross-entropy"]),
     "flash in 32 bits": ("drafter", ["model.attention=flash_attention_2"], ["flash_attention_2", "bf16"]),
     "no corpus": ("drafter", ["data={}"], ["'data'", "`source`", "`mixture`"]),
     "two corpora": ("drafter", ["data.mixture=[{source: rows.json}]"], ["`source`", "`mixture`"]),
