@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("drafter", {"parallel": {"tokens": 4}}),
     "drafter": ("drafter", {"model": {"vocabulary": None}, "teacher": {"cache": "{work}/teacher"}}),
     "selected": ("drafter", {"selection": {"reference": "{work}/trimmed-{seed}"}}),
-    "low-rank": ("drafter", {"model": {"vocabulary": {"rank": 256}}}),
+    "low-rank": ("drafter", {"model": {"vocabulary": {"rank": 256}, "freeze_embeddings": False}}),
 }
 """By kind the stage of the pair that it is like, and what differs."""
 DRAFTED = {0.0: (2, 4), 1.0: (1, 4)}
