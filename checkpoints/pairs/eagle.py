@@ -42,6 +42,12 @@ def layers_read(config: Config, count: int) -> dict[str, list[int]]:
     }
 
 
+def rotary_base(config: Config) -> float:
+    """Of rotary positions, as any transformers writes it; what is left out means 10,000."""
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000)
+
+
 def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
     """All that is known of EAGLE-3 heads in a folder, beside their target. Raises ValueError: ids of layers that are
     none."""
@@ -119,6 +125,10 @@ def _sizes(config: Config, target: Side) -> Iterator[Finding]:
         if mine != theirs:
             reason = "the heads are of another target"
             yield Finding(name, reason, str(mine), str(theirs), _all(Effect(REFUSED, reason)))
+    mine, theirs = rotary_base(vars(target.config)), rotary_base(_inner(config))
+    if mine != theirs:
+        reason = "positions turn otherwise than in the target: right only if the heads were trained so"
+        yield Finding("rotary positions", reason, f"{mine:,.0f}", f"{theirs:,.0f}", _all(Effect(BUT, reason)))
 
 
 def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iterator[Finding]:

@@ -95,8 +95,7 @@ def _examine_eagle(target: str, heads: str, fix: Path | None, prompts: str | Non
         show(diagnosis)
         show_readings(found)
     if best is not None:
-        way = f"layers {', '.join(map(str, best.layers))}{', normed' if best.normed else ''}"
-        log(f"doctor: fed {way} the heads keep more tokens than as their config says: that is what they learned from")
+        log(f"doctor: fed {best} the heads keep more tokens than as their config says: that is what they learned from")
     return best is None and all(verdict.outcome == WORKS for verdict in diagnosis.verdicts.values())
 
 
@@ -138,10 +137,9 @@ def show_readings(found: Sequence[Reading]) -> None:
     """Tokens a step of heads fed in several ways, as a table."""
     if not found:
         return
-    rows = _table("fed as", "layers", Column(no_wrap=True), Column("tokens a step", no_wrap=True))
+    rows = _table("fed as", "reading", Column(no_wrap=True), Column("tokens a step", no_wrap=True))
     for reading in found:
-        layers = ", ".join(map(str, reading.layers)) + (", normed" if reading.normed else "")
-        rows.add_row(layers, "; ".join(reading.who), f"{reading.tokens_per_step:.2f} ± {reading.error:.2f}")
+        rows.add_row(str(reading), "; ".join(reading.who), f"{reading.tokens_per_step:.2f} ± {reading.error:.2f}")
     console().print(rows)
 
 

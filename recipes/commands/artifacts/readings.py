@@ -1,4 +1,5 @@
-"""What EAGLE-3 heads are worth fed with other layers than their config means: by decoding as an engine would."""
+"""What EAGLE-3 heads are worth fed otherwise than their config means: by decoding as an engine would, and as they would
+have been trained by the usual mistakes."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ....checkpoints.artifact.compat import read_config
-from ....checkpoints.heads.eagle import NORMED, default_layers, load_eagle
+from ....checkpoints.heads.eagle import NORMED, EagleHeads, default_layers, load_eagle
 from ....checkpoints.heads.published import layers_named
-from ....checkpoints.pairs.eagle import layers_read
+from ....checkpoints.pairs.eagle import layers_read, rotary_base
 from ....checkpoints.storage.names import CONFIG_FILE
 from ....data.prompts import stop_ids
 from ....data.tokenizers import load_tokenizer
@@ -20,6 +24,7 @@ from ....decode.evaluation.metrics import total
 from ....decode.evaluation.replay.steps import ratio_error
 from ....decode.methods import Parts, build_method
 from ....decode.models.eagle import EagleDrafter
+from ....decode.models.kv_cache import KVCache
 from ....decode.models.loading import wrap_model
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import load_target, prompts_of
@@ -41,11 +46,36 @@ class Reading(NamedTuple):
     """Engines that feed so, and what else the reading is."""
     tokens_per_step: float = 0.0
     error: float = 0.0
+    base: float | None = None
+    """Of rotary positions; None: the config's."""
+    behind: bool = False
+    """Whether embeddings are those of the token before: heads learn so if their training does not shift the tokens."""
+
+    def __str__(self) -> str:
+        parts = [f"layers {', '.join(map(str, self.layers))}"]
+        parts += ["normed"] if self.normed else []
+        parts += [] if self.base is None else [f"rope_theta {self.base:,.0f}"]
+        return ", ".join([*parts, "the token before"] if self.behind else parts)
 
 
-def readings(config: dict[str, Any], count: int) -> list[Reading]:
-    """Every way in which heads of this config may be fed from a target of `count` layers: as the config means first,
-    as engines do, and with the usual mistakes."""
+class TokenBefore(EagleDrafter):
+    """Reads beside a state the embedding of the token one place earlier. One text at a time, in chains."""
+
+    def __init__(self, heads: EagleHeads) -> None:
+        super().__init__(heads)
+        self._text_P = torch.zeros(self.max_positions + 1, dtype=torch.int64, device=self.device)
+
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        self._text_P[positions_BM + 1] = tokens_BM
+        return super()._forward(cache, self._text_P[positions_BM], positions_BM, mask_B1MS, start, end)
+
+
+def readings(config: dict[str, Any], target: Any) -> list[Reading]:
+    """Every way in which heads of this config may be fed from a target of this configuration: as the config means
+    first, as engines do, and with the usual mistakes."""
+    count = target.num_hidden_layers
     named, normed = layers_named(config, count), bool(config.get(NORMED))
     tried = [("as the config says", named, normed)]
     tried += [(name, layers, normed and name != "sglang") for name, layers in layers_read(config, count).items()]
@@ -59,7 +89,22 @@ def readings(config: dict[str, Any], count: int) -> list[Reading]:
     for who, layers, is_normed in tried:
         if all(0 <= layer < count for layer in layers) and len(layers) == len(named):
             found.setdefault((tuple(layers), is_normed), []).append(who)
-    return [Reading(*way, who) for way, who in found.items()]
+    ways = [Reading(*way, who) for way, who in found.items()]
+    own = config.get("transformer_layer_config", config)
+    bases = {"the target's positions": rotary_base(vars(target)), "the usual positions": rotary_base({})}
+    others = {base: who for who, base in reversed(bases.items()) if base != rotary_base(own)}
+    ways += [ways[0]._replace(who=[who], base=base) for base, who in others.items()]
+    return [*ways, ways[0]._replace(who=["tokens not shifted"], behind=True)]
+
+
+def drafter_of(heads: EagleHeads, way: Reading, weights: tuple[Tensor, Tensor], like: Any) -> EagleDrafter:
+    """A drafter that is fed in this way, with its target's embeddings and output rows."""
+    heads.layers, heads.normed = way.layers, way.normed
+    if way.base is not None:
+        heads.config.rope_parameters = {**heads.config.rope_parameters, "rope_theta": way.base}
+        heads.rotary_emb = LlamaRotaryEmbedding(heads.config)
+    heads = heads.to(like.device, like.weights_dtype).attach(*weights)
+    return TokenBefore(heads) if way.behind else EagleDrafter(heads)
 
 
 def decoded(target: str, folder: Path, prompts: str, template: str | None = None) -> list[Reading]:
@@ -71,13 +116,11 @@ def decoded(target: str, folder: Path, prompts: str, template: str | None = None
     tokenizer, model, measured = load_tokenizer(target), load_target(recipe), list[Reading]()
     asked, limits = [ids for _, ids in prompts_of(recipe, tokenizer)], Limits(_TOKENS, stop_ids(tokenizer))
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    ways = readings(config, model.config.num_hidden_layers)
+    ways = readings(config, model.config)
     with bar("decoding as engines would", "readings") as advance:
         for done, way in enumerate(ways, 1):
-            heads = load_eagle(folder)
-            heads.layers, heads.normed = way.layers, way.normed
             wrapped = wrap_model(model, given_layers=way.layers)
-            drafter = EagleDrafter(heads.to(wrapped.device, wrapped.weights_dtype).attach(*weights))
+            drafter = drafter_of(load_eagle(folder), way, weights, wrapped)
             method = build_method("speculative", Parts(drafter), Sampling(), gamma=_GAMMA)
             runs = [decode(wrapped, method, Sampling(), 0, ids, limits) for ids in asked]
             counts = total(run.tally for run in runs)
