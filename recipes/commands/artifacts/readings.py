@@ -3,6 +3,7 @@ have been trained by the usual mistakes."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from ...schema.evaluation import EvaluateRecipe
 from ...session.terminal import bar
 from ..evaluation.recipe import template_of
 
-_PROMPTS, _TOKENS, _GAMMA = 8, 48, 3
+_PROMPTS, _TOKENS, _GAMMA = 16, 48, 3
 _ERRORS = 3.0
 """Standard errors by which a reading must be better than the config's to be named."""
 
@@ -46,6 +47,8 @@ class Reading(NamedTuple):
     """Engines that feed so, and what else the reading is."""
     tokens_per_step: float = 0.0
     error: float = 0.0
+    apart: float = 0.0
+    """Standard error of the difference from the config's reading, which decodes the same prompts."""
     base: float | None = None
     """Of rotary positions; None: the config's."""
     behind: bool = False
@@ -116,7 +119,7 @@ def decoded(target: str, folder: Path, prompts: str, template: str | None = None
     tokenizer, model, measured = load_tokenizer(target), load_target(recipe), list[Reading]()
     asked, limits = [ids for _, ids in prompts_of(recipe, tokenizer)], Limits(_TOKENS, stop_ids(tokenizer))
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    ways = readings(config, model.config)
+    ways, off = readings(config, model.config), list[np.ndarray]()
     with bar("decoding as engines would", "readings") as advance:
         for done, way in enumerate(ways, 1):
             wrapped = wrap_model(model, given_layers=way.layers)
@@ -126,7 +129,9 @@ def decoded(target: str, folder: Path, prompts: str, template: str | None = None
             counts = total(run.tally for run in runs)
             tokens_B, steps_B = (np.array([getattr(run.tally, part) for run in runs]) for part in ("tokens", "steps"))
             rate = counts.tokens / counts.steps
-            measured.append(way._replace(tokens_per_step=rate, error=ratio_error(tokens_B, steps_B)))
+            off.append((tokens_B - rate * steps_B) / steps_B.mean())
+            apart = float(np.std(off[-1] - off[0], ddof=1)) / math.sqrt(len(runs)) if len(runs) > 1 else rate
+            measured.append(way._replace(tokens_per_step=rate, error=ratio_error(tokens_B, steps_B), apart=apart))
             advance(done, len(ways))
     return measured
 
@@ -134,5 +139,4 @@ def decoded(target: str, folder: Path, prompts: str, template: str | None = None
 def better(found: list[Reading]) -> Reading | None:
     """The best reading where it is plainly better than the first, which is the config's."""
     best = max(found, key=lambda reading: reading.tokens_per_step)
-    margin = _ERRORS * float(np.hypot(best.error, found[0].error))
-    return best if best.tokens_per_step - found[0].tokens_per_step > margin else None
+    return best if best.tokens_per_step - found[0].tokens_per_step > _ERRORS * best.apart else None

@@ -231,5 +231,5 @@ def test_positions_that_turn_otherwise_than_the_targets_are_named(target: Path, 
 
 @pytest.mark.parametrize(("rates", "named"), [((1.2, 1.3), False), ((1.2, 1.9), True), ((1.9, 1.2), False)])
 def test_a_better_reading_is_named_where_chance_does_not_explain_it(rates: tuple[float, float], named: bool) -> None:
-    found = [Reading((number,), False, [], rate, 0.1) for number, rate in enumerate(rates)]
+    found = [Reading((number,), False, [], rate, 0.2, 0.1) for number, rate in enumerate(rates)]
     assert better(found) == (found[1] if named else None)
