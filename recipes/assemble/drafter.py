@@ -32,7 +32,7 @@ from ...train.tasks.on_policy import OnPolicy
 from ...train.tasks.parallel import Parallel
 from ...train.tasks.selection import Selection
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
-from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, role_of
+from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, VocabularySection, role_of
 from ..session.terminal import log
 from .acceptance import drafter_measure
 from .artifact import Run, check_target, fingerprint_of, prepare_once
@@ -103,14 +103,9 @@ def drafter_parts(
     vocabulary for an encoder-decoder."""
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
-    if (vocabulary := recipe.model.vocabulary) is not None:
-        if model.config.is_encoder_decoder:
-            raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
-        if vocabulary.tokens is not None:
-            vocab = model.get_output_embeddings().weight.shape[0]
-            keep_tokens(model, frequent_tokens(vocabulary.tokens, vocab, prepared, role_of(recipe)))
-        if vocabulary.rank is not None:
-            factorise(model, vocabulary.rank)
+    vocabulary = recipe.model.vocabulary
+    if vocabulary is not None:
+        _make_smaller(model, vocabulary, prepared, role_of(recipe))
     parallel = None if recipe.parallel is None else parallel_of(recipe, model, prepared)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     target = measure = None
@@ -157,6 +152,17 @@ def drafter_parts(
     task.settings["model"] = model_settings | own
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return DrafterParts(trained, task, target, fingerprint, measure is not None)
+
+
+def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: Prepared, name: str) -> None:
+    """Less than a whole output layer."""
+    if model.config.is_encoder_decoder:
+        raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
+    if section.tokens is not None:
+        vocab = model.get_output_embeddings().weight.shape[0]
+        keep_tokens(model, frequent_tokens(section.tokens, vocab, prepared, name))
+    if section.rank is not None:
+        factorise(model, section.rank)
 
 
 def _load_target(source: str, section: TeacherSection, device: Any) -> tuple[ModelTeacher, str]:
