@@ -61,16 +61,20 @@ def expected_of(recipe: ServedRecipe, prompts: Sequence[Prompt]) -> Expected | N
             f"{recipe.expect} has no row of `speculative` at temperature {recipe.temperature:g}, only at "
             f"{', '.join(f'{each:g}' for each in there) or 'none'}"
         )
-    row = max(fitting, key=lambda row: len(row["acceptance_by_depth"]))
+    row = max(fitting, key=_drafted)
     own = EvaluateRecipe.model_validate(results["recipe"])
     tokenizer = load_tokenizer(own.target)
     encode = prompt_renderer(get_template(own.template, tokenizer), tokenizer)
     lengths = {prompt.id: len(encode(prompt.turns)) for prompt in prompts}
-    drafted = len(row["acceptance_by_depth"])
     texts = row["by_prompt"] if own.max_new_tokens == recipe.max_new_tokens else []
     kept = {text["prompt"]: (text["tokens"], text["steps"]) for text in texts if text["steps"]}
     by_depth, interval = row["acceptance_by_depth"], row["tokens_per_step_interval"]
-    return Expected(row["label"], drafted, by_depth, interval, lengths, kept)
+    return Expected(row["label"], _drafted(row), by_depth, interval, lengths, kept)
+
+
+def _drafted(row: Mapping[str, Any]) -> int:
+    """Tokens a step at most: depths that nothing was kept up to are in no list of acceptance."""
+    return int(row["options"].get("gamma", len(row["acceptance_by_depth"])))
 
 
 def compared(expected: Expected, side: Mapping[str, Any]) -> dict[str, Any]:

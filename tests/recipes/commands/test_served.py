@@ -230,26 +230,29 @@ def test_pairs_that_are_none(measured: Callable[..., Any], other: Engine, named:
 
 
 @pytest.mark.parametrize(
-    ("reads", "kept", "by_depth", "named"),
+    ("reads", "kept", "drafts", "named"),
     [
-        (lambda own: own, 2, [1.0, 0.0, 0.0], None),
-        (lambda own: own + 5, 2, [1.0, 0.0, 0.0], r"\+5 tokens each: another chat template"),
-        (lambda own: min(own, 9), 2, [1.0, 0.0, 0.0], "cuts prompts at 9 tokens"),
-        (lambda own: own + own % 3, 2, [1.0, 0.0, 0.0], "of 9 prompts .* another tokenizer"),
-        (lambda own: own, 2, [1.0, 0.0], "drafts 3 tokens a step, in .* 2"),
-        (lambda own: own, 2, [1.0, 0.0, 0.0, 0.0], "drafts 3 tokens a step, in .* 4"),
-        (lambda own: own, 3, [1.0, 0.0, 0.0], "keeps 3.00 tokens a step, 2.00 here: another drafter"),
-        (lambda own: own, 1, [1.0, 0.0, 0.0], "not say what it drafts"),
+        (lambda own: own, 2, 3, None),
+        (lambda own: own + 5, 2, 3, r"\+5 tokens each: another chat template"),
+        (lambda own: min(own, 9), 2, 3, "cuts prompts at 9 tokens"),
+        (lambda own: own + own % 3, 2, 3, "of 9 prompts .* another tokenizer"),
+        (lambda own: own, 2, 2, "drafts 3 tokens a step, in .* 2"),
+        (lambda own: own, 2, 4, "drafts 3 tokens a step, in .* 4"),
+        (lambda own: own, 3, 3, "keeps 3.00 tokens a step, 2.00 here: another drafter"),
+        (lambda own: own, 1, 3, "not say what it drafts"),
     ],
     ids=["as here", "template", "context", "tokenizer", "longer drafts", "shorter drafts", "drafter", "no drafts"],
 )
 def test_what_a_server_should_keep_is_known_and_a_wrong_set_up_named(
-    reads: Callable[[int], int], kept: int, by_depth: list[float], named: str | None,
+    reads: Callable[[int], int], kept: int, drafts: int, named: str | None,
     measured: Callable[..., Any], own_results: dict[str, Any], questions: list[str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Six steps of which each keeps one of three drafts are two tokens a step."""
+    """Six steps of which each keeps one of three drafts are two tokens a step. Depths that nothing was kept up to are
+    in no list of acceptance: how many were drafted is what the options say."""
     for row in own_results["methods"]:
-        row["acceptance_by_depth"] = by_depth if row["method"] == "speculative" else []
+        drafter = row["method"] == "speculative"
+        row["acceptance_by_depth"] = [1.0, 0.0] if drafter else []
+        row["options"] = {"gamma": drafts} if drafter else {}
     path = tmp_path / "own.json"
     path.write_text(json.dumps(own_results))
     recipe = served_recipe(None, [f"expect={path}"], server="http://x", prompts=str(tmp_path / "questions.json"))
