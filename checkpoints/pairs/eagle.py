@@ -44,7 +44,8 @@ def layers_read(config: Config, count: int) -> dict[str, list[int]]:
 
 def rotary_base(config: Config) -> float:
     """Of rotary positions, as any transformers writes it; what is left out means 10,000."""
-    rope = config.get("rope_parameters") or {}
+    rope: Config = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # by kind of layer, where these differ
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000)
 
 
@@ -128,7 +129,7 @@ def _sizes(config: Config, target: Side) -> Iterator[Finding]:
     mine, theirs = rotary_base(vars(target.config)), rotary_base(_inner(config))
     if mine != theirs:
         reason = "positions turn otherwise than in the target: right only if the heads were trained so"
-        yield Finding("rotary positions", reason, f"{mine:,.0f}", f"{theirs:,.0f}", _all(Effect(BUT, reason)))
+        yield Finding("rotary positions", reason, f"{mine:,.0f}", f"{theirs:,.0f}", {})
 
 
 def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iterator[Finding]:

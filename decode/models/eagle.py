@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...checkpoints.heads.eagle import EagleHeads
 from .lean import LeanDecoder
@@ -31,6 +32,9 @@ class EagleDrafter(LeanDecoder):
         head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
         if int8:
             head_RD = rounded(head_RD)
+        heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(
+            weight_DG.device
+        )  # in float32, whatever the weights are
         self._hold(heads.config, embedding_VD, head_RD, heads, [heads.midlayer], int8)
         self.head_weights = None if self._kept_R is None else heads.projection().numel()
         self._take_in = self._product(weight_DG)

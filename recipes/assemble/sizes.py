@@ -61,9 +61,9 @@ def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
         meta = meta_model(recipe.target, dtype)
         target = model_size(meta, eight_bit=eight_bit)
         decodes = bool(recipe.measure.prompts) and decodes_fast(meta)
-    if target is not None and recipe.selection is not None:
+    if recipe.selection is not None:
         reference = model_size(meta_model(recipe.selection.reference, "auto"))
-        target = replace(target, weights=target.weights + reference.weights)
+        target = replace(target or reference, weights=reference.weights + (target.weights if target else 0))
     if recipe.target is not None and recipe.model.embeddings == "target":
         loading = max(loading, model_size(meta_model(recipe.target, "auto")).weights)
     demand = Demand(model, target, taught, 0, *_of_loop(recipe), loading, launch, decodes)

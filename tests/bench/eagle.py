@@ -135,7 +135,7 @@ def theirs(python: str, folder: Path, attention: str, implementation: str) -> di
     script = Path(__file__).with_name("eagle_child.py")
     done = subprocess.run([python, str(script), str(folder)], capture_output=True, text=True)
     if done.returncode:
-        return done.stderr.strip().splitlines()[-1]
+        return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="by default all")
     parser.add_argument("--trained", action="store_true", help="only train")
     options = parser.parse_args()
+    options.kinds = [kind for kind in KINDS if kind in options.kinds]
     if options.quick:
         options.steps, options.seeds, options.limit = 4, 1, 2
     os.environ.setdefault("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))

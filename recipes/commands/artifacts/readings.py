@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ....checkpoints.artifact.compat import read_config
 from ....checkpoints.heads.eagle import NORMED, EagleHeads, default_layers, load_eagle
@@ -105,7 +104,6 @@ def drafter_of(heads: EagleHeads, way: Reading, weights: tuple[Tensor, Tensor], 
     heads.layers, heads.normed = way.layers, way.normed
     if way.base is not None:
         heads.config.rope_parameters = {**heads.config.rope_parameters, "rope_theta": way.base}
-        heads.rotary_emb = LlamaRotaryEmbedding(heads.config)
     heads = heads.to(like.device, like.weights_dtype).attach(*weights)
     return TokenBefore(heads) if way.behind else EagleDrafter(heads)
 
