@@ -32,9 +32,8 @@ class EagleDrafter(LeanDecoder):
         head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
         if int8:
             head_RD = rounded(head_RD)
-        heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(
-            weight_DG.device
-        )  # in float32, whatever the weights are
+        # what turned with the weights into 16 bits would turn far places wrongly
+        heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(weight_DG.device)
         self._hold(heads.config, embedding_VD, head_RD, heads, [heads.midlayer], int8)
         self.head_weights = None if self._kept_R is None else heads.projection().numel()
         self._take_in = self._product(weight_DG)

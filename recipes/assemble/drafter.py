@@ -123,9 +123,10 @@ def drafter_parts(
     teacher: Teacher | None = eval_teacher if taught_by_target else None
     if recipe.distils and recipe.teacher.cache is not None:
         teacher = open_cache(recipe, prepared)
+    top_k = TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None
     chosen, selection = recipe.selection, None
     if chosen is not None:
-        selection = Selection(load_teacher(chosen.reference, device=device), chosen.share)
+        selection = Selection(load_teacher(chosen.reference, device=device), chosen.share, top_k)
     policy, on_policy = recipe.on_policy, None
     if policy is not None:
         on_policy = OnPolicy(policy.share, policy.new_tokens, tuple(stop_ids(tokenizer)), policy.temperature)
@@ -135,7 +136,7 @@ def drafter_parts(
         recipe.objective,
         teacher,
         recipe.teacher.temperature,
-        TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None,
+        top_k,
         on_policy,
         eval_teacher or teacher,
         measure,

@@ -5,10 +5,10 @@
 The pair is a finished quickstart of recipe realpair: its answers, caches and recipes are used, with `--steps` steps for
 every kind. Trained, one after another, in processes of their own: heads, which decode as Medusa's and with the pair's
 table as SLiM's; EAGLE-3's layer; a drafter cut from the target with a draft vocabulary (trimmed), the same to draft
-several tokens at once (parallel: PARD), with the whole vocabulary (drafter), on AdaSPEC's selection of tokens, for
-which the trimmed one is the reference (selected), and with an output layer of rank 256 (low-rank). `--kinds` names some
-of them. Then each seed's are measured side by side on the same questions of Spec-Bench, at temperatures 0 and 1. What
-is finished is reused; `--trained` stops before measuring. `--quick`: 4 steps, one seed, 2 questions.
+several tokens at once (parallel: PARD), with the whole vocabulary (drafter), and on AdaSPEC's selection of tokens, for
+which the trimmed one is the reference (selected). `--kinds` names some of them. Then each seed's are measured side by
+side on the same questions of Spec-Bench, at temperatures 0 and 1. What is finished is reused; `--trained` stops before
+measuring. `--quick`: 4 steps, one seed, 2 questions.
 
 In the results tokens per step, accepted share by depth, speedup with its interval for each seed; tokens, seconds, peak
 memory of the training process, and parameters but those of embeddings. The last line is one JSON object.
@@ -40,7 +40,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("drafter", {"parallel": {"tokens": 4}}),
     "drafter": ("drafter", {"model": {"vocabulary": None}, "teacher": {"cache": "{work}/teacher"}}),
     "selected": ("drafter", {"selection": {"reference": "{work}/trimmed-{seed}"}}),
-    "low-rank": ("drafter", {"model": {"vocabulary": {"rank": 256}, "freeze_embeddings": False}}),
 }
 """By kind the stage of the pair that it is like, and what differs."""
 DRAFTED = {0.0: (2, 4), 1.0: (1, 4)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Self
 
+from children import kilobytes
+
 
 class Anonymous:
     """The largest `RssAnon` while it is open: what files back, such as weights and hidden states that are mapped, the
@@ -13,7 +15,7 @@ class Anonymous:
     before_mb = peak_mb = 0.0
 
     def __enter__(self) -> Self:
-        self.before_mb = anonymous_mb()
+        self.before_mb = kilobytes("RssAnon") / 1e3
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -25,9 +27,4 @@ class Anonymous:
 
     def _watch(self) -> None:
         while not self._done.wait(0.005):
-            self.peak_mb = max(self.peak_mb, anonymous_mb())
-
-
-def anonymous_mb() -> float:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) / 1e3 for line in status if line.startswith("RssAnon"))
+            self.peak_mb = max(self.peak_mb, kilobytes("RssAnon") / 1e3)

@@ -160,6 +160,7 @@ def blocks_of_logits(
     chunk: int | None,
     teacher: Teacher | None = None,
     proposed: Tensor | None = None,
+    top_k: TopK | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
     """Of the positions that have a label, block by block: labels int64 [R], logits [R, V], and what a teacher says;
     arguments as in `drafter.mixture`, and ValueError as `TeacherTargets`. `proposed`: ids of the only tokens that have
@@ -171,7 +172,7 @@ def blocks_of_logits(
         hidden_XD, weight_VD = rows_of(proposed, hidden_XD, weight_VD)
     product, targets = Product(hidden_XD, weight_VD, size), None
     if teacher is not None:
-        targets = TeacherTargets(teacher, vocab, size)
+        targets = TeacherTargets(teacher, vocab, size, top_k)
         assert targets.positions == len(labels_X), (targets.positions, len(labels_X))
     block = block_rows(vocab, size, hidden_XD.device)
     kept = (labels_X != IGNORED).nonzero()[:, 0]

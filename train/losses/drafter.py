@@ -133,13 +133,18 @@ def head_labels(labels_BT: Tensor, documents_BT: Tensor, num_heads: int) -> Tens
 
 @torch.no_grad()
 def divergences(
-    hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, teacher: Teacher, chunk: int | None = None
+    hidden_XD: Tensor,
+    weight_VD: Tensor | None,
+    labels_X: Tensor,
+    teacher: Teacher,
+    chunk: int | None = None,
+    top_k: TopK | None = None,
 ) -> Tensor:
     """KL(teacher ‖ drafter) at each position, at temperature 1, float32 [X]; 0 where there is no label. Shapes and
     ValueError as in `mixture`."""
     found_X = torch.zeros(len(labels_X), device=labels_X.device)
     parts = [found_X[:0]]
-    for _, logits_RV, targets in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher):
+    for _, logits_RV, targets in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, top_k=top_k):
         assert targets is not None
         parts.append(forward_kl_chunk(to_events(targets, logits_RV)[0], targets.log_probs_RF)[0].float())
     return found_X.masked_scatter_(labels_X != IGNORED, torch.cat(parts))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...data.blocks.packing import Batch
-from ..losses.chunks import IGNORED, DenseTeacher, Teacher, rows_of
+from ..losses.chunks import IGNORED, DenseTeacher, Teacher, TopK, rows_of
 from ..losses.drafter import divergences
 from ..teachers.teacher import ModelTeacher
 
@@ -30,6 +30,8 @@ class Selection:
     """The drafter that was distilled before."""
     share: float
     """Of the trained positions."""
+    top_k: TopK | None = None
+    """As in the loss."""
 
     @torch.no_grad()
     def __call__(self, batch: Batch, own: DenseTeacher, labels_X: Tensor, told: Teacher, ids: Tensor | None) -> Tensor:
@@ -39,8 +41,9 @@ class Selection:
         states = (reference.hidden_XE, reference.weight_VE)
         if ids is not None:
             states = rows_of(ids, *states)
-        gap_X = divergences(own.hidden_XE, own.weight_VE, labels_X, told) - divergences(*states, labels_X, told)
+        sides = ((own.hidden_XE, own.weight_VE), states)
+        mine_X, theirs_X = (divergences(*side, labels_X, told, top_k=self.top_k) for side in sides)
         trained_X = labels_X != IGNORED
         count = math.ceil(self.share * int(trained_X.sum()))
-        chosen_C = gap_X.masked_fill(~trained_X, -torch.inf).topk(count).indices
+        chosen_C = (mine_X - theirs_X).masked_fill(~trained_X, -torch.inf).topk(count).indices
         return torch.full_like(labels_X, IGNORED).index_copy_(0, chosen_C, labels_X[chosen_C])

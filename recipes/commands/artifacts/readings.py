@@ -57,7 +57,8 @@ class Reading(NamedTuple):
         parts = [f"layers {', '.join(map(str, self.layers))}"]
         parts += ["normed"] if self.normed else []
         parts += [] if self.base is None else [f"rope_theta {self.base:,.0f}"]
-        return ", ".join([*parts, "the token before"] if self.behind else parts)
+        parts += ["the token before"] if self.behind else []
+        return ", ".join(parts)
 
 
 class TokenBefore(EagleDrafter):

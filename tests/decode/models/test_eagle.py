@@ -95,6 +95,17 @@ def test_training_computes_what_is_written_down(make_llama: Any, make_eagle: Any
     assert (made_TKD[2] - torch.stack(wanted)).abs().max() < 1e-10
 
 
+@torch.no_grad()
+def test_positions_turn_in_float32_whatever_the_weights_are(make_llama: Any, make_eagle: Any) -> None:
+    """Frequencies of 16 bits are rounded ones, which tell on far places."""
+    heads = make_eagle(make_llama(VOCAB))
+    exact = heads.rotary_emb.inv_freq.clone()
+    heads = heads.to(torch.bfloat16)
+    assert not torch.equal(heads.rotary_emb.inv_freq.float(), exact)
+    EagleDrafter(heads)
+    assert torch.equal(heads.rotary_emb.inv_freq, exact)
+
+
 @pytest.mark.parametrize("hidden", [32, 64])  # C does the layer of 64, whose heads are wide enough
 @pytest.mark.parametrize(("proposed", "normed"), [(None, False), (KEPT, False), (None, True)], ids=str)
 @torch.no_grad()
