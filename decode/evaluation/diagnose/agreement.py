@@ -1,6 +1,7 @@
 """How well drafts agree with the target at every token of given texts.
 
-Shape letters: T predicted tokens of all passages, C tokens of a chunk, K depth, P passages, V vocabulary, D hidden.
+Shape letters: T predicted tokens of all passages (in what EAGLE-3 reads: those of a text but the last), C tokens of a
+chunk, X new tokens, K depth, P passages, V vocabulary, R proposed tokens, D hidden, G the inner layers' states.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....checkpoints.heads.eagle import EagleHeads
 from ...models.base import LanguageModel
 from ...proposers.head_trees import HeadModule
 from ...proposers.ngrams import TableChain
@@ -53,6 +56,8 @@ class Source:
     """K: how many tokens it speaks of at once, each position ahead by a head of its own."""
     draws: bool = True
     """Whether drafts are drawn from its distributions. Heads propose their most likely token, whatever the chance."""
+    behind: bool = False
+    """Whether it needs a state of the target before the one that the target predicts the token from."""
 
 
 def drafter_source(model: LanguageModel) -> Source:
@@ -80,7 +85,53 @@ def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
 
         return drafts
 
-    return Source(read, depth, draws=False)
+    return Source(read, depth, draws=False, behind=True)
+
+
+def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
+    """EAGLE-3 heads, each step from what the one before it made. The target gives the layers that they read."""
+
+    def made(passage: Passage) -> Tensor:
+        given_1TG, _, ids_1T = given_states(target, passage)
+        return chains(heads, given_1TG, ids_1T, len(passage.text))
+
+    def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
+        made_XKD = torch.cat([made(passage) for passage in passages if passage.text])
+        return lambda span: [_with_best(proposed_logits(heads, made_CD)) for made_CD in made_XKD[span].unbind(1)]
+
+    return Source(read, heads.num_heads, behind=True)
+
+
+def given_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a text but its last token: the states [1, T, G] of the layers that the target gives, its last ones [1, T, D],
+    and the token ids [1, T]."""
+    (start,), cache = target.begin([passage.prompt], len(passage.text))
+    ids_1T = torch.tensor([[*start, *passage.text[:-1]]], device=target.device)
+    states_1TS = target.extend(cache, ids_1T)
+    return states_1TS[..., : -target.hidden_size], states_1TS[..., -target.hidden_size :], ids_1T
+
+
+def chains(heads: EagleHeads, given_1TG: Tensor, ids_1T: Tensor, new: int, behind: bool = False) -> Tensor:
+    """[X, K, D] what EAGLE-3 heads make of each of the `new` tokens that end a text, as said k positions before, from
+    states and tokens of all but the last. `behind`: beside a state they read the token one place earlier."""
+    count = ids_1T.shape[1]
+    mask_11TT = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids_1T.device).tril()
+    positions_1T = torch.arange(count, device=ids_1T.device)[None]
+    read_1T = F.pad(ids_1T[:, :-1], (1, 0)) if behind else ids_1T
+    (made_TKD,) = heads.features(given_1TG.to(heads.fc.weight.dtype), read_1T, positions_1T, mask_11TT)
+    steps_K = torch.arange(heads.num_heads, device=ids_1T.device)
+    # step k at position t speaks of token t + 2 + k
+    place_XK = count - new - 1 + torch.arange(new, device=ids_1T.device)[:, None] - steps_K
+    return made_TKD[place_XK.clamp(min=0), steps_K]
+
+
+def proposed_logits(heads: EagleHeads, made_XD: Tensor) -> Tensor:
+    """[..., V] logits of all tokens; those that are never proposed have minus infinity."""
+    logits_XR = made_XD @ heads.projection().to(made_XD).T
+    if heads.proposed is None:
+        return logits_XR
+    whole_XV = logits_XR.new_full((*logits_XR.shape[:-1], heads.vocab_size), -torch.inf)
+    return whole_XV.index_copy_(-1, heads.proposed.to(logits_XR.device), logits_XR)
 
 
 def table_source(proposer: TableChain, device: torch.device) -> Source:
@@ -149,7 +200,7 @@ def score(
         if any(passage.text for passage in group):
             reading = read_back(target, [passage.prompt for passage in group], [passage.text for passage in group])
             measures.append(_measure(target, source, group, reading, sampling))
-            valid.append(_valid(group, reading.prefixes, source.depth))
+            valid.append(_valid(group, reading.prefixes, source))
         done += len(group)
         if progress:
             progress(done, len(passages))
@@ -190,13 +241,13 @@ def _measure(
     return torch.cat(parts, -1).numpy()
 
 
-def _valid(passages: Sequence[Passage], starts: Sequence[Sequence[int]], depth: int) -> NDArray[np.bool_]:
+def _valid(passages: Sequence[Passage], starts: Sequence[Sequence[int]], source: Source) -> NDArray[np.bool_]:
     """[K, T] which tokens are judged, of those for which something was drafted k positions before."""
     parts = []
     for passage, start in zip(passages, starts, strict=True):
         index_T = np.arange(len(passage.text))
         # What is drafted for a token comes from a state k + 1 positions before the one that the target reads it from.
-        earliest = 1 if depth > 1 and len(start) < 2 else 0
+        earliest = 1 if source.behind and len(start) < 2 else 0
         judged_T = np.ones(len(index_T), dtype=bool) if passage.judged is None else np.asarray(passage.judged, bool)
-        parts.append(judged_T & (index_T - np.arange(depth)[:, None] >= earliest))
+        parts.append(judged_T & (index_T - np.arange(source.depth)[:, None] >= earliest))
     return np.concatenate(parts, -1)

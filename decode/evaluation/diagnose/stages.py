@@ -29,6 +29,19 @@ CAUSES = {
         "this is not the target that it was made for",
         "decode with the target that it was trained for, or train it for this one (`target` in its recipe)",
     ),
+    "files": (
+        "the doctor's finding in its files",
+        "`draftsmith doctor` says which engines mind",
+    ),
+    "fed": (
+        "the heads agree more with the target when they are fed otherwise than their config says",
+        "they were trained so: mend the config where it can say it, or train them again",
+    ),
+    "steps": (
+        "behind the first step, which reads the target's states, hardly anything agrees",
+        "train with as many steps as are drafted (`num_heads`): heads learn to read their own states by drafting while "
+        "they train",
+    ),
     "template": (
         "conversations are written otherwise than for training",
         "evaluate and serve with the template of training, or train with the one that is served",
@@ -43,7 +56,7 @@ CAUSES = {
     ),
 }
 """Description and advice. `text` and `drafting` are how things are, the others mistakes."""
-FAULTS = ("export", "target", "template")
+FAULTS = ("export", "target", "fed", "steps", "template")
 
 
 @dataclass(frozen=True)
@@ -115,28 +128,30 @@ def _resampled(stage: Stage) -> Floats | None:
 
 
 def findings(stages: Sequence[Stage], other_target: bool, other_template: bool, rounds: bool) -> list[dict[str, Any]]:
-    """The causes of lost acceptance that are certain and large enough, the largest first; `lost` is None where training
+    """The causes of lost acceptance that are certain and large enough; `lost` is None where training
     measured something else than the acceptance that the files are judged by. For its training the artifact may have had
     another target or template; `rounds`: something was measured in 16 bits."""
     by_key, found = {stage.key: stage for stage in stages}, []
-
-    def note(cause: str, lost: float | None, span: Any, numbers: str = "") -> None:
-        description, advice = CAUSES[cause]
-        finding = {"cause": cause, "fault": cause in FAULTS, "lost": lost, "interval": span}
-        found.append(finding | {"description": description + numbers, "advice": advice})
 
     if "record" in by_key and "files" in by_key:
         record, files = by_key["record"], by_key["files"]
         if moved := _not_repeated(record, files, EXACT if not rounds else ROUNDED):
             lost = None if record.value is None or files.value is None else record.value - files.value
-            note("target" if other_target else "export", lost, None, f": {moved}")
+            found.append(finding("target" if other_target else "export", lost, None, f": {moved}"))
     for gap in gaps(stages):
         span = gap["interval"]
         certain = gap["lost"] >= LEAST and span[0] > 0 if span else gap["lost"] >= 2.5 * LEAST
         if certain and gap["after"] != "files":
             cause = "drafting" if gap["after"] == "decoding" else "template" if other_template else "text"
-            note(cause, gap["lost"], span)
-    return sorted(found, key=lambda finding: -(finding["lost"] or 0.0))
+            found.append(finding(cause, gap["lost"], span))
+    return found
+
+
+def finding(cause: str, lost: float | None, interval: Any, numbers: str = "") -> dict[str, Any]:
+    """One of `CAUSES`, with what it costs."""
+    description, advice = CAUSES[cause]
+    about = {"cause": cause, "fault": cause in FAULTS, "lost": lost, "interval": interval}
+    return about | {"description": description + numbers, "advice": advice}
 
 
 def _not_repeated(record: Stage, files: Stage, allowed: float) -> str:

@@ -29,7 +29,7 @@ from ...session.terminal import console, log, write_json
 from .import_drafter import PICKLED, whole_model
 
 if TYPE_CHECKING:
-    from .readings import Reading
+    from ..diagnosis.readings import Reading
 
 _COLOURS = {"fault": "red", "weakness": "yellow", "works": "green", "works but": "yellow", "refused": "red"}
 _MUST_WORK = ("transformers", "draftsmith")
@@ -84,7 +84,7 @@ def _examine_eagle(target: str, heads: str, fix: Path | None, prompts: str | Non
         if prompts is not None:
             if diagnosis.verdicts["draftsmith"].outcome == REFUSED:
                 raise ValueError(f"{heads} is not decoded: {'; '.join(diagnosis.verdicts['draftsmith'].reasons)}")
-            from .readings import better, decoded
+            from ..diagnosis.readings import better, decoded
 
             found = decoded(target, folder, prompts)
             best = better(found)
@@ -95,7 +95,7 @@ def _examine_eagle(target: str, heads: str, fix: Path | None, prompts: str | Non
         show(diagnosis)
         show_readings(found)
     if best is not None:
-        log(f"doctor: fed {best} the heads keep more tokens than as their config says: that is what they learned from")
+        log(f"doctor: fed {best} the heads agree more with the target than as their config says: so they were trained")
     return best is None and all(verdict.outcome == WORKS for verdict in diagnosis.verdicts.values())
 
 
@@ -134,12 +134,16 @@ def show(diagnosis: Diagnosis) -> None:
 
 
 def show_readings(found: Sequence[Reading]) -> None:
-    """Tokens a step of heads fed in several ways, as a table."""
+    """What heads are worth fed in several ways, as a table."""
     if not found:
         return
-    rows = _table("fed as", "reading", Column(no_wrap=True), Column("tokens a step", no_wrap=True))
+    numbers = (Column("agrees, step by step", no_wrap=True), Column("tokens a step", no_wrap=True))
+    rows = _table("fed as", "reading", "", *numbers)
     for reading in found:
-        rows.add_row(str(reading), "; ".join(reading.who), f"{reading.tokens_per_step:.2f} ± {reading.error:.2f}")
+        steps = " ".join(f"{share:.3f}" for share in reading.by_step)
+        rate = reading.tokens_per_step
+        kept = "–" if rate is None else f"{rate:.2f} ± {reading.error:.2f}"
+        rows.add_row(str(reading), "; ".join(reading.who), steps, kept)
     console().print(rows)
 
 

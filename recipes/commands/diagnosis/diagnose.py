@@ -36,9 +36,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....checkpoints.heads.layouts import is_eagle
+from ....checkpoints.pairs.eagle import examine_eagle
+from ....checkpoints.pairs.sides import open_side
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.messages import did_you_mean
-from ....decode.evaluation.diagnose.agreement import Passage, Source, drafter_source, heads_source, score, table_source
+from ....data.tokenizers import load_tokenizer
+from ....decode.evaluation.diagnose.agreement import (
+    Passage,
+    Source,
+    drafter_source,
+    eagle_source,
+    heads_source,
+    score,
+    table_source,
+)
 from ....decode.evaluation.diagnose.attempts import DraftAttempt, cells, draft_attempts
 from ....decode.evaluation.diagnose.stages import Stage, decoding_stage, findings, gaps, scored_stage
 from ....decode.evaluation.diagnose.token_classes import classify
@@ -55,6 +67,7 @@ from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.results import beside
 from ...session.stopping import Stoppable
 from ...session.terminal import console, log
+from .readings import agreements, fed, in_files, in_readings
 from .training_record import TrainingRecord, training_record
 
 SCHEMA = 3
@@ -144,11 +157,18 @@ class _Probe:
         self.parts = Parts(**{part: getattr(case.opened.parts, part)})
         self.method = build_method(entry.method, self.parts, entry.sampling, **entry.options)
         self.drafted = self.method.proposer.capacity(case.limits)[1]
+        self.folder = Path(place_of(self.source_name, part))
+        self.by_steps = part == "drafter" and is_eagle(self.folder)
+        """Whether it is EAGLE-3's heads, which count as heads do: k is a step of drafting."""
         self.source = self._source()
-        self.trained: TrainingRecord | None = training_record(place_of(self.source_name, part))
+        self.trained: TrainingRecord | None = training_record(str(self.folder))
         self.skipped: list[str] = []
 
     def _source(self) -> Source:
+        if self.by_steps:
+            heads = fed(self.folder, None, self.case.opened.model, self.target)
+            heads.num_heads = self.drafted
+            return eagle_source(heads, self.target)
         if isinstance(self.method.proposer, TableChain):
             return table_source(self.method.proposer, self.target.device)
         if self.parts.heads is not None:
@@ -166,6 +186,9 @@ class _Probe:
         otherwise = trained is not None and trained.writes_otherwise(case.recipe.template, case.opened.tokenizer)
         rounds = self.target.dtype != torch.float32 or (trained is not None and trained.rounds)
         examined, accepted = (sum(map(len, self.attempts)), sum(each.accepted for row in self.attempts for each in row))
+        found = findings(stages, elsewhere, otherwise, rounds)
+        if self.by_steps:
+            found += self._as_eagle(own)
         counts = {"examined": examined, "accepted": accepted, "rejections": examined - accepted}
         return {
             "part": self.part,
@@ -175,7 +198,7 @@ class _Probe:
             "temperature": self.entry.sampling.temperature,
             "stages": [stage.as_dict() for stage in stages],
             "gaps": gaps(stages),
-            "findings": findings(stages, elsewhere, otherwise, rounds),
+            "findings": sorted(found, key=lambda each: -(each["lost"] or 0.0)),
             "training": {} if trained is None else trained.metrics,
             "decoding": {"tokens_per_step": stages[-1].measures["tokens_per_step"]} | counts,
             "cells": self._cells() if examined else [],
@@ -200,14 +223,14 @@ class _Probe:
     @property
     def _measure(self) -> str:
         """What training's measurement is compared by."""
-        if self.part == "heads":
+        if self.part == "heads" or self.by_steps:
             return "hit"
         return "agree" if self.entry.sampling.greedy else "overlap"
 
     def _record(self, trained: TrainingRecord) -> Stage:
         """Training's measurement of the weights in memory."""
         metrics, description = trained.metrics, "training's own measurement, weights in memory"
-        if self.part == "heads":
+        if self.part == "heads" or self.by_steps:
             heads = [metrics.get(f"head{head}_top1") for head in range(self.drafted)]
             value = None if None in heads else float(np.mean([each or 0.0 for each in heads]))
             return Stage("record", description, value, {"top1_accuracy": value}, heads)
@@ -216,6 +239,15 @@ class _Probe:
         return Stage(
             "record", description, known.get("top1_agreement" if self._measure == "agree" else "overlap"), known
         )
+
+    def _as_eagle(self, own: Sequence[Passage]) -> list[dict[str, Any]]:
+        """What EAGLE-3 heads lose by their files, by how they are fed, and by how they were trained."""
+        kept = None if self.trained is None else self.trained.passages()
+        texts = kept if isinstance(kept, list) else [passage for passage in own if passage.text]
+        with self.case.signals.bar(f"{self.part}: fed in every way", "documents") as advance:
+            read = agreements(self.case.opened.model, self.folder, texts, advance)
+        diagnosis = examine_eagle(open_side(self.case.recipe.target, load_tokenizer), self.source_name, self.folder)
+        return [*in_files(diagnosis), *in_readings(read, self.drafted)]
 
     def _scored(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
         with self.case.signals.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:

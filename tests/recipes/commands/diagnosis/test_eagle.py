@@ -1,0 +1,182 @@
+"""EAGLE-3 heads that were trained or saved wrongly: the diagnosis names how, the doctor too, and sound ones raise no
+alarm. They learn the target's own answers to a few prompts by heart, so that every fault costs most of what they know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
+from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.diagnose.agreement import Passage, given_states
+from draftsmith.decode.evaluation.measure import sample_texts
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.assemble.evaluation import prompts_of
+from draftsmith.recipes.commands.artifacts.pair import examine_pair
+from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
+from draftsmith.recipes.commands.evaluation.recipe import template_of
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB, LAYERS = 320, (1, 3, 5)
+KEPT = torch.arange(VOCAB - 10)
+Change = Callable[[EagleHeads], Any]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A target, its prompts, and its answers to them."""
+
+    folder: Path
+    prompts: Path
+    model: Any
+    tokenizer: Any
+
+    def recipe(self, **changes: Any) -> EvaluateRecipe:
+        values: dict[str, Any] = {
+            "kind": "evaluate", "out": str(self.folder / "results.json"), "target": str(self.folder / "target"),
+            "prompts": str(self.prompts), "template": template_of(str(self.folder / "target")), "limit": 8,
+            "max_prompt_tokens": 80,
+            "max_new_tokens": 48, "device": "cpu",
+            "methods": [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 2}}],
+        }  # fmt: skip
+        return EvaluateRecipe(**(values | changes))
+
+    def heads(self, steps: int = 2, behind: bool = False) -> EagleHeads:
+        """Trained for so many steps of drafting; `behind`: with tokens that are not shifted."""
+        torch.manual_seed(0)
+        heads = EagleHeads.for_target(self.model.config, LAYERS, KEPT, num_heads=steps)
+        heads.attach(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)
+        target, lessons = wrap_model(self.model, given_layers=LAYERS), []
+        prompts = [ids for _, ids in prompts_of(self.recipe(), self.tokenizer)]
+        for prompt, text in zip(prompts, sample_texts(target, prompts, Limits(48), Sampling()), strict=True):
+            given_1TG, last_1TD, ids_1T = (each.clone() for each in given_states(target, Passage(prompt, text)))
+            lessons.append((given_1TG, ids_1T, target.logits(last_1TD).argmax(-1)[0]))
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
+        for _ in range(150):
+            losses = []
+            for given_1TG, ids_1T, next_T in lessons:
+                count = ids_1T.shape[1]
+                read_1T = F.pad(ids_1T[:, :-1], (1, 0)) if behind else ids_1T
+                mask_11TT = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
+                made_TKD = heads.features(given_1TG, read_1T, torch.arange(count)[None], mask_11TT)[0]
+                for step in range(steps):  # step k at position t speaks of what the target says at t + 1 + k
+                    logits_TR = made_TKD[: count - 1 - step, step] @ heads.projection().T
+                    losses.append(F.cross_entropy(logits_TR, next_T[1 + step :].clamp(max=len(KEPT) - 1)))
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+        return heads.eval()
+
+    def saved(self, heads: EagleHeads, out: Path, changed: Callable[[Path], None] | None = None) -> Path:
+        def write(folder: Path) -> None:
+            save_eagle(heads, folder)
+            if changed is not None:
+                changed(folder)
+
+        save_artifact(
+            out, kind="heads", write=write, vocab_size=VOCAB, shapes={"num_heads": heads.num_heads}, recipe={}, data={},
+            target={"id": str(self.folder / "target"), "fingerprint": model_fingerprint(self.folder / "target")},
+            training={}, tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer),
+        )  # fmt: skip
+        return out
+
+
+@pytest.fixture(scope="module")
+def lesson(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Lesson:
+    folder = tmp_path_factory.mktemp("lesson")
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=256)).eval()
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 1.6 * parameter.shape[1] ** -0.5)
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    for each in (model, tokenizer):
+        each.save_pretrained(folder / "target")
+    rows = json.loads((corpus / "rows.json").read_text())
+    (folder / "rows.json").write_text(json.dumps(rows[:8]))
+    return Lesson(folder, folder / "rows.json", model.requires_grad_(False), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def sound(lesson: Lesson) -> EagleHeads:
+    return lesson.heads()
+
+
+def later(heads: EagleHeads) -> None:
+    heads.layers = tuple(layer + 1 for layer in LAYERS)
+
+
+def normed(heads: EagleHeads) -> None:
+    heads.normed = True
+
+
+def slower(heads: EagleHeads) -> None:
+    heads.config.rope_parameters = {**heads.config.rope_parameters, "rope_theta": 20.0}
+
+
+def other_ids(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | {"d2t": stored["d2t"] + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+FAULTS: dict[str, tuple[Change | None, Callable[[Path], None] | None, dict[str, Any], list[str], str]] = {
+    "sound": (None, None, {}, [], ""),
+    "layers": (later, None, {}, ["fed"], "layers 1, 3, 5 "),
+    "norm": (normed, None, {}, ["fed"], "the other norm"),
+    "rotary": (slower, None, {}, ["fed", "files"], "rope_theta 10,000"),
+    "ids": (None, other_ids, {}, ["files"], "t2d names other tokens"),
+    "shift": (None, None, {"behind": True}, ["fed"], "tokens not shifted"),
+    "one step": (None, None, {"steps": 1}, ["steps"], "in the second"),
+}
+"""By name what is changed in sound heads and in their files, or how they were trained; what is found, and its words."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(
+    name: str, lesson: Lesson, sound: EagleHeads, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, changed, training, expected, words = FAULTS[name]
+    kept = (sound.layers, sound.normed, sound.config.rope_parameters)
+    heads = lesson.heads(**training) if training else sound
+    if change is not None:
+        change(heads)
+    out = lesson.saved(heads, tmp_path / "heads", changed)
+    sound.layers, sound.normed, sound.config.rope_parameters = kept
+    (part,) = run_diagnose(lesson.recipe(drafter=str(out)), out=tmp_path / "found.json")["parts"]
+    found = {each["cause"]: each for each in part["findings"] if each["cause"] not in ("text", "drafting")}
+    assert {cause for cause, each in found.items() if not each["fault"]} == ({"files"} if name == "rotary" else set())
+    assert sorted(found) == expected
+    assert not expected or words in "".join(each["description"] for each in found.values())
+    capsys.readouterr()
+    assert examine_pair(str(lesson.folder / "target"), str(out), as_json=True, prompts=str(lesson.prompts)) == (
+        expected in ([], ["steps"])
+    )
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["readings"][0]["who"][0] == "as the config says"
+    served = [bool({"vllm", "sglang"} & {*each["who"]}) for each in shown["readings"]]
+    assert [each["tokens_per_step"] is not None for each in shown["readings"]] == served
+
+
+def test_what_is_scored_is_what_is_decoded(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
+    """Of the first token of each draft, of answers that the heads draft for."""
+    out = lesson.saved(sound, tmp_path / "heads")
+    (part,) = run_diagnose(lesson.recipe(drafter=str(out)), out=tmp_path / "found.json")["parts"]
+    own, decoding = part["stages"][-2:]
+    assert own["by_depth"][0] > 0.8
+    assert decoding["value"] > 0.8
