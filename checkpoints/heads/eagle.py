@@ -282,7 +282,8 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # SGLang would take the embeddings for the output layer
         "dtype": str(held["fc.weight"].dtype).removeprefix("torch."),
-        "draft_vocab_size": heads.vocab_size if heads.proposed is None else len(heads.proposed),
+        # without rows of its own null, or SGLang would leave its output layer as it was made
+        "draft_vocab_size": len(held[HEAD]) if HEAD in held else None,
         NORMED: heads.normed,
         LAYER_IDS: [*heads.layers],
         # SGLang counts a layer's output where others count its input

@@ -140,6 +140,10 @@ def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iter
     if rows != named:
         reason = "sizes of the output layer do not agree"
         yield Finding("draft vocabulary", reason, str(named), str(rows), _all(Effect(REFUSED, reason)))
+    if HEAD not in stored and config.get("draft_vocab_size") is not None:
+        reason = "it drafts with random rows, since it takes the target's output layer only if draft_vocab_size is null"
+        what = "the files have no output layer"
+        yield Finding("output layer", what, "–", f"draft_vocab_size: {named}", {"sglang": Effect(BUT, reason)})
     if named < target.vocab_size and TOKENS not in stored:
         reason = "nothing says which tokens the output rows are of"
         yield Finding("draft vocabulary", reason, "–", f"no {TOKENS}", _all(Effect(BUT, reason)))

@@ -5,8 +5,8 @@
 The pair is a finished quickstart of recipe realpair: its answers, caches and recipes are used, with `--steps` steps for
 every kind. Trained, one after another, in processes of their own: heads, which decode as Medusa's and with the pair's
 table as SLiM's; EAGLE-3's layer; a drafter cut from the target with a draft vocabulary (trimmed), the same to draft
-several tokens at once (parallel: PARD), with the whole vocabulary (drafter), and on AdaSPEC's selection of tokens, for
-which the trimmed one is the reference (selected). `--kinds` names some of them. Then each seed's are measured side by
+several tokens at once (parallel: PARD), with the whole vocabulary (drafter), with an output layer of rank 128 over the
+draft vocabulary (thin), and on AdaSPEC's selection of tokens, for which the trimmed one is the reference (selected). `--kinds` names some of them. Then each seed's are measured side by
 side on the same questions of Spec-Bench, at temperatures 0 and 1. What is finished is reused; `--trained` stops before
 measuring. `--quick`: 4 steps, one seed, 2 questions.
 
@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "trimmed": ("drafter", {}),
     "parallel": ("drafter", {"parallel": {"tokens": 4}}),
     "drafter": ("drafter", {"model": {"vocabulary": None}, "teacher": {"cache": "{work}/teacher"}}),
+    "thin": ("drafter", {"model": {"vocabulary": {"tokens": 8192, "rank": 128}}}),
     "selected": ("drafter", {"selection": {"reference": "{work}/trimmed-{seed}"}}),
 }
 """By kind the stage of the pair that it is like, and what differs."""

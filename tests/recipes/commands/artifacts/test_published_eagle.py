@@ -110,6 +110,12 @@ def test_other_forms_compute_the_same(form: Change, layers: list[int], normed: b
     assert sum("works but" in line for line in lines) == normed
 
 
+def without_rows(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    config["draft_vocab_size"] = config["vocab_size"]
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del weights[name]
+
+
 PLANTED: dict[str, tuple[Change, str, set[str]]] = {
     "nothing": (lambda config, weights: None, "", set()),
     "ids of SGLang's count": (
@@ -131,6 +137,9 @@ PLANTED: dict[str, tuple[Change, str, set[str]]] = {
     "another size": (
         lambda config, weights: config.update(draft_vocab_size=7), "draft vocabulary",
         {"vllm", "vllm, runner V1", "sglang", "draftsmith", "llama.cpp"},
+    ),
+    "no output rows": (
+        without_rows, "output layer", {"sglang"},
     ),
     "another target": (
         lambda config, weights: config.update(hidden_size=64), "hidden_size",

@@ -1,0 +1,81 @@
+"""Exported EAGLE-3 heads in the modules of vLLM and SGLang, on CPU: hidden states, logits and drafted tokens are those
+of this engine. `DRAFTSMITH_VLLM` names vLLM's Python (see `test_vllm.py`), `DRAFTSMITH_SGLANG` that of
+
+    python3.11 -m venv sglang && . sglang/bin/activate
+    pip install torch==2.13.0 torchvision==0.28.0  # the first as a build for CPUs: 2.13.0+cpu
+    pip install --no-deps sglang==0.5.23
+    pip install ...  # what importing sglang.srt.models.llama_eagle3 asks for
+
+Tried: vLLM 0.32.0, whose `llama_eagle3.py` is word for word that of 0.33.0, and SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.export.base import export_artifact
+from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
+from draftsmith.decode.models.eagle import EagleDrafter
+from draftsmith.recipes.commands.artifacts.export import FORMATS
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+PYTHONS = {"vllm": os.environ.get("DRAFTSMITH_VLLM", ""), "sglang": os.environ.get("DRAFTSMITH_SGLANG", "")}
+VOCAB, LAYERS, TOKENS, STEPS = 96, (1, 3, 5), 24, 6
+KEPT = torch.arange(1, VOCAB, 3)
+
+pytestmark = pytest.mark.slow
+
+
+@torch.no_grad()
+def ours(heads: EagleHeads, states_TG: torch.Tensor, tokens_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The first step's hidden states and logits, and a greedy chain behind the last token."""
+    drafter = EagleDrafter(heads)
+    cache = drafter.new_cache(1, TOKENS + STEPS)
+    states_1TD = drafter.extend_with(drafter.take_in(states_TG[None]), cache, tokens_T[None])
+    hidden_TD, chain, last_11D = heads.norm(states_1TD[0]), list[int](), states_1TD[:, -1:]
+    for step in range(STEPS):
+        chain.append(int(drafter.logits(last_11D).argmax()))
+        cache.set_lengths([TOKENS + step])
+        last_11D = drafter.extend_with(last_11D, cache, torch.tensor([chain[-1:]]))
+    return {"hidden": hidden_TD, "logits": hidden_TD @ heads.projection().T, "chain": torch.tensor(chain)}
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("engine", PYTHONS)
+def test_an_export_means_the_same_to_an_engine(
+    engine: str, trimmed: bool, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, serving: ModuleType
+) -> None:
+    """To the rounding of float32; six greedy tokens of 32 or 96 agree by chance once in 10^9."""
+    if not PYTHONS[engine]:
+        pytest.skip(f"DRAFTSMITH_{engine.upper()} names no Python of {engine} (see the head of this file)")
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model = make_llama(VOCAB, num_hidden_layers=8, **sizes, rope_parameters={"rope_type": "default", "rope_theta": 500})
+    model.save_pretrained(tmp_path / "target")
+    torch.manual_seed(2)
+    heads = EagleHeads.for_target(model.config, LAYERS, KEPT if trimmed else None)
+    for name, weight in heads.named_parameters():
+        torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.3)
+    heads.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight).requires_grad_(False)
+    about = {"vocab_size": VOCAB, "shapes": {"num_heads": 3}, "recipe": {}, "data": {}, "training": {}}
+    about |= {"tokenizer_fingerprint": None, "target": {"id": str(tmp_path / "target")}}
+    save_artifact(tmp_path / "heads", kind="heads", write=partial(save_eagle, heads), **about)
+    export_artifact(tmp_path / "heads", "eagle3", tmp_path / "export", FORMATS)
+    states_TG, tokens_T = torch.randn(TOKENS, len(LAYERS) * heads.hidden_size), torch.randint(VOCAB, (TOKENS,))
+    given = {"embeddings": heads.embedding.clone(), "states": states_TG, "tokens": tokens_T}
+    given |= {"rows": heads.projection().clone()}
+    save_file(given, tmp_path / "given.safetensors")
+    asked = {"engine": engine, "folder": str(tmp_path / "export"), "target": str(tmp_path / "target"), "steps": STEPS}
+    asked |= {"given": str(tmp_path / "given.safetensors"), "save": str(tmp_path / "found.safetensors")}
+    serving.answer_of(PYTHONS[engine], "eagle_run.py", asked, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING")
+    found, expected = load_file(tmp_path / "found.safetensors"), ours(heads, states_TG, tokens_T)
+    assert found["chain"].tolist() == expected["chain"].tolist()
+    assert torch.allclose(found["hidden"], expected["hidden"], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(found["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
