@@ -254,9 +254,10 @@ def _attend_beside(
     own_BJTAE = torch.stack(keys, 3)
     own_BJUTA = torch.einsum("bjute,bjtae->bjuta", query_BJUTE, own_BJTAE)
     shares = torch.cat((shared_BJUTT, own_BJUTA), -1).softmax(-1)
-    length = key_BJTE.shape[2]
-    attended_BJUTE = shares[..., :length] @ value_BJTE[:, :, None]
-    attended_BJUTE = attended_BJUTE + torch.einsum("bjuta,bjtae->bjute", shares[..., length:], torch.stack(values, 3))
+    # halves of one cut, whose gradients are laid side by side again; those of two slices would each be padded
+    of_all, of_own = shares.split((key_BJTE.shape[2], len(keys)), -1)
+    attended_BJUTE = of_all @ value_BJTE[:, :, None]
+    attended_BJUTE = attended_BJUTE + torch.einsum("bjuta,bjtae->bjute", of_own, torch.stack(values, 3))
     return attended_BJUTE.flatten(1, 2)
 
 

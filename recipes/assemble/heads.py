@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.identity import load_identified
@@ -143,6 +143,8 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
         numbers = recipe.base.model_dump(exclude={"lora"})
         task = Medusa2Task(target, heads, heldout, Medusa2(**numbers), **common)
         task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
+    if runs_no_target(recipe):
+        _let_go(target)
     if recipe.train.compile:
         task.module.compile()
     # what changes the training, or what its evaluations are compared by
@@ -154,6 +156,19 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     task.settings["hidden"] = None if states is None else states.settings
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return HeadsParts(heads, task, base, fingerprint)
+
+
+def runs_no_target(recipe: HeadsRecipe) -> bool:
+    """Whether training needs nothing of its target but embeddings and output layer: all else lies in a cache."""
+    return recipe.hidden.cache is not None and not recipe.measure.prompts and not recipe.shard_target
+
+
+def _let_go(target: Any) -> None:
+    """Drop a decoder's layers, which are most of its memory."""
+    decoder = target.get_decoder()
+    for name, layers in [*decoder.named_children()]:
+        if isinstance(layers, nn.ModuleList):
+            setattr(decoder, name, nn.ModuleList())
 
 
 def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | EagleHeads:

@@ -23,6 +23,7 @@ from ...train.tasks.parallel import Parallel
 from ..schema.training import DrafterRecipe, HeadsRecipe, ModelSection
 from .acceptance import decodes_fast
 from .drafter import complete_section
+from .heads import runs_no_target
 from .models import TrainableModel, cut_layers, made_trainable, model_from_config, new_model
 
 
@@ -93,6 +94,9 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
         exported += _exported_bytes(trained, base)
     model = heads_size(heads, target, recipe.data.block_tokens, base)
     taught = recipe.hidden.cache is None and base is None
+    if runs_no_target(recipe):
+        ends = {meta.get_input_embeddings().weight, meta.get_output_embeddings().weight}
+        target = replace(target, weights=sum(weight.nbytes for weight in ends))
     decodes = base is None and bool(recipe.measure.prompts) and decodes_fast(meta)
     demand = Demand(model, None if base else target, taught, recipe.num_heads, *_of_loop(recipe), 0, launch, decodes)
     return RecipeSize(demand, exported, model.trained_weights)

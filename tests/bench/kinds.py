@@ -6,9 +6,10 @@ The pair is a finished quickstart of recipe realpair: its answers, caches and re
 every kind. Trained, one after another, in processes of their own: heads, which decode as Medusa's and with the pair's
 table as SLiM's; EAGLE-3's layer; a drafter cut from the target with a draft vocabulary (trimmed), the same to draft
 several tokens at once (parallel: PARD), with the whole vocabulary (drafter), with an output layer of rank 128 over the
-draft vocabulary (thin), and on AdaSPEC's selection of tokens, for which the trimmed one is the reference (selected). `--kinds` names some of them. Then each seed's are measured side by
-side on the same questions of Spec-Bench, at temperatures 0 and 1. What is finished is reused; `--trained` stops before
-measuring. `--quick`: 4 steps, one seed, 2 questions.
+draft vocabulary (thin), and on AdaSPEC's selection of tokens, for which the trimmed one is the reference (selected).
+`--kinds` names some of them. Then each seed's are measured side by side on the same questions of Spec-Bench, at
+temperatures 0 and 1. What is finished is reused; `--trained` stops before measuring. `--quick`: 4 steps, one seed, 2
+questions.
 
 In the results tokens per step, accepted share by depth, speedup with its interval for each seed; tokens, seconds, peak
 memory of the training process, and parameters but those of embeddings. The last line is one JSON object.

@@ -19,11 +19,14 @@ import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import Prepared, prepare_data
+from draftsmith.recipes.assemble.heads import heads_parts
+from draftsmith.recipes.assemble.sizes import size_of
 from draftsmith.recipes.assemble.teacher import open_cache, open_hidden, prepare_teacher
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.losses.drafter import IGNORED, shifted_labels
+from draftsmith.train.parallel.accelerate import make_accelerator
 from draftsmith.train.parallel.interrupts import Interrupted
 from draftsmith.train.teachers.row_writer import CacheWriter, locked
 from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
@@ -204,6 +207,20 @@ def test_losses_from_the_cache_are_those_of_computed_states(
         open_hidden(loaded(heads_file, "states=before-norm", "hidden.dtype=float16"), prepared_of(cached))
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_target_that_nothing_runs_is_held_without_its_layers(heads_file: Path) -> None:
+    """And planned so; with prompts to be decoded it is whole."""
+    ends = 2 * 320 * 32 * 4
+    for prompts, is_whole in ((0, False), (2, True)):
+        recipe = loaded(heads_file, f"measure.prompts={prompts}")
+        prepare_teacher(recipe)
+        target = heads_parts(recipe, load_tokenizer(recipe.target), prepared_of(recipe), "cpu").task.target
+        names = [name for name, _ in target.named_parameters() if ".layers." in name]
+        size = size_of(recipe, make_accelerator("no")).demand.target
+        assert size is not None
+        assert (bool(names), size.weights > ends) == (is_whole, is_whole)
+        assert is_whole or size.weights == ends
 
 
 def test_what_is_damaged_or_was_interrupted_is_written_again_and_nothing_else(
