@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "trimmed": ("drafter", {}),
     "parallel": ("drafter", {"parallel": {"tokens": 4}}),
     "drafter": ("drafter", {"model": {"vocabulary": None}, "teacher": {"cache": "{work}/teacher"}}),
-    "thin": ("drafter", {"model": {"vocabulary": {"tokens": 8192, "rank": 128}}}),
+    "thin": ("drafter", {"model": {"vocabulary": {"rank": 128}, "freeze_embeddings": False}}),
     "selected": ("drafter", {"selection": {"reference": "{work}/trimmed-{seed}"}}),
 }
 """By kind the stage of the pair that it is like, and what differs."""

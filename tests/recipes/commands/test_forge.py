@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.storage.safe_read import sealed
 from draftsmith.recipes.commands.pairs.in_engine import check_engine, worth_in_engine
 from draftsmith.recipes.commands.pairs.rules import (
     Candidate,
@@ -141,6 +144,42 @@ def test_it_runs_is_killed_and_decides_the_same(
     other = subprocess.run(forged(out, "--temperature", "1"), capture_output=True, text=True, check=False)
     assert other.returncode == 2
     assert "`temperature`" in other.stderr
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Beside a forge that is left alone and knows the same measurements: the same story, the same weights bit for
+    bit. Measurements are of their artifacts: had a weight changed, they would have been taken again."""
+    chance, command = random.Random(0), forged(Path("forge"))
+    killed, alone = ((tmp_path / name / "forge") for name in ("killed", "alone"))
+    killed.mkdir(parents=True)
+    # forwards that take the same for any number of tokens, so that heads are worth training
+    costs = {"shape": {"layers": 2, "of_layer": 1e6, "hidden": 64, "vocabulary": 1000}, "nodes": [1, 64]}
+    costs |= {"seconds": [0.002, 0.002], "seconds_per_answer": 0.05, "eagle": True}
+    (killed / "costs.json").write_text(json.dumps(sealed(costs)))
+    for _ in range(10):
+        with subprocess.Popen(
+            command, cwd=killed.parent, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        ) as process:
+            time.sleep(chance.uniform(4.0, 14.0))
+            process.kill()
+    done = subprocess.run(command, cwd=killed.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for each in [*killed.glob("*.json"), *killed.glob("*.json.state"), *killed.glob("trained/*-16")]:
+        if each.name != "forge.json":
+            copy: Any = shutil.copytree if each.is_dir() else shutil.copy
+            (alone / each.relative_to(killed)).parent.mkdir(parents=True, exist_ok=True)
+            copy(each, alone / each.relative_to(killed))
+    left = subprocess.run(command, cwd=alone.parent, capture_output=True, text=True, check=False)
+    assert left.returncode == 0, left.stderr
+    stories = [json.loads((folder / "forge.json").read_text())["story"] for folder in (killed, alone)]
+    assert stories[0] == stories[1]
+    weights = [
+        {file.relative_to(folder): file.read_bytes() for file in folder.glob("trained/*/*.safetensors")}
+        for folder in (killed, alone)
+    ]
+    assert len(weights[0]) >= 5
+    assert weights[0] == weights[1]
 
 
 def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path) -> None:
