@@ -39,5 +39,9 @@ class ForgeRecipe(Section):
     """Requests at a time that it is measured with."""
     llama_cpp: str | None = None
     """A checkout of llama.cpp, whose converter writes drafts for it."""
+    processes: int = Field(1, ge=1)
+    """That train together, one a GPU, each on blocks of its own."""
+    launch: str = ""
+    """More options of the `accelerate launch` that starts these, such as `--config_file zero2.yaml`."""
     seed: int = 0
     """Of everything that is drawn."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +18,7 @@ from ...train.parallel.processes import together
 
 Found = TypeVar("Found")
 
-_LAST_WAIT = timedelta(seconds=3)
+_LAST_WAIT, _LAST_WAIT_FAILED = timedelta(seconds=60), timedelta(seconds=3)
 _BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
 """What torchrun, and `accelerate launch` of one process too, set for their children, and nobody by hand."""
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -39,6 +41,16 @@ def end_with_launcher() -> None:
 
     if any(name in os.environ for name in _BY_LAUNCHERS):
         threading.Thread(target=watch, daemon=True).start()
+
+
+def run_launched(options: str, *words: str) -> None:
+    """`draftsmith WORDS` in processes that `accelerate launch` starts with these options. Raises ValueError: it fails,
+    and has said why."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(options), "-m", "draftsmith", *words]
+    with subprocess.Popen(command, stdout=sys.stderr) as process:
+        status = process.wait()
+    if status:
+        raise ValueError(f"{shlex.join(words)}, launched with {options!r}, ended with status {status}")
 
 
 def is_first() -> bool:
@@ -77,9 +89,10 @@ def destroy_process_group() -> None:
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return
     ended = sys.exc_info()[1]
+    done = ended is None or (isinstance(ended, SystemExit) and not ended.code)
     if distributed.get_backend() == "gloo":
         with suppress(RuntimeError):  # one that has ended already, or never comes: nothing is lost by going
-            distributed.monitored_barrier(timeout=_LAST_WAIT)
+            distributed.monitored_barrier(timeout=_LAST_WAIT if done else _LAST_WAIT_FAILED)
         distributed.destroy_process_group()
-    elif ended is None or (isinstance(ended, SystemExit) and not ended.code):
+    elif done:
         distributed.destroy_process_group()

@@ -29,6 +29,7 @@ from ...assemble.teacher import prepare_teacher
 from ...report.forge import write_forge_page
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import load_recipe, write_recipe
+from ...session.launch import run_launched
 from ...session.machine import machine
 from ...session.terminal import duration, log
 from ..artifacts.import_drafter import import_gguf
@@ -211,10 +212,17 @@ class _Forge:
 
     def _train(self, candidate: Candidate, steps: int) -> Path:
         out = self.out / "trained" / f"{_slug(candidate)}-{steps}"
-        stage = training_of(self.base, candidate, self.shape.vocabulary, steps, out)
-        if not (out / MANIFEST_FILE).is_file():
+        stage = training_of(self.base, candidate, self.shape.vocabulary, steps, out, self.recipe.processes)
+        if (out / MANIFEST_FILE).is_file():
+            return run_train(stage)
+        if self.recipe.processes == 1:
             prepare_teacher(stage)
-        return run_train(stage)
+            return run_train(stage)
+        file = out.with_suffix(".yaml")
+        write_recipe(stage, file)
+        for words in (("prepare", str(file), "--teacher"), ("train", str(file))):
+            run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *words)
+        return out
 
     def _parts(self, candidate: Candidate, artifact: Path) -> dict[str, Any]:
         named = {"heads": str(artifact)} if candidate.kind == "heads" else {"drafters": [str(artifact)]}

@@ -58,12 +58,12 @@ def answers_of(base: QuickstartRecipe, count: int, name: str) -> RegenerateRecip
 
 
 def training_of(
-    base: QuickstartRecipe, candidate: Candidate, vocabulary: int, steps: int, out: Path
+    base: QuickstartRecipe, candidate: Candidate, vocabulary: int, steps: int, out: Path, processes: int = 1
 ) -> DrafterRecipe | HeadsRecipe:
-    """A candidate's training with so many steps."""
+    """A candidate's training with so many steps, each of as many blocks as there are processes."""
     stage = {"drafter": base.drafter, "eagle": base.eagle, "heads": base.heads}[candidate.kind]
     assert stage is not None
-    train = stage.train.model_copy(update={"steps": steps})
+    train = stage.train.model_copy(update={"steps": steps, "global_batch": stage.train.global_batch * processes})
     changes: dict[str, Any] = {"out": str(out), "train": train}
     whole = {} if vocabulary > PROPOSED else {"vocabulary": None}
     if isinstance(stage, DrafterRecipe):

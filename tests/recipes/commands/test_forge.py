@@ -146,17 +146,39 @@ def test_it_runs_is_killed_and_decides_the_same(
     assert "`temperature`" in other.stderr
 
 
+def planned(out: Path) -> None:
+    """Costs of forwards that take the same for any number of tokens, so that heads are worth training."""
+    out.mkdir(parents=True)
+    costs = {"shape": {"layers": 2, "of_layer": 1e6, "hidden": 64, "vocabulary": 1000}, "nodes": [1, 64]}
+    costs |= {"seconds": [0.002, 0.002], "seconds_per_answer": 0.05, "eagle": True}
+    (out / "costs.json").write_text(json.dumps(sealed(costs)))
+
+
+@pytest.mark.slow
+def test_training_is_launched_as_it_says(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+    """On two processes, whose manifests say so; a launch that fails ends it."""
+    planned(out := tmp_path / "forge")
+    settings = "--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = forged(out, "processes=2", f"launch='{settings}'")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    trained = [load_manifest(folder).training for folder in out.glob("trained/eagle-*") if folder.suffix == ""]
+    assert {each["processes"] for each in trained if each} == {2}
+    failing = forged(tmp_path / "other", "processes=2", "launch='--mixed_precision none'")
+    planned(tmp_path / "other")
+    failed = subprocess.run(failing, env=environment, capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert "--mixed_precision none" in failed.stderr.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., list[str]], tmp_path: Path) -> None:
     """Beside a forge that is left alone and knows the same measurements: the same story, the same weights bit for
     bit. Measurements are of their artifacts: had a weight changed, they would have been taken again."""
     chance, command = random.Random(0), forged(Path("forge"))
     killed, alone = ((tmp_path / name / "forge") for name in ("killed", "alone"))
-    killed.mkdir(parents=True)
-    # forwards that take the same for any number of tokens, so that heads are worth training
-    costs = {"shape": {"layers": 2, "of_layer": 1e6, "hidden": 64, "vocabulary": 1000}, "nodes": [1, 64]}
-    costs |= {"seconds": [0.002, 0.002], "seconds_per_answer": 0.05, "eagle": True}
-    (killed / "costs.json").write_text(json.dumps(sealed(costs)))
+    planned(killed)
     for _ in range(10):
         with subprocess.Popen(
             command, cwd=killed.parent, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
