@@ -31,7 +31,7 @@ from ....decode.evaluation.diagnose.stages import finding
 from ....decode.evaluation.measure import decode
 from ....decode.evaluation.replay.steps import ratio_error
 from ....decode.methods import Parts, build_method
-from ....decode.models.base import LanguageModel
+from ....decode.models.base import LanguageModel, TransformersModel
 from ....decode.models.eagle import EagleDrafter
 from ....decode.models.loading import wrap_model
 from ....decode.warpers import Sampling
@@ -119,10 +119,13 @@ def fed(folder: Path, way: Reading | None, model: Any, target: LanguageModel) ->
 
 @torch.inference_mode()
 def agreements(model: Any, folder: Path, passages: Sequence[Passage], advance: Advance) -> list[Reading]:
-    """Every reading with how often the heads' best token is the target's, step by step, the text given."""
+    """Every reading with how often the heads' best token is the target's, step by step, the text given. Raises
+    ValueError: no text at all."""
+    if not any(passage.text for passage in passages):
+        raise ValueError(f"{len(passages)} passages without any token to predict")
     ways = readings(read_config(folder / CONFIG_FILE), model.config)
     layers = sorted({layer for way in ways for layer in way.layers})
-    target = wrap_model(model, given_layers=layers)
+    target = TransformersModel(model, given_layers=layers)  # with no weights laid out anew
     fed_so, judged_P = [fed(folder, way, model, target) for way in ways], list[Floats]()
     counts_WP: list[list[Floats]] = [[] for _ in ways]
     for done, passage in enumerate(passages, 1):

@@ -1,8 +1,8 @@
 """`draftsmith tune --engine`: how many tokens a step an engine should draft under each load, or whether none.
 
-An engine is measured beside itself without drafts, with one token a step and with `MOST`. Between the two a step's time
-is taken to grow by as much with each token; how many tokens a step keeps follows from acceptance by position. What
-looks best and was not measured yet is measured then.
+An engine is measured beside itself without drafts, with one token a step and with `MOST`. Between the two a step's
+time, beside the same run's plain step, is taken to grow by as much with each token; how many tokens a step keeps
+follows from acceptance by position. What looks best and was not measured yet is measured, until the best one was.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def run_lengths(
 
     found = {tokens: measured(tokens) for tokens in dict.fromkeys((1, most))}
     loads = [predicted(*rows, most) for rows in zip(found[1], found[most], strict=True)]
-    for tokens in sorted({load["best"] for load in loads} - {0, *found}):
-        found[tokens] = measured(tokens)
-    for tokens, rows in found.items():
-        for load, row in zip(loads, rows, strict=True):
-            load["lengths"][tokens - 1]["measured"] = row["beside"]["speedup"]
-            load["lengths"][tokens - 1]["interval"] = row["beside"]["speedup_interval"]
+    _note(loads, found)
+    while left := {best_of(load) for load in loads} - {0, *found}:
+        found |= {tokens: measured(tokens) for tokens in left}
+        _note(loads, found)
+    for load in loads:
+        load["best"] = best_of(load)
     commands = {}
     for tokens in {int(load["best"]) for load in loads}:
         drafting, plain = sides(tokens or None)
@@ -80,24 +80,38 @@ def _is_measured(recipe: ServedRecipe) -> bool:
     return path.is_file() and bool(load_served(path)["recipe"] == recipe.model_dump(mode="json"))
 
 
+def _note(loads: Sequence[dict[str, Any]], found: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
+    """Lay what was measured of each number of tokens beside what was predicted."""
+    for tokens, rows in found.items():
+        for load, row in zip(loads, rows, strict=True):
+            load["lengths"][tokens - 1]["measured"] = row["beside"]["speedup"]
+            load["lengths"][tokens - 1]["interval"] = row["beside"]["speedup_interval"]
+
+
+def best_of(load: Mapping[str, Any]) -> int:
+    """The number of tokens of a load that is worth most, as far as is known; 0: none is worth anything."""
+    worth = {length["tokens"]: length.get("measured") or length["speedup"] for length in load["lengths"]}
+    best = max(worth, key=lambda tokens: worth[tokens])
+    return best if worth[best] > 1 else 0
+
+
 def predicted(short: Mapping[str, Any], long: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """What each number of tokens a step is worth under a load, of which one and `most` were measured; `best` is 0 where
-    none is worth anything. Raises ValueError: no acceptance by position, or no answers to compare."""
+    """What each number of tokens a step is worth under a load, of which one and `most` were measured. Raises
+    ValueError: no acceptance by position, or no answers to compare."""
     rates = long["server"]["acceptance_by_depth"]
     plain = [side["baseline"]["ms_per_token"] for side in (short, long)]
     if not rates or None in plain:
         raise ValueError(f"{load_name(long)}: the engine does not say what it accepts by position, or answered nothing")
     plain_ms = sum(plain) / 2
-    first, last = (_step_ms(side["server"]) for side in (short, long))
+    # each beside what ran in turns with it: between two runs a machine's speed drifts
+    first, last = (_step_ms(side["server"]) / alone for side, alone in zip((short, long), plain, strict=True))
     reached = accumulate([*rates, *[0.0] * (most - len(rates))], mul)
     lengths = []
     for tokens, accepted in enumerate(accumulate(reached), 1):
-        step_ms = first if most == 1 else first + (last - first) * (tokens - 1) / (most - 1)
-        about = {"tokens": tokens, "tokens_per_step": 1 + accepted, "step_ms": step_ms}
-        lengths.append(about | {"speedup": (1 + accepted) * plain_ms / step_ms})
-    best = max(lengths, key=lambda length: length["speedup"])
-    load = {key: long[key] for key in ("concurrency", "rate")}
-    return load | {"plain_ms": plain_ms, "lengths": lengths, "best": best["tokens"] if best["speedup"] > 1 else 0}
+        steps = first if most == 1 else first + (last - first) * (tokens - 1) / (most - 1)
+        about = {"tokens": tokens, "tokens_per_step": 1 + accepted, "step_ms": steps * plain_ms}
+        lengths.append(about | {"speedup": (1 + accepted) / steps})
+    return {key: long[key] for key in ("concurrency", "rate")} | {"plain_ms": plain_ms, "lengths": lengths}
 
 
 def _step_ms(side: Mapping[str, Any]) -> float:

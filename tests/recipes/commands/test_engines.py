@@ -17,7 +17,7 @@ import pytest
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.recipes.commands.serving.engines import commands_of
-from draftsmith.recipes.commands.serving.lengths import predicted
+from draftsmith.recipes.commands.serving.lengths import best_of, predicted
 
 
 @pytest.fixture
@@ -178,9 +178,27 @@ def test_the_best_length_is_that_of_the_costs() -> None:
         }
         assert {each["tokens"]: each["speedup"] for each in load["lengths"]} == pytest.approx(wanted)
         best = max(wanted, key=wanted.__getitem__)
-        assert load["best"] == (best if wanted[best] > 1 else 0)
-    assert load["best"] == 0, "twice as slow a step leaves nothing"
-    silent = row(5, 1, 1.0)
-    silent["server"]["acceptance_by_depth"] = []
+        assert best_of(load) == (best if wanted[best] > 1 else 0)
+    assert best_of(load) == 0, "twice as slow a step leaves nothing"
+
+
+def test_what_was_measured_decides_and_a_slower_hour_is_none_of_it() -> None:
+    rates, short, long = [0.3, 0.2], *({"concurrency": 1, "rate": None} for _ in range(2))
+    for row, step, hour, kept in ((short, 12.0, 1.0, 1.3), (long, 18.0, 2.0, 1.36)):
+        row["server"] = {"ms_per_token": hour * step / kept, "tokens_per_step": kept, "acceptance_by_depth": rates}
+        row["baseline"] = {"ms_per_token": hour * 10.0}
+    load = predicted(short, long, 2)
+    assert [each["speedup"] for each in load["lengths"]] == pytest.approx([1.3 / 1.2, 1.36 / 1.8])
+    assert best_of(load) == 1
+    load["lengths"][0]["measured"] = 0.97
+    assert best_of(load) == 0
+    load["lengths"][1]["measured"] = 1.01
+    assert best_of(load) == 2
+
+
+def test_an_engine_that_does_not_count_by_position_is_refused() -> None:
+    row: dict[str, Any] = {"concurrency": 1, "rate": None, "server": {"ms_per_token": 1.0, "tokens_per_step": 1.0}}
+    row["server"]["acceptance_by_depth"] = []
+    row["baseline"] = {"ms_per_token": 1.0}
     with pytest.raises(ValueError, match=r"1 at a time.*position"):
-        predicted(row(1, 1, 1.0), silent, 5)
+        predicted(row, row, 5)
