@@ -93,12 +93,15 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
         base = model_size(meta)
         exported += _exported_bytes(trained, base)
     model = heads_size(heads, target, recipe.data.block_tokens, base)
-    taught = recipe.hidden.cache is None and base is None
+    taught, loading = recipe.hidden.cache is None and base is None, 0
     if runs_no_target(recipe):
+        loading = target.weights
         ends = {meta.get_input_embeddings().weight, meta.get_output_embeddings().weight}
         target = replace(target, weights=sum(weight.nbytes for weight in ends))
     decodes = base is None and bool(recipe.measure.prompts) and decodes_fast(meta)
-    demand = Demand(model, None if base else target, taught, recipe.num_heads, *_of_loop(recipe), 0, launch, decodes)
+    demand = Demand(
+        model, None if base else target, taught, recipe.num_heads, *_of_loop(recipe), loading, launch, decodes
+    )
     return RecipeSize(demand, exported, model.trained_weights)
 
 

@@ -90,7 +90,6 @@ def forge(
 ) -> None:
     """A target in, the fastest lossless set-up out: what costs no training is tried first, then what could win is
     trained. Stopped or killed, it goes on."""
-    refuse_several("forge")
     from ..schema.forge import ForgeRecipe
     from ..schema.loading import parse_recipe
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .data import Section
 
@@ -45,3 +45,9 @@ class ForgeRecipe(Section):
     """More options of the `accelerate launch` that starts these, such as `--config_file zero2.yaml`."""
     seed: int = 0
     """Of everything that is drawn."""
+
+    @model_validator(mode="after")
+    def _launched(self) -> ForgeRecipe:
+        if self.launch and self.processes == 1:
+            raise ValueError(f"`launch` is {self.launch!r}, and `processes` 1 is launched by nobody: say how many")
+        return self

@@ -73,7 +73,8 @@ def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: 
     for row, text in enumerate(texts):
         ids_BT[row, : len(text)] = torch.tensor(text)
     ids_BT = ids_BT.to(model.device)
-    hidden_BTD = model.extend(cache, ids_BT[:, :-1])  # what stands behind a shorter row's end is not looked at
+    # without the layers that it gives; what stands behind a shorter row's end is not looked at
+    hidden_BTD = model.extend(cache, ids_BT[:, :-1])[..., -model.hidden_size :]
     row_X = torch.tensor([row for row, output in enumerate(outputs) for _ in output], device=model.device)
     place_X = torch.tensor(
         [len(start) - 1 + index for start, output in zip(starts, outputs, strict=True) for index in range(len(output))],

@@ -56,6 +56,8 @@ class Source:
     """K: how many tokens it speaks of at once, each position ahead by a head of its own."""
     draws: bool = True
     """Whether drafts are drawn from its distributions. Heads propose their most likely token, whatever the chance."""
+    proposed: Tensor | None = None
+    """The ids of the only tokens that it proposes; None: all, or not known."""
     behind: bool = False
     """Whether it needs a state of the target before the one that the target predicts the token from."""
 
@@ -85,7 +87,7 @@ def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
 
         return drafts
 
-    return Source(read, depth, draws=False, behind=True)
+    return Source(read, depth, draws=False, proposed=getattr(heads, "proposed", None), behind=True)
 
 
 def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
@@ -99,7 +101,7 @@ def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
         made_XKD = torch.cat([made(passage) for passage in passages if passage.text])
         return lambda span: [_with_best(proposed_logits(heads, made_CD)) for made_CD in made_XKD[span].unbind(1)]
 
-    return Source(read, heads.num_heads, behind=True)
+    return Source(read, heads.num_heads, proposed=heads.proposed, behind=True)
 
 
 def given_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tensor, Tensor]:

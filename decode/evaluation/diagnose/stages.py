@@ -157,7 +157,7 @@ def finding(cause: str, lost: float | None, interval: Any, numbers: str = "") ->
 def _not_repeated(record: Stage, files: Stage, allowed: float) -> str:
     """What the files do otherwise on the same blocks than what training measured: `overlap 0.812 → 0.640`."""
     pairs = {name: (record.measures.get(name), files.measures.get(name)) for name in MEASURES}
-    if record.by_depth:
+    if record.by_depth and files.by_depth:
         depths = zip(record.by_depth, files.by_depth, strict=False)
         pairs = {f"head{head}_top1": pair for head, pair in enumerate(depths)}
     return ", ".join(

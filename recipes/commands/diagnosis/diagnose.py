@@ -159,14 +159,17 @@ class _Probe:
         self.drafted = self.method.proposer.capacity(case.limits)[1]
         self.folder = Path(place_of(self.source_name, part))
         self.by_steps = part == "drafter" and is_eagle(self.folder)
-        """Whether it is EAGLE-3's heads, which count as heads do: k is a step of drafting."""
+        """Whether it is EAGLE-3's heads."""
+        self.by_heads = self.by_steps or part == "heads"
+        """Whether it speaks of several tokens at once: by heads, or by steps of drafting."""
         self.source = self._source()
         self.trained: TrainingRecord | None = training_record(str(self.folder))
         self.skipped: list[str] = []
 
     def _source(self) -> Source:
         if self.by_steps:
-            heads = fed(self.folder, None, self.case.opened.model, self.target)
+            assert self.parts.drafter is not None
+            heads = fed(self.folder, None, self.case.opened.model, self.target, self.parts.drafter.dtype)
             heads.num_heads = self.drafted
             return eagle_source(heads, self.target)
         if isinstance(self.method.proposer, TableChain):
@@ -218,19 +221,32 @@ class _Probe:
             self.skipped.append(passages)
             return stages
         description = "the artifact's files on the same held-out blocks"
-        return [*stages, self._scored("files", description, passages, self._measure)]
+        return [*stages, self._scored("files", description, self._of_training(passages), self._measure)]
+
+    def _of_training(self, passages: list[Passage]) -> list[Passage]:
+        """The passages with what training measured judged alone: of heads the tokens that they propose."""
+        proposed = self.source.proposed
+        if not self.by_heads or proposed is None:
+            return passages
+        known = set(proposed.tolist())
+        return [
+            passage._replace(
+                judged=[bool(j) and token in known for j, token in zip(passage.judged or (), passage.text, strict=True)]
+            )
+            for passage in passages
+        ]
 
     @property
     def _measure(self) -> str:
         """What training's measurement is compared by."""
-        if self.part == "heads" or self.by_steps:
+        if self.by_heads:
             return "hit"
         return "agree" if self.entry.sampling.greedy else "overlap"
 
     def _record(self, trained: TrainingRecord) -> Stage:
         """Training's measurement of the weights in memory."""
         metrics, description = trained.metrics, "training's own measurement, weights in memory"
-        if self.part == "heads" or self.by_steps:
+        if self.by_heads:
             heads = [metrics.get(f"head{head}_top1") for head in range(self.drafted)]
             value = None if None in heads else float(np.mean([each or 0.0 for each in heads]))
             return Stage("record", description, value, {"top1_accuracy": value}, heads)
@@ -246,8 +262,12 @@ class _Probe:
         texts = kept if isinstance(kept, list) else [passage for passage in own if passage.text]
         with self.case.signals.bar(f"{self.part}: fed in every way", "documents") as advance:
             read = agreements(self.case.opened.model, self.folder, texts, advance)
-        diagnosis = examine_eagle(open_side(self.case.recipe.target, load_tokenizer), self.source_name, self.folder)
-        return [*in_files(diagnosis), *in_readings(read, self.drafted)]
+        try:
+            side = open_side(self.case.recipe.target, load_tokenizer)
+        except ValueError as error:  # decoded it can be all the same: a LoRA adapter
+            self.skipped.append(f"the doctor's look at its files: {error}")
+            return in_readings(read, self.drafted)
+        return [*in_files(examine_eagle(side, self.source_name, self.folder)), *in_readings(read, self.drafted)]
 
     def _scored(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
         with self.case.signals.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:
@@ -269,7 +289,7 @@ class _Probe:
                 advance(index + 1, len(case.prompts))
         per_step = sum(len(passage.text) for passage in self.texts) / steps
         description = f"real decoding: {self.entry.method}, {self.drafted} tokens a draft"
-        return decoding_stage(description, self.attempts, per_step, self.drafted if self.part == "heads" else 0)
+        return decoding_stage(description, self.attempts, per_step, self.drafted if self.by_heads else 0)
 
     def _cells(self) -> list[dict[str, Any]]:
         """Classes of the tokens tried, those first that cost most."""

@@ -6,12 +6,15 @@ lies in the files of finished stages, so that a killed forge goes on, and decide
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import resolve as folder_of
@@ -220,8 +223,15 @@ class _Forge:
             return run_train(stage)
         file = out.with_suffix(".yaml")
         write_recipe(stage, file)
+        gc.collect()
+        torch.cuda.empty_cache()  # the first process is on the same device
         for words in (("prepare", str(file), "--teacher"), ("train", str(file))):
             run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *words)
+        if (found := load_manifest(out).training["processes"]) != self.recipe.processes:
+            raise ValueError(
+                f"{found} process trained, where `processes` says {self.recipe.processes}: accelerate finds no device "
+                "for each; `launch=--multi_gpu` insists, `launch='--config_file FILE'` says how"
+            )
         return out
 
     def _parts(self, candidate: Candidate, artifact: Path) -> dict[str, Any]:

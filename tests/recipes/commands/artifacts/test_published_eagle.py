@@ -211,7 +211,19 @@ def test_positions_that_turn_otherwise_than_the_targets_are_named(target: Path, 
     assert [each.check for each in findings if each.check == "rotary positions"] == named
 
 
-@pytest.mark.parametrize(("shares", "named"), [((0.2, 0.3), False), ((0.2, 0.6), True), ((0.6, 0.2), False)])
-def test_a_better_reading_is_named_where_chance_does_not_explain_it(shares: tuple[float, float], named: bool) -> None:
-    found = [Reading((number,), False, [], agrees=share, apart=0.1) for number, share in enumerate(shares)]
+@pytest.mark.parametrize(
+    ("shares", "texts", "named"),
+    [
+        ((0.2, 0.3), 32, False),
+        ((0.2, 0.6), 32, True),
+        ((0.6, 0.2), 32, False),
+        ((0.2, 0.46), 9, False),  # Student's t of eight degrees for one in two hundred: 3.36
+        ((0.2, 0.6), 7, False),
+    ],
+)
+def test_a_better_reading_is_named_where_chance_does_not_explain_it(
+    shares: tuple[float, float], texts: int, named: bool
+) -> None:
+    ways = enumerate(shares)
+    found = [Reading((number,), False, [], agrees=share, apart=0.08, texts=texts) for number, share in ways]
     assert better(found) == (found[1] if named else None)

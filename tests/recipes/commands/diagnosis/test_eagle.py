@@ -22,11 +22,14 @@ from draftsmith.decode.evaluation.diagnose.agreement import Passage, given_state
 from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.evaluation import prompts_of
 from draftsmith.recipes.commands.artifacts.pair import examine_pair
 from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
 from draftsmith.recipes.commands.evaluation.recipe import template_of
+from draftsmith.recipes.schema.data import DataSection
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.train.tasks.eagle import EagleTask
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,16 +83,17 @@ class Lesson:
             optimizer.step()
         return heads.eval()
 
-    def saved(self, heads: EagleHeads, out: Path, changed: Callable[[Path], None] | None = None) -> Path:
+    def saved(self, heads: EagleHeads, out: Path, changed: Callable[[Path], None] | None = None, **known: Any) -> Path:
         def write(folder: Path) -> None:
             save_eagle(heads, folder)
             if changed is not None:
                 changed(folder)
 
         save_artifact(
-            out, kind="heads", write=write, vocab_size=VOCAB, shapes={"num_heads": heads.num_heads}, recipe={}, data={},
+            out, kind="heads", write=write, vocab_size=VOCAB, shapes={"num_heads": heads.num_heads},
             target={"id": str(self.folder / "target"), "fingerprint": model_fingerprint(self.folder / "target")},
-            training={}, tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer),
+            tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer),
+            **({"recipe": {}, "data": {}, "training": {}} | known),
         )  # fmt: skip
         return out
 
@@ -180,3 +184,32 @@ def test_what_is_scored_is_what_is_decoded(lesson: Lesson, sound: EagleHeads, tm
     own, decoding = part["stages"][-2:]
     assert own["by_depth"][0] > 0.8
     assert decoding["value"] > 0.8
+
+
+def test_what_training_measured_is_found_again_in_the_files(
+    lesson: Lesson, sound: EagleHeads, corpus: Path, tmp_path: Path
+) -> None:
+    """Of heads that propose some tokens alone, of which training counts no others. A better best guess in training is
+    a fault of the files."""
+    section = DataSection(
+        source=str(corpus / "rows.json"), template="chatml", block_tokens=96, heldout_share=0.2,
+        cache=str(tmp_path / "prepared"),
+    )  # fmt: skip
+    prepared = prepare_data(section, lesson.tokenizer, quiet=True)
+    few = EagleHeads.for_target(lesson.model.config, LAYERS, torch.arange(0, VOCAB, 4), num_heads=2)
+    few.load_state_dict(sound.state_dict())
+    few.attach(lesson.model.get_input_embeddings().weight, lesson.model.get_output_embeddings().weight)
+    task = EagleTask(lesson.model, few, prepared.heldout, [1.0, 1.0], evaluate_blocks=64)
+    metrics = task.evaluate(task.module)
+    recipe = {"train": {"precision": "no"}, "measure": {"blocks": 64}, "data": section.model_dump(mode="json")}
+    for gamma, shift in ((2, 0.0), (1, 0.0), (2, 0.1), (1, 0.1)):
+        told = {key: value + shift * key.endswith("top1") for key, value in metrics.items()}
+        out = tmp_path / f"heads-{gamma}-{shift}"
+        lesson.saved(few.eval(), out, recipe=recipe, data=prepared.summary(), training={"metrics": told})
+        methods = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": gamma}}]
+        (part,) = run_diagnose(lesson.recipe(drafter=str(out), methods=methods), out=tmp_path / "found.json")["parts"]
+        keys = [stage["key"] for stage in part["stages"]]
+        assert keys == ["record", "files", "own", "decoding"]
+        if not shift:
+            assert part["stages"][0]["value"] == pytest.approx(part["stages"][1]["value"], abs=1e-6)
+        assert ("export" in {each["cause"] for each in part["findings"]}) == bool(shift)
