@@ -21,7 +21,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)  # tiny models gain nothing from more, and several test runs share a machine
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_llama() -> Callable[..., LlamaForCausalLM]:
     """A function that builds a random Llama: `make_llama(vocab_size=16, seed=1, num_hidden_layers=2, ...)`."""
 

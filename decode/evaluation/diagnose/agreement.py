@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....checkpoints.heads.eagle import EagleHeads
+from ....checkpoints.storage.draft_vocabulary import widen
 from ...models.base import LanguageModel
 from ...proposers.head_trees import HeadModule
 from ...proposers.ngrams import TableChain
@@ -130,10 +131,7 @@ def chains(heads: EagleHeads, given_1TG: Tensor, ids_1T: Tensor, new: int, behin
 def proposed_logits(heads: EagleHeads, made_XD: Tensor) -> Tensor:
     """[..., V] logits of all tokens; those that are never proposed have minus infinity."""
     logits_XR = made_XD @ heads.projection().to(made_XD).T
-    if heads.proposed is None:
-        return logits_XR
-    whole_XV = logits_XR.new_full((*logits_XR.shape[:-1], heads.vocab_size), -torch.inf)
-    return whole_XV.index_copy_(-1, heads.proposed.to(logits_XR.device), logits_XR)
+    return logits_XR if heads.proposed is None else widen(logits_XR, heads.proposed, heads.vocab_size)
 
 
 def table_source(proposer: TableChain, device: torch.device) -> Source:

@@ -31,7 +31,7 @@ from draftsmith.recipes.schema.data import DataSection
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.train.tasks.eagle import EagleTask
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 VOCAB, LAYERS = 320, (1, 3, 5)
 KEPT = torch.arange(VOCAB - 10)
@@ -99,16 +99,12 @@ class Lesson:
 
 
 @pytest.fixture(scope="module")
-def lesson(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Lesson:
+def lesson(
+    corpus: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path_factory: pytest.TempPathFactory
+) -> Lesson:
     folder = tmp_path_factory.mktemp("lesson")
-    torch.manual_seed(3)
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=256)).eval()
+    model = make_llama(VOCAB, seed=3, sharpness=1.6, num_hidden_layers=8)
     model.generation_config.eos_token_id = None
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, 1.6 * parameter.shape[1] ** -0.5)
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     for each in (model, tokenizer):
         each.save_pretrained(folder / "target")
