@@ -35,6 +35,7 @@ STEADY = 1.25
 two cores, in turn with other work: eight of them there, the two that the other work fell upon at 1.6 and 1.9)."""
 _JUDGED = 4
 """Prompts that a quartile needs."""
+_Job = Callable[[int, Sequence[Sequence[int]], Limits], list["Decoded"]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Run:
     """What one entry did: by prompt, every time that it was decoded; tokens and counts are those of the first."""
 
     by_prompt: list[list[Decoded]]
+    groups: Sequence[int] = ()
+    """By prompt, which of them were decoded together; each has the same share of the time. Empty: none were."""
 
     @property
     def ids(self) -> list[list[int]]:
@@ -84,7 +87,20 @@ class Run:
 
     def only(self, prompts: Sequence[int]) -> Run:
         """These prompts alone."""
-        return Run([self.by_prompt[prompt] for prompt in prompts])
+        return Run(
+            [self.by_prompt[prompt] for prompt in prompts],
+            [self.groups[prompt] for prompt in prompts] if self.groups else (),
+        )
+
+    def together(self, values: Sequence[float]) -> list[float]:
+        """Sums of what prompts have over those that were decoded together."""
+        return [float(sum(some)) for some in self._grouped(values)]
+
+    def _grouped(self, values: Sequence[float]) -> list[list[float]]:
+        found: dict[int, list[float]] = {}
+        for group, value in zip(self.groups or range(len(values)), values, strict=True):
+            found.setdefault(group, []).append(value)
+        return list(found.values())
 
     def median_seconds(self) -> list[float]:
         """Seconds of each prompt."""
@@ -105,13 +121,14 @@ class Run:
         Runs of one prompt do the same work: the median of each prompt's over its fastest. Where each prompt was decoded
         once, steps are taken to be alike: over as many at the lower quartile of a step's time; None for a few prompts.
         """
-        times = [[run.seconds - run.reading for run in runs] for runs in self.by_prompt]
+        runs = zip(*([run.seconds - run.reading for run in each] for each in self.by_prompt), strict=True)
+        times = list(zip(*(self.together(each) for each in runs), strict=True))
         if len(times[0]) > 1:
             undisturbed = sum(map(min, times))
         elif len(times) < _JUDGED:
             return None
         else:
-            steps = [tally.rounds for tally in self.tallies]
+            steps = [max(some) for some in self._grouped([tally.rounds for tally in self.tallies])]
             each = [seconds / count for (seconds,), count in zip(times, steps, strict=True)]
             undisturbed = float(np.quantile(each, 0.25)) * sum(steps)
         return sum(self.stepping_seconds()) / undisturbed
@@ -138,17 +155,32 @@ def decode(
     profile: StepProfile | None = None,
 ) -> Decoded:
     """One prompt with one method."""
-    ids: list[int] = []
-    tally = Tally()
+    return decode_together(target, method, sampling, seed, [prompt], limits, profile)[0]
+
+
+def decode_together(
+    target: LanguageModel,
+    method: Method,
+    sampling: Sampling,
+    seed: int,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    profile: StepProfile | None = None,
+) -> list[Decoded]:
+    """Prompts in one batch, each with the same share of the time; prompt b draws from seed + b."""
+    ids: list[list[int]] = [[] for _ in prompts]
+    tallies = [Tally() for _ in prompts]
     synchronise(target)
     start = time.perf_counter()
-    rng, first = Rng.for_rows(seed, 1, target.device), FirstStep(partial(synchronise, target))
-    for step in generate(target, *method, [prompt], limits, sampling, rng, profile or first):
-        ids += step.new_ids[0]
-        tally.add_step(step, 0)
+    rng, first = Rng.for_rows(seed, len(prompts), target.device), FirstStep(partial(synchronise, target))
+    for step in generate(target, *method, prompts, limits, sampling, rng, profile or first):
+        for row, new in enumerate(step.new_ids):
+            ids[row] += new
+            tallies[row].add_step(step, row)
     synchronise(target)
-    end = time.perf_counter()
-    return Decoded(ids, tally, end - start, 0.0 if profile else first.at - start)
+    seconds = (time.perf_counter() - start) / len(prompts)
+    reading = 0.0 if profile else (first.at - start) / len(prompts)
+    return [Decoded(*text, seconds, reading) for text in zip(ids, tallies, strict=True)]
 
 
 class DecodedTexts(NamedTuple):
@@ -233,6 +265,7 @@ def measure(
     reference: Any = None,
     repeats: int = 1,
     again: int = 0,
+    batch: int = 1,
     seed: int = 0,
     finished: Mapping[RunKey, Decoded] | None = None,
     on_run: Callable[[RunKey, Decoded], None] | None = None,
@@ -245,35 +278,40 @@ def measure(
     A prompt's tokens are drawn by `seed` and its index alone: each repeat writes the same.
 
     Args:
-        reference: a transformers model; it is run greedily as one more row where an entry is greedy.
+        reference: a transformers model; it is run greedily, prompt by prompt, as one more row where an entry is greedy.
+        batch: prompts that are decoded together.
         finished: runs of an interrupted evaluation; they are not done again. `on_run` gets every other.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
     labels, first = list(jobs), warm_ups(prompts, limits, target.device.type, target.finds_ends)
-    keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), repeat)]
+    keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), batch, repeat)]
 
     def runs() -> dict[str, Run]:
         """All that are in `keys`, done if they are not yet."""
-        left = [key for key in keys if key not in done]
+        missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
+        left = [key for key in keys if key in missing]
         for label in dict.fromkeys(key.label for key in left):
             for prompt, until in first:
-                jobs[label](0, prompt, until)
+                jobs[label](0, [prompt] * batch, until)
         for number, key in enumerate(left):
             if progress:
-                progress(len(keys) - len(left) + number, len(keys), key.label)
-            done[key] = jobs[key.label](key.prompt, prompts[key.prompt], limits)
-            if on_run:
-                on_run(key, done[key])
+                progress(max(0, len(keys) - batch * (len(left) - number)), len(keys), key.label)
+            found = jobs[key.label](key.prompt, prompts[key.prompt : key.prompt + batch], limits)
+            for prompt, each in enumerate(found, key.prompt):
+                done[own := key._replace(prompt=prompt)] = each
+                if on_run:
+                    on_run(own, each)
         by_label: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in labels}
         for key in keys:
             by_label[key.label][key.prompt].append(done[key])
-        return {label: Run(by_prompt) for label, by_prompt in by_label.items()}
+        groups = [prompt // batch for prompt in range(len(prompts))] if batch > 1 else ()
+        return {label: Run(by_prompt, groups) for label, by_prompt in by_label.items()}
 
     found = runs()
     for repeat in range(repeats, repeats + again):
         if not (chosen := _unsteady(entries, found)):
             break
-        keys += _round(chosen, len(prompts), repeat)
+        keys += _round(chosen, len(prompts), batch, repeat)
         found = runs()
     if progress:
         progress(len(keys), len(keys), "")
@@ -300,26 +338,26 @@ def _unsteady(entries: Sequence[Entry], runs: Mapping[str, Run]) -> list[str]:
     return [each.label for each in entries if each in unsteady or (each.method == BASELINE and each.sampling in ways)]
 
 
-def _round(labels: Sequence[str], prompts: int, repeat: int) -> list[RunKey]:
-    """Every prompt once with every label."""
-    orders = [turn(len(labels), repeat * prompts + prompt) for prompt in range(prompts)]
-    return [RunKey(labels[job], prompt, repeat) for prompt, order in enumerate(orders) for job in order]
+def _round(labels: Sequence[str], prompts: int, batch: int, repeat: int) -> list[RunKey]:
+    """Every prompt once with every label, those of a batch one after the other."""
+    together = [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]
+    orders = [turn(len(labels), repeat * len(together) + number) for number in range(len(together))]
+    pairs = zip(together, orders, strict=True)
+    return [RunKey(labels[job], prompt, repeat) for some, order in pairs for job in order for prompt in some]
 
 
-def _jobs(
-    target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int
-) -> dict[str, Callable[[int, Sequence[int], Limits], Decoded]]:
-    """What decodes a prompt, given its index, by label."""
+def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int) -> dict[str, _Job]:
+    """What decodes prompts together, given the first one's index, by label."""
 
-    def job(method: Method, sampling: Sampling) -> Callable[[int, Sequence[int], Limits], Decoded]:
-        return lambda index, prompt, limits: decode(target, method, sampling, seed + index, prompt, limits)
+    def job(method: Method, sampling: Sampling) -> _Job:
+        return lambda index, prompts, limits: decode_together(target, method, sampling, seed + index, prompts, limits)
 
     jobs = {
         entry.label: job(build_method(entry.method, parts, entry.sampling, **entry.options), entry.sampling)
         for entry in entries
     }
     if reference is not None and any(entry.sampling.greedy for entry in entries):
-        jobs[REFERENCE] = lambda index, prompt, limits: decode_reference(reference, prompt, limits)
+        jobs[REFERENCE] = lambda index, prompts, limits: [decode_reference(reference, each, limits) for each in prompts]
     return jobs
 
 
@@ -332,18 +370,24 @@ def turn(count: int, number: int) -> list[int]:
 
 
 def profile_steps(
-    target: LanguageModel, parts: Parts, entry: Entry, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
+    target: LanguageModel,
+    parts: Parts,
+    entry: Entry,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    seed: int = 0,
+    batch: int = 1,
 ) -> StepProfile:
-    """Where the time of a step goes, over the first prompts, decoded once more.
+    """Where the time of a step goes, over the first prompts, or the first batch of them, decoded once more.
 
     Measured runs read no clock within a step; these are for this alone.
     """
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
     whole = StepProfile(target.device)
-    for index, prompt in enumerate(prompts[:PROFILED]):
-        profile = StepProfile(target.device)
+    for first in range(0, min(PROFILED, len(prompts)), batch):
+        profile, together = StepProfile(target.device), prompts[first : first + batch]
         with profile.timing_forwards(target, parts.drafter, *parts.more_drafters, parts.heads):
-            decode(target, method, entry.sampling, seed + index, prompt, limits, profile)
+            decode_together(target, method, entry.sampling, seed + first, together, limits, profile)
         whole.add(profile)
     return whole
 

@@ -95,10 +95,10 @@ def total(tallies: Iterable[Tally]) -> Tally:
 
 
 def speedup_interval(
-    tokens: Sequence[int], seconds: Sequence[float], base_tokens: Sequence[int], base_seconds: Sequence[float]
+    tokens: Sequence[float], seconds: Sequence[float], base_tokens: Sequence[float], base_seconds: Sequence[float]
 ) -> tuple[float, Interval | None]:
-    """Throughput over the baseline's on the same prompts, and its 95 % bootstrap interval over prompts (None for fewer
-    than 3)."""
+    """Throughput over the baseline's on the same prompts, and its 95 % bootstrap interval over prompts, or batches of
+    them (None for fewer than 3)."""
     over_P2 = np.array([tokens, base_tokens], dtype=np.float64).T
     under_P2 = np.array([seconds, base_seconds], dtype=np.float64).T
     mine, theirs = over_P2.sum(0) / under_P2.sum(0)

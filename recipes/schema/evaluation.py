@@ -77,6 +77,9 @@ class EvaluateRecipe(_Decoding):
     """Longer prompts are skipped."""
     max_new_tokens: int = Field(128, ge=1)
     """Tokens to generate for each prompt."""
+    batch: int = Field(1, ge=1)
+    """Prompts that are decoded together, in their order. Then intervals are over batches, and a prompt's time is its
+    share of its batch's; `ideal`, `cost_ratio`, FLOPs and joules are of one prompt at a time."""
     repeats: int = Field(1, ge=1)
     """Timed runs of each prompt with each method; medians are reported."""
     again: int = Field(2, ge=0)
@@ -125,6 +128,9 @@ class EvaluateRecipe(_Decoding):
         if missing:
             place = f"temperature {min(missing):g}"
             raise ValueError(f"`methods` must hold `autoregressive` at {place}: speedups are measured against it")
+        if self.batch > 1 and (self.compare_with_transformers or self.predict):
+            which = "compare_with_transformers" if self.compare_with_transformers else "predict"
+            raise ValueError(f"`{which}` is of one prompt at a time, and `batch` is {self.batch}: set `{which}: false`")
         return self
 
 

@@ -88,6 +88,7 @@ def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
             reference=opened.model if recipe.compare_with_transformers else None,
             repeats=recipe.repeats,
             again=recipe.again,
+            batch=recipe.batch,
             seed=recipe.seed,
             progress=advance,
             **kept,
@@ -101,7 +102,7 @@ def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], lis
         EvalPrompt(ids, asked.id, asked.category, asked.references)
         for asked, ids in zip(case.asked, case.prompts, strict=True)
     ]
-    more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies}
+    more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies, "batch": recipe.batch}
     summariser = Summariser(opened.target, opened.parts, prompts, runs, case.limits, **more)
     with case.signals.bar("timing steps, reading texts", "methods") as advance:
         summary = summariser.summarise(entries, advance)

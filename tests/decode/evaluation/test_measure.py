@@ -117,6 +117,34 @@ def test_finished_runs_are_not_done_again(evaluation: Evaluation) -> None:
         assert run.ids == evaluation.runs[label].ids, "what is drawn depends on the seed and the prompt's place alone"
 
 
+def test_prompts_decoded_together_are_written_as_alone(evaluation: Evaluation) -> None:
+    """Drawn ones too, for each draws by its own seed; a batch of three and one that is left. What is known of all of a
+    batch is not decoded again, of a part of it it is."""
+    prompts = [prompt.ids for prompt in ASKED]
+    given: tuple[Any, ...] = (evaluation.target, evaluation.parts, ENTRIES, prompts, LIMITS)
+    done: list[RunKey] = []
+    runs = measure(*given, batch=3, on_run=lambda key, _: done.append(key))
+    assert len(done) == len(set(done)) == len(ENTRIES) * len(ASKED)
+    for label, run in runs.items():
+        assert run.ids == evaluation.runs[label].ids
+        assert run.tallies == evaluation.runs[label].tallies
+        assert run.groups == [0, 0, 0, 1]
+        first, second = run.together(run.median_seconds())
+        assert first == pytest.approx(3 * run.median_seconds()[1])
+        assert second == run.median_seconds()[3]
+    known = {RunKey("plain", prompt, 0): runs["plain"].by_prompt[prompt][0] for prompt in (0, 1, 2)}
+    known[RunKey("chain", 0, 0)] = runs["chain"].by_prompt[0][0]
+    done.clear()
+    measure(*given, batch=3, finished=known, on_run=lambda key, _: done.append(key))
+    assert not {key for key in done if key.label == "plain" and key.prompt < 3}
+    assert {key.prompt for key in done if key.label == "chain"} == {0, 1, 2, 3}
+    summary = Summariser(evaluation.target, evaluation.parts, ASKED, runs, LIMITS, batch=3).summarise(ENTRIES)
+    assert not summary.errors
+    for row in summary.rows:
+        assert row["speedup_interval"] is None, "of two batches there is none"
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / sum(runs[row["label"]].median_seconds()))
+
+
 def test_prompts_draw_numbers_of_their_own(evaluation: Evaluation) -> None:
     same = [[5, 6], [5, 6], [5, 6]]
     drawn = measure(evaluation.target, Parts(), ENTRIES[3:4], same, LIMITS)["drawn"]
