@@ -297,8 +297,8 @@ def measure(
             if progress:
                 progress(max(0, len(keys) - batch * (len(left) - number)), len(keys), key.label)
             found = jobs[key.label](key.prompt, prompts[key.prompt : key.prompt + batch], limits)
-            for prompt, each in enumerate(found, key.prompt):
-                done[own := key._replace(prompt=prompt)] = each
+            for place, each in enumerate(found, key.prompt):
+                done[own := key._replace(prompt=place)] = each
                 if on_run:
                     on_run(own, each)
         by_label: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in labels}

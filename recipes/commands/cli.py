@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -83,7 +83,8 @@ def forge(
     more_hours: Annotated[float | None, typer.Option(help="Go on with the training of what was chosen.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(help="A file of questions such as will be asked.")] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="A drafter that there is, to be tried too.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="At which it shall be fast.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Texts at a time, with commas between; 1 by default.")] = None,
+    temperature: Annotated[str | None, typer.Option(help="At which it shall be fast, with commas between.")] = None,
     engine: Annotated[str | None, typer.Option(help="What shall run it: vllm, sglang or llama.cpp.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be tried, and why.")] = False,
@@ -93,10 +94,11 @@ def forge(
     from ..schema.forge import ForgeRecipe
     from ..schema.loading import parse_recipe
 
-    given = {"hours": hours, "more_hours": more_hours, "temperature": temperature, "engine": engine, "out": out}
-    given |= {"prompts": prompts or None, "drafters": drafter or None}  # type: ignore[dict-item]
+    given: dict[str, Any] = {"hours": hours, "more_hours": more_hours, "engine": engine, "out": out}
+    given |= {"prompts": prompts or None, "drafters": drafter or None}
+    lists = [f"{name}=[{said}]" for name, said in (("batch", batch), ("temperature", temperature)) if said is not None]
     values = {"kind": "forge", "target": target} | {key: value for key, value in given.items() if value is not None}
-    recipe = parse_recipe(values, "forge", overrides or [], kinds=("forge",))
+    recipe = parse_recipe(values, "forge", [*lists, *(overrides or [])], kinds=("forge",))
     assert isinstance(recipe, ForgeRecipe)
     from .pairs.forge import run_forge
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..session.terminal import duration
 from .charts import Point, missing_matplotlib, scatter_with_diagonal
 from .page import figure, write_page
 from .tables import Cell, Column, Table, interval_cell, number_cell, render
@@ -19,29 +20,38 @@ _COLUMNS = (
     Column("interval", "95 %, ×"),
 )
 _FORECASTS = (Column("what", numeric=False), *(Column(*head) for head in (
-    ("steps", "of training"), ("expected", "from, ×"), ("expected", "to, ×"), ("found", "×"),
+    ("steps", "known before"), ("steps", "of training"), ("expected", "from, ×"), ("expected", "to, ×"), ("found", "×"),
 )))  # fmt: skip
 
 
 def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
     """Write the page beside its results."""
-    winner, forecasts = results["winner"], results["forecasts"]
-    measured = [*results["untrained"], *(each for found in results["history"].values() for each in found)]
-    rows = [_row(each) for each in sorted(measured, key=lambda each: -each["speedup"])]
+    forecasts, places = results["forecasts"], results["places"]
+    tables = []
+    for place in places:
+        measured = [*place["untrained"], *(each for found in place["history"].values() for each in found)]
+        rows = [_row(each) for each in sorted(measured, key=lambda each: -each["speedup"])]
+        said = "What was measured" if len(places) == 1 else f"What was measured, {_words(place)}"
+        tables += [Table(said, _COLUMNS, rows)] if rows else []
     charts = []
     if forecasts and missing_matplotlib() is None:
         said = "Speedup that was expected, against what was found"
         drawn = scatter_with_diagonal(_points(forecasts), "found (×)", "expected (×)", said, "as expected")
-        text = "A bar is the range that was expected after less training; where it meets the line it held."
+        text = "A bar is what was expected before any training, or after less of it; where it meets the line it held."
         charts = [figure(drawn, said, text)]
-    about = {"recipe": results["recipe"], "machine": results["machine"], "story": results["story"], "winner": winner}
     held = sum(each["low"] <= each["found"] <= each["high"] for each in forecasts)
-    tables = [Table("What was measured", _COLUMNS, rows)] if rows else []
     if forecasts:
-        cells = [[Cell(each["name"]), Cell(f"{each['steps']:,}"),
+        cells = [[Cell(each["name"]), *(Cell(f"{each[key]:,}") for key in ("trained", "steps")),
                   *(number_cell(each[key]) for key in ("low", "high", "found"))] for each in forecasts]  # fmt: skip
         tables.append(Table(f"Expected and found: {held} of {len(forecasts)} within the range", _FORECASTS, cells))
+    about = {key: results[key] for key in ("recipe", "machine", "story")}
+    about["winners"] = [(_words(place), place["winner"]) for place in places]
+    about["took"] = duration(sum(results["spent"].values()))
     return write_page(out, "Forged", render("forge.html", tables=tables, charts=charts, **about))
+
+
+def _words(place: Mapping[str, Any]) -> str:
+    return f"{place['batch']} at a time, temperature {place['temperature']:g}"
 
 
 def _row(found: Mapping[str, Any]) -> list[Cell]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .data import Section
 
@@ -27,16 +27,16 @@ class ForgeRecipe(Section):
     """Files of questions such as will be asked; none: they are made of the documentation of installed packages."""
     drafters: list[str] = []
     """Drafters that there are already, tried beside what is trained."""
-    temperature: float = Field(0.0, ge=0)
-    """At which it shall be fast."""
+    temperature: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)
+    """At which it shall be fast, each by itself."""
+    batch: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
+    """Texts at a time with which it shall be fast, each by itself; of an engine, requests."""
     new_tokens: int = Field(64, ge=8)
     """Tokens of an answer when it is measured."""
     engine: Literal["vllm", "sglang", "llama.cpp"] | None = None
     """What shall run it: what was trained is exported for it and measured there."""
     engine_options: str = ""
     """More for the engine, such as `--dtype float32`."""
-    concurrency: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
-    """Requests at a time that it is measured with."""
     llama_cpp: str | None = None
     """A checkout of llama.cpp, whose converter writes drafts for it."""
     processes: int = Field(1, ge=1)
@@ -45,6 +45,12 @@ class ForgeRecipe(Section):
     """More options of the `accelerate launch` that starts these, such as `--config_file zero2.yaml`."""
     seed: int = 0
     """Of everything that is drawn."""
+
+    @field_validator("temperature", "batch", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """One number as well as several."""
+        return value if isinstance(value, list) else [value]
 
     @model_validator(mode="after")
     def _launched(self) -> ForgeRecipe:

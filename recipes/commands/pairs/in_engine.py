@@ -21,7 +21,7 @@ from ..artifacts.export import FORMATS
 from ..serving.asking import check_client
 from ..serving.engines import ENGINES, HOST, commands_of, measure_engine, measured_recipe
 
-OF_ENGINES = ("engine", "engine_options", "concurrency", "llama_cpp")
+OF_ENGINES = ("engine", "engine_options", "llama_cpp")
 """Fields of a forge that may change when it goes on."""
 
 
@@ -55,7 +55,7 @@ def worth_in_engine(recipe: ForgeRecipe, artifact: Path, prompts: int) -> list[s
     """Export an artifact for a forge's engine, measure it there beside the engine alone, and say what came out; what
     was measured already is not measured again."""
     assert recipe.engine is not None
-    out, form, loads = Path(recipe.out), form_for(recipe.engine, artifact), ",".join(map(str, recipe.concurrency))
+    out, form, loads = Path(recipe.out), form_for(recipe.engine, artifact), ",".join(map(str, recipe.batch))
     if form is None:
         return [f"{recipe.engine} reads no drafts such as {artifact}"]
     export = out / f"{artifact.name}-{recipe.engine}"
@@ -69,7 +69,7 @@ def worth_in_engine(recipe: ForgeRecipe, artifact: Path, prompts: int) -> list[s
         sides = commands_of(export, recipe.engine, recipe.target if recipe.engine == "llama.cpp" else target)
         asking = {"prompts": str(out / "corpus" / "heldout.jsonl"), "out": str(served), "concurrency": loads}
         asking |= dict(zip(("server", "baseline"), _free_urls(2), strict=True))
-        changes = [f"limit={prompts}", f"max_new_tokens={recipe.new_tokens}", f"temperature={recipe.temperature}"]
+        changes = [f"limit={prompts}", f"max_new_tokens={recipe.new_tokens}", f"temperature={recipe.temperature[0]}"]
         asked = measured_recipe(None, changes, asking)
         measure_engine(asked, sides, shlex.split(recipe.engine_options), str(out / f"serve-{recipe.engine}"))
     lines = [_said(recipe.engine, load) for load in load_json(served, "loads")["loads"]]

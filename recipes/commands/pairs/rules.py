@@ -1,7 +1,7 @@
 """How `draftsmith forge` decides: pure functions of what was measured, so that the same measurements decide alike.
 
 Of a draft of γ tokens with acceptance α_1, α_2 … a step keeps 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens, and takes a
-forward of the target over γ + 1 tokens and the draft's own.
+forward of the target over γ + 1 tokens of each text and the draft's own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, Literal
 
-Kind = Literal["drafter", "eagle", "heads"]
-SHARES = {"answers": 0.25, "race": 0.3, "finish": 0.25, "measure": 0.2}
-"""Of the budget: the target's answers, training to choose, training of what was chosen, decoding."""
+Kind = Literal["drafter", "parallel", "eagle", "heads"]
+SHARES = {"answers": 0.25, "measure": 0.16, "decide": 0.08, "certify": 0.05}
+"""Of the budget: the target's answers, measuring each candidate, the best ones side by side, the winner's certificate.
+The rest is for training."""
+RIVALS = 4
+"""Rows at most that are measured side by side in the end."""
+RACE = 0.55
+"""Of what is left for training, the part that chooses; the other trains what was chosen."""
 RUNGS = 2
 """Rounds of the race: after each, half of those that run are left."""
+LEAST_ANSWERS, LEAST_STEPS = 20, 32
+"""That training begins with."""
 _HOPES: dict[Kind, tuple[float, ...]] = {
     "drafter": (0.85, 0.85, 0.85, 0.85, 0.85),
+    "parallel": (0.85, 0.75, 0.65, 0.55),
     "eagle": (0.85, 0.8, 0.75, 0.7, 0.65),
     "heads": (0.8, 0.6, 0.5),
 }
@@ -37,7 +45,27 @@ class Candidate:
     layers: tuple[int, ...]
     """Of a drafter, the target's that it is cut from."""
     cost: float
-    """A draft token, in forwards of the target over one token; of heads, a whole draft."""
+    """A draft token, in forwards of the target over one token; of what drafts at once, a whole draft."""
+
+    @property
+    def at_once(self) -> bool:
+        return self.kind in ("heads", "parallel")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a set-up shall be fast."""
+
+    batch: int
+    temperature: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.batch} at a time, temperature {self.temperature:g}"
+
+    @property
+    def slug(self) -> str:
+        return f"{self.batch}-{self.temperature:g}"
 
 
 @dataclass(frozen=True)
@@ -67,14 +95,16 @@ class Measured:
 
 
 def candidates_of(shape: Shape, proposed: int, has_eagle: bool) -> list[Candidate]:
-    """What could be trained for a target: drafters cut from its ends, EAGLE-3's layer, heads; each proposes as many
-    tokens."""
+    """What could be trained for a target: drafters cut from its ends, the larger of them at once too, EAGLE-3's layer,
+    heads; each proposes as many tokens."""
     last, head = shape.layers - 1, min(proposed, shape.vocabulary) * shape.hidden
     found = []
     for layers in ((0, last), (0, 1, last - 1, last)):
         if len(layers) * 2 <= shape.layers:
             cost = (len(layers) * shape.of_layer + head) / shape.numbers
             found.append(Candidate(f"drafter of {len(layers)} layers", "drafter", layers, cost))
+    if found:  # over as many mask tokens as it drafts, where a forward of few takes what one takes
+        found.append(Candidate(f"{found[-1].name} at once (PARD)", "parallel", found[-1].layers, found[-1].cost))
     if has_eagle:  # its one layer reads twice the width, and the target's states through a product of their own
         cost = (1.3 * shape.of_layer + head) / shape.numbers
         found.append(Candidate("EAGLE-3's layer", "eagle", (), cost))
@@ -87,7 +117,7 @@ def ceiling(candidate: Candidate, seconds: Callable[[float], float]) -> float:
     kept = list(accumulate(accumulate(_HOPES[candidate.kind], mul)))
     speeds = []
     for length, more in enumerate(kept, 1):
-        drafting = candidate.cost * (1 if candidate.kind == "heads" else length)
+        drafting = candidate.cost * (1 if candidate.at_once else length)
         speeds.append((1 + more) / (seconds(length + 1) / seconds(1) + drafting))
     return max(speeds)
 
@@ -103,9 +133,27 @@ def worth_training(candidate: Candidate, seconds: Callable[[float], float], best
     return True, said
 
 
+def affordable(rates: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
+    """Whose training a budget pays for, each the fewest steps in each round and one to the end, by the seconds that a
+    step takes; the dearest are left out first. And why."""
+    known = sorted(rates, key=lambda name: rates[name])
+    while known and LEAST_STEPS * (RUNGS * sum(rates[name] for name in known) + rates[known[-1]]) > seconds:
+        known.pop()
+    left = [name for name in rates if name not in known]
+    if not left:
+        return known, ""
+    said = f"{seconds:.0f} s are left for training, {LEAST_STEPS} steps each round take"
+    return known, f"{said} " + ", ".join(f"{LEAST_STEPS * rates[name]:.0f} s ({name})" for name in left) + ": left out"
+
+
 def best_row(name: str, steps: int, results: Mapping[str, Any]) -> Measured:
     """The fastest lossless row of an evaluation, the baseline among them."""
     row = max((row for row in results["methods"] if row["lossless"]), key=lambda row: float(row["speedup"]))
+    return measured_of(name, steps, row)
+
+
+def measured_of(name: str, steps: int, row: Mapping[str, Any]) -> Measured:
+    """A row of an evaluation."""
     low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
     return Measured(name, row["label"], steps, row["tokens_per_step"], row["speedup"], (low, high))
 
@@ -136,6 +184,14 @@ def survivors(
         why = "goes on" if name in kept else "cannot reach what costs no training" if name not in able else "is behind"
         lines.append(f"{name}: {history[name][-1].speedup:.2f} x now, {low:.2f} to {high:.2f} in the end: {why}")
     return kept, "; ".join(lines)
+
+
+def rivals(finalists: Sequence[Measured]) -> list[Measured]:
+    """Those that may be the fastest, the fastest first: above plain decoding, and their intervals reach that of the
+    first. Of one row several amounts of training count as the last."""
+    last = {(each.name, each.label): each for each in finalists if each.speedup > 1}
+    ranked = sorted(last.values(), key=lambda each: -each.speedup)
+    return [each for each in ranked if each.interval[1] >= ranked[0].interval[0]][:RIVALS]
 
 
 def winner_of(finalists: Sequence[Measured]) -> tuple[Measured | None, str]:

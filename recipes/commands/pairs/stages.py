@@ -9,9 +9,9 @@ from typing import Any
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import find_recipe, parse_recipe, read_extended
-from ...schema.training import DrafterRecipe, HeadsRecipe
+from ...schema.training import DrafterRecipe, HeadsRecipe, ParallelSection
 from .quickstart import resolve
-from .rules import Candidate, Kind
+from .rules import Candidate, Kind, Place
 
 PROPOSED = 8192
 """Tokens that drafts are chosen of, where the vocabulary is larger."""
@@ -21,12 +21,20 @@ WITH_TEXTS: list[Row] = [("suffix", {"store": "table"}), ("suffix", {"store": "t
 GIVEN: list[Row] = [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4)]
 ROWS: dict[Kind, list[Row]] = {
     "drafter": [*GIVEN, ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2})],
+    "parallel": [
+        *(("speculative", {"gamma": gamma, "parallel": True}) for gamma in (2, 4)),
+        ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2}),
+    ],
     "eagle": [
         *GIVEN[:2],
         ("dynamic-tree", {}),
         ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2, "least": 0.15}),
     ],
-    "heads": [("medusa", {"tree": "2x1"}), ("suffix-heads", {"store": "table"})],
+    "heads": [
+        ("medusa", {"tree": "2x1"}),
+        ("slim-s", {"sequences": 8, "least": 0.05}),
+        ("suffix-heads", {"store": "table"}),
+    ],
 }
 """By what a candidate is, the settings that it is measured with."""
 
@@ -34,7 +42,13 @@ ROWS: dict[Kind, list[Row]] = {
 def label_of(row: Row) -> str:
     """The name of a row."""
     method, options = row
-    return " ".join([method, *map(str, options.values())])
+    return " ".join([method, *(name if value is True else str(value) for name, value in options.items())])
+
+
+def row_named(label: str) -> Row:
+    """The other way round."""
+    rows = [*UNTRAINED, *WITH_TEXTS, *GIVEN, *(row for kind in ROWS.values() for row in kind)]
+    return next(row for row in rows if label_of(row) == label)
 
 
 def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
@@ -61,14 +75,16 @@ def training_of(
     base: QuickstartRecipe, candidate: Candidate, vocabulary: int, steps: int, out: Path, processes: int = 1
 ) -> DrafterRecipe | HeadsRecipe:
     """A candidate's training with so many steps, each of as many blocks as there are processes."""
-    stage = {"drafter": base.drafter, "eagle": base.eagle, "heads": base.heads}[candidate.kind]
+    stage = {"eagle": base.eagle, "heads": base.heads}.get(candidate.kind, base.drafter)
     assert stage is not None
     train = stage.train.model_copy(update={"steps": steps, "global_batch": stage.train.global_batch * processes})
-    changes: dict[str, Any] = {"out": str(out), "train": train}
+    measure = stage.measure.model_copy(update={"prompts": 0})  # a forge measures by itself
+    changes: dict[str, Any] = {"out": str(out), "train": train, "measure": measure}
     whole = {} if vocabulary > PROPOSED else {"vocabulary": None}
     if isinstance(stage, DrafterRecipe):
         model = stage.model.model_copy(update={"layers": list(candidate.layers), **whole})
         teacher = stage.teacher.model_copy(update={"top_k": min(stage.teacher.top_k, vocabulary)})
+        changes |= {"parallel": ParallelSection(tokens=4)} if candidate.kind == "parallel" else {}
         return stage.model_copy(update=changes | {"model": model, "teacher": teacher})
     return stage.model_copy(update=changes | whole)
 
@@ -78,18 +94,23 @@ def evaluation_of(
     recipe: ForgeRecipe,
     name: str,
     rows: Sequence[Row],
+    place: Place,
     prompts: int,
     *,
     drafters: Sequence[str] = (),
     heads: str | None = None,
     table: bool = False,
+    labels: Sequence[str] = (),
 ) -> EvaluateRecipe:
-    """Plain decoding and rows beside it, on held-out questions."""
+    """Plain decoding and rows beside it, on held-out questions; `labels` where those of the rows are not distinct."""
     values = base.evaluate.model_dump(mode="json")
     labelled = [{"method": row[0], "label": label_of(row), "options": row[1]} for row in rows]
+    for row, label in zip(labelled, labels, strict=bool(labels)):
+        row["label"] = label
     first, *more = [*drafters, None]
     values |= {"out": f"{base.out}/{name}.json", "methods": [{"method": "autoregressive"}, *labelled]}
     values |= {"drafter": first, "more_drafters": [each for each in more if each is not None], "heads": heads}
-    values |= {"limit": prompts, "temperature": recipe.temperature, "max_new_tokens": recipe.new_tokens}
+    values |= {"limit": prompts, "temperature": place.temperature, "batch": place.batch}
+    values |= {"max_new_tokens": recipe.new_tokens}
     values |= {"table": f"{base.out}/table" if table else None, "compare_with_transformers": False}
     return EvaluateRecipe.model_validate(values)
