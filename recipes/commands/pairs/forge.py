@@ -364,10 +364,10 @@ class _Forge:
         )
         certifying = self._certifying() * len(self.places) if self._certifies() else 0.0
         measuring += SHARES["decide"] * self.seconds
-        left = self.seconds - found["spent"] - measuring - certifying
+        left = max(0.0, self.seconds - found["spent"] - measuring - certifying)
         self._say(
             f"of {duration(self.seconds)} {duration(found['spent'])} are spent; measuring will take about "
-            f"{duration(measuring)}, which leaves {duration(max(0.0, left))} for training"
+            f"{duration(measuring)}, which leaves {duration(left)} for training"
         )
         return {name: found["rates"][name] for name in names}, left
 

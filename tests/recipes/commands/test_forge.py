@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.storage.safe_read import sealed
 from draftsmith.recipes.commands.pairs.in_engine import check_engine, worth_in_engine
@@ -30,6 +31,7 @@ from draftsmith.recipes.commands.pairs.rules import (
 )
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 REAL = Shape(layers=30, of_layer=3.5e6, hidden=576, vocabulary=49152)
 DRAFTER = Candidate("drafter of 4 layers", "drafter", (0, 1, 28, 29), 0.14)
@@ -148,12 +150,73 @@ def test_it_runs_is_killed_and_decides_the_same(
     assert "`temperature`" in other.stderr
 
 
-def planned(out: Path) -> None:
-    """Costs of forwards that take the same for any number of tokens, so that heads are worth training."""
+def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float = 0.05) -> None:
+    """Costs of forwards, by default the same for any number of tokens, so that heads are worth training."""
     out.mkdir(parents=True)
     costs = {"shape": {"layers": 2, "of_layer": 1e6, "hidden": 64, "vocabulary": 1000}, "nodes": [1, 64]}
-    costs |= {"seconds": [0.002, 0.002], "seconds_per_answer": 0.05, "eagle": True}
+    costs |= {"seconds": seconds, "seconds_per_answer": answer, "eagle": True}
     (out / "costs.json").write_text(json.dumps(sealed(costs)))
+
+
+def told(command: list[str], out: Path) -> dict[str, Any]:
+    """What a forge tells that ran to its end."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads((out / "forge.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("costs", "hours", "said"),
+    [
+        ({"answer": 60.0}, "0.01", "nothing is trained: the budget pays for 0 answers"),
+        ({}, "0.002", "left for training"),
+        ({"seconds": (0.002, 0.128)}, "0.01", "nothing is trained: no candidate could be faster"),
+    ],
+    ids=["no answers", "no training", "each token costs what the first does"],
+)
+def test_a_budget_too_small_and_costs_too_high_train_nothing(
+    forged: Callable[..., list[str]], tmp_path: Path, costs: dict[str, Any], hours: str, said: str
+) -> None:
+    planned(out := tmp_path / "forge", **costs)
+    found = told(forged(out, hours=hours), out)
+    assert any(said in line for line in found["story"])
+    assert not any(place["history"] for place in found["places"])
+    assert len(found["places"][0]["untrained"]) >= 1
+    assert not list(out.glob("trained/*-3*"))
+
+
+def first_layers(folder: Path, tokenizer: Path, layers: int, kept: int) -> None:
+    """A random target of which the first layer's MLP alone does anything: a model of that layer is the same, and what
+    comes next depends on the last token alone, so that greedy text soon runs in circles."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=320, num_hidden_layers=layers, max_position_embeddings=512, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            idle = "o_proj" in name or ("down_proj" in name and "layers.0." not in name)
+            weight.data.normal_(0.0, 0.0 if idle else weight.shape[1] ** -0.5)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:kept], kept
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_planted_situations_are_decided_rightly(corpus: Path, tmp_path: Path) -> None:
+    """Of a target whose greedy text runs in circles look-up is chosen; at temperature 1, where there is nothing to look
+    up, the given drafter that says just what the target says at an eighth of its cost. One that was given beside it
+    and says something else is never. The target has a tokenizer of its own, and its questions are nobody's corpus."""
+    tokenizer, out = corpus / "tokenizer", tmp_path / "forge"
+    first_layers(tmp_path / "target", tokenizer, 8, 8)
+    first_layers(tmp_path / "given", tokenizer, 8, 1)
+    first_layers(tmp_path / "other", tokenizer, 1, 1)
+    words = ["forge", str(tmp_path / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
+    words += ["--drafter", str(tmp_path / "other"), "--drafter", str(tmp_path / "given"), "--temperature", "0,1"]
+    found = told([sys.executable, "-m", "draftsmith", *words, "--hours", "0.08", "template=chatml"], out)
+    greedy, drawn = (place["winner"] for place in found["places"])
+    assert greedy["name"].startswith(("look-up", "the target's own answers"))
+    assert drawn["name"] == str(tmp_path / "given")
+    assert any(each["name"].endswith("drafter of 2 layers") for each in found["forecasts"]), "it was not alone"
 
 
 @pytest.mark.slow

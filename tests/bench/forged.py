@@ -1,0 +1,183 @@
+"""What forges chose, beside the best that is known.
+
+    python tests/bench/forged.py runs/forge-0 runs/forge-1 runs/forge-2 --seconds 200
+    python tests/bench/forged.py runs/forge-0 --drafters runs/drafter runs/eagle --heads runs/heads
+
+Forges of one target and the same questions. `--seconds`: every candidate, also those that a forge leaves out, is
+trained so long on the first forge's answers; `--drafters` and `--heads` are artifacts made by hand. All their rows,
+and what costs no training, are measured in turns on one half of the held-out questions; the fastest of them is then
+measured beside what each forge chose on the other half, so that the best of many is not the luckiest. Texts at a time
+and temperatures have a comparison each. `share` is a choice's tokens a second over those of the best, with its 95 %
+interval over questions. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import finish, parser_of
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.heads.layouts import is_eagle
+from draftsmith.checkpoints.storage.safe_read import load_json
+from draftsmith.decode.evaluation.metrics import speedup_interval
+from draftsmith.recipes.assemble.teacher import prepare_teacher
+from draftsmith.recipes.commands.evaluation.finished import evaluated
+from draftsmith.recipes.commands.pairs.rules import Candidate, Place, Shape, candidates_of
+from draftsmith.recipes.commands.pairs.stages import (
+    GIVEN,
+    PROPOSED,
+    ROWS,
+    UNTRAINED,
+    WITH_TEXTS,
+    Row,
+    base_of,
+    evaluation_of,
+    label_of,
+    training_of,
+)
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.forge import ForgeRecipe
+from draftsmith.recipes.schema.loading import load_recipe
+
+TRIED = 16
+
+
+class Way(NamedTuple):
+    """A row, and what it drafts with."""
+
+    name: str
+    row: Row
+    drafter: str | None = None
+    heads: str | None = None
+
+
+class Forge(NamedTuple):
+    folder: Path
+    recipe: ForgeRecipe
+    results: dict[str, Any]
+
+
+def opened(folder: Path) -> Forge:
+    """A finished one."""
+    recipe = load_recipe(str(folder / "forge.yaml"), kinds=("forge",))
+    assert isinstance(recipe, ForgeRecipe)
+    return Forge(folder, recipe.model_copy(update={"out": str(folder)}), load_json(folder / "forge.json", "places"))
+
+
+def trained(forge: Forge, candidate: Candidate, seconds: float) -> Path:
+    """A candidate, trained so long."""
+    base = base_of(forge.recipe)
+    vocabulary = load_json(forge.folder / "costs.json", "shape")["shape"]["vocabulary"]
+
+    def train(steps: int) -> Path:
+        name = f"{candidate.kind}-{len(candidate.layers)}-{steps}"
+        stage = training_of(base, candidate, vocabulary, steps, forge.folder / "exhaustive" / name)
+        prepare_teacher(stage)
+        return run_train(stage)
+
+    return train(max(TRIED, int(seconds / (float(load_manifest(train(TRIED)).training["seconds"]) / TRIED))))
+
+
+def known_ways(forge: Forge, args: argparse.Namespace) -> list[Way]:
+    """All that could be chosen."""
+    found = [Way("no training", row) for row in [*UNTRAINED, *WITH_TEXTS]]
+    if args.seconds:
+        costs = load_json(forge.folder / "costs.json", "shape")
+        for candidate in candidates_of(Shape(**costs["shape"]), PROPOSED, costs["eagle"]):
+            made = str(trained(forge, candidate, args.seconds))
+            part = {"heads" if candidate.kind == "heads" else "drafter": made}
+            found += [Way(candidate.name, row, **part) for row in ROWS[candidate.kind]]
+    for given in map(str, args.drafters):
+        eagle = load_manifest(given).kind == "heads" and is_eagle(given)
+        found += [Way(given, row, drafter=given) for row in (*ROWS["eagle" if eagle else "drafter"], *GIVEN[2:])]
+    found += [Way(given, row, heads=given) for given in map(str, args.heads) for row in ROWS["heads"]]
+    return list({(way.row[0], str(way.row[1]), way.drafter, way.heads): way for way in found}.values())
+
+
+def chosen_way(forge: Forge, place: Place) -> Way | None:
+    """What a forge chose; None: plain decoding."""
+    several = len(forge.results["places"]) > 1
+    file = forge.folder / (f"winner-{place.slug}.yaml" if several else "winner.yaml")
+    if not file.is_file():
+        return None
+    recipe = load_recipe(str(file), kinds=("evaluate",))
+    (row,) = recipe.methods[1:]
+    return Way(f"chosen by {forge.folder.name}", (row.method, row.options), recipe.drafter, recipe.heads)
+
+
+def measured(
+    forge: Forge, place: Place, ways: Sequence[Way], prompts: Path, limit: int, name: str
+) -> list[dict[str, Any]]:
+    """The row of each, in turns; heads, of which an evaluation has one kind, in one of their own."""
+    found: dict[int, dict[str, Any]] = {}
+    for number, heads in enumerate(dict.fromkeys(way.heads for way in ways)):
+        own = [index for index, way in enumerate(ways) if way.heads == heads]
+        drafters = list(dict.fromkeys(each for index in own if (each := ways[index].drafter) is not None))
+        rows: list[Row] = []
+        for index in own:
+            (method, options), drafter = ways[index].row, ways[index].drafter
+            kept = {key: value for key, value in options.items() if key != "drafter"}
+            at = drafters.index(drafter) + 1 if drafter is not None else 1
+            rows.append((method, kept | ({"drafter": at} if at > 1 else {})))
+        labels = [f"{index} {label_of(ways[index].row)}, {ways[index].name}" for index in own]
+        given: dict[str, Any] = {"drafters": drafters, "heads": heads, "table": True, "labels": labels}
+        recipe = evaluation_of(
+            base_of(forge.recipe), forge.recipe, f"{name}-{number}", rows, place, limit, **given
+        ).model_copy(update={"prompts": str(prompts)})
+        by_label = {row["label"]: row for row in evaluated(recipe)["methods"]}
+        found |= {index: by_label[label] for index, label in zip(own, labels, strict=True)}
+    return [found[index] for index in range(len(ways))]
+
+
+def share(row: dict[str, Any], best: dict[str, Any]) -> tuple[float, Any]:
+    """Tokens a second of one over another's, with an interval."""
+    sides = [([each[key] for each in one["by_prompt"]]) for one in (row, best) for key in ("tokens", "seconds")]
+    return speedup_interval(*sides)
+
+
+def compared(forges: Sequence[Forge], place: Place, ways: Sequence[Way], limit: int) -> dict[str, Any]:
+    first = forges[0]
+    lines = (first.folder / "corpus" / "heldout.jsonl").read_text().splitlines(keepends=True)
+    halves = [first.folder / f"half-{which}.jsonl" for which in (1, 2)]
+    for which, half in enumerate(halves):
+        half.write_text("".join(lines[which::2]))
+    rows = measured(first, place, ways, halves[0], limit, f"known-{place.slug}")
+    ranked = sorted(zip(ways, rows, strict=True), key=lambda pair: -float(pair[1]["speedup"]))
+    choices = [chosen_way(forge, place) for forge in forges]
+    rivals = [ranked[0][0], *(way for way in choices if way is not None)]
+    best, *finals = measured(first, place, rivals, halves[1], limit, f"choices-{place.slug}")
+    names = {"name": ranked[0][0].name, "row": label_of(ranked[0][0].row)}
+    known = [
+        {"name": way.name, "row": label_of(way.row)}
+        | {key: row[key] for key in ("tokens_per_step", "speedup", "speedup_interval")}
+        for way, row in ranked
+    ]
+    found: dict[str, Any] = {"known": known, "best": names | {"speedup": best["speedup"]}, "chosen": []}
+    for forge, way in zip(forges, choices, strict=True):
+        row = finals.pop(0) if way is not None else None
+        part, interval = share(row, best) if row else (1 / best["speedup"], None)
+        said: dict[str, Any] = {"forge": forge.folder.name, "row": label_of(way.row) if way else "autoregressive"}
+        said |= {"share": part, "interval": interval, "speedup": row["speedup"] if row else 1.0}
+        found["chosen"].append(said)
+        print(f"{place.words}: {said['forge']} {said['row']}, {part:.2f} of {names['name']} {names['row']}")
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "two questions each", limit=24, seconds=0)
+    parser.add_argument("forges", nargs="+", type=Path)
+    parser.add_argument("--drafters", nargs="*", type=Path, default=[])
+    parser.add_argument("--heads", nargs="*", type=Path, default=[])
+    args = parser.parse_args()
+    forges = [opened(folder) for folder in args.forges]
+    ways = known_ways(forges[0], args)
+    places = [Place(each["batch"], each["temperature"]) for each in forges[0].results["places"]]
+    found = {place.words: compared(forges, place, ways, 2 if args.quick else args.limit) for place in places}
+    finish({"forges": [str(forge.folder) for forge in forges], "seconds": args.seconds, "places": found})
+
+
+if __name__ == "__main__":
+    main()
