@@ -72,6 +72,13 @@ def examine_pair(
     return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
 
 
+def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
+    """What one who decodes with a pair minds of it; None: nothing. Raises ValueError: no drafter's files."""
+    with _open_drafter(drafter, is_repaired=False) as (theirs, _):
+        verdict = examine(open_side(target, load_tokenizer), theirs).verdicts[consumer]
+    return None if verdict.outcome == WORKS else f"{verdict.outcome}: {'; '.join(verdict.reasons)}"
+
+
 def _examine_eagle(target: str, heads: str, fix: Path | None, prompts: str | None, as_json: bool) -> bool:
     if fix is not None:
         again = shlex.join(["draftsmith", "import", heads, "--target", target, "--out", str(fix)])

@@ -20,13 +20,14 @@ import torch
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import resolve as folder_of
 from ....checkpoints.heads.eagle import EagleHeads
+from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.gguf import is_gguf
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json, sealed
 from ....decode.evaluation.replay.costs import Curve, measure_forwards
-from ....decode.methods import Parts, needs_of
+from ....decode.methods import Parts
 from ....decode.models.loading import wrap_model
 from ...assemble.evaluation import load_target
 from ...assemble.teacher import prepare_teacher
@@ -38,6 +39,7 @@ from ...session.launch import run_launched
 from ...session.machine import machine
 from ...session.terminal import duration, log
 from ..artifacts.import_drafter import import_gguf
+from ..artifacts.pair import pair_verdict
 from ..evaluation.certify import run_certify
 from ..evaluation.finished import evaluated
 from ..training.regenerate import run_regenerate
@@ -76,7 +78,7 @@ from .stages import (
     answers_of,
     base_of,
     evaluation_of,
-    row_named,
+    together,
     training_of,
 )
 
@@ -134,6 +136,11 @@ class _Forge:
             f"{asked:,} of {self.questions:,} questions can be answered, "
             f"{' or '.join(map(str, dict.fromkeys(self.prompts.values())))} held out are measured on"
         )
+        parts = {"answers": min(asked * costs["seconds_per_answer"], SHARES["answers"] * self.seconds)}
+        parts |= {"measuring": (SHARES["measure"] + SHARES["decide"]) * self.seconds}
+        parts |= {"certificates": self._certifying() * len(self.places) * self._certifies()}
+        priced = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items())
+        self._say(f"of {duration(self.seconds)} at most {priced}; the rest is for training")
         if plan_only:
             return self._write()
         self._look()
@@ -251,6 +258,10 @@ class _Forge:
         self._measure("look", UNTRAINED, "look-up in the text", 0)
         for number, drafter in enumerate(self.recipe.drafters, 1):
             try:
+                if not is_eagle(folder_of(drafter)):
+                    minds = pair_verdict(str(self.out / "target"), drafter, self.recipe.engine or "draftsmith")
+                    if minds is not None:
+                        self._say(f"{drafter}: {self.recipe.engine or 'the doctor'} says {minds}")
                 self._measure(f"given-{number}", GIVEN, drafter, 0, drafters=[drafter])
             except ValueError as error:  # no pair with the target: that it is there was seen before anything
                 self._say(f"{drafter}: left out, {error}")
@@ -272,7 +283,7 @@ class _Forge:
         return found
 
     def _train(self, candidate: Candidate, steps: int) -> Path:
-        name = f"{_slug(candidate)}-{steps}"
+        name = f"{candidate.slug}-{steps}"
         out = self.out / "trained" / name
         stage = training_of(self.base, candidate, self.shape.vocabulary, steps, out, self.recipe.processes)
         with self.ledger.stage(f"training {name}"):
@@ -322,7 +333,7 @@ class _Forge:
                 each = RACE * seconds / (len(known) * RUNGS)
                 steps = min(ends[name], max(LEAST_STEPS, int(each / rates[name])))
                 artifact = self._train(candidate, steps)
-                given = f"rung-{rung}-{_slug(candidate)}", ROWS[candidate.kind], name, steps
+                given = f"rung-{rung}-{candidate.slug}", ROWS[candidate.kind], name, steps
                 self._forecast(candidate, self._measure(*given, **self._parts(candidate, artifact)))
             going, first = {}, {}
             for place in self.places:
@@ -385,7 +396,7 @@ class _Forge:
         parts: dict[str, dict[str, Any]] = {}
         for candidate, steps in left:
             parts[candidate.name] = self._parts(candidate, self._train(candidate, steps))
-            name = f"final-{_slug(candidate)}-{steps}"
+            name = f"final-{candidate.slug}-{steps}"
             found = self._measure(name, ROWS[candidate.kind], candidate.name, steps, **parts[candidate.name])
             self._forecast(candidate, found)
             for place in self.places:
@@ -401,23 +412,6 @@ class _Forge:
             for line in worth_in_engine(self.recipe, self._train(*left[0]), max(self.prompts.values())):
                 self._say(line)
 
-    def _parts_of(
-        self, some: Sequence[Measured], trained: dict[str, dict[str, Any]]
-    ) -> tuple[list[Row], dict[str, Any]]:
-        """Rows that were measured apart, as rows of one evaluation, and the artifacts that it reads."""
-        rows: list[Row] = []
-        drafters: list[str] = []
-        given: dict[str, Any] = {"drafters": drafters}
-        for each in some:
-            method, options = row_named(each.label)
-            own = {"drafters": [each.name]} if each.name in self.recipe.drafters else trained.get(each.name, {})
-            drafters += own.get("drafters", [])
-            if len(drafters) > 1 and "drafters" in own:
-                options = options | {"drafter": len(drafters)}
-            given |= {"heads": own["heads"]} if "heads" in own else {}
-            rows.append((method, options))
-        return rows, given | {"table": any("table" in needs_of(*row) for row in rows)}
-
     def _decided(
         self, place: Place, finalists: list[Measured], trained: dict[str, dict[str, Any]]
     ) -> Sequence[Measured]:
@@ -425,7 +419,7 @@ class _Forge:
         close = rivals(finalists)
         if len(close) < 2:
             return finalists
-        rows, given = self._parts_of(close, trained)
+        rows, given = together(close, trained, self.recipe.drafters)
         each = self.recipe.new_tokens * self.curve(place.batch)
         share = SHARES["decide"] * self.seconds / len(self.places)
         prompts = place.batch * measured_groups(share, len(rows) + 1, each, self.held_out // place.batch)
@@ -441,7 +435,7 @@ class _Forge:
 
     def _hand_over(self, place: Place, winner: Measured, trained: dict[str, dict[str, Any]]) -> None:
         """The winner's recipe, and its certificate where there is time for one."""
-        rows, given = self._parts_of([winner], trained)
+        rows, given = together([winner], trained, self.recipe.drafters)
         name = self._name("winner", place)
         recipe = evaluation_of(self.base, self.recipe, name, rows, place, self.prompts[place], **given)
         write_recipe(recipe, file := self.out / f"{name}.yaml")
@@ -478,10 +472,6 @@ class _Forge:
         took = duration(self.ledger.spent)
         log(f"forge: {duration(self.seconds)} were given, it took {took}; {page} tells the story")
         return results
-
-
-def _slug(candidate: Candidate) -> str:
-    return f"{candidate.kind}-{len(candidate.layers)}" if candidate.layers else candidate.kind
 
 
 def _has_eagle(config: Any) -> bool:

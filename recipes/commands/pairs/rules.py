@@ -51,6 +51,10 @@ class Candidate:
     def at_once(self) -> bool:
         return self.kind in ("heads", "parallel")
 
+    @property
+    def slug(self) -> str:
+        return f"{self.kind}-{len(self.layers)}" if self.layers else self.kind
+
 
 @dataclass(frozen=True)
 class Place:

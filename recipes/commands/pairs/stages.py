@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ....decode.methods import needs_of
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import find_recipe, parse_recipe, read_extended
 from ...schema.training import DrafterRecipe, HeadsRecipe, ParallelSection
 from .quickstart import resolve
-from .rules import Candidate, Kind, Place
+from .rules import Candidate, Kind, Measured, Place
 
 PROPOSED = 8192
 """Tokens that drafts are chosen of, where the vocabulary is larger."""
@@ -49,6 +50,25 @@ def row_named(label: str) -> Row:
     """The other way round."""
     rows = [*UNTRAINED, *WITH_TEXTS, *GIVEN, *(row for kind in ROWS.values() for row in kind)]
     return next(row for row in rows if label_of(row) == label)
+
+
+def together(
+    some: Sequence[Measured], trained: Mapping[str, dict[str, Any]], drafters: Sequence[str]
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows that were measured apart, as rows of one evaluation, and the artifacts that it reads: of what was trained,
+    by name, or of drafters that were given."""
+    rows: list[Row] = []
+    read: list[str] = []
+    given: dict[str, Any] = {"drafters": read}
+    for each in some:
+        method, options = row_named(each.label)
+        own = {"drafters": [each.name]} if each.name in drafters else trained.get(each.name, {})
+        read += own.get("drafters", [])
+        if len(read) > 1 and "drafters" in own:
+            options = options | {"drafter": len(read)}
+        given |= {"heads": own["heads"]} if "heads" in own else {}
+        rows.append((method, options))
+    return rows, given | {"table": any("table" in needs_of(*row) for row in rows)}
 
 
 def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
