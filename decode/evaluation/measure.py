@@ -291,8 +291,9 @@ def measure(
         missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
         left = [key for key in keys if key in missing]
         for label in dict.fromkeys(key.label for key in left):
-            for prompt, until in first:
-                jobs[label](0, [prompt] * batch, until)
+            for rows in {min(batch, len(prompts)), len(prompts) % batch} - {0}:
+                for prompt, until in first:
+                    jobs[label](0, [prompt] * rows, until)
         for number, key in enumerate(left):
             if progress:
                 progress(max(0, len(keys) - batch * (len(left) - number)), len(keys), key.label)

@@ -33,6 +33,9 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
         rows = [_row(each) for each in sorted(measured, key=lambda each: -each["speedup"])]
         said = "What was measured" if len(places) == 1 else f"What was measured, {_words(place)}"
         tables += [Table(said, _COLUMNS, rows)] if rows else []
+        if beside := [_row(each) for each in place["side_by_side"]]:
+            said = "Side by side" if len(places) == 1 else f"Side by side, {_words(place)}"
+            tables.append(Table(said, _COLUMNS, beside))
     charts = []
     if forecasts and missing_matplotlib() is None:
         said = "Speedup that was expected, against what was found"

@@ -25,6 +25,8 @@ class ForgeRecipe(Section):
     """Chat template by name; `tokenizer`: the target's own."""
     prompts: list[str] = []
     """Files of questions such as will be asked; none: they are made of the documentation of installed packages."""
+    heldout_share: float = Field(0.05, gt=0, lt=1)
+    """Share of the questions that is held out, to measure on."""
     drafters: list[str] = []
     """Drafters that there are already, tried beside what is trained."""
     temperature: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)

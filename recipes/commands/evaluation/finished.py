@@ -13,10 +13,12 @@ from ....checkpoints.artifact.identity import source_state
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.safe_read import load_json
 from ...assemble.evaluation import device_of
+from ...report.certificate import KIND
 from ...schema.evaluation import EvaluateRecipe
-from ...schema.results import load_results
+from ...schema.results import beside, load_results
 from ...session.machine import machine
 from ...session.terminal import log
+from .certify import run_certify
 from .evaluate import run_evaluate
 
 
@@ -34,6 +36,16 @@ def evaluated(recipe: EvaluateRecipe) -> dict[str, Any]:
     results = run_evaluate(recipe)
     atomic_text(stamp, json.dumps({"identity": identity}) + "\n")
     return results
+
+
+def certified(recipe: EvaluateRecipe, tokens: int) -> dict[str, str]:
+    """Verdicts by row of a certificate over so many tokens, which is made only where the same has not been."""
+    stamp = beside(Path(recipe.out), KIND).with_suffix(".stamp.json")
+    identity = identity_of([recipe.recorded(exclude={"out"}), tokens], recipe.sources(), recipe)
+    if (found := read_finished(stamp, identity)) is None:
+        found = {"identity": identity, "verdicts": {each.label: each.verdict for each in run_certify(recipe, tokens)}}
+        atomic_text(stamp, json.dumps(found) + "\n")
+    return dict(found["verdicts"])
 
 
 def identity_of(settings: Any, sources: Sequence[str], evaluation: EvaluateRecipe) -> str:

@@ -82,6 +82,8 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     Methods of the recipe that can be tuned are; their settings that are not searched stay as they are. A recipe with
     the baseline alone has every method tuned that its parts allow.
     """
+    if recipe.batch > 1:
+        raise ValueError(f"tune decodes one prompt at a time, and `batch` is {recipe.batch}")
     folder, space = Path(recipe.out).with_suffix(".tune"), space or Space()
     check_writable(folder)
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from ....checkpoints.storage.safe_read import load_json, sealed
 
 BESIDE = 1.5
 """What an evaluation takes, over the tokens that it decodes: prompts, rows that were disturbed, profiles of steps."""
+FEWEST = 4
+"""Batches that a row is measured on at least."""
 
 
 class Ledger:
@@ -37,7 +39,17 @@ class Ledger:
         return sum(self.seconds.values())
 
 
+def race_rows(rows: Sequence[int], rounds: int, places: int) -> int:
+    """Rows of all evaluations of a race and its end, baselines included, if the dearest are left: `rows` of each
+    candidate; after a round half go on, or the first of each place."""
+    dearest = sorted((each + 1 for each in rows), reverse=True)
+    left, total = len(dearest), 0
+    for number in range(rounds + 1):
+        total += sum(dearest[:left])
+        left = min(left, max(-(-left // 2), places) if number < rounds - 1 else places)
+    return total
+
+
 def measured_groups(share: float, rows: int, seconds_each: float, most: int) -> int:
-    """Batches that each of so many rows can be measured on in a share of the budget: four at least, for an interval, as
-    far as there are."""
-    return min(most, max(4, int(share / (BESIDE * rows * seconds_each))))
+    """Batches that each of so many rows can be measured on in a share of the budget, as far as there are."""
+    return min(most, max(FEWEST, int(share / (BESIDE * rows * seconds_each))))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,34 +18,27 @@ import torch
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import resolve as folder_of
-from ....checkpoints.heads.eagle import EagleHeads
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.atomic import atomic_text, check_writable
-from ....checkpoints.storage.gguf import is_gguf
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json, sealed
-from ....decode.evaluation.replay.costs import Curve, measure_forwards
-from ....decode.methods import Parts
-from ....decode.models.loading import wrap_model
-from ...assemble.evaluation import load_target
+from ....decode.evaluation.replay.costs import Curve
 from ...assemble.teacher import prepare_teacher
 from ...report.forge import write_forge_page
 from ...schema.forge import ForgeRecipe
-from ...schema.loading import load_recipe, write_recipe
+from ...schema.loading import write_recipe
 from ...schema.training import DrafterRecipe, HeadsRecipe
 from ...session.launch import run_launched
 from ...session.machine import machine
 from ...session.terminal import duration, log
-from ..artifacts.import_drafter import import_gguf
 from ..artifacts.pair import pair_verdict
-from ..evaluation.certify import run_certify
-from ..evaluation.finished import evaluated
+from ..evaluation.evaluate import NotLosslessError
+from ..evaluation.finished import certified, evaluated
 from ..training.regenerate import run_regenerate
 from ..training.train import run_train
-from .budget import BESIDE, Ledger, measured_groups
-from .in_engine import OF_ENGINES, check_engine, worth_in_engine
-from .quickstart import find_target, make_corpus
+from .budget import BESIDE, Ledger, measured_groups, race_rows
+from .in_engine import check_engine, worth_in_engine
 from .rules import (
     LEAST_ANSWERS,
     LEAST_STEPS,
@@ -62,6 +54,7 @@ from .rules import (
     candidates_of,
     ceiling,
     measured_of,
+    merged,
     outlook,
     rivals,
     survivors,
@@ -81,12 +74,11 @@ from .stages import (
     together,
     training_of,
 )
+from .start import costs_of, prepared
 
 _LOOKED_UP = "the target's own answers, looked up"
-_PROBED = 24  # answers that show how fast the target answers
 _TRIED = 16  # steps of training that show what a step takes
-_CONTEXT = 200
-_CERTIFIED = 1000  # tokens of the winner's certificate, each
+_CERTIFIED = range(1000, 4001)  # tokens of a certificate: fewer say nothing, more are not needed
 _CERTIFYING = 4  # forwards that a token of it takes, with the small pair's, about
 
 
@@ -111,36 +103,30 @@ class _Forge:
         self.seconds = 3600 * recipe.hours
         self.ledger = Ledger(out / "spent.json")
         self.story: list[str] = []
-        self.places = [Place(*each) for each in itertools.product(dict.fromkeys(recipe.batch), recipe.temperature)]
+        batches, temperatures = dict.fromkeys(recipe.batch), dict.fromkeys(recipe.temperature)
+        self.places = [Place(batch, heat) for batch, heat in itertools.product(batches, temperatures)]
         self.untrained: dict[Place, list[Measured]] = {place: [] for place in self.places}
         self.history: dict[Place, dict[str, list[Measured]]] = {place: {} for place in self.places}
         self.forecasts: list[dict[str, Any]] = []
         """Of a candidate's speedup: by its ceiling, and from less training."""
         self.ceilings: dict[str, float] = {}
         self.prompts: dict[Place, int] = {}
+        self.side_by_side: dict[Place, list[Measured]] = {}
         self.winners: dict[Place, Measured | None] = {}
 
     def run(self, plan_only: bool) -> dict[str, Any]:
-        self._prepare()
+        with self.ledger.stage("corpus"):
+            self.questions, self.held_out = prepared(self.recipe, self.base, self.out)
         with self.ledger.stage("costs"):
-            costs = self._costs()
+            costs = costs_of(self.base, self.out, self.questions)
         self.shape, self.curve = Shape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
         self._say(
             f"a token takes {1e3 * self.curve(1):.1f} ms, three more in the same forward "
             f"{1e3 * (self.curve(4) - self.curve(1)):.1f}"
         )
         chosen = self._choose(costs["eagle"])
-        self._share_measuring(chosen)
         asked = min(self.questions, int(SHARES["answers"] * self.seconds / costs["seconds_per_answer"]))
-        self._say(
-            f"{asked:,} of {self.questions:,} questions can be answered, "
-            f"{' or '.join(map(str, dict.fromkeys(self.prompts.values())))} held out are measured on"
-        )
-        parts = {"answers": min(asked * costs["seconds_per_answer"], SHARES["answers"] * self.seconds)}
-        parts |= {"measuring": (SHARES["measure"] + SHARES["decide"]) * self.seconds}
-        parts |= {"certificates": self._certifying() * len(self.places) * self._certifies()}
-        priced = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items())
-        self._say(f"of {duration(self.seconds)} at most {priced}; the rest is for training")
+        self._plan(chosen, asked, costs["seconds_per_answer"])
         if plan_only:
             return self._write()
         self._look()
@@ -148,11 +134,13 @@ class _Forge:
         if asked < LEAST_ANSWERS:
             self._say(f"nothing is trained: the budget pays for {asked} answers, to learn takes {LEAST_ANSWERS}")
         else:
+            counted = self.base.table.model_copy(update={"out": f"{self.out}/table-{asked}"})
+            self.base = self.base.model_copy(update={"table": counted})
             with self.ledger.stage("answers"):
                 run_regenerate(answers_of(self.base, asked, "answers"))
-                run_train(self.base.table)
+                run_train(counted)
             self._measure("table", WITH_TEXTS, _LOOKED_UP, 0, table=True)
-            left = self._race([each for each in chosen if self._may_win(each)])
+            left = self._race(chosen)
         self._finish(left)
         return self._write()
 
@@ -168,50 +156,6 @@ class _Forge:
     def _name(self, stem: str, place: Place) -> str:
         return stem if len(self.places) == 1 else f"{stem}-{place.slug}"
 
-    def _prepare(self) -> None:
-        """The target's folder and the questions."""
-        written = self.out / "forge.yaml"
-        if written.is_file():
-            theirs = load_recipe(str(written), kinds=("forge",)).model_dump()
-            mine, free = self.recipe.model_dump(), ("hours", "more_hours", "out", *OF_ENGINES)
-            if changed := [name for name in mine if name not in free and mine[name] != theirs[name]]:
-                raise ValueError(
-                    f"{self.out} holds a forge with another `{changed[0]}` ({theirs[changed[0]]!r}, not "
-                    f"{mine[changed[0]]!r}): choose another folder with --out"
-                )
-        write_recipe(self.recipe, written)
-        target = self.out / "target"
-        if not target.is_dir():
-            assert isinstance(self.base.target, str)
-            found = find_target(self.base.target)
-            import_gguf(found, target) if is_gguf(found) else target.symlink_to(found.resolve())
-        make_corpus(self.base, self.out / "corpus")
-        report = load_json(self.out / "corpus" / "report.json", "conversations")
-        self.held_out, self.questions = report["heldout"], report["conversations"] - report["heldout"]
-        if self.held_out < 4 or self.questions < 20:
-            raise ValueError(f"{self.questions} questions and {self.held_out} held out: at least 20 and 4 are needed")
-
-    def _costs(self) -> dict[str, Any]:
-        """What the target takes, measured once."""
-        path, answers = self.out / "costs.json", min(_PROBED, self.questions)
-        probe = answers_of(self.base, answers, "probe")
-        if path.is_file():
-            return dict(load_json(path, "seconds_per_answer"))
-        model = load_target(self.base.evaluate)
-        head, inner = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        count = sum(weight.numel() for weight in model.parameters())
-        count -= head.numel() + (0 if head is inner else inner.numel())
-        layers = model.config.num_hidden_layers
-        shape = Shape(layers, count / layers, model.config.hidden_size, len(head))
-        curve = measure_forwards(wrap_model(model), Parts(), _CONTEXT).target
-        Path(probe.out).unlink(missing_ok=True)
-        began = time.monotonic()
-        run_regenerate(probe)
-        found: dict[str, Any] = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds}
-        found |= {"seconds_per_answer": (time.monotonic() - began) / answers, "eagle": _has_eagle(model.config)}
-        atomic_text(path, json.dumps(sealed(found), indent=1) + "\n")
-        return found
-
     def _costs_at(self, place: Place) -> Callable[[float], float]:
         """Seconds of a forward over so many tokens of each text."""
         return lambda tokens: self.curve(place.batch * tokens)
@@ -221,34 +165,39 @@ class _Forge:
         chosen, batches = [], list(dict.fromkeys(self.recipe.batch))
         for candidate in candidates_of(self.shape, PROPOSED, has_eagle):
             self.ceilings[candidate.name] = max(ceiling(candidate, self._costs_at(place)) for place in self.places)
-            found = [(each, *worth_training(candidate, self._costs_at(Place(each, 0.0)), 1.0)) for each in batches]
+            found = [(each, *worth_training(candidate, self._costs_at(Place(each, 0.0)))) for each in batches]
             for batch, _, said in found:
                 self._say(said if len(batches) == 1 else f"{batch} at a time: {said}")
             if any(able for _, able, _ in found):
                 chosen.append(candidate)
         return chosen
 
-    def _share_measuring(self, chosen: Sequence[Candidate]) -> None:
-        """How many prompts each place is measured on, by what all evaluations will take."""
-        rows = [len(UNTRAINED), len(WITH_TEXTS), *(len(GIVEN) for _ in self.recipe.drafters)]
-        most = sorted((len(ROWS[each.kind]) for each in chosen), reverse=True)
-        for rung in range(RUNGS + 1):
-            rows += most[: -(-len(most) // 2**rung)]
+    def _plan(self, chosen: Sequence[Candidate], asked: int, seconds_per_answer: float) -> None:
+        """How many prompts each place is measured on, by what all evaluations will take; and what all costs."""
+        looks = [len(UNTRAINED), len(WITH_TEXTS), *(len(GIVEN) for _ in self.recipe.drafters)]
+        race = race_rows([len(ROWS[each.kind]) for each in chosen], RUNGS, len(self.places))
+        rows = race + sum(looks) + len(looks)
         for place in self.places:
-            if place.batch > self.held_out:
-                raise ValueError(f"{self.held_out} questions held out: `batch` {place.batch} needs as many at a time")
-            each = self.recipe.new_tokens * self.curve(place.batch)
             share = SHARES["measure"] * self.seconds / len(self.places)
-            groups = measured_groups(share, sum(rows) + len(rows), each, self.held_out // place.batch)
-            self.prompts[place] = place.batch * groups
+            self.prompts[place] = self._prompts(place, share, rows)
+        parts = {"answers": asked * seconds_per_answer, "measuring": self._measuring(rows)}
+        parts |= {"certificates": len(self.places) * self._certifying()}
+        priced = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items() if seconds)
+        self._say(
+            f"{asked:,} of {self.questions:,} questions can be answered, "
+            f"{' or '.join(map(str, dict.fromkeys(self.prompts.values())))} held out are measured on"
+        )
+        self._say(f"of {duration(self.seconds)} about {priced}; the rest is for training")
 
-    def _may_win(self, candidate: Candidate) -> bool:
-        known = [(place, self._best_untrained(place)) for place in self.places]
-        found = [(place, *worth_training(candidate, self._costs_at(place), best)) for place, best in known]
-        for place, able, said in found:
-            if not able:
-                self._say(said, place)
-        return any(able for _, able, _ in found)
+    def _prompts(self, place: Place, share: float, rows: int) -> int:
+        """That so many rows can be measured on in a share of the budget."""
+        each = self.recipe.new_tokens * self.curve(place.batch)
+        return place.batch * measured_groups(share, rows, each, self.held_out // place.batch)
+
+    def _measuring(self, rows: int) -> float:
+        """Seconds of so many rows at each place, and of what is measured side by side in the end."""
+        forwards = (self.prompts[place] / place.batch * self.curve(place.batch) for place in self.places)
+        return BESIDE * rows * self.recipe.new_tokens * sum(forwards) + SHARES["decide"] * self.seconds
 
     def _best_untrained(self, place: Place) -> float:
         return max((each.speedup for each in self.untrained[place]), default=1.0)
@@ -256,15 +205,20 @@ class _Forge:
     def _look(self) -> None:
         """What costs no training: look-up, and drafters that there are."""
         self._measure("look", UNTRAINED, "look-up in the text", 0)
-        for number, drafter in enumerate(self.recipe.drafters, 1):
+        reader = self.recipe.engine or "draftsmith"
+        for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
             try:
                 if not is_eagle(folder_of(drafter)):
-                    minds = pair_verdict(str(self.out / "target"), drafter, self.recipe.engine or "draftsmith")
+                    minds = pair_verdict(str(self.out / "target"), drafter, reader)
                     if minds is not None:
-                        self._say(f"{drafter}: {self.recipe.engine or 'the doctor'} says {minds}")
+                        self._say(f"{drafter}: doctor, for {reader}: {minds}")
                 self._measure(f"given-{number}", GIVEN, drafter, 0, drafters=[drafter])
+            except NotLosslessError:
+                raise
             except ValueError as error:  # no pair with the target: that it is there was seen before anything
                 self._say(f"{drafter}: left out, {error}")
+                for place in self.places:
+                    self.untrained[place] = [each for each in self.untrained[place] if each.name != drafter]
 
     def _measure(self, name: str, rows: Sequence[Row], what: str, steps: int, **parts: Any) -> dict[Place, Measured]:
         """By place."""
@@ -315,19 +269,18 @@ class _Forge:
         """Train all a little, the better half more; the first of each place, with the steps that finish it."""
         # What EAGLE-3's layer reads of the target holds what the others read.
         known = {each.name: each for each in sorted(candidates, key=lambda each: each.kind != "eagle")}
-        if known:
-            rates, seconds = self._rates(known)
-            names, said = affordable(rates, seconds)
-            known = {name: known[name] for name in names}
-            if said:
-                self._say(said)
         if not known:
-            self._say("nothing is trained: no candidate could be faster than what there is, in time")
+            self._say("nothing is trained: no candidate could be faster than plain decoding")
             return []
-        finish = (1 - RACE) * seconds + 3600 * self.recipe.more_hours
-        ends = {name: max(LEAST_STEPS, int(finish / rates[name])) for name in known}
-        going: dict[str, None]
-        first: dict[str, None] = {}
+        rates, spent = self._rates(known)
+        rows = race_rows([len(ROWS[each.kind]) for each in known.values()], RUNGS, len(self.places))
+        seconds = self._left(spent, rows)
+        names, said = affordable(rates, seconds)
+        if said:
+            self._say(said)
+        known = {name: known[name] for name in names}
+        ends = {name: max(LEAST_STEPS, int((1 - RACE) * seconds / rates[name])) for name in known}
+        first: list[str] = []
         for rung in range(1, RUNGS + 1):
             for name, candidate in known.items():
                 each = RACE * seconds / (len(known) * RUNGS)
@@ -335,22 +288,30 @@ class _Forge:
                 artifact = self._train(candidate, steps)
                 given = f"rung-{rung}-{candidate.slug}", ROWS[candidate.kind], name, steps
                 self._forecast(candidate, self._measure(*given, **self._parts(candidate, artifact)))
-            going, first = {}, {}
-            for place in self.places:
+            ranked = []
+            for place in self.places if known else ():
                 own = {name: self.history[place][name] for name in known}
                 kept, said = survivors(own, ends, self._best_untrained(place))
                 self._say(said, place)
-                going |= dict.fromkeys(kept)
-                first |= dict.fromkeys(kept[:1])
-            known = {name: each for name, each in known.items() if name in going}
-        return [(known[name], max(LEAST_STEPS, ends[name] // len(first))) for name in first]
+                ranked.append(kept)
+            left = merged(ranked, -(-len(known) // 2))
+            if left and rung < RUNGS:
+                self._say(f"{', '.join(left)} go{'es' * (len(left) == 1)} on")
+            first = merged([each[:1] for each in ranked], 0)
+            known = {name: known[name] for name in left}
+        if not first:
+            self._say("nothing is trained to the end")
+            return []
+        seconds = self._left(self._spent("finish"), race_rows([len(ROWS[known[name].kind]) for name in first], 0, 1))
+        each = seconds / len(first) + 3600 * self.recipe.more_hours
+        return [(known[name], max(LEAST_STEPS, int(each / rates[name]))) for name in first]
 
     def _forecast(self, candidate: Candidate, found: dict[Place, Measured]) -> None:
         """Keep measurements beside what was expected of them: before any training, from plain decoding to the ceiling
         beside what look-up gains."""
         for place, each in found.items():
             known = self.history[place].setdefault(candidate.name, [])
-            low, high = 1.0, ceiling(candidate, self._costs_at(place)) * max(1.0, self._best_untrained(place))
+            low, high = 1.0, ceiling(candidate, self._costs_at(place)) * self._best_untrained(place)
             if known:
                 low, high = outlook(known, each.steps)
             if not known or each.steps > known[-1].steps:
@@ -358,37 +319,41 @@ class _Forge:
                 self.forecasts.append(what | {"steps": each.steps, "low": low, "high": high, "found": each.speedup})
             known.append(each)
 
-    def _rates(self, known: Mapping[str, Candidate]) -> tuple[dict[str, float], float]:
-        """Seconds of a step of each, and those that are left for training; measured once."""
-        path = self.out / "race.json"
-        if not path.is_file():
-            trained = {name: load_manifest(self._train(each, _TRIED)).training for name, each in known.items()}
-            each = {name: float(training["seconds"]) / _TRIED for name, training in trained.items()}
-            atomic_text(path, json.dumps(sealed({"rates": each, "spent": self.ledger.spent}), indent=1) + "\n")
-        found = load_json(path, "rates")
-        names = [name for name in known if name in found["rates"]]
-        kinds = sorted((len(ROWS[known[name].kind]) + 1 for name in names), reverse=True)
-        rows = sum(sum(kinds[: -(-len(kinds) // 2**rung)]) for rung in range(RUNGS + 1))
-        measuring = sum(
-            BESIDE * rows * self.prompts[place] / place.batch * self.recipe.new_tokens * self.curve(place.batch)
-            for place in self.places
-        )
-        certifying = self._certifying() * len(self.places) if self._certifies() else 0.0
-        measuring += SHARES["decide"] * self.seconds
-        left = max(0.0, self.seconds - found["spent"] - measuring - certifying)
+    def _spent(self, moment: str, **more: Any) -> dict[str, Any]:
+        """What is spent when a moment comes first under a budget, and what else is known then; read again by a forge
+        that goes on, so that it decides as it would have."""
+        path = self.out / f"{moment}.json"
+        found = load_json(path, "spent") if path.is_file() else {}
+        if found.get("hours") != self.recipe.hours:
+            found = {"hours": self.recipe.hours, "spent": self.ledger.spent} | more
+            atomic_text(path, json.dumps(sealed(found), indent=1) + "\n")
+        return dict(load_json(path, "spent"))
+
+    def _rates(self, known: Mapping[str, Candidate]) -> tuple[dict[str, float], dict[str, Any]]:
+        """Seconds of a step of each."""
+        trained = {name: load_manifest(self._train(each, _TRIED)).training for name, each in known.items()}
+        rates = {name: float(training["seconds"]) / _TRIED for name, training in trained.items()}
+        return rates, self._spent("race")
+
+    def _left(self, spent: dict[str, Any], rows: int) -> float:
+        """Seconds of the budget that are for training, where so many rows will be measured."""
+        measuring, certifying = self._measuring(rows), len(self.places) * self._certifying()
+        left = max(0.0, self.seconds - spent["spent"] - measuring - certifying)
         self._say(
-            f"of {duration(self.seconds)} {duration(found['spent'])} are spent; measuring will take about "
+            f"of {duration(self.seconds)} {duration(spent['spent'])} are spent; measuring will take about "
             f"{duration(measuring)}, which leaves {duration(left)} for training"
         )
-        return {name: found["rates"][name] for name in names}, left
+        return left
+
+    def _certified(self) -> int:
+        """Tokens of each certificate that the budget pays for; 0: of none."""
+        share = SHARES["certify"] * self.seconds / len(self.places)
+        tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
+        return tokens if tokens in _CERTIFIED else 0
 
     def _certifying(self) -> float:
         """Seconds of a certificate, about."""
-        return _CERTIFYING * _CERTIFIED * self.curve(1)
-
-    def _certifies(self) -> bool:
-        """Whether there is time for certificates."""
-        return self._certifying() * len(self.places) <= SHARES["certify"] * self.seconds
+        return _CERTIFYING * self._certified() * self.curve(1)
 
     def _finish(self, left: Sequence[tuple[Candidate, int]]) -> None:
         """Train those that lead somewhere to the end, and measure them beside what costs no training."""
@@ -405,47 +370,57 @@ class _Forge:
             self.winners[place], said = winner_of(self._decided(place, finalists[place], parts))
             self._say(said, place)
         for place, winner in self.winners.items():
+            (self.out / f"{self._name('winner', place)}.yaml").unlink(missing_ok=True)
             if winner is not None:
                 self._hand_over(place, winner, parts)
-        if self.recipe.engine is not None and left:
+        for each in left if self.recipe.engine is not None else ():
             self._write()  # should the engine not start
-            for line in worth_in_engine(self.recipe, self._train(*left[0]), max(self.prompts.values())):
+            with self.ledger.stage(f"{self.recipe.engine} {each[0].slug}"):
+                lines = worth_in_engine(self.recipe, self._train(*each), max(self.prompts.values()))
+            for line in lines:
                 self._say(line)
 
     def _decided(
         self, place: Place, finalists: list[Measured], trained: dict[str, dict[str, Any]]
     ) -> Sequence[Measured]:
-        """What may be the fastest, measured again side by side on more prompts, where there are several."""
+        """What may be the fastest, measured again side by side, where there are several."""
         close = rivals(finalists)
         if len(close) < 2:
             return finalists
         rows, given = together(close, trained, self.recipe.drafters)
-        each = self.recipe.new_tokens * self.curve(place.batch)
-        share = SHARES["decide"] * self.seconds / len(self.places)
-        prompts = place.batch * measured_groups(share, len(rows) + 1, each, self.held_out // place.batch)
+        prompts = self._prompts(place, SHARES["decide"] * self.seconds / len(self.places), len(rows) + 1)
         name, labels = self._name("decide", place), [f"{one.label}, {one.name}" for one in close]
         recipe = evaluation_of(self.base, self.recipe, name, rows, place, prompts, **given, labels=labels)
-        with self.ledger.stage(name):
-            found = {row["label"]: row for row in evaluated(recipe)["methods"]}
+        try:
+            with self.ledger.stage(name):
+                found = {row["label"]: row for row in evaluated(recipe)["methods"]}
+        except NotLosslessError:
+            raise
+        except ValueError as error:  # drafters that fit the target, not each other
+            self._say(f"{len(close)} may be the fastest, and cannot be measured side by side: {error}", place)
+            return finalists
         self._say(f"{len(close)} may be the fastest: measured side by side on {prompts} questions", place)
-        return [
+        self.side_by_side[place] = [
             replace(measured_of(one.name, one.steps, found[label]), label=one.label)
             for one, label in zip(close, labels, strict=True)
+            if label in found  # a row that cannot be true is none
         ]
+        return self.side_by_side[place] or finalists
 
     def _hand_over(self, place: Place, winner: Measured, trained: dict[str, dict[str, Any]]) -> None:
         """The winner's recipe, and its certificate where there is time for one."""
         rows, given = together([winner], trained, self.recipe.drafters)
-        name = self._name("winner", place)
-        recipe = evaluation_of(self.base, self.recipe, name, rows, place, self.prompts[place], **given)
+        name, tokens = self._name("winner", place), self._certified()
+        enough = min(self.held_out, max(self.prompts[place], 2 * tokens // self.recipe.new_tokens))
+        recipe = evaluation_of(self.base, self.recipe, name, rows, place, enough, **given)
         write_recipe(recipe, file := self.out / f"{name}.yaml")
         self._say(f"to decode with it: draftsmith evaluate {file}", place)
-        if self._certifies():
-            with self.ledger.stage(f"certificate {name}"):
-                certificates = run_certify(recipe, _CERTIFIED)
-            self._say("; ".join(f"{each.label}: {each.verdict}" for each in certificates), place)
-        else:
+        if not tokens:
             self._say(f"to certify it: draftsmith certify {file}", place)
+            return
+        with self.ledger.stage(f"certificate {name}"):
+            verdicts = certified(recipe, tokens)
+        self._say("; ".join(f"{label}: {verdict}" for label, verdict in verdicts.items()), place)
 
     def _write(self) -> dict[str, Any]:
         results = {
@@ -461,6 +436,7 @@ class _Forge:
                     **asdict(place),
                     "untrained": [asdict(each) for each in self.untrained[place]],
                     "history": {name: [asdict(each) for each in found] for name, found in self.history[place].items()},
+                    "side_by_side": [asdict(each) for each in self.side_by_side.get(place, [])],
                     "winner": None if (best := self.winners.get(place)) is None else asdict(best),
                 }
                 for place in self.places
@@ -472,12 +448,3 @@ class _Forge:
         took = duration(self.ledger.spent)
         log(f"forge: {duration(self.seconds)} were given, it took {took}; {page} tells the story")
         return results
-
-
-def _has_eagle(config: Any) -> bool:
-    """Whether EAGLE-3's layer can be made for a target."""
-    try:
-        EagleHeads.for_target(config)
-    except ValueError:
-        return False
-    return True

@@ -26,13 +26,13 @@ RUNGS = 2
 LEAST_ANSWERS, LEAST_STEPS = 20, 32
 """That training begins with."""
 _HOPES: dict[Kind, tuple[float, ...]] = {
-    "drafter": (0.85, 0.85, 0.85, 0.85, 0.85),
-    "parallel": (0.85, 0.75, 0.65, 0.55),
-    "eagle": (0.85, 0.8, 0.75, 0.7, 0.65),
-    "heads": (0.8, 0.6, 0.5),
+    "drafter": (0.95, 0.95, 0.95, 0.95, 0.95),
+    "parallel": (0.95, 0.9, 0.85, 0.8),
+    "eagle": (0.95, 0.92, 0.89, 0.86, 0.83),
+    "heads": (0.9, 0.75, 0.6),
 }
 """Acceptance by depth at the optimistic end."""
-_WORTH = 1.02  # times what costs no training, at the optimistic end: less is not worth any
+_WORTH = 1.02  # times plain decoding, at the optimistic end: less is not worth any training
 _LARGEST_GROWTH = 0.12  # of tokens a step by a doubling of the training, where only one amount was seen
 
 
@@ -69,7 +69,7 @@ class Place:
 
     @property
     def slug(self) -> str:
-        return f"{self.batch}-{self.temperature:g}"
+        return f"{self.batch}-{self.temperature}"
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,12 @@ def ceiling(candidate: Candidate, seconds: Callable[[float], float]) -> float:
     return max(speeds)
 
 
-def worth_training(candidate: Candidate, seconds: Callable[[float], float], best: float) -> tuple[bool, str]:
-    """Whether it could win, and why. What repeats earlier text is drafted by look-up beside it, so that it may gain
-    what that gained, `best`, once more."""
-    own = ceiling(candidate, seconds)
-    hoped = own * max(1.0, best)
-    said = f"{candidate.name}: at best {own:.2f} x" + (f", {hoped:.2f} x beside look-up" if best > 1 else "")
-    if own <= 1 or hoped < best * _WORTH:
-        return False, f"{said}: not trained, plain decoding or look-up is as fast ({max(best, 1.0):.2f} x)"
-    return True, said
+def worth_training(candidate: Candidate, seconds: Callable[[float], float]) -> tuple[bool, str]:
+    """Whether it could be faster than plain decoding, and why. What repeats earlier text is drafted by look-up beside
+    it, so that look-up's gain is no reason against it."""
+    best = ceiling(candidate, seconds)
+    said = f"{candidate.name}: at best {best:.2f} x"
+    return (True, said) if best >= _WORTH else (False, f"{said}: not trained, plain decoding is as fast")
 
 
 def affordable(rates: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
@@ -177,24 +174,33 @@ def outlook(history: Sequence[Measured], steps: int) -> tuple[float, float]:
 def survivors(
     history: Mapping[str, Sequence[Measured]], steps: Mapping[str, int], best: float
 ) -> tuple[list[str], str]:
-    """Who goes on: the better half by the upper end of its outlook, of those whose upper end is above `best`, what
-    costs no training; and why."""
+    """Who may go on at a place: those whose outlook's upper end is above `best`, what costs no training, the highest
+    first; and why. `merged` says how many do."""
     ends = {name: outlook(found, steps[name]) for name, found in history.items()}
-    able = [name for name in ends if ends[name][1] > best]
-    ranked = sorted(able, key=lambda name: -ends[name][1])
-    kept = ranked[: max(1, (len(history) + 1) // 2)]
+    ranked = sorted((name for name in ends if ends[name][1] > best), key=lambda name: -ends[name][1])
     lines = []
     for name, (low, high) in ends.items():
-        why = "goes on" if name in kept else "cannot reach what costs no training" if name not in able else "is behind"
-        lines.append(f"{name}: {history[name][-1].speedup:.2f} x now, {low:.2f} to {high:.2f} in the end: {why}")
-    return kept, "; ".join(lines)
+        place = f"{ranked.index(name) + 1}." if name in ranked else "cannot reach what costs no training"
+        lines.append(f"{name} {history[name][-1].speedup:.2f} x, in the end {low:.2f} to {high:.2f}: {place}")
+    return ranked, "; ".join(lines)
+
+
+def merged(ranked: Sequence[Sequence[str]], count: int) -> list[str]:
+    """So many at most of several places' rankings: the first of each, then the second of each …, the first of each in
+    any case."""
+    rounds = [[each[at] for each in ranked if at < len(each)] for at in range(max(map(len, ranked), default=0))]
+    found: dict[str, None] = {}
+    for number, names in enumerate(rounds):
+        for name in names:
+            if number == 0 or len(found) < count:
+                found[name] = None
+    return list(found)
 
 
 def rivals(finalists: Sequence[Measured]) -> list[Measured]:
     """Those that may be the fastest, the fastest first: above plain decoding, and their intervals reach that of the
-    first. Of one row several amounts of training count as the last."""
-    last = {(each.name, each.label): each for each in finalists if each.speedup > 1}
-    ranked = sorted(last.values(), key=lambda each: -each.speedup)
+    first."""
+    ranked = sorted((each for each in finalists if each.speedup > 1), key=lambda each: -each.speedup)
     return [each for each in ranked if each.interval[1] >= ranked[0].interval[0]][:RIVALS]
 
 

@@ -80,7 +80,8 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
     for name in ("eagle", "drafter", "heads", "table"):
         values[name]["data"] = values[name]["data"] | {"template": recipe.template}
     if recipe.prompts:
-        values["corpus"] |= {"files": recipe.prompts, "megabytes": 0, "heldout_share": 0.05}
+        values["corpus"] |= {"files": recipe.prompts, "megabytes": 0}
+    values["corpus"]["heldout_share"] = recipe.heldout_share
     base = parse_recipe(values, "forge", kinds=("quickstart",))
     assert isinstance(base, QuickstartRecipe)
     return resolve(base)
@@ -132,5 +133,5 @@ def evaluation_of(
     values |= {"drafter": first, "more_drafters": [each for each in more if each is not None], "heads": heads}
     values |= {"limit": prompts, "temperature": place.temperature, "batch": place.batch}
     values |= {"max_new_tokens": recipe.new_tokens}
-    values |= {"table": f"{base.out}/table" if table else None, "compare_with_transformers": False}
+    values |= {"table": base.table.out if table else None, "compare_with_transformers": False}
     return EvaluateRecipe.model_validate(values)

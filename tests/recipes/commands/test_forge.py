@@ -17,18 +17,23 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.storage.safe_read import sealed
+from draftsmith.recipes.commands.pairs.budget import measured_groups, race_rows
 from draftsmith.recipes.commands.pairs.in_engine import check_engine, worth_in_engine
 from draftsmith.recipes.commands.pairs.rules import (
     Candidate,
     Measured,
     Shape,
+    affordable,
     candidates_of,
     ceiling,
+    merged,
     outlook,
+    rivals,
     survivors,
     winner_of,
     worth_training,
 )
+from draftsmith.recipes.commands.pairs.stages import together
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -54,25 +59,29 @@ def test_candidates_are_cut_as_the_target_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "best", "trained"),
+    ("seconds", "trained"),
     [
-        (lambda tokens: 1.0, 1.0, True),  # more tokens cost nothing
-        (lambda tokens: 1 + 0.05 * (tokens - 1), 1.3, True),
-        (lambda tokens: tokens, 1.0, False),  # as with batch 64 on two cores: each token costs what the first does
-        (lambda tokens: 0.9 * tokens + 0.1, 1.2, False),
+        (lambda tokens: 1.0, True),  # more tokens cost nothing
+        (lambda tokens: 1 + 0.05 * (tokens - 1), True),
+        (lambda tokens: tokens, False),  # as with batch 64 on two cores: each token costs what the first does
+        (lambda tokens: 0.9 * tokens + 0.1, False),
     ],
-    ids=["free", "this machine", "nothing pays", "look-up alone"],
+    ids=["free", "this machine", "nothing pays", "hardly cheaper"],
 )
-def test_what_cannot_win_is_not_trained(seconds: Callable[[float], float], best: float, trained: bool) -> None:
-    able, said = worth_training(DRAFTER, seconds, best)
+def test_what_cannot_win_is_not_trained(seconds: Callable[[float], float], trained: bool) -> None:
+    able, said = worth_training(DRAFTER, seconds)
     assert able == trained
     assert f"{ceiling(DRAFTER, seconds):.2f}" in said
 
 
 def test_a_ceiling_is_the_best_length_of_a_draft() -> None:
-    """With free tokens of the target: (1 + 0.85 + … + 0.85⁵) / (1 + 5 · 0.14), or fewer drafted."""
-    by_length = [(1 + sum(0.85**i for i in range(1, n + 1))) / (1 + 0.14 * n) for n in range(1, 6)]
+    """With free tokens of the target: (1 + 0.95 + … + 0.95⁵) / (1 + 5 · 0.14), or fewer drafted; a draft at once costs
+    one forward."""
+    kept = [1 + sum(0.95**i for i in range(1, n + 1)) for n in range(1, 6)]
+    by_length = [tokens / (1 + 0.14 * n) for n, tokens in enumerate(kept, 1)]
     assert ceiling(DRAFTER, lambda tokens: 1.0) == pytest.approx(max(by_length))
+    heads = Candidate("heads", "heads", (), 0.14)
+    assert ceiling(heads, lambda tokens: 1.0) == pytest.approx((1 + 0.9 + 0.9 * 0.75 + 0.9 * 0.75 * 0.6) / 1.14)
 
 
 def test_outlooks_grow_as_they_did() -> None:
@@ -84,14 +93,63 @@ def test_outlooks_grow_as_they_did() -> None:
     assert outlook([first, found("a", 200, 1.2, 1.0)], 800)[1] == pytest.approx(1.05), "none where there was none"
 
 
-def test_half_goes_on_and_nobody_who_cannot_win() -> None:
-    history = {"a": [found("a", 100, 1.4, 1.2)], "b": [found("b", 100, 1.3, 1.1)], "c": [found("c", 100, 1.1, 0.8)]}
+def test_nobody_who_cannot_win_goes_on() -> None:
+    history = {"a": [found("a", 100, 1.3, 1.1)], "b": [found("b", 100, 1.4, 1.2)], "c": [found("c", 100, 1.1, 0.8)]}
     ends = dict.fromkeys(history, 400)
-    kept, said = survivors(history, ends, 1.0)
-    assert kept == ["a", "b"]
-    assert "c: 0.80 x now" in said
-    assert survivors(history, ends, 1.5)[0] == ["a"], "b ends at 1.44 at most"
+    ranked, said = survivors(history, ends, 0.9)
+    assert ranked == ["b", "a", "c"]
+    assert "c 0.80 x" in said
+    assert survivors(history, ends, 1.5)[0] == ["b"], "a ends at 1.44 at most"
     assert survivors(history, ends, 2.0)[0] == [], "as on summaries, where look-up is ahead of all"
+
+
+def test_several_places_send_half_on_in_turns() -> None:
+    assert merged([["a", "b", "c", "d"]], 2) == ["a", "b"]
+    assert merged([["a", "b", "c"], ["c", "d", "a"]], 3) == ["a", "c", "b"]
+    assert merged([["a"], ["b"], ["c"]], 1) == ["a", "b", "c"], "the first of each goes on in any case"
+    assert merged([["a", "b"], []], 0) == ["a"]
+    assert merged([], 3) == []
+
+
+def test_what_the_budget_does_not_pay_for_is_left_out() -> None:
+    """Two rounds of 32 steps each, and one to the end: 32 · (2 · (1 + 2 + 9) + 9) = 1,056 s, without c 256."""
+    rates = {"a": 1.0, "c": 9.0, "b": 2.0}
+    assert affordable(rates, 1056.0) == (["a", "b", "c"], "")
+    names, said = affordable(rates, 1055.0)
+    assert names == ["a", "b"]
+    assert "288 s (c)" in said
+    assert affordable(rates, 255.0)[0] == ["a"]
+    assert affordable(rates, 0.0)[0] == []
+
+
+def test_rows_are_counted_and_prompts_shared() -> None:
+    """Five candidates of three rows and a baseline each: 5, 3 and 1 evaluations at one place, 5, 4 and 4 at four."""
+    assert race_rows([3] * 5, 2, 1) == 4 * (5 + 3 + 1)
+    assert race_rows([3] * 5, 2, 4) == 4 * (5 + 4 + 4)
+    assert race_rows([2, 3], 0, 1) == 3 + 4
+    assert measured_groups(150.0, 10, 1.0, most=100) == 10
+    assert [measured_groups(0.0, 10, 1.0, most=most) for most in (100, 3)] == [4, 3]
+
+
+def test_rivals_are_those_within_reach_of_the_first() -> None:
+    near = [found("a", 9, 1.1, 1.2), found("b", 9, 1.1, 1.11), found("c", 9, 1.1, 1.09), found("d", 9, 1.1, 0.99)]
+    assert [each.name for each in rivals(near)] == ["a", "b"]
+    assert rivals(near[3:]) == []
+
+
+def test_rows_that_were_measured_apart_find_their_drafters() -> None:
+    some = [
+        Measured("look-up", "suffix", 0, 1.0, 1.0, (1.0, 1.0)),
+        Measured("own", "speculative 2", 9, 1.0, 1.0, (1.0, 1.0)),
+        Measured("heads", "suffix-heads table", 9, 1.0, 1.0, (1.0, 1.0)),
+        Measured("runs/given", "speculative 4", 0, 1.0, 1.0, (1.0, 1.0)),
+    ]
+    trained: dict[str, dict[str, Any]] = {"own": {"drafters": ["runs/own"]}, "heads": {"heads": "runs/heads"}}
+    rows, given = together(some, trained, ["runs/given"])
+    assert [name for name, _ in rows] == ["suffix", "speculative", "suffix-heads", "speculative"]
+    assert [options.get("drafter") for _, options in rows] == [None, None, None, 2]
+    assert given == {"drafters": ["runs/own", "runs/given"], "heads": "runs/heads", "table": True}
+    assert together(some[:1], trained, [])[1] == {"drafters": [], "table": False}
 
 
 def test_the_winner_is_faster_than_plain_decoding_and_ties_are_named() -> None:
@@ -118,7 +176,10 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
 
 @pytest.mark.parametrize(
     "kills",
-    [("table",), pytest.param(("costs.json", "probe.jsonl", "table", "trained"), marks=pytest.mark.slow)],
+    [
+        ("answers.jsonl",),
+        pytest.param(("costs.json", "probe.jsonl", "answers.jsonl", "trained"), marks=pytest.mark.slow),
+    ],
     ids=len,
 )
 def test_it_runs_is_killed_and_decides_the_same(
@@ -269,6 +330,22 @@ def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., lis
     assert met >= 5
     assert len([place for place in weights[0] if not place.parts[1].endswith("-16")]) >= 2, "that were not copied"
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_more_hours_train_what_was_chosen(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+    """The race is not run again; a larger budget runs another, and both know what is spent."""
+    planned(out := tmp_path / "forge")
+    first = told(forged(out, hours="0.02"), out)
+    raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
+    second = told(forged(out, "--more-hours", "0.005", hours="0.02"), out)
+    (new,) = {folder.name for folder in out.glob("trained/*-*[0-9]")} - raced
+    chosen = [line for line in first["story"] if "spent" in line]
+    assert [line for line in second["story"] if "spent" in line] == chosen
+    kind, _, steps = new.rpartition("-")
+    assert int(steps) > max(int(each.rpartition("-")[2]) for each in raced if each.startswith(f"{kind}-"))
+    third = told(forged(out, hours="0.04"), out)
+    assert [line for line in third["story"] if "spent" in line] != chosen
 
 
 def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path) -> None:
