@@ -5,10 +5,11 @@
 
 Forges of one target and the same questions. `--seconds`: every candidate, also those that a forge leaves out, is
 trained so long on the first forge's answers; `--drafters` and `--heads` are artifacts made by hand. All their rows,
-and what costs no training, are measured in turns on one half of the held-out questions; the fastest of them is then
-measured beside what each forge chose on the other half, so that the best of many is not the luckiest. Texts at a time
-and temperatures have a comparison each. `share` is a choice's tokens a second over those of the best, with its 95 %
-interval over questions. The last line is one JSON object.
+and what costs no training, are measured in turns on held-out questions; the fastest of them is then measured beside
+what each forge chose on others, so that the best of many is not the luckiest. Both are from the end of the file, where
+a forge has not looked. All look up the first forge's answers. Texts at a time and temperatures have a comparison each.
+`share` is a choice's speedup over that of the best, with its 95 % interval where both were measured together. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from common import finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.heads.layouts import is_eagle
+from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.checkpoints.storage.safe_read import load_json
 from draftsmith.decode.evaluation.metrics import speedup_interval
 from draftsmith.recipes.assemble.teacher import prepare_teacher
@@ -39,6 +41,7 @@ from draftsmith.recipes.commands.pairs.stages import (
     training_of,
 )
 from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 
@@ -98,12 +101,16 @@ def known_ways(forge: Forge, args: argparse.Namespace) -> list[Way]:
 
 
 def chosen_way(forge: Forge, place: Place) -> Way | None:
-    """What a forge chose; None: plain decoding."""
+    """What a forge chose; None: plain decoding. Raises ValueError: it did not look there."""
+    found = [each for each in forge.results["places"] if Place(each["batch"], each["temperature"]) == place]
+    if not found:
+        raise ValueError(f"{forge.folder} decided nothing for {place.words}")
+    if found[0]["winner"] is None:
+        return None
     several = len(forge.results["places"]) > 1
     file = forge.folder / (f"winner-{place.slug}.yaml" if several else "winner.yaml")
-    if not file.is_file():
-        return None
     recipe = load_recipe(str(file), kinds=("evaluate",))
+    assert isinstance(recipe, EvaluateRecipe)
     (row,) = recipe.methods[1:]
     return Way(f"chosen by {forge.folder.name}", (row.method, row.options), recipe.drafter, recipe.heads)
 
@@ -113,6 +120,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """The row of each, in turns; heads, of which an evaluation has one kind, in one of their own."""
     found: dict[int, dict[str, Any]] = {}
+    table = next(each for each in forge.folder.glob("table*") if (each / MANIFEST_FILE).is_file())
     for number, heads in enumerate(dict.fromkeys(way.heads for way in ways)):
         own = [index for index, way in enumerate(ways) if way.heads == heads]
         drafters = list(dict.fromkeys(each for index in own if (each := ways[index].drafter) is not None))
@@ -126,24 +134,27 @@ def measured(
         given: dict[str, Any] = {"drafters": drafters, "heads": heads, "table": True, "labels": labels}
         recipe = evaluation_of(
             base_of(forge.recipe), forge.recipe, f"{name}-{number}", rows, place, limit, **given
-        ).model_copy(update={"prompts": str(prompts)})
+        ).model_copy(update={"prompts": str(prompts), "table": str(table)})
         by_label = {row["label"]: row for row in evaluated(recipe)["methods"]}
         found |= {index: by_label[label] for index, label in zip(own, labels, strict=True)}
     return [found[index] for index in range(len(ways))]
 
 
-def share(row: dict[str, Any], best: dict[str, Any]) -> tuple[float, Any]:
-    """Tokens a second of one over another's, with an interval."""
-    sides = [([each[key] for each in one["by_prompt"]]) for one in (row, best) for key in ("tokens", "seconds")]
-    return speedup_interval(*sides)
+def share(row: dict[str, Any], best: dict[str, Any], batch: int, together: bool) -> tuple[float, Any]:
+    """A speedup over another, with an interval."""
+    if not together:
+        return row["speedup"] / best["speedup"], None
+    sides = [[each[key] for each in one["by_prompt"]] for one in (row, best) for key in ("tokens", "seconds")]
+    return speedup_interval(*([sum(side[at : at + batch]) for at in range(0, len(side), batch)] for side in sides))
 
 
 def compared(forges: Sequence[Forge], place: Place, ways: Sequence[Way], limit: int) -> dict[str, Any]:
     first = forges[0]
     lines = (first.folder / "corpus" / "heldout.jsonl").read_text().splitlines(keepends=True)
-    halves = [first.folder / f"half-{which}.jsonl" for which in (1, 2)]
+    limit = max(1, min(limit, len(lines) // 4) // place.batch) * place.batch
+    halves = [first.folder / f"last-{which}.jsonl" for which in (1, 2)]
     for which, half in enumerate(halves):
-        half.write_text("".join(lines[which::2]))
+        half.write_text("".join(lines[-2 * limit :][which::2]))
     rows = measured(first, place, ways, halves[0], limit, f"known-{place.slug}")
     ranked = sorted(zip(ways, rows, strict=True), key=lambda pair: -float(pair[1]["speedup"]))
     choices = [chosen_way(forge, place) for forge in forges]
@@ -158,7 +169,9 @@ def compared(forges: Sequence[Forge], place: Place, ways: Sequence[Way], limit: 
     found: dict[str, Any] = {"known": known, "best": names | {"speedup": best["speedup"]}, "chosen": []}
     for forge, way in zip(forges, choices, strict=True):
         row = finals.pop(0) if way is not None else None
-        part, interval = share(row, best) if row else (1 / best["speedup"], None)
+        part, interval = 1 / best["speedup"], None
+        if row is not None and way is not None:
+            part, interval = share(row, best, place.batch, way.heads == rivals[0].heads)
         said: dict[str, Any] = {"forge": forge.folder.name, "row": label_of(way.row) if way else "autoregressive"}
         said |= {"share": part, "interval": interval, "speedup": row["speedup"] if row else 1.0}
         found["chosen"].append(said)
