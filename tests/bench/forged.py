@@ -93,8 +93,8 @@ def known_ways(forge: Forge, args: argparse.Namespace) -> list[Way]:
             made = str(trained(forge, candidate, args.seconds))
             part = {"heads" if candidate.kind == "heads" else "drafter": made}
             found += [Way(candidate.name, row, **part) for row in ROWS[candidate.kind]]
-    for given in map(str, args.drafters):
-        eagle = load_manifest(given).kind == "heads" and is_eagle(given)
+    for folder in args.drafters:
+        given, eagle = str(folder), is_eagle(folder)
         found += [Way(given, row, drafter=given) for row in (*ROWS["eagle" if eagle else "drafter"], *GIVEN[2:])]
     found += [Way(given, row, heads=given) for given in map(str, args.heads) for row in ROWS["heads"]]
     return list({(way.row[0], str(way.row[1]), way.drafter, way.heads): way for way in found}.values())

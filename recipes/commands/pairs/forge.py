@@ -24,6 +24,7 @@ from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json, sealed
 from ....decode.evaluation.replay.costs import Curve
+from ...assemble.evaluation import device_of
 from ...assemble.teacher import prepare_teacher
 from ...report.forge import write_forge_page
 from ...schema.forge import ForgeRecipe
@@ -426,7 +427,7 @@ class _Forge:
         results = {
             "schema": 2,
             "kind": "forge",
-            "machine": machine("cpu"),
+            "machine": machine(device_of(self.base.evaluate)),
             "recipe": self.recipe.recorded(),
             "story": self.story,
             "spent": self.ledger.seconds,

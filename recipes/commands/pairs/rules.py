@@ -180,8 +180,8 @@ def survivors(
     ranked = sorted((name for name in ends if ends[name][1] > best), key=lambda name: -ends[name][1])
     lines = []
     for name, (low, high) in ends.items():
-        place = f"{ranked.index(name) + 1}." if name in ranked else "cannot reach what costs no training"
-        lines.append(f"{name} {history[name][-1].speedup:.2f} x, in the end {low:.2f} to {high:.2f}: {place}")
+        behind = "" if name in ranked else f", behind what costs no training ({best:.2f})"
+        lines.append(f"{name} {history[name][-1].speedup:.2f} x, in the end {low:.2f} to {high:.2f}{behind}")
     return ranked, "; ".join(lines)
 
 
