@@ -286,12 +286,12 @@ def test_training_is_launched_as_it_says(forged: Callable[..., list[str]], tmp_p
     planned(out := tmp_path / "forge")
     settings = "--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = forged(out, "processes=2", f"launch='{settings}'")
+    command = forged(out, "processes=2", f"launch='{settings}'", hours="0.06")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     trained = [load_manifest(folder).training for folder in out.glob("trained/eagle-*") if folder.suffix == ""]
     assert {each["processes"] for each in trained if each} == {2}
-    failing = forged(tmp_path / "other", "processes=2", "launch='--mixed_precision none'")
+    failing = forged(tmp_path / "other", "processes=2", "launch='--mixed_precision none'", hours="0.06")
     planned(tmp_path / "other")
     failed = subprocess.run(failing, env=environment, capture_output=True, text=True, check=False)
     assert failed.returncode == 2
@@ -302,7 +302,7 @@ def test_training_is_launched_as_it_says(forged: Callable[..., list[str]], tmp_p
 def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., list[str]], tmp_path: Path) -> None:
     """Beside a forge that is left alone and knows the same measurements: the same story, the same weights bit for
     bit. Measurements are of their artifacts: had a weight changed, they would have been taken again."""
-    chance, command, met = random.Random(0), forged(Path("forge")), 0
+    chance, command, met = random.Random(0), forged(Path("forge"), hours="0.06"), 0
     killed, alone = ((tmp_path / name / "forge") for name in ("killed", "alone"))
     planned(killed)
     for _ in range(10):
@@ -336,15 +336,15 @@ def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., lis
 def test_more_hours_train_what_was_chosen(forged: Callable[..., list[str]], tmp_path: Path) -> None:
     """The race is not run again; a larger budget runs another, and both know what is spent."""
     planned(out := tmp_path / "forge")
-    first = told(forged(out, hours="0.02"), out)
+    first = told(forged(out, hours="0.05"), out)
     raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
-    second = told(forged(out, "--more-hours", "0.005", hours="0.02"), out)
+    second = told(forged(out, "--more-hours", "0.005", hours="0.05"), out)
     (new,) = {folder.name for folder in out.glob("trained/*-*[0-9]")} - raced
     chosen = [line for line in first["story"] if "spent" in line]
     assert [line for line in second["story"] if "spent" in line] == chosen
     kind, _, steps = new.rpartition("-")
     assert int(steps) > max(int(each.rpartition("-")[2]) for each in raced if each.startswith(f"{kind}-"))
-    third = told(forged(out, hours="0.04"), out)
+    third = told(forged(out, hours="0.06"), out)
     assert [line for line in third["story"] if "spent" in line] != chosen
 
 
