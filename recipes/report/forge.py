@@ -49,7 +49,7 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
         tables.append(Table(f"Expected and found: {held} of {len(forecasts)} within the range", _FORECASTS, cells))
     about = {key: results[key] for key in ("recipe", "machine", "story")}
     about["winners"] = [(_words(place), place["winner"]) for place in places]
-    about["took"] = duration(sum(results["spent"].values()))
+    about |= {"given": duration(3600 * results["recipe"]["hours"]), "took": duration(sum(results["spent"].values()))}
     return write_page(out, "Forged", render("forge.html", tables=tables, charts=charts, **about))
 
 

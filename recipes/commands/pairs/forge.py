@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,8 @@ class _Forge:
         self.recipe, self.out, self.base = recipe, out, base_of(recipe)
         self.seconds = 3600 * recipe.hours
         self.ledger = Ledger(out / "spent.json")
-        self.story: list[str] = []
+        self.story: dict[str, list[str]] = {}
+        """By chapter."""
         batches, temperatures = dict.fromkeys(recipe.batch), dict.fromkeys(recipe.temperature)
         self.places = [Place(batch, heat) for batch, heat in itertools.product(batches, temperatures)]
         self.untrained: dict[Place, list[Measured]] = {place: [] for place in self.places}
@@ -120,6 +121,7 @@ class _Forge:
             self.questions, self.held_out = prepared(self.recipe, self.base, self.out)
         with self.ledger.stage("costs"):
             costs = costs_of(self.base, self.out, self.questions)
+        self.chapter = "What a token takes, what could be trained, and how far that could go"
         self.shape, self.curve = Shape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
         self._say(
             f"a token takes {1e3 * self.curve(1):.1f} ms, three more in the same forward "
@@ -148,7 +150,7 @@ class _Forge:
     def _say(self, text: str, place: Place | None = None) -> None:
         text = self._at(place) + text
         log(f"forge: {text}")
-        self.story.append(text)
+        self.story.setdefault(self.chapter, []).append(text)
 
     def _at(self, place: Place | None) -> str:
         """What names one of several."""
@@ -205,6 +207,7 @@ class _Forge:
 
     def _look(self) -> None:
         """What costs no training: look-up, and drafters that there are."""
+        self.chapter = "What costs no training"
         self._measure("look", UNTRAINED, "look-up in the text", 0)
         reader = self.recipe.engine or "draftsmith"
         for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
@@ -270,12 +273,13 @@ class _Forge:
         """Train all a little, the better half more; the first of each place, with the steps that finish it."""
         # What EAGLE-3's layer reads of the target holds what the others read.
         known = {each.name: each for each in sorted(candidates, key=lambda each: each.kind != "eagle")}
+        self.chapter = "What was trained a little, and what went on"
         if not known:
             self._say("nothing is trained: no candidate could be faster than plain decoding")
             return []
-        rates, spent = self._rates(known)
+        rates = {name: self._seconds_per_step(each) for name, each in known.items()}
         rows = race_rows([len(ROWS[each.kind]) for each in known.values()], RUNGS, len(self.places))
-        seconds = self._left(spent, rows)
+        seconds = self._left(self._spent("race"), rows)
         names, said = affordable(rates, seconds)
         if said:
             self._say(said)
@@ -320,28 +324,24 @@ class _Forge:
                 self.forecasts.append(what | {"steps": each.steps, "low": low, "high": high, "found": each.speedup})
             known.append(each)
 
-    def _spent(self, moment: str, **more: Any) -> dict[str, Any]:
-        """What is spent when a moment comes first under a budget, and what else is known then; read again by a forge
-        that goes on, so that it decides as it would have."""
+    def _spent(self, moment: str) -> float:
+        """What was spent when a moment came first under this budget: a forge that goes on decides as it would have."""
         path = self.out / f"{moment}.json"
         found = load_json(path, "spent") if path.is_file() else {}
         if found.get("hours") != self.recipe.hours:
-            found = {"hours": self.recipe.hours, "spent": self.ledger.spent} | more
+            found = {"hours": self.recipe.hours, "spent": self.ledger.spent}
             atomic_text(path, json.dumps(sealed(found), indent=1) + "\n")
-        return dict(load_json(path, "spent"))
+        return float(found["spent"])
 
-    def _rates(self, known: Mapping[str, Candidate]) -> tuple[dict[str, float], dict[str, Any]]:
-        """Seconds of a step of each."""
-        trained = {name: load_manifest(self._train(each, _TRIED)).training for name, each in known.items()}
-        rates = {name: float(training["seconds"]) / _TRIED for name, training in trained.items()}
-        return rates, self._spent("race")
+    def _seconds_per_step(self, candidate: Candidate) -> float:
+        return float(load_manifest(self._train(candidate, _TRIED)).training["seconds"]) / _TRIED
 
-    def _left(self, spent: dict[str, Any], rows: int) -> float:
+    def _left(self, spent: float, rows: int) -> float:
         """Seconds of the budget that are for training, where so many rows will be measured."""
         measuring, certifying = self._measuring(rows), len(self.places) * self._certifying()
-        left = max(0.0, self.seconds - spent["spent"] - measuring - certifying)
+        left = max(0.0, self.seconds - spent - measuring - certifying)
         self._say(
-            f"of {duration(self.seconds)} {duration(spent['spent'])} are spent; measuring will take about "
+            f"of {duration(self.seconds)} {duration(spent)} are spent; measuring will take about "
             f"{duration(measuring)}, which leaves {duration(left)} for training"
         )
         return left
@@ -358,6 +358,7 @@ class _Forge:
 
     def _finish(self, left: Sequence[tuple[Candidate, int]]) -> None:
         """Train those that lead somewhere to the end, and measure them beside what costs no training."""
+        self.chapter = "What was trained to the end, and what was chosen"
         finalists = {place: [*found] for place, found in self.untrained.items()}
         parts: dict[str, dict[str, Any]] = {}
         for candidate, steps in left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -201,7 +202,7 @@ def test_it_runs_is_killed_and_decides_the_same(
     second = json.loads((out / "forge.json").read_text())
     assert first["story"] == second["story"]
     assert first["places"] == second["places"]
-    assert any("look-up in the text" in line for line in first["story"])
+    assert any("look-up in the text" in line for line in lines_of(first))
     page = (out / "forge.html").read_text()
     assert "How it was found" in page
     if first["places"][0]["winner"] is not None:
@@ -217,6 +218,11 @@ def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float 
     costs = {"shape": {"layers": 2, "of_layer": 1e6, "hidden": 64, "vocabulary": 1000}, "nodes": [1, 64]}
     costs |= {"seconds": seconds, "seconds_per_answer": answer, "eagle": True}
     (out / "costs.json").write_text(json.dumps(sealed(costs)))
+
+
+def lines_of(results: dict[str, Any]) -> list[str]:
+    """Of its story."""
+    return list(itertools.chain(*results["story"].values()))
 
 
 def told(command: list[str], out: Path) -> dict[str, Any]:
@@ -240,7 +246,7 @@ def test_a_budget_too_small_and_costs_too_high_train_nothing(
 ) -> None:
     planned(out := tmp_path / "forge", **costs)
     found = told(forged(out, hours=hours), out)
-    assert any(said in line for line in found["story"])
+    assert any(said in line for line in lines_of(found))
     assert not any(place["history"] for place in found["places"])
     assert len(found["places"][0]["untrained"]) >= 1
     assert not list(out.glob("trained/*-3*"))
@@ -340,12 +346,12 @@ def test_more_hours_train_what_was_chosen(forged: Callable[..., list[str]], tmp_
     raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
     second = told(forged(out, "--more-hours", "0.005", hours="0.05"), out)
     (new,) = {folder.name for folder in out.glob("trained/*-*[0-9]")} - raced
-    chosen = [line for line in first["story"] if "spent" in line]
-    assert [line for line in second["story"] if "spent" in line] == chosen
+    chosen = [line for line in lines_of(first) if "spent" in line]
+    assert [line for line in lines_of(second) if "spent" in line] == chosen
     kind, _, steps = new.rpartition("-")
     assert int(steps) > max(int(each.rpartition("-")[2]) for each in raced if each.startswith(f"{kind}-"))
     third = told(forged(out, hours="0.06"), out)
-    assert [line for line in third["story"] if "spent" in line] != chosen
+    assert [line for line in lines_of(third) if "spent" in line] != chosen
 
 
 def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -407,6 +413,6 @@ def test_a_given_drafter_that_does_not_fit_is_left_out(
     done = subprocess.run(forged(tmp_path / "out", *given), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "forge.json").read_text())
-    (left_out,) = (line for line in found["story"] if "left out" in line)
+    (left_out,) = (line for line in lines_of(found) if "left out" in line)
     assert "64" in left_out
     assert str(tiny_pair / "drafter") in [each["name"] for each in found["places"][0]["untrained"]]
