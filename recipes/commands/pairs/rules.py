@@ -69,7 +69,7 @@ class Place:
 
     @property
     def slug(self) -> str:
-        return f"{self.batch}-{self.temperature}"
+        return f"{self.batch}-{str(self.temperature).removesuffix('.0')}"
 
 
 @dataclass(frozen=True)
