@@ -5,6 +5,7 @@ Shape letters: B batch.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -278,22 +279,21 @@ def measure(
     A prompt's tokens are drawn by `seed` and its index alone: each repeat writes the same.
 
     Args:
-        reference: a transformers model; it is run greedily, prompt by prompt, as one more row where an entry is greedy.
-        batch: prompts that are decoded together.
+        reference: a transformers model, run greedily by prompt as one more row where an entry is greedy.
+        batch: prompts decoded together.
         finished: runs of an interrupted evaluation; they are not done again. `on_run` gets every other.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
-    labels, first = list(jobs), warm_ups(prompts, limits, target.device.type, target.finds_ends)
+    first = warm_ups(prompts, limits, target.device.type, target.finds_ends)
+    labels, sizes = list(jobs), {min(batch, len(prompts)), len(prompts) % batch} - {0}
     keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), batch, repeat)]
 
     def runs() -> dict[str, Run]:
-        """All that are in `keys`, done if they are not yet."""
-        missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
-        left = [key for key in keys if key in missing]
+        """All of `keys`, done if they are not yet."""
+        left = _first_of_batches(keys, done, batch)
         for label in dict.fromkeys(key.label for key in left):
-            for rows in {min(batch, len(prompts)), len(prompts) % batch} - {0}:
-                for prompt, until in first:
-                    jobs[label](0, [prompt] * rows, until)
+            for rows, (prompt, until) in itertools.product(sizes, first):
+                jobs[label](0, [prompt] * rows, until)
         for number, key in enumerate(left):
             if progress:
                 progress(max(0, len(keys) - batch * (len(left) - number)), len(keys), key.label)
@@ -302,11 +302,7 @@ def measure(
                 done[own := key._replace(prompt=place)] = each
                 if on_run:
                     on_run(own, each)
-        by_label: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in labels}
-        for key in keys:
-            by_label[key.label][key.prompt].append(done[key])
-        groups = [prompt // batch for prompt in range(len(prompts))] if batch > 1 else ()
-        return {label: Run(by_prompt, groups) for label, by_prompt in by_label.items()}
+        return _by_label(labels, keys, done, batch)
 
     found = runs()
     for repeat in range(repeats, repeats + again):
@@ -330,6 +326,23 @@ def warm_ups(
         return [(max(prompts, key=len), Limits(limits.max_new_tokens))]
     by_length = {round_up(len(prompt), STRIDE): prompt for prompt in sorted(prompts, key=len)}
     return [(prompt, Limits(limits.max_new_tokens)) for prompt in reversed(by_length.values())]
+
+
+def _first_of_batches(keys: Sequence[RunKey], done: Mapping[RunKey, Decoded], batch: int) -> list[RunKey]:
+    """The first run of each batch of which not all is done."""
+    missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
+    return [key for key in keys if key in missing]
+
+
+def _by_label(
+    labels: Sequence[str], keys: Sequence[RunKey], done: Mapping[RunKey, Decoded], batch: int
+) -> dict[str, Run]:
+    count = 1 + max(key.prompt for key in keys)
+    found: dict[str, list[list[Decoded]]] = {label: [[] for _ in range(count)] for label in labels}
+    for key in keys:
+        found[key.label][key.prompt].append(done[key])
+    groups = [prompt // batch for prompt in range(count)] if batch > 1 else ()
+    return {label: Run(by_prompt, groups) for label, by_prompt in found.items()}
 
 
 def _unsteady(entries: Sequence[Entry], runs: Mapping[str, Run]) -> list[str]:
