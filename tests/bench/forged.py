@@ -1,15 +1,15 @@
 """What forges chose, beside the best that is known.
 
     python tests/bench/forged.py runs/forge-0 runs/forge-1 runs/forge-2 --seconds 200
-    python tests/bench/forged.py runs/forge-0 --drafters runs/drafter runs/eagle --heads runs/heads
+    python tests/bench/forged.py runs/forge-0 --drafters runs/drafter runs/eagle --heads runs/heads --prompts FILE
 
 Forges of one target and the same questions. `--seconds`: every candidate, also those that a forge leaves out, is
 trained so long on the first forge's answers; `--drafters` and `--heads` are artifacts made by hand. All their rows,
 and what costs no training, are measured in turns on held-out questions; the fastest of them is then measured beside
-what each forge chose on others, so that the best of many is not the luckiest. Both are from the end of the file, where
-a forge has not looked. All look up the first forge's answers. Texts at a time and temperatures have a comparison each.
-`share` is a choice's speedup over that of the best, with its 95 % interval where both were measured together. The last
-line is one JSON object.
+what each forge chose on others, so that the best of many is not the luckiest. The questions are the last that were
+held out, or spread over `--prompts`. All look up the first forge's answers. Texts at a time and temperatures have a
+comparison each. `share` is a choice's speedup over that of the best, with its 95 % interval where both were measured
+together. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -148,13 +148,19 @@ def share(row: dict[str, Any], best: dict[str, Any], batch: int, together: bool)
     return speedup_interval(*([sum(side[at : at + batch]) for at in range(0, len(side), batch)] for side in sides))
 
 
-def compared(forges: Sequence[Forge], place: Place, ways: Sequence[Way], limit: int) -> dict[str, Any]:
-    first = forges[0]
-    lines = (first.folder / "corpus" / "heldout.jsonl").read_text().splitlines(keepends=True)
-    limit = max(1, min(limit, len(lines) // 4) // place.batch) * place.batch
-    halves = [first.folder / f"last-{which}.jsonl" for which in (1, 2)]
+def halved(first: Forge, prompts: Path | None, limit: int) -> list[Path]:
+    """Two files of so many questions each."""
+    lines = (prompts or first.folder / "corpus" / "heldout.jsonl").read_text().splitlines(keepends=True)
+    lines = lines[-2 * limit :] if prompts is None else lines[:: max(1, len(lines) // (2 * limit))]
+    halves = [first.folder / f"{prompts.stem if prompts else 'last'}-{which}.jsonl" for which in (1, 2)]
     for which, half in enumerate(halves):
-        half.write_text("".join(lines[-2 * limit :][which::2]))
+        half.write_text("".join(lines[which::2]))
+    return halves
+
+
+def compared(forges: Sequence[Forge], place: Place, ways: Sequence[Way], args: argparse.Namespace) -> dict[str, Any]:
+    first, limit = forges[0], max(1, args.limit // place.batch) * place.batch
+    halves = halved(first, args.prompts, limit)
     rows = measured(first, place, ways, halves[0], limit, f"known-{place.slug}")
     ranked = sorted(zip(ways, rows, strict=True), key=lambda pair: -float(pair[1]["speedup"]))
     choices = [chosen_way(forge, place) for forge in forges]
@@ -184,12 +190,17 @@ def main() -> None:
     parser.add_argument("forges", nargs="+", type=Path)
     parser.add_argument("--drafters", nargs="*", type=Path, default=[])
     parser.add_argument("--heads", nargs="*", type=Path, default=[])
+    parser.add_argument("--prompts", type=Path)
     args = parser.parse_args()
+    args.limit = 2 if args.quick else args.limit
     forges = [opened(folder) for folder in args.forges]
     ways = known_ways(forges[0], args)
     places = [Place(each["batch"], each["temperature"]) for each in forges[0].results["places"]]
-    found = {place.words: compared(forges, place, ways, 2 if args.quick else args.limit) for place in places}
-    finish({"forges": [str(forge.folder) for forge in forges], "seconds": args.seconds, "places": found})
+    found = {place.words: compared(forges, place, ways, args) for place in places}
+    forecasts = [each for forge in forges for each in forge.results["forecasts"]]
+    held = [sum(each["low"] <= each["found"] <= each["high"] for each in forecasts), len(forecasts)]
+    told = {"forges": [str(forge.folder) for forge in forges], "seconds": args.seconds, "forecasts_held": held}
+    finish(told | {"places": found})
 
 
 if __name__ == "__main__":

@@ -190,7 +190,8 @@ class _Forge:
             f"{asked:,} of {self.questions:,} questions can be answered, "
             f"{' or '.join(map(str, dict.fromkeys(self.prompts.values())))} held out are measured on"
         )
-        self._say(f"of {duration(self.seconds)} about {priced}; the rest is for training")
+        beside = f"; measuring in {self.recipe.engine} comes on top" if self.recipe.engine is not None else ""
+        self._say(f"of {duration(self.seconds)} about {priced}; the rest is for training{beside}")
 
     def _prompts(self, place: Place, share: float, rows: int) -> int:
         """That so many rows can be measured on in a share of the budget."""
@@ -375,10 +376,22 @@ class _Forge:
             (self.out / f"{self._name('winner', place)}.yaml").unlink(missing_ok=True)
             if winner is not None:
                 self._hand_over(place, winner, parts)
-        for each in left if self.recipe.engine is not None else ():
+        if self.recipe.engine is not None:
+            self._serve(self.recipe.engine, left)
+
+    def _serve(self, engine: str, left: Sequence[tuple[Candidate, int]]) -> None:
+        """What was trained to the end, and given drafters that won, in the engine that shall run them."""
+        self.chapter = f"What it is worth in {engine}"
+        artifacts = {artifact.name: artifact for artifact in (self._train(*each) for each in left)}
+        won = {winner.name for winner in self.winners.values() if winner is not None}
+        for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
+            artifacts |= {f"given-{number}": folder_of(drafter)} if drafter in won else {}
+        if not artifacts:
+            self._say("nothing was trained to the end, and no given drafter won")
+        for name, artifact in artifacts.items():
             self._write()  # should the engine not start
-            with self.ledger.stage(f"{self.recipe.engine} {each[0].slug}"):
-                lines = worth_in_engine(self.recipe, self._train(*each), max(self.prompts.values()))
+            with self.ledger.stage(f"{engine} {name}"):
+                lines = worth_in_engine(self.recipe, artifact, name, max(self.prompts.values()))
             for line in lines:
                 self._say(line)
 

@@ -18,8 +18,10 @@ from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json
 from ...schema.forge import ForgeRecipe
 from ..artifacts.export import FORMATS
+from ..artifacts.import_drafter import import_drafter
 from ..serving.asking import check_client
 from ..serving.engines import ENGINES, HOST, commands_of, measure_engine, measured_recipe
+from .rules import Place
 
 OF_ENGINES = ("engine", "engine_options", "llama_cpp")
 """Fields of a forge that may change when it goes on."""
@@ -51,29 +53,47 @@ def form_for(engine: str, artifact: Path) -> str | None:
     return fitting[0] if fitting else None
 
 
-def worth_in_engine(recipe: ForgeRecipe, artifact: Path, prompts: int) -> list[str]:
-    """Export an artifact for a forge's engine, measure it there beside the engine alone, and say what came out; what
-    was measured already is not measured again."""
+def worth_in_engine(recipe: ForgeRecipe, artifact: Path, name: str, prompts: int) -> list[str]:
+    """Export an artifact, or a model that was given as a drafter, for a forge's engine, measure it there beside the
+    engine alone at each temperature, and say what came out; what was measured already is not measured again."""
     assert recipe.engine is not None
-    out, form, loads = Path(recipe.out), form_for(recipe.engine, artifact), ",".join(map(str, recipe.batch))
-    if form is None:
-        return [f"{recipe.engine} reads no drafts such as {artifact}"]
-    export = out / f"{artifact.name}-{recipe.engine}"
-    served = out / f"{export.name}-{loads}.json"
-    target = str(out / "target")
-    checkout = Path(recipe.llama_cpp) if recipe.llama_cpp and recipe.engine == "llama.cpp" else None
-    options = ExportOptions(target=target, llama_cpp=checkout)
+    out, loads = Path(recipe.out), ",".join(map(str, recipe.batch))
+    export = out / f"{name}-{recipe.engine}"
     if not (export / MANIFEST_FILE).is_file():
-        export_artifact(artifact, form, export, FORMATS, options)
-    if not served.is_file():
-        sides = commands_of(export, recipe.engine, recipe.target if recipe.engine == "llama.cpp" else target)
-        asking = {"prompts": str(out / "corpus" / "heldout.jsonl"), "out": str(served), "concurrency": loads}
-        asking |= dict(zip(("server", "baseline"), _free_urls(2), strict=True))
-        changes = [f"limit={prompts}", f"max_new_tokens={recipe.new_tokens}", f"temperature={recipe.temperature[0]}"]
-        asked = measured_recipe(None, changes, asking)
-        measure_engine(asked, sides, shlex.split(recipe.engine_options), str(out / f"serve-{recipe.engine}"))
-    lines = [_said(recipe.engine, load) for load in load_json(served, "loads")["loads"]]
+        try:
+            form = _export(recipe, artifact, out / "trained" / name, export)
+        except ValueError as error:  # such as a given drafter with a tokenizer of its own, which decodes here alone
+            return [f"{recipe.engine} cannot draft with {artifact}: {error}"]
+        if form is None:
+            return [f"{recipe.engine} reads no drafts such as {artifact}"]
+    sides = commands_of(export, recipe.engine, recipe.target if recipe.engine == "llama.cpp" else f"{out}/target")
+    lines = []
+    for temperature in dict.fromkeys(recipe.temperature):
+        served = out / f"{export.name}-{loads}-{temperature:g}.json"
+        if not served.is_file():
+            asking = {"prompts": str(out / "corpus" / "heldout.jsonl"), "out": str(served), "concurrency": loads}
+            asking |= dict(zip(("server", "baseline"), _free_urls(2), strict=True))
+            changes = [f"limit={prompts}", f"max_new_tokens={recipe.new_tokens}", f"temperature={temperature}"]
+            asked = measured_recipe(None, changes, asking)
+            measure_engine(asked, sides, shlex.split(recipe.engine_options), str(out / f"serve-{recipe.engine}"))
+        lines += [f"{recipe.engine}, {_said(load, temperature)}" for load in load_json(served, "loads")["loads"]]
     return [*lines, f"to serve it: draftsmith serve {export} --engine {recipe.engine}"]
+
+
+def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -> str | None:
+    """Write what an engine reads of an artifact, or of a model, which becomes one first; the form, None: it reads none.
+    Raises ValueError: no pair with the target, or a form that its kind does not allow."""
+    assert recipe.engine is not None
+    target = f"{recipe.out}/target"
+    if not (artifact / MANIFEST_FILE).is_file():
+        if not imported.is_dir():
+            import_drafter(str(artifact), artifact, imported, target)
+        artifact = imported
+    form = form_for(recipe.engine, artifact)
+    if form is not None:
+        checkout = Path(recipe.llama_cpp) if recipe.llama_cpp and recipe.engine == "llama.cpp" else None
+        export_artifact(artifact, form, export, FORMATS, ExportOptions(target=target, llama_cpp=checkout))
+    return form
 
 
 def _free_urls(count: int) -> list[str]:
@@ -85,9 +105,9 @@ def _free_urls(count: int) -> list[str]:
         return [f"http://{HOST}:{each.getsockname()[1]}/v1" for each in sockets]
 
 
-def _said(engine: str, load: dict[str, Any]) -> str:
+def _said(load: dict[str, Any], temperature: float) -> str:
     beside, kept = load["beside"], load["server"]["tokens_per_step"]
-    said = f"{engine}, {load['concurrency']} at a time"
+    said = Place(load["concurrency"], temperature).words
     if kept is not None:
         said += f": {kept:.2f} tokens a step"
     if beside["speedup"] is None:

@@ -364,26 +364,50 @@ def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path)
     assert not (out / "answers.jsonl").exists()
 
 
-@pytest.mark.usefixtures("vllm")
-def test_what_was_trained_is_exported_and_measured_in_its_engine(tiny_pair: Path, tmp_path: Path) -> None:
-    """The stand-in keeps three tokens a step. What was measured is not measured again."""
+@pytest.fixture
+def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """What a folder is worth in the stand-in of vLLM, which keeps three tokens a step."""
     (tmp_path / "target").symlink_to(tiny_pair / "target")
     asked = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "heldout.jsonl").write_text("\n".join(map(json.dumps, asked)))
     values: dict[str, Any] = {"kind": "forge", "target": str(tiny_pair / "target"), "out": str(tmp_path)}
-    recipe = ForgeRecipe.model_validate(values | {"engine": "vllm", "batch": [1, 2]})
-    check_engine(recipe)
-    said = worth_in_engine(recipe, tiny_pair / "heads", 8)
-    assert [line.split(" tokens a step")[0] for line in said[:2]] == [
-        f"vllm, {count} at a time: 3.00" for count in (1, 2)
+
+    def worth(artifact: Path, name: str, **more: Any) -> list[str]:
+        recipe = ForgeRecipe.model_validate(values | {"engine": "vllm"} | more)
+        check_engine(recipe)
+        return worth_in_engine(recipe, artifact, name, 8)
+
+    return worth
+
+
+def test_what_was_trained_is_exported_and_measured_in_its_engine(
+    in_vllm: Callable[..., list[str]], tiny_pair: Path, tmp_path: Path
+) -> None:
+    """What was measured is not measured again."""
+    said = in_vllm(tiny_pair / "heads", "heads", batch=[1, 2], temperature=[0, 1])
+    assert [line.split(" tokens a step")[0] for line in said[:4]] == [
+        f"vllm, {count} at a time, temperature {heat}: 3.00" for heat in (0, 1) for count in (1, 2)
     ]
-    assert said[2] == f"to serve it: draftsmith serve {tmp_path}/heads-vllm --engine vllm"
+    assert said[4] == f"to serve it: draftsmith serve {tmp_path}/heads-vllm --engine vllm"
     assert load_manifest(tmp_path / "heads-vllm").export is not None
     (log,) = tmp_path.glob("serve-vllm.log")
     log.unlink()
-    assert worth_in_engine(recipe, tiny_pair / "heads", 8) == said
+    assert in_vllm(tiny_pair / "heads", "heads", batch=[1, 2], temperature=[0, 1]) == said
     assert not log.exists()
+
+
+def test_a_given_drafter_is_served_too(
+    in_vllm: Callable[..., list[str]], make_llama: Callable[..., Any], tiny_pair: Path, tmp_path: Path
+) -> None:
+    """One that is no artifact; one of other tokens, which decodes here alone, is not, and ends nothing."""
+    for name in ("fits", "other"):
+        shutil.copytree(tiny_pair / "target", tmp_path / name)
+    make_llama(64).save_pretrained(tmp_path / "other")
+    assert "3.00 tokens a step" in in_vllm(tmp_path / "fits", "given-1")[0]
+    (said,) = in_vllm(tmp_path / "other", "given-2")
+    assert said.startswith(f"vllm cannot draft with {tmp_path}/other: ")
+    assert "64" in said
 
 
 @pytest.mark.parametrize(
