@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from common import finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.checkpoints.heads.layouts import is_eagle
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.checkpoints.storage.safe_read import load_json
 from draftsmith.decode.evaluation.metrics import speedup_interval
@@ -29,7 +28,6 @@ from draftsmith.recipes.assemble.teacher import prepare_teacher
 from draftsmith.recipes.commands.evaluation.finished import evaluated
 from draftsmith.recipes.commands.pairs.rules import Candidate, Place, Shape, candidates_of
 from draftsmith.recipes.commands.pairs.stages import (
-    GIVEN,
     PROPOSED,
     ROWS,
     UNTRAINED,
@@ -37,6 +35,7 @@ from draftsmith.recipes.commands.pairs.stages import (
     Row,
     base_of,
     evaluation_of,
+    kind_of,
     label_of,
     training_of,
 )
@@ -94,8 +93,7 @@ def known_ways(forge: Forge, args: argparse.Namespace) -> list[Way]:
             part = {"heads" if candidate.kind == "heads" else "drafter": made}
             found += [Way(candidate.name, row, **part) for row in ROWS[candidate.kind]]
     for folder in args.drafters:
-        given, eagle = str(folder), is_eagle(folder)
-        found += [Way(given, row, drafter=given) for row in (*ROWS["eagle" if eagle else "drafter"], *GIVEN[2:])]
+        found += [Way(str(folder), row, drafter=str(folder)) for row in ROWS[kind_of(folder)]]
     found += [Way(given, row, heads=given) for given in map(str, args.heads) for row in ROWS["heads"]]
     return list({(way.row[0], str(way.row[1]), way.drafter, way.heads): way for way in found}.values())
 
@@ -198,7 +196,10 @@ def main() -> None:
     places = [Place(each["batch"], each["temperature"]) for each in forges[0].results["places"]]
     found = {place.words: compared(forges, place, ways, args) for place in places}
     forecasts = [each for forge in forges for each in forge.results["forecasts"]]
-    held = [sum(each["low"] <= each["found"] <= each["high"] for each in forecasts), len(forecasts)]
+    held = {}
+    for name, trained in (("before training", False), ("from less", True)):
+        own = [each["low"] <= each["found"] <= each["high"] for each in forecasts if bool(each["trained"]) == trained]
+        held[name] = [sum(own), len(own)]
     told = {"forges": [str(forge.folder) for forge in forges], "seconds": args.seconds, "forecasts_held": held}
     finish(told | {"places": found})
 

@@ -54,6 +54,7 @@ from .rules import (
     best_row,
     candidates_of,
     ceiling,
+    floor,
     measured_of,
     merged,
     outlook,
@@ -63,7 +64,6 @@ from .rules import (
     worth_training,
 )
 from .stages import (
-    GIVEN,
     PROPOSED,
     ROWS,
     UNTRAINED,
@@ -72,12 +72,14 @@ from .stages import (
     answers_of,
     base_of,
     evaluation_of,
+    given_rows,
     together,
     training_of,
 )
 from .start import costs_of, prepared
 
 _LOOKED_UP = "the target's own answers, looked up"
+_GIVEN_ROWS = 3  # of a drafter that there is, at most
 _TRIED = 16  # steps of training that show what a step takes
 _CERTIFIED = range(1000, 4001)  # tokens of a certificate: fewer say nothing, more are not needed
 _CERTIFYING = 4  # forwards that a token of it takes, with the small pair's, about
@@ -168,7 +170,7 @@ class _Forge:
         chosen, batches = [], list(dict.fromkeys(self.recipe.batch))
         for candidate in candidates_of(self.shape, PROPOSED, has_eagle):
             self.ceilings[candidate.name] = max(ceiling(candidate, self._costs_at(place)) for place in self.places)
-            found = [(each, *worth_training(candidate, self._costs_at(Place(each, 0.0)))) for each in batches]
+            found = [(each, *worth_training(candidate, self.curve, each)) for each in batches]
             for batch, _, said in found:
                 self._say(said if len(batches) == 1 else f"{batch} at a time: {said}")
             if any(able for _, able, _ in found):
@@ -177,7 +179,7 @@ class _Forge:
 
     def _plan(self, chosen: Sequence[Candidate], asked: int, seconds_per_answer: float) -> None:
         """How many prompts each place is measured on, by what all evaluations will take; and what all costs."""
-        looks = [len(UNTRAINED), len(WITH_TEXTS), *(len(GIVEN) for _ in self.recipe.drafters)]
+        looks = [len(UNTRAINED), len(WITH_TEXTS), *(_GIVEN_ROWS for _ in self.recipe.drafters)]
         race = race_rows([len(ROWS[each.kind]) for each in chosen], RUNGS, len(self.places))
         rows = race + sum(looks) + len(looks)
         for place in self.places:
@@ -204,7 +206,8 @@ class _Forge:
         return BESIDE * rows * self.recipe.new_tokens * sum(forwards) + SHARES["decide"] * self.seconds
 
     def _best_untrained(self, place: Place) -> float:
-        return max((each.speedup for each in self.untrained[place]), default=1.0)
+        """At least plain decoding."""
+        return max([1.0, *(each.speedup for each in self.untrained[place])])
 
     def _look(self) -> None:
         """What costs no training: look-up, and drafters that there are."""
@@ -217,7 +220,7 @@ class _Forge:
                     minds = pair_verdict(str(self.out / "target"), drafter, reader)
                     if minds is not None:
                         self._say(f"{drafter}: doctor, for {reader}: {minds}")
-                self._measure(f"given-{number}", GIVEN, drafter, 0, drafters=[drafter])
+                self._measure(f"given-{number}", given_rows(folder_of(drafter)), drafter, 0, drafters=[drafter])
             except NotLosslessError:
                 raise
             except ValueError as error:  # no pair with the target: that it is there was seen before anything
@@ -313,11 +316,12 @@ class _Forge:
         return [(known[name], max(LEAST_STEPS, int(each / rates[name]))) for name in first]
 
     def _forecast(self, candidate: Candidate, found: dict[Place, Measured]) -> None:
-        """Keep measurements beside what was expected of them: before any training, from plain decoding to the ceiling
-        beside what look-up gains."""
+        """Keep measurements beside what was expected of them: before any training, from drafts of which nothing is kept
+        to the ceiling beside what look-up gains."""
         for place, each in found.items():
             known = self.history[place].setdefault(candidate.name, [])
-            low, high = 1.0, ceiling(candidate, self._costs_at(place)) * self._best_untrained(place)
+            costs = self._costs_at(place)
+            low, high = floor(candidate, costs), ceiling(candidate, costs) * self._best_untrained(place)
             if known:
                 low, high = outlook(known, each.steps)
             if not known or each.steps > known[-1].steps:

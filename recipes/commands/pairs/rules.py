@@ -126,12 +126,26 @@ def ceiling(candidate: Candidate, seconds: Callable[[float], float]) -> float:
     return max(speeds)
 
 
-def worth_training(candidate: Candidate, seconds: Callable[[float], float]) -> tuple[bool, str]:
-    """Whether it could be faster than plain decoding, and why. What repeats earlier text is drafted by look-up beside
-    it, so that look-up's gain is no reason against it."""
-    best = ceiling(candidate, seconds)
-    said = f"{candidate.name}: at best {best:.2f} x"
-    return (True, said) if best >= _WORTH else (False, f"{said}: not trained, plain decoding is as fast")
+def floor(candidate: Candidate, seconds: Callable[[float], float]) -> float:
+    """The speedup where nothing is kept, by the shortest draft that is measured."""
+    tokens = 2 if candidate.at_once else 1
+    return 1 / (seconds(tokens + 1) / seconds(1) + candidate.cost)
+
+
+def worth_training(candidate: Candidate, seconds: Callable[[float], float], batch: int = 1) -> tuple[bool, str]:
+    """Whether it could be faster than plain decoding with so many texts at a time, and why; if not, with how many it
+    could. What repeats earlier text is drafted by look-up beside it, so that look-up's gain is no reason against it."""
+
+    def best_of(texts: int) -> float:
+        return ceiling(candidate, lambda tokens: seconds(texts * tokens))
+
+    said = f"{candidate.name}: at best {best_of(batch):.2f} x"
+    if best_of(batch) >= _WORTH:
+        return True, said
+    said += ": not trained, plain decoding is as fast"
+    halves = (batch >> times for times in range(1, batch.bit_length()))
+    fewer = next((texts for texts in halves if best_of(texts) >= _WORTH), None)
+    return False, said + (f"; with {fewer} at a time it could be {best_of(fewer):.2f} x" if fewer else "")
 
 
 def affordable(rates: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
@@ -148,9 +162,10 @@ def affordable(rates: Mapping[str, float], seconds: float) -> tuple[list[str], s
 
 
 def best_row(name: str, steps: int, results: Mapping[str, Any]) -> Measured:
-    """The fastest lossless row of an evaluation, the baseline among them."""
-    row = max((row for row in results["methods"] if row["lossless"]), key=lambda row: float(row["speedup"]))
-    return measured_of(name, steps, row)
+    """The fastest lossless row of an evaluation beside its baseline, which stands first, and alone where no other
+    measurement can be true."""
+    baseline, *rows = (row for row in results["methods"] if row["lossless"])
+    return measured_of(name, steps, max(rows, key=lambda row: float(row["speedup"]), default=baseline))
 
 
 def measured_of(name: str, steps: int, row: Mapping[str, Any]) -> Measured:
@@ -160,15 +175,16 @@ def measured_of(name: str, steps: int, row: Mapping[str, Any]) -> Measured:
 
 
 def outlook(history: Sequence[Measured], steps: int) -> tuple[float, float]:
-    """The range of a candidate's speedup after so many steps: tokens a step grow with the logarithm of the training,
-    by no more than they did, nor less than nothing; both ends with the interval of the last measurement."""
+    """The range of a candidate's speedup when it is measured after so many steps: tokens a step grow with the logarithm
+    of the training, by no more than they did, nor less than nothing; both ends with the errors of two measurements."""
     last = history[-1]
+    low, high = (last.speedup + math.sqrt(2) * (end - last.speedup) for end in last.interval)
     doublings = max(0.0, math.log2(max(steps, 1) / last.steps))
     growth = _LARGEST_GROWTH
     if len(history) > 1 and last.steps > history[-2].steps:
         each = math.log2(last.steps / history[-2].steps)
         growth = min(growth, max(0.0, last.tokens_per_step / history[-2].tokens_per_step - 1) / each)
-    return last.interval[0], last.interval[1] * (1 + growth) ** doublings
+    return low, high * (1 + growth) ** doublings
 
 
 def survivors(
@@ -209,7 +225,11 @@ def winner_of(finalists: Sequence[Measured]) -> tuple[Measured | None, str]:
     ranked = sorted(finalists, key=lambda each: -each.speedup)
     first = ranked[0]
     if first.speedup <= 1:
-        return None, f"nothing is faster than plain decoding: the best is {first.label}, {first.speedup:.2f} x"
+        return None, (
+            f"nothing is faster than plain decoding: the best is {first.label}, {first.speedup:.2f} x; a step of it "
+            f"writes {first.tokens_per_step:.2f} tokens, and pays with more than "
+            f"{first.tokens_per_step / first.speedup:.2f}"
+        )
     said = f"{first.label} ({first.name}): {first.speedup:.2f} x ({first.interval[0]:.2f}–{first.interval[1]:.2f})"
     tied = [each.label for each in ranked[1:] if each.interval[1] >= first.speedup]
     if tied:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ....checkpoints.heads.layouts import is_eagle
+from ....checkpoints.storage.draft_vocabulary import mask_token
+from ....checkpoints.verify.model_files import is_adapter, load_config
 from ....decode.methods import needs_of
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
@@ -19,15 +22,15 @@ PROPOSED = 8192
 Row = tuple[str, dict[str, Any]]
 UNTRAINED: list[Row] = [("prompt-lookup", {"shortest": 2}), ("suffix", {})]
 WITH_TEXTS: list[Row] = [("suffix", {"store": "table"}), ("suffix", {"store": "table", "nodes": 4})]
-GIVEN: list[Row] = [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4)]
+_CHAINS: list[Row] = [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4)]
 ROWS: dict[Kind, list[Row]] = {
-    "drafter": [*GIVEN, ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2})],
+    "drafter": [*_CHAINS, ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2})],
     "parallel": [
         *(("speculative", {"gamma": gamma, "parallel": True}) for gamma in (2, 4)),
         ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2}),
     ],
     "eagle": [
-        *GIVEN[:2],
+        *_CHAINS[:2],
         ("dynamic-tree", {}),
         ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2, "least": 0.15}),
     ],
@@ -40,6 +43,18 @@ ROWS: dict[Kind, list[Row]] = {
 """By what a candidate is, the settings that it is measured with."""
 
 
+def kind_of(drafter: Path) -> Kind:
+    """What the folder of a drafter holds. Raises ValueError: no model."""
+    if is_eagle(drafter):
+        return "eagle"
+    return "drafter" if is_adapter(drafter) or mask_token(load_config(drafter)) is None else "parallel"
+
+
+def given_rows(drafter: Path) -> list[Row]:
+    """The settings of a drafter before there are answers to look up. Raises ValueError: no model."""
+    return [row for row in ROWS[kind_of(drafter)] if "table" not in needs_of(*row)]
+
+
 def label_of(row: Row) -> str:
     """The name of a row."""
     method, options = row
@@ -48,7 +63,7 @@ def label_of(row: Row) -> str:
 
 def row_named(label: str) -> Row:
     """The other way round."""
-    rows = [*UNTRAINED, *WITH_TEXTS, *GIVEN, *(row for kind in ROWS.values() for row in kind)]
+    rows = [*UNTRAINED, *WITH_TEXTS, *(row for kind in ROWS.values() for row in kind)]
     return next(row for row in rows if label_of(row) == label)
 
 

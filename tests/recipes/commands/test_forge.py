@@ -25,8 +25,10 @@ from draftsmith.recipes.commands.pairs.rules import (
     Measured,
     Shape,
     affordable,
+    best_row,
     candidates_of,
     ceiling,
+    floor,
     merged,
     outlook,
     rivals,
@@ -34,7 +36,7 @@ from draftsmith.recipes.commands.pairs.rules import (
     winner_of,
     worth_training,
 )
-from draftsmith.recipes.commands.pairs.stages import together
+from draftsmith.recipes.commands.pairs.stages import given_rows, together
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -75,23 +77,36 @@ def test_what_cannot_win_is_not_trained(seconds: Callable[[float], float], train
     assert f"{ceiling(DRAFTER, seconds):.2f}" in said
 
 
-def test_a_ceiling_is_the_best_length_of_a_draft() -> None:
-    """With free tokens of the target: (1 + 0.95 + … + 0.95⁵) / (1 + 5 · 0.14), or fewer drafted; a draft at once costs
-    one forward."""
+def test_where_nothing_pays_it_says_with_how_many_it_could() -> None:
+    """Sixteen tokens are free, and each further one costs what they do together: a draft of one token pays as long as
+    all texts' tokens are sixteen at most."""
+    curve = [max(1.0, tokens / 16) for tokens in range(1000)]
+    able, said = worth_training(DRAFTER, lambda tokens: curve[round(tokens)], 64)
+    assert not able
+    assert "with 8 at a time" in said
+    assert worth_training(DRAFTER, lambda tokens: curve[round(tokens)], 8)[0]
+
+
+def test_a_floor_and_a_ceiling_are_drafts_of_which_nothing_and_most_is_kept() -> None:
+    """With free tokens of the target: 1 / 1.14; (1 + 0.95 + … + 0.95⁵) / (1 + 5 · 0.14), or fewer drafted; a draft at
+    once costs one forward."""
     kept = [1 + sum(0.95**i for i in range(1, n + 1)) for n in range(1, 6)]
     by_length = [tokens / (1 + 0.14 * n) for n, tokens in enumerate(kept, 1)]
     assert ceiling(DRAFTER, lambda tokens: 1.0) == pytest.approx(max(by_length))
+    assert floor(DRAFTER, lambda tokens: 1.0) == pytest.approx(1 / 1.14)
     heads = Candidate("heads", "heads", (), 0.14)
+    assert floor(heads, lambda tokens: tokens) == pytest.approx(1 / 3.14), "two at least are drafted at once"
     assert ceiling(heads, lambda tokens: 1.0) == pytest.approx((1 + 0.9 + 0.9 * 0.75 + 0.9 * 0.75 * 0.6) / 1.14)
 
 
 def test_outlooks_grow_as_they_did() -> None:
     first, second = found("a", 100, 1.3, 1.1), found("a", 200, 1.365, 1.15)
-    assert outlook([first], 100) == first.interval
+    off = 2**0.5 * 0.05  # of two measurements
+    assert outlook([first], 100) == pytest.approx((1.1 - off, 1.1 + off))
     low, high = outlook([first, second], 800)
-    assert low == second.interval[0]
-    assert high == pytest.approx(second.interval[1] * 1.05**2)
-    assert outlook([first, found("a", 200, 1.2, 1.0)], 800)[1] == pytest.approx(1.05), "none where there was none"
+    assert low == pytest.approx(1.15 - off)
+    assert high == pytest.approx((1.15 + off) * 1.05**2)
+    assert outlook([first, found("a", 200, 1.2, 1.0)], 800)[1] == pytest.approx(1 + off), "none where there was none"
 
 
 def test_nobody_who_cannot_win_goes_on() -> None:
@@ -100,7 +115,7 @@ def test_nobody_who_cannot_win_goes_on() -> None:
     ranked, said = survivors(history, ends, 0.9)
     assert ranked == ["b", "a", "c"]
     assert "c 0.80 x" in said
-    assert survivors(history, ends, 1.5)[0] == ["b"], "a ends at 1.44 at most"
+    assert survivors(history, ends, 1.5)[0] == ["b"], "a ends at 1.47 at most"
     assert survivors(history, ends, 2.0)[0] == [], "as on summaries, where look-up is ahead of all"
 
 
@@ -153,11 +168,29 @@ def test_rows_that_were_measured_apart_find_their_drafters() -> None:
     assert together(some[:1], trained, [])[1] == {"drafters": [], "table": False}
 
 
+def test_a_candidate_is_its_fastest_row_not_plain_decoding() -> None:
+    rows = [("autoregressive", True, 1.0), ("a", True, 0.8), ("b", True, 0.9), ("c", False, 1.2)]
+    methods: list[dict[str, Any]] = [
+        {"label": label, "lossless": lossless, "speedup": speedup, "speedup_interval": None, "tokens_per_step": 1.0}
+        for label, lossless, speedup in rows
+    ]
+    assert best_row("x", 0, {"methods": methods}).label == "b"
+    assert best_row("x", 0, {"methods": methods[:1]}).label == "autoregressive", "where no row is true"
+
+
+def test_a_given_drafter_is_tried_as_what_it_is(make_llama: Callable[..., Any], tmp_path: Path) -> None:
+    make_llama(64).save_pretrained(tmp_path / "drafter")
+    make_llama(64, pard_token=7).save_pretrained(tmp_path / "parallel")
+    assert [row[1] for row in given_rows(tmp_path / "drafter")] == [{"gamma": gamma} for gamma in (1, 2, 4)]
+    assert [row[1] for row in given_rows(tmp_path / "parallel")] == [{"gamma": n, "parallel": True} for n in (2, 4)]
+
+
 def test_the_winner_is_faster_than_plain_decoding_and_ties_are_named() -> None:
     slow = [found("a", 0, 1.1, 0.95), found("b", 9, 1.2, 0.9)]
     winner, said = winner_of(slow)
     assert winner is None
     assert "0.95" in said
+    assert f"{1.1 / 0.95:.2f}" in said, "what it would have to keep"
     winner, said = winner_of([*slow, found("given", 0, 1.5, 1.3), found("c", 9, 1.6, 1.28)])
     assert winner is not None
     assert winner.name == "given", "a drafter that was there is the best"
@@ -215,7 +248,10 @@ def test_it_runs_is_killed_and_decides_the_same(
 def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float = 0.05) -> None:
     """Costs of forwards, by default the same for any number of tokens, so that heads are worth training."""
     out.mkdir(parents=True)
-    costs = {"shape": {"layers": 2, "of_layer": 1e6, "hidden": 64, "vocabulary": 1000}, "nodes": [1, 64]}
+    costs: dict[str, Any] = {
+        "shape": {"layers": 2, "of_layer": 1e6, "hidden": 64, "vocabulary": 1000},
+        "nodes": [1, 64],
+    }
     costs |= {"seconds": seconds, "seconds_per_answer": answer, "eagle": True}
     (out / "costs.json").write_text(json.dumps(sealed(costs)))
 
