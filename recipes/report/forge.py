@@ -42,15 +42,20 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
         drawn = scatter_with_diagonal(_points(forecasts), "found (×)", "expected (×)", said, "as expected")
         text = "A bar is what was expected before any training, or after less of it; where it meets the line it held."
         charts = [figure(drawn, said, text)]
-    held = sum(each["low"] <= each["found"] <= each["high"] for each in forecasts)
     if forecasts:
+        counts = [_held([each for each in forecasts if bool(each["trained"]) == trained]) for trained in (False, True)]
+        said = f"Expected and found: {counts[0]} within the range before any training, {counts[1]} from less of it"
         cells = [[Cell(each["name"]), *(Cell(f"{each[key]:,}") for key in ("trained", "steps")),
                   *(number_cell(each[key]) for key in ("low", "high", "found"))] for each in forecasts]  # fmt: skip
-        tables.append(Table(f"Expected and found: {held} of {len(forecasts)} within the range", _FORECASTS, cells))
+        tables.append(Table(said, _FORECASTS, cells))
     about = {key: results[key] for key in ("recipe", "machine", "story")}
-    about["winners"] = [(_words(place), place["winner"]) for place in places]
+    about["winners"] = [(_words(place), place["winner"], place["certificate"] or {}) for place in places]
     about |= {"given": duration(3600 * results["recipe"]["hours"]), "took": duration(sum(results["spent"].values()))}
     return write_page(out, "Forged", render("forge.html", tables=tables, charts=charts, **about))
+
+
+def _held(forecasts: list[dict[str, Any]]) -> str:
+    return f"{sum(each['low'] <= each['found'] <= each['high'] for each in forecasts)} of {len(forecasts)}"
 
 
 def _words(place: Mapping[str, Any]) -> str:

@@ -27,6 +27,8 @@ class ForgeRecipe(Section):
     """Files of questions such as will be asked; none: they are made of the documentation of installed packages."""
     heldout_share: float = Field(0.05, gt=0, lt=1)
     """Share of the questions that is held out, to measure on."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer questions are not measured on."""
     drafters: list[str] = []
     """Drafters that there are already, tried beside what is trained."""
     temperature: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)

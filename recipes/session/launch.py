@@ -48,13 +48,13 @@ def run_launched(options: str, *words: str) -> None:
     """`draftsmith WORDS` in processes that `accelerate launch` starts with these options. Raises ValueError: it fails,
     and has said why."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(options), "-m", "draftsmith", *words]
-    with subprocess.Popen(command, stdout=sys.stderr, preexec_fn=_end_with_parent) as process:
+    with subprocess.Popen(command, stdout=sys.stderr, preexec_fn=end_with_parent) as process:
         status = process.wait()
     if status:
         raise ValueError(f"{shlex.join(words)}, launched with {options!r}, ended with status {status}")
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have Linux end this process with SIGTERM once its parent is gone, however that ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)

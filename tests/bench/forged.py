@@ -6,10 +6,10 @@
 Forges of one target and the same questions. `--seconds`: every candidate, also those that a forge leaves out, is
 trained so long on the first forge's answers; `--drafters` and `--heads` are artifacts made by hand. All their rows,
 and what costs no training, are measured in turns on held-out questions; the fastest of them is then measured beside
-what each forge chose on others, so that the best of many is not the luckiest. The questions are the last that were
-held out, or spread over `--prompts`. All look up the first forge's answers. Texts at a time and temperatures have a
-comparison each. `share` is a choice's speedup over that of the best, with its 95 % interval where both were measured
-together. The last line is one JSON object.
+what each forge chose on others, so that the best of many is not the luckiest. The questions are those in the middle of
+what was held out, where a forge looks last, or spread over `--prompts`. All look up the first forge's answers. Texts at
+a time and temperatures have a comparison each. `share` is a choice's speedup over that of the best, with its 95 %
+interval where both were measured together. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -129,10 +129,16 @@ def measured(
             at = drafters.index(drafter) + 1 if drafter is not None else 1
             rows.append((method, kept | ({"drafter": at} if at > 1 else {})))
         labels = [f"{index} {label_of(ways[index].row)}, {ways[index].name}" for index in own]
-        given: dict[str, Any] = {"drafters": drafters, "heads": heads, "table": True, "labels": labels}
+        given: dict[str, Any] = {
+            "drafters": drafters,
+            "heads": heads,
+            "table": True,
+            "labels": labels,
+            "asked": prompts.name,
+        }
         recipe = evaluation_of(
             base_of(forge.recipe), forge.recipe, f"{name}-{number}", rows, place, limit, **given
-        ).model_copy(update={"prompts": str(prompts), "table": str(table)})
+        ).model_copy(update={"table": str(table)})
         by_label = {row["label"]: row for row in evaluated(recipe)["methods"]}
         found |= {index: by_label[label] for index, label in zip(own, labels, strict=True)}
     return [found[index] for index in range(len(ways))]
@@ -149,8 +155,9 @@ def share(row: dict[str, Any], best: dict[str, Any], batch: int, together: bool)
 def halved(first: Forge, prompts: Path | None, limit: int) -> list[Path]:
     """Two files of so many questions each."""
     lines = (prompts or first.folder / "corpus" / "heldout.jsonl").read_text().splitlines(keepends=True)
-    lines = lines[-2 * limit :] if prompts is None else lines[:: max(1, len(lines) // (2 * limit))]
-    halves = [first.folder / f"{prompts.stem if prompts else 'last'}-{which}.jsonl" for which in (1, 2)]
+    middle = max(0, len(lines) // 2 - limit)
+    lines = lines[middle : middle + 2 * limit] if prompts is None else lines[:: max(1, len(lines) // (2 * limit))]
+    halves = [first.folder / "corpus" / f"{prompts.stem if prompts else 'middle'}-{which}.jsonl" for which in (1, 2)]
     for which, half in enumerate(halves):
         half.write_text("".join(lines[which::2]))
     return halves

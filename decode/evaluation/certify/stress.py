@@ -133,6 +133,7 @@ def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.random.fork_rng(devices=[]):
         config = LlamaConfig(vocab_size=vocab, **sizes, num_key_value_heads=1, max_position_embeddings=128)
+        config.pard_token = vocab - 1  # at which drafters draft at once
         model = LlamaForCausalLM(config).eval()
     common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from ....checkpoints.storage.safe_read import load_json, sealed
 from ....decode.evaluation.replay.costs import Curve
 from ...assemble.evaluation import device_of
 from ...assemble.teacher import prepare_teacher
+from ...report.certificate import KIND
 from ...report.forge import write_forge_page
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import write_recipe
+from ...schema.results import beside
 from ...schema.training import DrafterRecipe, HeadsRecipe
 from ...session.launch import run_launched
 from ...session.machine import machine
@@ -39,7 +41,7 @@ from ..evaluation.finished import certified, evaluated
 from ..training.regenerate import run_regenerate
 from ..training.train import run_train
 from .budget import BESIDE, Ledger, measured_groups, race_rows
-from .in_engine import check_engine, worth_in_engine
+from .in_engine import check_engine, drafts_of, worth_in_engine
 from .rules import (
     LEAST_ANSWERS,
     LEAST_STEPS,
@@ -70,13 +72,14 @@ from .stages import (
     WITH_TEXTS,
     Row,
     answers_of,
+    around,
     base_of,
     evaluation_of,
     given_rows,
     together,
     training_of,
 )
-from .start import costs_of, prepared
+from .start import FROM_THE_END, costs_of, prepared
 
 _LOOKED_UP = "the target's own answers, looked up"
 _GIVEN_ROWS = 3  # of a drafter that there is, at most
@@ -87,8 +90,8 @@ _CERTIFYING = 4  # forwards that a token of it takes, with the small pair's, abo
 
 def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
     """Look, collect, choose, race, finish: what was decided and measured, as `forge.json` beside `forge.html` has it.
-    With `plan_only` few answers are written, and nothing is trained. Raises ValueError: as the recipes that it writes,
-    a folder of another forge, too few questions."""
+    With `plan_only` few answers are written, and nothing is trained: `plan.json`. Raises ValueError: as the
+    recipes that it writes, a folder of another forge, too few questions."""
     out = Path(recipe.out)
     check_writable(out)
     check_engine(recipe)
@@ -117,12 +120,14 @@ class _Forge:
         self.prompts: dict[Place, int] = {}
         self.side_by_side: dict[Place, list[Measured]] = {}
         self.winners: dict[Place, Measured | None] = {}
+        self.verdicts: dict[Place, dict[str, str]] = {}
+        """Of a winner's certificate, by row."""
 
     def run(self, plan_only: bool) -> dict[str, Any]:
         with self.ledger.stage("corpus"):
-            self.questions, self.held_out = prepared(self.recipe, self.base, self.out)
+            self.questions = prepared(self.recipe, self.base, self.out)
         with self.ledger.stage("costs"):
-            costs = costs_of(self.base, self.out, self.questions)
+            costs = costs_of(self.base, self.out, self.questions.answered)
         self.chapter = "What a token takes, what could be trained, and how far that could go"
         self.shape, self.curve = Shape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
         self._say(
@@ -130,10 +135,11 @@ class _Forge:
             f"{1e3 * (self.curve(4) - self.curve(1)):.1f}"
         )
         chosen = self._choose(costs["eagle"])
-        asked = min(self.questions, int(SHARES["answers"] * self.seconds / costs["seconds_per_answer"]))
+        self.reading = self.questions.tokens * costs["seconds"][-1] / costs["nodes"][-1]
+        asked = min(self.questions.answered, int(SHARES["answers"] * self.seconds / costs["seconds_per_answer"]))
         self._plan(chosen, asked, costs["seconds_per_answer"])
         if plan_only:
-            return self._write()
+            return self._end("plan")
         self._look()
         left: list[tuple[Candidate, int]] = []
         if asked < LEAST_ANSWERS:
@@ -147,7 +153,7 @@ class _Forge:
             self._measure("table", WITH_TEXTS, _LOOKED_UP, 0, table=True)
             left = self._race(chosen)
         self._finish(left)
-        return self._write()
+        return self._end("forge")
 
     def _say(self, text: str, place: Place | None = None) -> None:
         text = self._at(place) + text
@@ -168,7 +174,8 @@ class _Forge:
     def _choose(self, has_eagle: bool) -> list[Candidate]:
         """Candidates that could gain anything, with what look-up would have to leave them."""
         chosen, batches = [], list(dict.fromkeys(self.recipe.batch))
-        for candidate in candidates_of(self.shape, PROPOSED, has_eagle):
+        self.known = {each.name: each for each in candidates_of(self.shape, PROPOSED, has_eagle)}
+        for candidate in self.known.values():
             self.ceilings[candidate.name] = max(ceiling(candidate, self._costs_at(place)) for place in self.places)
             found = [(each, *worth_training(candidate, self.curve, each)) for each in batches]
             for batch, _, said in found:
@@ -189,7 +196,7 @@ class _Forge:
         parts |= {"certificates": len(self.places) * self._certifying()}
         priced = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items() if seconds)
         self._say(
-            f"{asked:,} of {self.questions:,} questions can be answered, "
+            f"{asked:,} of {self.questions.answered:,} questions can be answered, "
             f"{' or '.join(map(str, dict.fromkeys(self.prompts.values())))} held out are measured on"
         )
         beside = f"; measuring in {self.recipe.engine} comes on top" if self.recipe.engine is not None else ""
@@ -197,13 +204,17 @@ class _Forge:
 
     def _prompts(self, place: Place, share: float, rows: int) -> int:
         """That so many rows can be measured on in a share of the budget."""
-        each = self.recipe.new_tokens * self.curve(place.batch)
-        return place.batch * measured_groups(share, rows, each, self.held_out // place.batch)
+        each, held_out = self._seconds_at(place), self.questions.held_out
+        return place.batch * measured_groups(share, rows, each, held_out // place.batch)
+
+    def _seconds_at(self, place: Place) -> float:
+        """Of a batch in plain decoding: its questions, and an answer's tokens."""
+        return place.batch * self.reading + self.recipe.new_tokens * self.curve(place.batch)
 
     def _measuring(self, rows: int) -> float:
         """Seconds of so many rows at each place, and of what is measured side by side in the end."""
-        forwards = (self.prompts[place] / place.batch * self.curve(place.batch) for place in self.places)
-        return BESIDE * rows * self.recipe.new_tokens * sum(forwards) + SHARES["decide"] * self.seconds
+        batches = (self.prompts[place] / place.batch * self._seconds_at(place) for place in self.places)
+        return BESIDE * rows * sum(batches) + SHARES["decide"] * self.seconds
 
     def _best_untrained(self, place: Place) -> float:
         """At least plain decoding."""
@@ -249,12 +260,12 @@ class _Forge:
         out = self.out / "trained" / name
         stage = training_of(self.base, candidate, self.shape.vocabulary, steps, out, self.recipe.processes)
         with self.ledger.stage(f"training {name}"):
-            if (out / MANIFEST_FILE).is_file():
-                return run_train(stage)
             if self.recipe.processes == 1:
-                prepare_teacher(stage)
+                if not (out / MANIFEST_FILE).is_file():
+                    prepare_teacher(stage)
                 return run_train(stage)
-            self._launch(stage, out.with_suffix(".yaml"))
+            if not (out / MANIFEST_FILE).is_file():
+                self._launch(stage, out.with_suffix(".yaml"))
         if (found := load_manifest(out).training["processes"]) != self.recipe.processes:
             raise ValueError(
                 f"{found} process trained, where `processes` says {self.recipe.processes}: accelerate finds no device "
@@ -312,7 +323,7 @@ class _Forge:
             self._say("nothing is trained to the end")
             return []
         seconds = self._left(self._spent("finish"), race_rows([len(ROWS[known[name].kind]) for name in first], 0, 1))
-        each = seconds / len(first) + 3600 * self.recipe.more_hours
+        each = (seconds + 3600 * self.recipe.more_hours) / len(first)
         return [(known[name], max(LEAST_STEPS, int(each / rates[name]))) for name in first]
 
     def _forecast(self, candidate: Candidate, found: dict[Place, Measured]) -> None:
@@ -331,12 +342,12 @@ class _Forge:
 
     def _spent(self, moment: str) -> float:
         """What was spent when a moment came first under this budget: a forge that goes on decides as it would have."""
-        path = self.out / f"{moment}.json"
-        found = load_json(path, "spent") if path.is_file() else {}
-        if found.get("hours") != self.recipe.hours:
-            found = {"hours": self.recipe.hours, "spent": self.ledger.spent}
-            atomic_text(path, json.dumps(sealed(found), indent=1) + "\n")
-        return float(found["spent"])
+        path, budget = self.out / f"{moment}.json", f"{self.recipe.hours:g} hours"
+        spent: dict[str, float] = load_json(path, "spent")["spent"] if path.is_file() else {}
+        if budget not in spent:
+            spent[budget] = self.ledger.spent
+            atomic_text(path, json.dumps(sealed({"spent": spent}), indent=1) + "\n")
+        return spent[budget]
 
     def _seconds_per_step(self, candidate: Candidate) -> float:
         return float(load_manifest(self._train(candidate, _TRIED)).training["seconds"]) / _TRIED
@@ -362,54 +373,61 @@ class _Forge:
         return _CERTIFYING * self._certified() * self.curve(1)
 
     def _finish(self, left: Sequence[tuple[Candidate, int]]) -> None:
-        """Train those that lead somewhere to the end, and measure them beside what costs no training."""
+        """Train those that lead somewhere to the end, and measure them beside all that was measured."""
         self.chapter = "What was trained to the end, and what was chosen"
         finalists = {place: [*found] for place, found in self.untrained.items()}
-        parts: dict[str, dict[str, Any]] = {}
         for candidate, steps in left:
-            parts[candidate.name] = self._parts(candidate, self._train(candidate, steps))
+            given = self._parts(candidate, self._train(candidate, steps))
             name = f"final-{candidate.slug}-{steps}"
-            found = self._measure(name, ROWS[candidate.kind], candidate.name, steps, **parts[candidate.name])
-            self._forecast(candidate, found)
-            for place in self.places:
-                finalists[place].append(found[place])
+            self._forecast(candidate, self._measure(name, ROWS[candidate.kind], candidate.name, steps, **given))
+        parts: dict[str, dict[str, Any]] = {}
+        for place, known in self.history.items():
+            for candidate, found in ((self.known[name], found) for name, found in known.items()):
+                lasts = {each.steps: each for each in found}
+                for each in list(lasts.values())[-1 if candidate.kind == "heads" else 0 :]:  # one evaluation has one
+                    name = f"{candidate.name}, {each.steps:,} steps"
+                    finalists[place].append(replace(each, name=name))
+                    parts[name] = self._parts(candidate, self.out / "trained" / f"{candidate.slug}-{each.steps}")
         for place in self.places:
             self.winners[place], said = winner_of(self._decided(place, finalists[place], parts))
             self._say(said, place)
+        self._write()
         for place, winner in self.winners.items():
             (self.out / f"{self._name('winner', place)}.yaml").unlink(missing_ok=True)
             if winner is not None:
                 self._hand_over(place, winner, parts)
         if self.recipe.engine is not None:
-            self._serve(self.recipe.engine, left)
+            self._serve(self.recipe.engine, left, parts)
 
-    def _serve(self, engine: str, left: Sequence[tuple[Candidate, int]]) -> None:
-        """What was trained to the end, and given drafters that won, in the engine that shall run them."""
+    def _serve(
+        self, engine: str, left: Sequence[tuple[Candidate, int]], parts: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """What won, and what was trained to the end, in the engine that shall run them."""
         self.chapter = f"What it is worth in {engine}"
-        artifacts = {artifact.name: artifact for artifact in (self._train(*each) for each in left)}
-        won = {winner.name for winner in self.winners.values() if winner is not None}
-        for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
-            artifacts |= {f"given-{number}": folder_of(drafter)} if drafter in won else {}
-        if not artifacts:
-            self._say("nothing was trained to the end, and no given drafter won")
-        for name, artifact in artifacts.items():
+        best = [winner for winner in self.winners.values() if winner is not None]
+        for candidate, steps in left:
+            final = self.history[self.places[0]][candidate.name][-1]
+            best.append(replace(final, name=f"{candidate.name}, {steps:,} steps"))
+        for name, draft in drafts_of(best, parts, self.recipe.drafters).items():
             self._write()  # should the engine not start
             with self.ledger.stage(f"{engine} {name}"):
-                lines = worth_in_engine(self.recipe, artifact, name, max(self.prompts.values()))
+                lines = worth_in_engine(self.recipe, name, draft, max(self.prompts.values()))
             for line in lines:
                 self._say(line)
 
     def _decided(
         self, place: Place, finalists: list[Measured], trained: dict[str, dict[str, Any]]
     ) -> Sequence[Measured]:
-        """What may be the fastest, measured again side by side, where there are several."""
-        close = rivals(finalists)
-        if len(close) < 2:
+        """What may be the fastest, the first with other lengths of its drafts, measured again side by side on questions
+        that chose none of them, as far as there are."""
+        if not (close := rivals(finalists)):
             return finalists
+        close = around(close)
         rows, given = together(close, trained, self.recipe.drafters)
         prompts = self._prompts(place, SHARES["decide"] * self.seconds / len(self.places), len(rows) + 1)
         name, labels = self._name("decide", place), [f"{one.label}, {one.name}" for one in close]
-        recipe = evaluation_of(self.base, self.recipe, name, rows, place, prompts, **given, labels=labels)
+        given |= {"labels": labels, "asked": FROM_THE_END}
+        recipe = evaluation_of(self.base, self.recipe, name, rows, place, prompts, **given)
         try:
             with self.ledger.stage(name):
                 found = {row["label"]: row for row in evaluated(recipe)["methods"]}
@@ -430,7 +448,7 @@ class _Forge:
         """The winner's recipe, and its certificate where there is time for one."""
         rows, given = together([winner], trained, self.recipe.drafters)
         name, tokens = self._name("winner", place), self._certified()
-        enough = min(self.held_out, max(self.prompts[place], 2 * tokens // self.recipe.new_tokens))
+        enough = min(self.questions.held_out, max(self.prompts[place], 2 * tokens // self.recipe.new_tokens))
         recipe = evaluation_of(self.base, self.recipe, name, rows, place, enough, **given)
         write_recipe(recipe, file := self.out / f"{name}.yaml")
         self._say(f"to decode with it: draftsmith evaluate {file}", place)
@@ -438,10 +456,13 @@ class _Forge:
             self._say(f"to certify it: draftsmith certify {file}", place)
             return
         with self.ledger.stage(f"certificate {name}"):
-            verdicts = certified(recipe, tokens)
+            verdicts = self.verdicts[place] = certified(recipe, tokens)
         self._say("; ".join(f"{label}: {verdict}" for label, verdict in verdicts.items()), place)
+        if broken := [label for label, verdict in verdicts.items() if verdict == "not lossless"]:
+            self._write()
+            raise NotLosslessError(f"{broken[0]} is not lossless: {beside(Path(recipe.out), KIND)} has the evidence")
 
-    def _write(self) -> dict[str, Any]:
+    def _write(self, name: str = "forge") -> dict[str, Any]:
         results = {
             "schema": 2,
             "kind": "forge",
@@ -456,14 +477,18 @@ class _Forge:
                     "untrained": [asdict(each) for each in self.untrained[place]],
                     "history": {name: [asdict(each) for each in found] for name, found in self.history[place].items()},
                     "side_by_side": [asdict(each) for each in self.side_by_side.get(place, [])],
+                    "certificate": self.verdicts.get(place),
                     "winner": None if (best := self.winners.get(place)) is None else asdict(best),
                 }
                 for place in self.places
             ],
             "forecasts": self.forecasts,
         }
-        atomic_text(self.out / "forge.json", json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
-        page = write_forge_page(results, self.out / "forge.html")
-        took = duration(self.ledger.spent)
-        log(f"forge: {duration(self.seconds)} were given, it took {took}; {page} tells the story")
+        atomic_text(self.out / f"{name}.json", json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
+        write_forge_page(results, self.out / f"{name}.html")
         return results
+
+    def _end(self, name: str) -> dict[str, Any]:
+        took, page = duration(self.ledger.spent), self.out / f"{name}.html"
+        log(f"forge: {duration(self.seconds)} were given, it took {took}; {page} tells the story")
+        return self._write(name)

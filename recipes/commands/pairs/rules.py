@@ -32,6 +32,8 @@ _HOPES: dict[Kind, tuple[float, ...]] = {
     "heads": (0.9, 0.75, 0.6),
 }
 """Acceptance by depth at the optimistic end."""
+_SHORTEST: dict[Kind, int] = {"drafter": 1, "parallel": 2, "eagle": 1, "heads": 4}
+"""Tokens of the shortest draft that is measured."""
 _WORTH = 1.02  # times plain decoding, at the optimistic end: less is not worth any training
 _LARGEST_GROWTH = 0.12  # of tokens a step by a doubling of the training, where only one amount was seen
 
@@ -128,8 +130,7 @@ def ceiling(candidate: Candidate, seconds: Callable[[float], float]) -> float:
 
 def floor(candidate: Candidate, seconds: Callable[[float], float]) -> float:
     """The speedup where nothing is kept, by the shortest draft that is measured."""
-    tokens = 2 if candidate.at_once else 1
-    return 1 / (seconds(tokens + 1) / seconds(1) + candidate.cost)
+    return 1 / (seconds(_SHORTEST[candidate.kind] + 1) / seconds(1) + candidate.cost)
 
 
 def worth_training(candidate: Candidate, seconds: Callable[[float], float], batch: int = 1) -> tuple[bool, str]:
@@ -221,16 +222,17 @@ def rivals(finalists: Sequence[Measured]) -> list[Measured]:
 
 
 def winner_of(finalists: Sequence[Measured]) -> tuple[Measured | None, str]:
-    """The fastest, where it is faster than plain decoding; with whom it is tied."""
+    """The fastest, where it is faster than plain decoding beyond its interval; with whom it is tied."""
     ranked = sorted(finalists, key=lambda each: -each.speedup)
     first = ranked[0]
-    if first.speedup <= 1:
-        return None, (
-            f"nothing is faster than plain decoding: the best is {first.label}, {first.speedup:.2f} x; a step of it "
-            f"writes {first.tokens_per_step:.2f} tokens, and pays with more than "
-            f"{first.tokens_per_step / first.speedup:.2f}"
-        )
     said = f"{first.label} ({first.name}): {first.speedup:.2f} x ({first.interval[0]:.2f}–{first.interval[1]:.2f})"
+    if first.interval[0] <= 1:
+        cost = first.tokens_per_step / first.speedup
+        words = "nothing is faster than plain decoding" if first.speedup <= 1 else "nothing is surely faster than plain"
+        return None, (
+            f"{words}; the best is {said}: a step of it writes {first.tokens_per_step:.2f} tokens, and pays with more "
+            f"than {cost:.2f}" + ("" if first.speedup <= 1 else "; more hours measure on more questions")
+        )
     tied = [each.label for each in ranked[1:] if each.interval[1] >= first.speedup]
     if tied:
         said += f"; within its interval: {', '.join(tied)}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import gt, lt
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.verify.model_files import is_adapter, load_config
-from ....decode.methods import needs_of
+from ....decode.methods import METHODS, method_options, needs_of
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import find_recipe, parse_recipe, read_extended
@@ -41,6 +43,8 @@ ROWS: dict[Kind, list[Row]] = {
     ],
 }
 """By what a candidate is, the settings that it is measured with."""
+_LENGTHS = {"nodes": (2, 3, 4, 6, 8, 12, 16), "gamma": (1, 2, 3, 4, 6, 8), "sequences": (4, 8, 16, 32)}
+"""Of drafts, by option, that the fastest row is tuned over."""
 
 
 def kind_of(drafter: Path) -> Kind:
@@ -64,7 +68,27 @@ def label_of(row: Row) -> str:
 def row_named(label: str) -> Row:
     """The other way round."""
     rows = [*UNTRAINED, *WITH_TEXTS, *(row for kind in ROWS.values() for row in kind)]
+    rows += [near for row in rows for near in rows_near(row)]
     return next(row for row in rows if label_of(row) == label)
+
+
+def rows_near(row: Row) -> list[Row]:
+    """A row with a shorter draft, and with two longer ones."""
+    method, options = row
+    name = next((name for name in _LENGTHS if name in METHODS[method].defaults), None)
+    if name is None:
+        return []
+    at = method_options(method, options)[name]
+    shorter, longer = ([each for each in _LENGTHS[name] if near(each, at)] for near in (lt, gt))
+    return [(method, options | {name: each}) for each in (*shorter[-1:], *longer[:2])]
+
+
+def around(close: Sequence[Measured]) -> list[Measured]:
+    """Rivals, the fastest first, and that one with other lengths of its drafts, of which nothing was measured yet."""
+    own = [row_named(each.label) for each in close if each.name == close[0].name]
+    known = [(method, method_options(method, options)) for method, options in own]
+    near = [row for row in rows_near(own[0]) if (row[0], method_options(*row)) not in known]
+    return [*close, *(replace(close[0], label=label_of(row)) for row in near)]
 
 
 def together(
@@ -78,9 +102,9 @@ def together(
     for each in some:
         method, options = row_named(each.label)
         own = {"drafters": [each.name]} if each.name in drafters else trained.get(each.name, {})
-        read += own.get("drafters", [])
-        if len(read) > 1 and "drafters" in own:
-            options = options | {"drafter": len(read)}
+        for drafter in own.get("drafters", []):
+            read += [] if drafter in read else [drafter]
+            options = options | ({"drafter": number} if (number := 1 + read.index(drafter)) > 1 else {})
         given |= {"heads": own["heads"]} if "heads" in own else {}
         rows.append((method, options))
     return rows, given | {"table": any("table" in needs_of(*row) for row in rows)}
@@ -137,6 +161,7 @@ def evaluation_of(
     heads: str | None = None,
     table: bool = False,
     labels: Sequence[str] = (),
+    asked: str = "heldout.jsonl",
 ) -> EvaluateRecipe:
     """Plain decoding and rows beside it, on held-out questions; `labels` where those of the rows are not distinct."""
     values = base.evaluate.model_dump(mode="json")
@@ -147,6 +172,7 @@ def evaluation_of(
     values |= {"out": f"{base.out}/{name}.json", "methods": [{"method": "autoregressive"}, *labelled]}
     values |= {"drafter": first, "more_drafters": [each for each in more if each is not None], "heads": heads}
     values |= {"limit": prompts, "temperature": place.temperature, "batch": place.batch}
-    values |= {"max_new_tokens": recipe.new_tokens}
+    values |= {"max_new_tokens": recipe.new_tokens, "max_prompt_tokens": recipe.max_prompt_tokens}
+    values |= {"prompts": f"{base.out}/corpus/{asked}"}
     values |= {"table": base.table.out if table else None, "compare_with_transformers": False}
     return EvaluateRecipe.model_validate(values)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ....checkpoints.heads.eagle import EagleHeads
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.gguf import is_gguf
 from ....checkpoints.storage.safe_read import load_json, sealed
+from ....data.prompts import load_prompts
+from ....data.tokenizers import load_tokenizer
 from ....decode.evaluation.replay.costs import measure_forwards
 from ....decode.methods import Parts
 from ....decode.models.loading import wrap_model
@@ -29,13 +35,25 @@ from .stages import answers_of
 
 _PROBED = 24  # answers that show how fast the target answers
 _CONTEXT = 200
+FROM_THE_END = "heldout-from-the-end.jsonl"
+"""The questions that are held out, the last first: what decides is measured on others than what chose."""
 
 
-def prepared(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> tuple[int, int]:
-    """The target's folder and the questions: how many may be asked, and how many are held out. Raises ValueError: too
-    few of them, or a folder of another forge."""
+class Questions(NamedTuple):
+    """What is asked."""
+
+    answered: int
+    """That the target may answer."""
+    held_out: int
+    """That are measured on: those which are short enough."""
+    tokens: float
+    """Of one that is held out, its template's included."""
+
+
+def prepared(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Questions:
+    """The target's folder and the questions. Raises ValueError: too few of them, or a folder of another forge."""
     written = out / "forge.yaml"
-    if written.is_file():
+    if known := written.is_file():
         theirs = load_recipe(str(written), kinds=("forge",)).model_dump()
         mine, free = recipe.model_dump(), ("hours", "more_hours", "out", *OF_ENGINES)
         if changed := [name for name in mine if name not in free and mine[name] != theirs[name]]:
@@ -45,21 +63,38 @@ def prepared(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> tuple[in
             )
     target = out / "target"
     out.mkdir(parents=True, exist_ok=True)
+    write_recipe(recipe, written)  # before anything that would be taken for another forge's
     if not target.is_dir():
         assert isinstance(base.target, str)
         found = find_target(base.target)
         import_gguf(found, target) if is_gguf(found) else target.symlink_to(found.resolve())
-    make_corpus(base, out / "corpus")
-    report = load_json(out / "corpus" / "report.json", "conversations")
-    held_out, questions = report["heldout"], report["conversations"] - report["heldout"]
-    if questions < LEAST_ANSWERS or held_out < FEWEST * max(recipe.batch):
+    corpus = out / "corpus"
+    make_corpus(base, corpus)
+    try:
+        return _questions(recipe, base, corpus)
+    except ValueError:
+        if not known:  # the folder is free for what should be changed
+            shutil.rmtree(corpus)
+            target.unlink() if target.is_symlink() else shutil.rmtree(target)
+            written.unlink()
+        raise
+
+
+def _questions(recipe: ForgeRecipe, base: QuickstartRecipe, corpus: Path) -> Questions:
+    """Raises ValueError: too few, or all too long. Writes those held out once more from the end."""
+    report = load_json(corpus / "report.json", "conversations")
+    answered, batch = report["conversations"] - report["heldout"], max(recipe.batch)
+    asked = corpus / "heldout.jsonl"
+    tokenizer, most = load_tokenizer(f"{recipe.out}/target"), recipe.max_prompt_tokens
+    found = load_prompts(str(asked), base.evaluate.template, tokenizer, report["heldout"], most)
+    if answered < LEAST_ANSWERS or len(found) < FEWEST * batch:
         raise ValueError(
-            f"{questions} questions and {held_out} held out: with `batch` {max(recipe.batch)} at least "
-            f"{LEAST_ANSWERS} and {FEWEST * max(recipe.batch)} are needed; `heldout_share` says how many are held out, "
-            f"{recipe.heldout_share:g} (in another folder)"
+            f"{answered} questions, and {len(found)} of {report['heldout']} held out have at most {most} tokens: with "
+            f"`batch` {batch} at least {LEAST_ANSWERS} and {FEWEST * batch} are needed; `heldout_share` says how many "
+            f"are held out, {recipe.heldout_share:g}"
         )
-    write_recipe(recipe, written)
-    return questions, held_out
+    atomic_text(corpus / FROM_THE_END, "".join(reversed(asked.read_text().splitlines(keepends=True))))
+    return Questions(answered, len(found), sum(len(ids) for _, ids in found) / len(found))
 
 
 def costs_of(base: QuickstartRecipe, out: Path, questions: int) -> dict[str, Any]:
@@ -68,18 +103,25 @@ def costs_of(base: QuickstartRecipe, out: Path, questions: int) -> dict[str, Any
     probe = answers_of(base, answers, "probe")
     if path.is_file():
         return dict(load_json(path, "seconds_per_answer"))
+    began = time.monotonic()
     model = load_target(base.evaluate)
+    loading = time.monotonic() - began
     head, inner = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     count = sum(weight.numel() for weight in model.parameters())
     count -= head.numel() + (0 if head is inner else inner.numel())
     layers = model.config.num_hidden_layers
     shape = Shape(layers, count / layers, model.config.hidden_size, len(head))
     curve = measure_forwards(wrap_model(model), Parts(), _CONTEXT).target
+    found: dict[str, Any] = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds}
+    found["eagle"] = _has_eagle(model.config)
+    del model, head, inner  # answering loads it again
+    gc.collect()
+    torch.cuda.empty_cache()
     Path(probe.out).unlink(missing_ok=True)
     began = time.monotonic()
     run_regenerate(probe)
-    found: dict[str, Any] = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds}
-    found |= {"seconds_per_answer": (time.monotonic() - began) / answers, "eagle": _has_eagle(model.config)}
+    took = time.monotonic() - began
+    found["seconds_per_answer"] = max(took - loading, took / 2) / answers
     atomic_text(path, json.dumps(sealed(found), indent=1) + "\n")
     return found
 

@@ -27,6 +27,7 @@ from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import split_revision
 from ....checkpoints.verify.model_files import load_config
 from ...schema.serving import ServedRecipe
+from ...session.launch import end_with_parent
 from ...session.stopping import Stoppable
 from ...session.terminal import duration, log
 from .served import questions_of, run_served, served_recipe
@@ -87,14 +88,23 @@ class Engine:
     """Which forms it reads, and what it calls the method."""
     command: Callable[[str, Draft | None], list[str]]
     """What starts it, with drafts or without; host and port follow."""
+    looks_up: tuple[str, ...] = ()
+    """What has it draft by its own look-up in the text; none: that is not known here."""
 
 
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 ENGINES = {
     "vllm": Engine(
-        {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa", "medusa-vllm": "medusa"}, _vllm
+        {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa", "medusa-vllm": "medusa"},
+        _vllm,
+        ("--speculative-config", json.dumps(_NGRAM)),
     ),
     "sglang": Engine({"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3"}, _sglang),
-    "llama.cpp": Engine({"gguf": "draft-simple", "eagle3-gguf": "draft-eagle3"}, _llama_cpp),
+    "llama.cpp": Engine(
+        {"gguf": "draft-simple", "eagle3-gguf": "draft-eagle3"},
+        _llama_cpp,
+        ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "4"),
+    ),
 }
 
 
@@ -163,6 +173,7 @@ def running(
             stdout=opened,
             stderr=opened,
             start_new_session=True,
+            preexec_fn=end_with_parent,
             **process,
         )
     try:

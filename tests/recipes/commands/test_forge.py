@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.storage.safe_read import sealed
 from draftsmith.recipes.commands.pairs.budget import measured_groups, race_rows
-from draftsmith.recipes.commands.pairs.in_engine import check_engine, worth_in_engine
+from draftsmith.recipes.commands.pairs.in_engine import Draft, check_engine, drafts_of, worth_in_engine
 from draftsmith.recipes.commands.pairs.rules import (
     Candidate,
     Measured,
@@ -36,7 +37,7 @@ from draftsmith.recipes.commands.pairs.rules import (
     winner_of,
     worth_training,
 )
-from draftsmith.recipes.commands.pairs.stages import given_rows, together
+from draftsmith.recipes.commands.pairs.stages import around, given_rows, row_named, together
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -95,7 +96,7 @@ def test_a_floor_and_a_ceiling_are_drafts_of_which_nothing_and_most_is_kept() ->
     assert ceiling(DRAFTER, lambda tokens: 1.0) == pytest.approx(max(by_length))
     assert floor(DRAFTER, lambda tokens: 1.0) == pytest.approx(1 / 1.14)
     heads = Candidate("heads", "heads", (), 0.14)
-    assert floor(heads, lambda tokens: tokens) == pytest.approx(1 / 3.14), "two at least are drafted at once"
+    assert floor(heads, lambda tokens: tokens) == pytest.approx(1 / 5.14), "four at least are drafted at once"
     assert ceiling(heads, lambda tokens: 1.0) == pytest.approx((1 + 0.9 + 0.9 * 0.75 + 0.9 * 0.75 * 0.6) / 1.14)
 
 
@@ -166,6 +167,19 @@ def test_rows_that_were_measured_apart_find_their_drafters() -> None:
     assert [options.get("drafter") for _, options in rows] == [None, None, None, 2]
     assert given == {"drafters": ["runs/own", "runs/given"], "heads": "runs/heads", "table": True}
     assert together(some[:1], trained, [])[1] == {"drafters": [], "table": False}
+    again = [*some, replace(some[1], label="speculative 4"), replace(some[3], label="speculative 2")]
+    rows, given = together(again, trained, ["runs/given"])
+    assert [options.get("drafter") for _, options in rows] == [None, None, None, 2, None, 2], "each is read once"
+
+
+def test_the_fastest_is_tuned_over_lengths_that_were_not_measured() -> None:
+    close = [found("a", 9, 1.3, 1.2), found("a", 9, 1.2, 1.1), found("b", 9, 1.2, 1.1)]
+    labelled = [replace(one, label=f"speculative {n}") for one, n in zip(close, (2, 4, 3), strict=True)]
+    assert [each.label for each in around(labelled)] == [f"speculative {n}" for n in (2, 4, 3, 1, 3)]
+    assert {each.name for each in around(labelled)[3:]} == {"a"}
+    _, *near = around([replace(close[0], label="suffix table 4")])
+    assert [row_named(each.label)[1]["nodes"] for each in near] == [3, 6, 8]
+    assert around([replace(close[0], label="medusa 2x1")]) == [replace(close[0], label="medusa 2x1")]
 
 
 def test_a_candidate_is_its_fastest_row_not_plain_decoding() -> None:
@@ -191,6 +205,9 @@ def test_the_winner_is_faster_than_plain_decoding_and_ties_are_named() -> None:
     assert winner is None
     assert "0.95" in said
     assert f"{1.1 / 0.95:.2f}" in said, "what it would have to keep"
+    winner, said = winner_of([*slow, found("near", 0, 1.1, 1.04)])
+    assert winner is None, "its interval begins at 0.99"
+    assert "nothing is surely faster" in said
     winner, said = winner_of([*slow, found("given", 0, 1.5, 1.3), found("c", 9, 1.6, 1.28)])
     assert winner is not None
     assert winner.name == "given", "a drafter that was there is the best"
@@ -212,7 +229,7 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
     "kills",
     [
         ("answers.jsonl",),
-        pytest.param(("costs.json", "probe.jsonl", "answers.jsonl", "trained"), marks=pytest.mark.slow),
+        pytest.param(("probe.jsonl", "costs.json", "answers.jsonl", "trained"), marks=pytest.mark.slow),
     ],
     ids=len,
 )
@@ -226,6 +243,7 @@ def test_it_runs_is_killed_and_decides_the_same(
             until = time.monotonic() + 120
             while not (out / ready).exists() and process.poll() is None and time.monotonic() < until:
                 time.sleep(0.02)
+            assert process.poll() is None, f"{ready} was to be met"
             process.kill()
     done = subprocess.run(forged(out), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -394,7 +412,8 @@ def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path)
     out = tmp_path / "planned"
     done = subprocess.run(forged(out, "--plan"), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads((out / "forge.json").read_text())
+    found: dict[str, Any] = json.loads((out / "plan.json").read_text())
+    assert not (out / "forge.json").exists()
     assert found["places"][0]["winner"] is None
     assert not (out / "trained").exists()
     assert not (out / "answers.jsonl").exists()
@@ -409,10 +428,10 @@ def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path) -> Callable[..., list
     (tmp_path / "corpus" / "heldout.jsonl").write_text("\n".join(map(json.dumps, asked)))
     values: dict[str, Any] = {"kind": "forge", "target": str(tiny_pair / "target"), "out": str(tmp_path)}
 
-    def worth(artifact: Path, name: str, **more: Any) -> list[str]:
+    def worth(artifact: Path | None, name: str, tokens: int | None = None, **more: Any) -> list[str]:
         recipe = ForgeRecipe.model_validate(values | {"engine": "vllm"} | more)
         check_engine(recipe)
-        return worth_in_engine(recipe, artifact, name, 8)
+        return worth_in_engine(recipe, name, Draft(artifact, tokens), 8)
 
     return worth
 
@@ -423,7 +442,7 @@ def test_what_was_trained_is_exported_and_measured_in_its_engine(
     """What was measured is not measured again."""
     said = in_vllm(tiny_pair / "heads", "heads", batch=[1, 2], temperature=[0, 1])
     assert [line.split(" tokens a step")[0] for line in said[:4]] == [
-        f"vllm, {count} at a time, temperature {heat}: 3.00" for heat in (0, 1) for count in (1, 2)
+        f"vllm, heads, {count} at a time, temperature {heat}: 3.00" for heat in (0, 1) for count in (1, 2)
     ]
     assert said[4] == f"to serve it: draftsmith serve {tmp_path}/heads-vllm --engine vllm"
     assert load_manifest(tmp_path / "heads-vllm").export is not None
@@ -440,10 +459,30 @@ def test_a_given_drafter_is_served_too(
     for name in ("fits", "other"):
         shutil.copytree(tiny_pair / "target", tmp_path / name)
     make_llama(64).save_pretrained(tmp_path / "other")
-    assert "3.00 tokens a step" in in_vllm(tmp_path / "fits", "given-1")[0]
-    (said,) = in_vllm(tmp_path / "other", "given-2")
-    assert said.startswith(f"vllm cannot draft with {tmp_path}/other: ")
-    assert "64" in said
+    said = in_vllm(tmp_path / "fits", "given-1", tokens=2)
+    assert "3.00 tokens a step" in said[0]
+    assert said[1].endswith("--speculative-tokens 2")
+    (refused,) = in_vllm(tmp_path / "other", "given-2")
+    assert refused.startswith(f"vllm cannot draft with {tmp_path}/other: ")
+    assert "64" in refused
+
+
+def test_an_engine_is_measured_with_its_own_look_up(in_vllm: Callable[..., list[str]]) -> None:
+    said = in_vllm(None, "look-up")
+    assert said[0].startswith("vllm, look-up, 1 at a time, temperature 0: ")
+    assert "ngram" in said[1]
+
+
+def test_what_was_best_is_what_an_engine_drafts_with(tmp_path: Path) -> None:
+    """With as many tokens as were best; each once."""
+    some = [("own", "speculative 2"), ("look-up in the text", "suffix"), (str(tmp_path), "speculative 4")]
+    best = [Measured(name, label, 0, 1.0, 1.0, (1.0, 1.0)) for name, label in [*some, ("own", "speculative 4")]]
+    drafts = drafts_of(best, {"own": {"drafters": ["trained/drafter-2-9"]}}, [str(tmp_path)])
+    assert drafts == {
+        "drafter-2-9": Draft(Path("trained/drafter-2-9"), 2),
+        "look-up": Draft(None, None),
+        "given-1": Draft(tmp_path, 4),
+    }
 
 
 @pytest.mark.parametrize(
