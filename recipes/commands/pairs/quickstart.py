@@ -142,10 +142,8 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
         (unfinished / "report.json").write_text(json.dumps(sealed(report), indent=2) + "\n", encoding="utf-8")
     if report["skipped"]:
         log(f"corpus: not installed and skipped: {', '.join(report['skipped'])}")
-    log(
-        f"corpus: {report['conversations']:,} conversations, {report['bytes'] / 1e6:.1f} MB from "
-        f"{len(report['packages'])} packages; {report['heldout']} held out"
-    )
+    read = f", {report['bytes'] / 1e6:.1f} MB from {len(report['packages'])} packages" if report["bytes"] else ""
+    log(f"corpus: {report['conversations']:,} conversations{read}; {report['heldout']} held out")
 
 
 def make_tokenizer(vocab_size: int, corpus: Path, folder: Path) -> None:

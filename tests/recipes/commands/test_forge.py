@@ -408,6 +408,16 @@ def test_more_hours_train_what_was_chosen(forged: Callable[..., list[str]], tmp_
     assert [line for line in lines_of(third) if "spent" in line] != chosen
 
 
+def test_what_is_refused_at_the_start_leaves_the_folder_free(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "forge"
+    for word, said in (("batch=64", "256 are needed"), ("max_prompt_tokens=1", "at most 1 tokens")):
+        done = subprocess.run(forged(out, word), capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert {file.name for file in out.iterdir()} <= {"spent.json"}
+    assert subprocess.run(forged(out, "--plan"), check=False).returncode == 0
+
+
 def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path) -> None:
     out = tmp_path / "planned"
     done = subprocess.run(forged(out, "--plan"), capture_output=True, text=True, check=False)

@@ -21,6 +21,7 @@ PLAN = Plan(tokens=4_000, level=1e-6, batch=64, seed=7)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("autoregressive", {}),
     "speculative": ("speculative", {"gamma": 3}),
+    "speculative, at once": ("speculative", {"gamma": 3, "parallel": True}),
     "speculative, blocks": ("speculative", {"gamma": 3, "verification": "block"}),
     "dynamic-tree": ("dynamic-tree", {"nodes": 5, "depth": 3, "least": 0.05}),
     "suffix-drafter": ("suffix-drafter", {"nodes": 6, "depth": 4, "least": 0.05, "sure": 0.5}),
