@@ -276,9 +276,11 @@ class Case:
 
 
 def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> Case:
-    """Load what a recipe names, and its prompts; see `open_recipe` and `prompts_of`."""
+    """Load what a recipe names, and its prompts, of like lengths together; see `open_recipe` and `prompts_of`."""
     opened = open_recipe(recipe)
     found = prompts_of(recipe, opened.tokenizer, skipped)
+    if recipe.batch > 1:  # of which all are read as if they were as long as the longest
+        found = sorted(found, key=lambda each: len(each[1]))
     limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
     return Case(recipe, opened, [prompt for prompt, _ in found], [ids for _, ids in found], limits)
 

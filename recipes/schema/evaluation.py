@@ -78,8 +78,8 @@ class EvaluateRecipe(_Decoding):
     max_new_tokens: int = Field(128, ge=1)
     """Tokens to generate for each prompt."""
     batch: int = Field(1, ge=1)
-    """Prompts that are decoded together, in their order. Then intervals are over batches, and a prompt's time is its
-    share of its batch's; `ideal`, `cost_ratio`, FLOPs and joules are of one prompt at a time."""
+    """Prompts that are decoded together, those of like lengths. Then intervals are over batches, and a prompt's time is
+    its share of its batch's; `ideal`, `cost_ratio`, FLOPs and joules are of one prompt at a time."""
     repeats: int = Field(1, ge=1)
     """Timed runs of each prompt with each method; medians are reported."""
     again: int = Field(2, ge=0)
