@@ -229,7 +229,7 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
     "kills",
     [
         ("answers.jsonl",),
-        pytest.param(("probe.jsonl", "costs.json", "answers.jsonl", "trained"), marks=pytest.mark.slow),
+        pytest.param(("probe.jsonl", "costs.json", "answers.jsonl"), marks=pytest.mark.slow),
     ],
     ids=len,
 )
