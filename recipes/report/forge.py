@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..session.terminal import duration
+from .certificate import VERDICTS
 from .charts import Point, missing_matplotlib, scatter_with_diagonal
 from .page import figure, write_page
 from .tables import Cell, Column, Table, interval_cell, number_cell, render
@@ -49,9 +50,15 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
                   *(number_cell(each[key]) for key in ("low", "high", "found"))] for each in forecasts]  # fmt: skip
         tables.append(Table(said, _FORECASTS, cells))
     about = {key: results[key] for key in ("recipe", "machine", "story")}
-    about["winners"] = [(_words(place), place["winner"], place["certificate"] or {}) for place in places]
+    about["winners"] = [(_words(place), place["winner"], _verdict(place["certificate"] or {})) for place in places]
     about |= {"given": duration(3600 * results["recipe"]["hours"]), "took": duration(sum(results["spent"].values()))}
     return write_page(out, "Forged", render("forge.html", tables=tables, charts=charts, **about))
+
+
+def _verdict(certificate: Mapping[str, str]) -> str | None:
+    """The worst of a winner's, of plain decoding apart."""
+    verdicts = [verdict for label, verdict in certificate.items() if not label.startswith("autoregressive")]
+    return max(verdicts, key=VERDICTS.index, default=None)
 
 
 def _held(forecasts: list[dict[str, Any]]) -> str:
