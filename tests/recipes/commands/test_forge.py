@@ -322,18 +322,30 @@ def first_layers(folder: Path, tokenizer: Path, layers: int, kept: int) -> None:
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
+@pytest.fixture
+def shallow(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The command for a target of eight layers, of which drafters of two soon say what it says."""
+    first_layers(tmp_path / "target", corpus / "tokenizer", 8, 8)
+
+    def command(out: Path, *more: str) -> list[str]:
+        words = ["forge", str(tmp_path / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
+        return [sys.executable, "-m", "draftsmith", *words, "template=chatml", *more]
+
+    return command
+
+
 @pytest.mark.slow
-def test_planted_situations_are_decided_rightly(corpus: Path, tmp_path: Path) -> None:
+def test_planted_situations_are_decided_rightly(
+    shallow: Callable[..., list[str]], corpus: Path, tmp_path: Path
+) -> None:
     """Of a target whose greedy text runs in circles look-up is chosen; at temperature 1, where there is nothing to look
     up, the given drafter that says just what the target says at an eighth of its cost. One that was given beside it
     and says something else is never. The target has a tokenizer of its own, and its questions are nobody's corpus."""
     tokenizer, out = corpus / "tokenizer", tmp_path / "forge"
-    first_layers(tmp_path / "target", tokenizer, 8, 8)
     first_layers(tmp_path / "given", tokenizer, 8, 1)
     first_layers(tmp_path / "other", tokenizer, 1, 1)
-    words = ["forge", str(tmp_path / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
-    words += ["--drafter", str(tmp_path / "other"), "--drafter", str(tmp_path / "given"), "--temperature", "0,1"]
-    found = told([sys.executable, "-m", "draftsmith", *words, "--hours", "0.08", "template=chatml"], out)
+    given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tmp_path / "given")]
+    found = told(shallow(out, *given, "--temperature", "0,1", "--hours", "0.08"), out)
     greedy, drawn = (place["winner"] for place in found["places"])
     assert greedy["name"].startswith(("look-up", "the target's own answers"))
     assert drawn["name"] == str(tmp_path / "given")
@@ -374,7 +386,7 @@ def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., lis
             process.kill()
     done = subprocess.run(command, cwd=killed.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for each in [*killed.glob("*.json"), *killed.glob("*.json.state"), *killed.glob("trained/*-16")]:
+    for each in [*killed.glob("*.json"), killed / "corpus", *killed.glob("trained/*-16")]:
         if each.name != "forge.json":
             copy: Any = shutil.copytree if each.is_dir() else shutil.copy
             (alone / each.relative_to(killed)).parent.mkdir(parents=True, exist_ok=True)
@@ -393,18 +405,18 @@ def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., lis
 
 
 @pytest.mark.slow
-def test_more_hours_train_what_was_chosen(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_more_hours_train_what_was_chosen(shallow: Callable[..., list[str]], tmp_path: Path) -> None:
     """The race is not run again; a larger budget runs another, and both know what is spent."""
-    planned(out := tmp_path / "forge")
-    first = told(forged(out, hours="0.05"), out)
+    out = tmp_path / "forge"
+    first = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
     raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
-    second = told(forged(out, "--more-hours", "0.005", hours="0.05"), out)
+    second = told(shallow(out, "--temperature", "1", "--hours", "0.05", "--more-hours", "0.005"), out)
     (new,) = {folder.name for folder in out.glob("trained/*-*[0-9]")} - raced
     chosen = [line for line in lines_of(first) if "spent" in line]
     assert [line for line in lines_of(second) if "spent" in line] == chosen
     kind, _, steps = new.rpartition("-")
     assert int(steps) > max(int(each.rpartition("-")[2]) for each in raced if each.startswith(f"{kind}-"))
-    third = told(forged(out, hours="0.06"), out)
+    third = told(shallow(out, "--temperature", "1", "--hours", "0.06"), out)
     assert [line for line in lines_of(third) if "spent" in line] != chosen
 
 
