@@ -23,10 +23,9 @@ from common import finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.checkpoints.storage.safe_read import load_json
-from draftsmith.decode.evaluation.metrics import speedup_interval
 from draftsmith.recipes.assemble.teacher import prepare_teacher
 from draftsmith.recipes.commands.evaluation.finished import evaluated
-from draftsmith.recipes.commands.pairs.rules import Candidate, Place, Shape, candidates_of
+from draftsmith.recipes.commands.pairs.rules import Candidate, Place, Shape, candidates_of, share_of
 from draftsmith.recipes.commands.pairs.stages import (
     PROPOSED,
     ROWS,
@@ -144,14 +143,6 @@ def measured(
     return [found[index] for index in range(len(ways))]
 
 
-def share(row: dict[str, Any], best: dict[str, Any], batch: int, together: bool) -> tuple[float, Any]:
-    """A speedup over another, with an interval."""
-    if not together:
-        return row["speedup"] / best["speedup"], None
-    sides = [[each[key] for each in one["by_prompt"]] for one in (row, best) for key in ("tokens", "seconds")]
-    return speedup_interval(*([sum(side[at : at + batch]) for at in range(0, len(side), batch)] for side in sides))
-
-
 def halved(first: Forge, prompts: Path | None, limit: int) -> list[Path]:
     """Two files of so many questions each."""
     lines = (prompts or first.folder / "corpus" / "heldout.jsonl").read_text().splitlines(keepends=True)
@@ -182,7 +173,9 @@ def compared(forges: Sequence[Forge], place: Place, ways: Sequence[Way], args: a
         row = finals.pop(0) if way is not None else None
         part, interval = 1 / best["speedup"], None
         if row is not None and way is not None:
-            part, interval = share(row, best, place.batch, way.heads == rivals[0].heads)
+            part, interval = row["speedup"] / best["speedup"], None
+            if way.heads == rivals[0].heads:
+                part, interval = share_of(row, best, place.batch)
         said: dict[str, Any] = {"forge": forge.folder.name, "row": label_of(way.row) if way else "autoregressive"}
         said |= {"share": part, "interval": interval, "speedup": row["speedup"] if row else 1.0}
         found["chosen"].append(said)

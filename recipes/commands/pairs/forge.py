@@ -61,6 +61,7 @@ from .rules import (
     merged,
     outlook,
     rivals,
+    share_of,
     survivors,
     winner_of,
     worth_training,
@@ -373,7 +374,7 @@ class _Forge:
         return _CERTIFYING * self._certified() * self.curve(1)
 
     def _finish(self, left: Sequence[tuple[Candidate, int]]) -> None:
-        """Train those that lead somewhere to the end, and measure them beside all that was measured."""
+        """Train those that lead somewhere to the end, and measure them beside all others as they were left."""
         self.chapter = "What was trained to the end, and what was chosen"
         finalists = {place: [*found] for place, found in self.untrained.items()}
         for candidate, steps in left:
@@ -382,12 +383,10 @@ class _Forge:
             self._forecast(candidate, self._measure(name, ROWS[candidate.kind], candidate.name, steps, **given))
         parts: dict[str, dict[str, Any]] = {}
         for place, known in self.history.items():
-            for candidate, found in ((self.known[name], found) for name, found in known.items()):
-                lasts = {each.steps: each for each in found}
-                for each in list(lasts.values())[-1 if candidate.kind == "heads" else 0 :]:  # one evaluation has one
-                    name = f"{candidate.name}, {each.steps:,} steps"
-                    finalists[place].append(replace(each, name=name))
-                    parts[name] = self._parts(candidate, self.out / "trained" / f"{candidate.slug}-{each.steps}")
+            for candidate, last in ((self.known[name], found[-1]) for name, found in known.items()):
+                name = f"{candidate.name}, {last.steps:,} steps"
+                finalists[place].append(replace(last, name=name))
+                parts[name] = self._parts(candidate, self.out / "trained" / f"{candidate.slug}-{last.steps}")
         for place in self.places:
             self.winners[place], said = winner_of(self._decided(place, finalists[place], parts))
             self._say(said, place)
@@ -420,9 +419,9 @@ class _Forge:
     ) -> Sequence[Measured]:
         """What may be the fastest, the first with other lengths of its drafts, measured again side by side on questions
         that chose none of them, as far as there are."""
-        if not (close := rivals(finalists)):
+        if not (first := rivals(finalists)):
             return finalists
-        close = around(close)
+        close = around(first)
         rows, given = together(close, trained, self.recipe.drafters)
         prompts = self._prompts(place, SHARES["decide"] * self.seconds / len(self.places), len(rows) + 1)
         name, labels = self._name("decide", place), [f"{one.label}, {one.name}" for one in close]
@@ -437,12 +436,16 @@ class _Forge:
             self._say(f"{len(close)} may be the fastest, and cannot be measured side by side: {error}", place)
             return finalists
         self._say(f"{len(close)} may be the fastest: measured side by side on {prompts} questions", place)
-        self.side_by_side[place] = [
-            replace(measured_of(one.name, one.steps, found[label]), label=one.label)
-            for one, label in zip(close, labels, strict=True)
-            if label in found  # a row that cannot be true is none
-        ]
-        return self.side_by_side[place] or finalists
+        able = []
+        self.side_by_side[place] = []
+        for number, (one, label) in enumerate(zip(close, labels, strict=True)):
+            if label not in found:  # a row that cannot be true is none
+                continue
+            self.side_by_side[place].append(replace(measured_of(one.name, one.steps, found[label]), label=one.label))
+            # Of many lengths some seem faster: one that is not surely faster does not take the place of the first.
+            if number < len(first) or (share_of(found[label], found[labels[0]], place.batch)[1] or [0])[0] > 1:
+                able.append(self.side_by_side[place][-1])
+        return able or finalists
 
     def _hand_over(self, place: Place, winner: Measured, trained: dict[str, dict[str, Any]]) -> None:
         """The winner's recipe, and its certificate where there is time for one."""

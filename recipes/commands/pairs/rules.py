@@ -13,6 +13,8 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, Literal
 
+from ....decode.evaluation.metrics import speedup_interval
+
 Kind = Literal["drafter", "parallel", "eagle", "heads"]
 SHARES = {"answers": 0.25, "measure": 0.16, "decide": 0.08, "certify": 0.05}
 """Of the budget: the target's answers, measuring each candidate, the best ones side by side, the winner's certificate.
@@ -219,6 +221,13 @@ def rivals(finalists: Sequence[Measured]) -> list[Measured]:
     first."""
     ranked = sorted((each for each in finalists if each.speedup > 1), key=lambda each: -each.speedup)
     return [each for each in ranked if each.interval[1] >= ranked[0].interval[0]][:RIVALS]
+
+
+def share_of(row: Mapping[str, Any], other: Mapping[str, Any], batch: int) -> tuple[float, Any]:
+    """A row's speed over that of another which was measured in turns with it, and its 95 % interval, None of
+    too few."""
+    sides = [[each[key] for each in one["by_prompt"]] for one in (row, other) for key in ("tokens", "seconds")]
+    return speedup_interval(*([sum(side[at : at + batch]) for at in range(0, len(side), batch)] for side in sides))
 
 
 def winner_of(finalists: Sequence[Measured]) -> tuple[Measured | None, str]:
