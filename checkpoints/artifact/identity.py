@@ -21,6 +21,7 @@ from .locate import at_revision
 Loaded = TypeVar("Loaded")
 
 _SETTINGS = (CONFIG_FILE, "generation_config.json", ADAPTER_CONFIG, DRAFT_VOCABULARY, *TOKENIZER_FILES)
+_TELLING = ("README.md", "recipe.yaml")  # with the manifest, which says when and how long an artifact was trained
 _READERS = 8  # files at a time; hashing lets other threads run
 
 
@@ -70,10 +71,11 @@ def identify(source: str, *, content: bool = False) -> Identity:
 
 
 def source_state(source: str) -> Any:
-    """What changes when any file of a source does: the hash of an artifact or a model, else names, sizes and times."""
+    """What changes with what a source computes or holds: the hashes of an artifact's or a model's files, without those
+    that only tell of it; else names, sizes and times."""
     folder = Path(source)
     if (folder / MANIFEST_FILE).is_file() or (folder / CONFIG_FILE).is_file():
-        return identify(source).hash
+        return {name: digest for name, digest in identify(source).files.items() if name not in _TELLING}
     files = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
     return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
