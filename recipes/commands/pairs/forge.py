@@ -325,7 +325,8 @@ class _Forge:
             return []
         seconds = self._left(self._spent("finish"), race_rows([len(ROWS[known[name].kind]) for name in first], 0, 1))
         each = (seconds + 3600 * self.recipe.more_hours) / len(first)
-        return [(known[name], max(LEAST_STEPS, int(each / rates[name]))) for name in first]
+        last = self.history[self.places[0]]  # where no more is left, that stands
+        return [(known[name], max(last[name][-1].steps, int(each / rates[name]))) for name in first]
 
     def _forecast(self, candidate: Candidate, found: dict[Place, Measured]) -> None:
         """Keep measurements beside what was expected of them: before any training, from drafts of which nothing is kept
