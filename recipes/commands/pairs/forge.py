@@ -437,14 +437,14 @@ class _Forge:
             self._say(f"{len(close)} may be the fastest, and cannot be measured side by side: {error}", place)
             return finalists
         self._say(f"{len(close)} may be the fastest: measured side by side on {prompts} questions", place)
-        able = []
+        able, base = [], found.get(labels[0])
         self.side_by_side[place] = []
         for number, (one, label) in enumerate(zip(close, labels, strict=True)):
             if label not in found:  # a row that cannot be true is none
                 continue
             self.side_by_side[place].append(replace(measured_of(one.name, one.steps, found[label]), label=one.label))
             # Of many lengths some seem faster: one that is not surely faster does not take the place of the first.
-            if number < len(first) or (share_of(found[label], found[labels[0]], place.batch)[1] or [0])[0] > 1:
+            if number < len(first) or (base and (share_of(found[label], base, place.batch)[1] or [0])[0] > 1):
                 able.append(self.side_by_side[place][-1])
         return able or finalists
 
