@@ -25,7 +25,7 @@ from ...models.loading import wrap_model
 from ...proposers.adaptive import AdaptiveChain
 from ...proposers.beams import DraftBeam
 from ...proposers.chains import DraftChains
-from ...proposers.draft_tree import DraftTree
+from ...proposers.draft_tree import DraftTree, ParallelChain
 from ...proposers.dynamic_tree import DynamicTree
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
@@ -140,7 +140,7 @@ def proposers_view(
     The mean of several drafters; of heads the first; of prompt look-up all on the token that it finds. It only orders
     the vocabulary: a deeper head proposes other tokens too.
     """
-    if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree)):
+    if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree, ParallelChain)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
         if any(model.reads is not None for model in models):
             return None
