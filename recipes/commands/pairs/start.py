@@ -93,7 +93,8 @@ def _questions(recipe: ForgeRecipe, base: QuickstartRecipe, corpus: Path) -> Que
             f"`batch` {batch} at least {LEAST_ANSWERS} and {FEWEST * batch} are needed; `heldout_share` says how many "
             f"are held out, {recipe.heldout_share:g}"
         )
-    atomic_text(corpus / FROM_THE_END, "".join(reversed(asked.read_text().splitlines(keepends=True))))
+    if not (turned := corpus / FROM_THE_END).is_file():  # what is measured on it would be measured again
+        atomic_text(turned, "".join(reversed(asked.read_text().splitlines(keepends=True))))
     return Questions(answered, len(found), sum(len(ids) for _, ids in found) / len(found))
 
 

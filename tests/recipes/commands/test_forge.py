@@ -409,6 +409,9 @@ def test_more_hours_train_what_was_chosen(shallow: Callable[..., list[str]], tmp
     """The race is not run again; a larger budget runs another, and both know what is spent."""
     out = tmp_path / "forge"
     first = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
+    again = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
+    assert first["places"][0]["side_by_side"]
+    assert again["places"] == first["places"], "nothing was measured again"
     raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
     second = told(shallow(out, "--temperature", "1", "--hours", "0.05", "--more-hours", "0.005"), out)
     (new,) = {folder.name for folder in out.glob("trained/*-*[0-9]")} - raced
