@@ -237,10 +237,10 @@ def winner_of(finalists: Sequence[Measured]) -> tuple[Measured | None, str]:
     said = f"{first.label} ({first.name}): {first.speedup:.2f} x ({first.interval[0]:.2f}–{first.interval[1]:.2f})"
     if first.interval[0] <= 1:
         cost = first.tokens_per_step / first.speedup
-        words = "nothing is faster than plain decoding" if first.speedup <= 1 else "nothing is surely faster than plain"
+        surely, more = ("", "") if first.speedup <= 1 else ("surely ", "; more hours measure on more questions")
         return None, (
-            f"{words}; the best is {said}: a step of it writes {first.tokens_per_step:.2f} tokens, and pays with more "
-            f"than {cost:.2f}" + ("" if first.speedup <= 1 else "; more hours measure on more questions")
+            f"nothing is {surely}faster than plain decoding; the best is {said}: a step of it writes {first.tokens_per_step:.2f} tokens, and pays with more "
+            f"than {cost:.2f}{more}"
         )
     tied = [each.label for each in ranked[1:] if each.interval[1] >= first.speedup]
     if tied:

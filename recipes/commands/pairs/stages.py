@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import gt, lt
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +77,9 @@ def rows_near(row: Row) -> list[Row]:
     name = next((name for name in _LENGTHS if name in METHODS[method].defaults), None)
     if name is None:
         return []
-    at = method_options(method, options)[name]
-    shorter, longer = ([each for each in _LENGTHS[name] if near(each, at)] for near in (lt, gt))
-    return [(method, options | {name: each}) for each in (*shorter[-1:], *longer[:2])]
+    at, lengths = method_options(method, options)[name], _LENGTHS[name]
+    near = [each for each in lengths if each < at][-1:] + [each for each in lengths if each > at][:2]
+    return [(method, options | {name: each}) for each in near]
 
 
 def around(close: Sequence[Measured]) -> list[Measured]:
