@@ -239,8 +239,8 @@ def winner_of(finalists: Sequence[Measured]) -> tuple[Measured | None, str]:
         cost = first.tokens_per_step / first.speedup
         surely, more = ("", "") if first.speedup <= 1 else ("surely ", "; more hours measure on more questions")
         return None, (
-            f"nothing is {surely}faster than plain decoding; the best is {said}: a step of it writes {first.tokens_per_step:.2f} tokens, and pays with more "
-            f"than {cost:.2f}{more}"
+            f"nothing is {surely}faster than plain decoding; the best is {said}: a step of it writes "
+            f"{first.tokens_per_step:.2f} tokens, and pays with more than {cost:.2f}{more}"
         )
     tied = [each.label for each in ranked[1:] if each.interval[1] >= first.speedup]
     if tied:
