@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ MAX_ENTRIES = 12
 MAX_DEPTH = 7
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+LIBRARY_LINES = 46_582
+"""Line budget of the five rooms' Python files. It only goes down."""
+TEST_LINES = 41_960
+"""Line budget of the Python files under `tests/`. It only goes down."""
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PYTHON = [sys.executable, "-W", "error::DeprecationWarning:draftsmith"]
 
@@ -219,6 +223,14 @@ def test_files_and_functions_stay_readable() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert (node.end_lineno or node.lineno) - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
+
+
+def test_line_budget_holds() -> None:
+    def count_lines(paths: Iterable[Path]) -> int:
+        return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+    assert count_lines(MODULES) <= LIBRARY_LINES
+    assert count_lines((ROOT / "tests").rglob("*.py")) <= TEST_LINES
 
 
 @pytest.mark.parametrize(
