@@ -20,14 +20,13 @@ from typing import Any, Literal
 
 from ..checkpoints.storage.atomic import append_line, atomic_text
 from ..checkpoints.storage.locks import sole_writer
-from ..checkpoints.storage.safe_read import load_json, parse_json, sealed, unsealed
+from ..checkpoints.storage.safe_read import load_json, parse_json
 from .conversations import Conversation, Turn
 
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
 _HASH = "hash of "  # that settings which tell what files hold begin with
 SEEDS = 2**31
 """A question's seed is below it."""
-_DECODING = ("method", "options", "drafter", "hash of the drafter")
 """Settings of former versions, on which the answers of a lossless method do not depend."""
 
 
@@ -91,8 +90,7 @@ class Store(AbstractContextManager["Store"]):
     """The finished conversations, one JSON line each, which `read_conversations` reads; open for one writer.
 
     Beside `path` lie `<path>.json` (the settings that decide the answers) and `<path>.errors.jsonl` (a line for every
-    attempt that failed). An unfinished last line is cut off when the file is opened again. Rows have a seal, see
-    `sealed`.
+    attempt that failed). An unfinished last line is cut off when the file is opened again.
 
     Raises ValueError: another process writes here; the file was started with other settings, of which the first is
     named; the file holds something else, naming the line.
@@ -120,7 +118,7 @@ class Store(AbstractContextManager["Store"]):
         assert key not in self, f"{key} is written already"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
-        append_line(self._file, _encoded(sealed(json.loads(_encoded(row)))))
+        append_line(self._file, _encoded(row))
         self._done.add(key)
 
     def fail(self, name: str, key: str, error: str) -> None:
@@ -142,21 +140,19 @@ class Store(AbstractContextManager["Store"]):
         not know is not compared."""
         file, settings = self.path.with_name(self.path.name + ".json"), json.loads(json.dumps(settings))
         if not self.path.exists() or not self.path.stat().st_size:
-            atomic_text(file, json.dumps(sealed(settings), indent=2, ensure_ascii=False) + "\n")
+            atomic_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
         try:
             former = load_json(file)
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"{self.path} was not written by regeneration: {error}") from error
-        for name in [name for name in dict.fromkeys([*settings, *former]) if name not in _DECODING]:
+        for name in dict.fromkeys([*settings, *former]):
             before, now = former.get(name), settings.get(name)
             if before != now and not (name.startswith(_HASH) and None in (before, now)):
                 raise ValueError(
                     f"{self.path} was started with {name} {before!r}, now it is {now!r}: its answers would not be of "
                     "one kind; choose another `out`, or delete that file"
                 )
-        if settings.keys() - former.keys():  # of 0.1, which took no hashes
-            atomic_text(file, json.dumps(sealed({**former, **settings}), indent=2, ensure_ascii=False) + "\n")
 
 
 def _encoded(row: dict[str, Any]) -> bytes:
@@ -175,7 +171,7 @@ def _finished(path: Path) -> set[str]:
                 file.truncate(whole)
                 break
             try:
-                done.add(unsealed(parse_json(line.decode()))["key"])
+                done.add(parse_json(line.decode())["key"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path}, row {number} is not as regeneration wrote it ({error}): choose another `out`, or delete "

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoints.storage.gguf import gguf_folder, is_gguf
 from ..checkpoints.storage.messages import first_line, install_hint
 from ..checkpoints.storage.places import check_place, nearest, out_of_reach
-from ..checkpoints.storage.safe_read import MAX_JSON_DEPTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,8 +82,6 @@ def load_tokenizer(source: str) -> Any:
         return _with_its_own_merges(tokenizer, name, revision or None)
     except ImportError as error:
         raise ValueError(f"{where}: the tokenizer needs a missing package: {error}; {install_hint('train')}") from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: the tokenizer's JSON nests deeper than {MAX_JSON_DEPTH} levels") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = first_line(error) if path.is_dir() else out_of_reach() or first_line(error)
         near = nearest(name) and f".{nearest(name)}"

@@ -13,7 +13,7 @@ from ..storage.atomic import atomic_dir, check_writable, left_aside, read_consis
 from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import files_of, is_blob, known_hash, name_fault, read_text, stamp
-from .manifest import KINDS, Manifest, library_versions, record_fault, to_json_safe
+from .manifest import KINDS, Manifest, library_versions, to_json_safe
 
 Loaded = TypeVar("Loaded")
 
@@ -152,8 +152,7 @@ def file_faults(directory: Path, manifest: Manifest) -> list[str]:
         for name, fault in files_of(directory)
         if name != MANIFEST_FILE and (name in manifest.files or not name.startswith("."))
     }
-    record = record_fault(read_text(directory / MANIFEST_FILE), manifest)
-    faults = [] if record is None else [f"{directory / MANIFEST_FILE} {record}"]
+    faults = []
     if missing := sorted(set(manifest.files) - set(present)):
         faults.append(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
     if extra := [shown(name) for name in sorted(set(present) - set(manifest.files))]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from ..storage.safe_read import name_fault, parse_json
 
 SCHEMA_VERSION = 2
 KINDS = ("drafter", "heads", "table", "target")
-_NO_DIGEST = "0" * 64
 
 _LIBRARIES = (
     *("draftsmith", "torch", "transformers", "safetensors", "numpy"),
@@ -64,8 +62,6 @@ class Manifest:
     the artifact's files (`of`). None in artifacts."""
     schema: int = SCHEMA_VERSION
     """Version of this record's form."""
-    digest: str | None = field(default=None, compare=False)
-    """SHA-256 (hex) of the record's own text, with zeros where this stands; see `record_fault`."""
 
     @property
     def role(self) -> str:
@@ -75,17 +71,16 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `artifact.json`."""
-        values = asdict(self) | {"digest": _NO_DIGEST}
+        values = asdict(self)
         ordered = {"schema": values.pop("schema")} | values
-        text = json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        head, _, tail = text.rpartition(_NO_DIGEST)
-        return head + _sha256(text) + tail
+        return json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Read what `to_json` wrote. Raises ValueError: not JSON, an unknown schema, missing or wrong fields."""
         values = parse_json(text)
-        values = _upgraded(values)
+        if values.get("schema") != SCHEMA_VERSION:
+            raise ValueError(f"its schema version is {brief(values.get('schema'))}, expected {SCHEMA_VERSION}")
         names = {one.name for one in fields(cls)}
         if names != set(values):
             missing, unknown = (brief(sorted(one - other)) for one, other in ((names, {*values}), ({*values}, names)))
@@ -99,36 +94,11 @@ class Manifest:
         return cls(**values)
 
 
-def record_fault(text: str, manifest: Manifest) -> str | None:
-    """What is wrong with the text of a record that can be read; None where it is sound, or too old for a digest."""
-    if manifest.digest is None:
-        return None
-    head, found, tail = text.rpartition(manifest.digest)
-    if found and _sha256(head + _NO_DIGEST + tail) == manifest.digest:
-        return None
-    return "has been changed since it was written: its text does not have its own digest"
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """The values in the form of `SCHEMA_VERSION`. Raises ValueError: a version that is not known here."""
-    version = values.get("schema")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        newer = "; a newer draftsmith wrote it" if type(version) is int and version > SCHEMA_VERSION else ""
-        raise ValueError(f"its schema version is {brief(version)}, this draftsmith reads 1 to {SCHEMA_VERSION}{newer}")
-    if version == 1:  # it did not say when and by which command, knew no exports, and had no digest
-        values = values | {"created": None, "command": None, "export": None, "digest": None}
-    return values | {"schema": SCHEMA_VERSION}
-
-
 def _check_types(values: dict[str, Any]) -> None:
     wanted: dict[str, Any] = {"kind": str, "vocab_size": int}
     wanted |= dict.fromkeys(("shapes", "recipe", "data", "training", "versions", "files"), dict)
     wanted |= dict.fromkeys(("target", "evaluation", "export"), dict | None)
-    wanted |= dict.fromkeys(("tokenizer_fingerprint", "created", "command", "digest"), str | None)
+    wanted |= dict.fromkeys(("tokenizer_fingerprint", "created", "command"), str | None)
     for name, kind in wanted.items():
         if not isinstance(values[name], kind) or isinstance(values[name], bool):  # a bool is an int to Python
             raise ValueError(f"{name} is {brief(values[name])}, expected {getattr(kind, '__name__', kind)}")

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,42 +23,32 @@ MAX_JSON_BYTES = 1 << 26
 memory."""
 UNPICKLE = "DRAFTSMITH_UNPICKLE"
 """The environment's variable that allows pickled weights, when it is 1."""
-_SEAL = "seal"
-MAX_JSON_DEPTH = 100
-"""Recipes nest ten levels deep, and Python's own reader gives up at about a thousand."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError: not a file, too large, not UTF-8, not JSON or too deep, not an
-    object. The file is not named."""
+    """Return the object in a JSON file.
+
+    Raises:
+        ValueError: Not a regular file, too large, not UTF-8, not JSON or not an object. The file is not named.
+    """
     return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """`read_json` of a text."""
-    too_deep = f"its JSON nests deeper than {MAX_JSON_DEPTH} levels"
+    """Return the object in a JSON text; raise ValueError as `read_json` does."""
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError(too_deep) from error
     if not isinstance(values, dict):
         raise ValueError(f"it holds a JSON {type(values).__name__}, expected an object")
-    level: list[Any] = [values]
-    for _ in range(MAX_JSON_DEPTH):
-        inner = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [value for parts in inner for value in parts if isinstance(value, dict | list)]
-    if level:
-        raise ValueError(too_deep)
     return values
 
 
 def load_json(path: Path, *keys: str) -> dict[str, Any]:
-    """The object in a JSON file of ours, without its seal. Raises ValueError, naming the file: what `read_json` raises;
-    a broken seal; one of these keys is missing."""
+    """Return the object in a JSON file that must have these keys; raise ValueError, naming the file."""
     try:
-        values = unsealed(read_json(path))
+        values = read_json(path)
         if missing := [key for key in keys if key not in values]:
             raise ValueError(f"it has no {missing[0]!r}")
         return values
@@ -66,52 +56,15 @@ def load_json(path: Path, *keys: str) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON values with a seal, by which it is noticed that one of them was changed: 16 digits of a SHA-256."""
-    values = {name: value for name, value in values.items() if name != _SEAL}
-    return values | {_SEAL: _seal_of(values)}
-
-
-def unsealed(values: dict[str, Any]) -> dict[str, Any]:
-    """The same without their seal, if they had one. Raises ValueError where it is not theirs."""
-    if fault := _take_seal(values):
-        raise ValueError(fault)
-    return values
-
-
-def _take_seal(values: dict[str, Any]) -> str | None:
-    seal = values.pop(_SEAL, None)
-    if seal is None or seal == (expected := _seal_of(values)):
-        return None
-    return f"a value was changed: its seal is {brief(seal)}, expected {expected!r}"
-
-
-def _seal_of(values: Mapping[str, Any]) -> str:
-    as_read = json.loads(json.dumps(values))  # keys are texts
-    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()[:16]
-
-
 class OtherSchemaError(ValueError):
-    """Of a file that is whole, and was written by another version."""
+    """Error for a document that another version of a command wrote."""
 
 
-def read_document(path: Path, what: str, command: str, schema: int, fits: Callable[[Any], bool]) -> dict[str, Any]:
-    """What a command wrote as JSON, where it `fits` that schema, which may raise what a value of another form raises;
-    ValueError, naming the file and `what` it should be, where it is something else."""
-    try:
-        found = read_json(path)
-    except ValueError as error:
-        line = f":{error.__cause__.lineno}" if isinstance(error.__cause__, json.JSONDecodeError) else ""
-        raise ValueError(f"{path}{line} is damaged: {error}") from error
-    try:
-        fault = _take_seal(found)
-        known = fits(found)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no {what} of `{command}`: {error!r}") from error
-    if not known:
-        raise OtherSchemaError(f"{path} is no {what} of schema {schema}: `{command}` writes a new one")
-    if fault is not None:
-        raise ValueError(f"{path} is damaged: {fault}")
+def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
+    """Return the JSON document that a command wrote, with this schema number; raise ValueError, naming the file."""
+    found = load_json(path, "schema")
+    if found["schema"] != schema:
+        raise OtherSchemaError(f"{path} has schema {brief(found['schema'])}, expected {schema}: `{command}` writes it")
     return found
 
 

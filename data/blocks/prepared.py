@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...checkpoints.storage.atomic import atomic_dir
-from ...checkpoints.storage.safe_read import file_hash, load_json, sealed
+from ...checkpoints.storage.safe_read import file_hash, load_json
 from ..conversations import Conversation, rarely_collected
 from ..rendering.render import Rendered, Renderer, RenderReport
 from ..rendering.templates import Template
@@ -83,7 +83,7 @@ def prepare(
         manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}
         manifest |= {"rows": rows, "rendering": asdict(report), "padding_id": padding_id(tokenizer)} | counts
         manifest |= {"sha256": {name: file_hash(folder / f"{name}.npy") for name in _ARRAYS}}
-        record = json.dumps(sealed(manifest), indent=2, ensure_ascii=False) + "\n"
+        record = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(record, encoding="utf-8")
     return PreparedData.load(out)
 

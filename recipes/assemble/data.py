@@ -21,7 +21,7 @@ from ...checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writable
 from ...checkpoints.storage.messages import pictured
 from ...checkpoints.storage.redaction import without_secrets
-from ...checkpoints.storage.safe_read import file_hash, load_json, sealed
+from ...checkpoints.storage.safe_read import file_hash, load_json
 from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
 from ...data.cleaning.options import Cleaning
@@ -199,7 +199,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
         report = all_reports(section.parts(), reports)
-        atomic_text(unfinished / "report.json", json.dumps(sealed(report), indent=2) + "\n")
+        atomic_text(unfinished / "report.json", json.dumps(report, indent=2) + "\n")
     for part, corpus in zip(section.parts(), reports, strict=True):
         log(f"data: {part.source}: {corpus.summary()}")
     if train is None:
@@ -338,7 +338,7 @@ def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> di
         "encoder": "" if backend is None else hashlib.sha256(backend.to_str().encode()).hexdigest(),
     }
     if known != before:
-        atomic_text(file, json.dumps(sealed(known)))
+        atomic_text(file, json.dumps(known))
     return dict(without_secrets(json.loads(json.dumps(identity))))
 
 

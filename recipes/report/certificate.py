@@ -27,11 +27,10 @@ _COLUMNS = [
 
 def load_certificate(path: Path) -> dict[str, Any]:
     """A certificate that `draftsmith certify` wrote. Raises ValueError: it is none, or a newer one, naming the file."""
-    return read_document(path, "certificate", "draftsmith certify", SCHEMA, _is_certificate)
-
-
-def _is_certificate(certificate: Any) -> bool:
-    return bool(certificate["kind"] == KIND and certificate["schema"] == SCHEMA)
+    found = read_document(path, SCHEMA, "draftsmith certify")
+    if found.get("kind") != KIND:
+        raise ValueError(f"{path} is no certificate, its kind is {found.get('kind')!r}")
+    return found
 
 
 def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:

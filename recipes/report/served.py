@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.storage.safe_read import read_document, read_json
+from ...checkpoints.storage.safe_read import load_json, read_json
 from .charts import Line, lines, missing_matplotlib
 from .page import figure, short_names, write_page
 from .tables import DASH, Cell, Column, Table, interval_cell, number, number_cell, render
@@ -28,7 +28,10 @@ _COLUMNS = (
 
 def load_served(path: Path) -> dict[str, Any]:
     """The results of `evaluate --server`. Raises ValueError: it is something else, or damaged."""
-    return read_document(path, "results", "draftsmith evaluate --server", 1, lambda found: found["kind"] == KIND)
+    found = load_json(path, "kind", "loads")
+    if found["kind"] != KIND:
+        raise ValueError(f"{path} has kind {found['kind']!r}, expected {KIND!r}")
+    return found
 
 
 def is_served(path: Path) -> bool:

@@ -194,14 +194,6 @@ class RegenerateRecipe(PlaceSection, _Decoding):
     batch: int = Field(16, ge=1)
     """Conversations decoded together (in this process); one that has ended makes room for the next."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_method(cls, values: Any) -> Any:
-        """Recipes of 0.1 name a method and its drafter: speculative decoding gave the same answers more slowly."""
-        if not isinstance(values, dict) or values.get("method", "speculative") not in ("autoregressive", "speculative"):
-            return values
-        return {key: value for key, value in values.items() if key not in ("method", "options", "drafter")}
-
     @model_validator(mode="after")
     def _one_of_them(self) -> RegenerateRecipe:
         if (self.target is None) == (self.server is None):

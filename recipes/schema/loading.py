@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ...checkpoints.artifact.manifest import to_json_safe
 from ...checkpoints.storage.atomic import atomic_text
 from ...checkpoints.storage.messages import did_you_mean, first_line
 from ...checkpoints.storage.redaction import redacted, redacted_words
-from ...checkpoints.storage.safe_read import MAX_JSON_DEPTH, read_text
+from ...checkpoints.storage.safe_read import read_text
 from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
@@ -52,8 +51,6 @@ SHIPPED = Path(__file__).parents[1]
 _LEFT_OUT = ("", "pairs/", "evaluate/")
 """Folders that the name of a shipped recipe may leave out."""
 _MOST_BYTES = 1 << 20
-_MOST_NODES = 10_000
-"""Keys and values of one recipe; shipped ones have some hundreds."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -65,11 +62,6 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        _count(node, {})
-        return node
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         self.flatten_mapping(node)  # `<<` merges
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -78,27 +70,6 @@ class _Loader(yaml.SafeLoader):
                 mark = node.value[index][0].start_mark
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", mark)
         return super().construct_mapping(node, deep)
-
-
-def _count(node: Any, known: dict[int, int]) -> int:
-    """A node and all that it holds, aliases as often as they stand there. Raises YAMLError: too many, or endless."""
-    if id(node) not in known:
-        known[id(node)] = _MOST_NODES  # as long as it is counted: what holds itself is endless
-        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
-        known[id(node)] = 1 + sum(_count(part, known) for part in parts)
-    if known[id(node)] > _MOST_NODES:
-        problem = f"more than {_MOST_NODES:,} values, aliases (*name) written out"
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    return known[id(node)]
-
-
-def _parsed(text: str) -> Any:
-    """What a YAML text says. Raises YAMLError or ValueError: none, too deep, or too much."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except RecursionError as error:
-        raise ValueError(f"it nests deeper than {MAX_JSON_DEPTH} levels") from error
 
 
 _Loader.add_implicit_resolver(
@@ -153,7 +124,7 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ValueError naming file and line where it is none."""
     try:
-        loaded = _parsed(read_text(path, _MOST_BYTES))
+        loaded = yaml.load(read_text(path, _MOST_BYTES), Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -235,7 +206,7 @@ def parse_recipe(
         try:
             if not equals or not key:
                 raise ValueError("it is not of the form key.path=value")
-            _set(values, key, _parsed(text) if text else None)
+            _set(values, key, yaml.load(text, Loader=_Loader) if text else None)
         except (yaml.YAMLError, ValueError) as error:
             raise ValueError(f"override {redacted_words([override])[0]!r}: {first_line(error)}") from error
     kind = values.get("kind")
@@ -278,7 +249,7 @@ def _index(section: dict[str, Any] | list[Any], key: str) -> str | int:
 def parse_values(text: str, where: str) -> list[Any]:
     """The values of a list written with commas, each in YAML. Raises ValueError where they are none."""
     try:
-        return list(_parsed(f"[{text}]"))
+        return list(yaml.load(f"[{text}]", Loader=_Loader))
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{where}: the values are not valid YAML") from error
 

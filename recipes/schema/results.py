@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...checkpoints.storage.atomic import atomic_text
-from ...checkpoints.storage.safe_read import read_document, sealed
+from ...checkpoints.storage.safe_read import read_document
 from .errors import checked
 
 SCHEMA = 2
@@ -140,7 +140,7 @@ class MethodRow(Metrics):
 
 class Results(_Checked):
     """The whole file. Newer files also have `created` (UTC, ISO 8601) and `artifacts`: of target, drafter, heads and
-    table, as far as there are, source, hash and files of what was loaded (`Identity`; 0.1 left out the target)."""
+    table, as far as there are, source, hash and files of what was loaded (`Identity`)."""
 
     kind: Literal["evaluation"]
     schema_: int = Field(alias="schema")
@@ -173,13 +173,6 @@ class Results(_Checked):
         return self
 
 
-_NEW_IN_2: dict[str, Any] = {"kind": KIND, "resumed": 0, "passed_over": {}, "prompts_sha256": None}
-_NEW_IN_ROWS: dict[str, Any] = {"by_prompt": []} | dict.fromkeys(
-    ("self_consistency", "near_ties", "phases_us", "prediction", "energy_source", "tokens_per_step_interval",
-     "speedup_over_transformers")
-)  # fmt: skip
-
-
 def beside(results: Path, name: str) -> Path:
     """Where what belongs to results lies: `certificate.json` beside `results.json`, else `NAME.certificate.json`."""
     return results.with_name(f"{name}.json" if results.stem == "results" else f"{results.stem}.{name}.json")
@@ -187,31 +180,20 @@ def beside(results: Path, name: str) -> Path:
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write results, whole or not at all. Raises ValueError: they are not as they should be."""
-    text = json.dumps(sealed(results), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(results, indent=2, allow_nan=False) + "\n"
     checked(Results, json.loads(text))
     atomic_text(path, text)
 
 
 def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The results in a file, checked, as schema 2 has them. Raises ValueError: not there, damaged, other results or a
-    newer schema, naming the file and the key."""
+    """The results in a file, checked, Raises ValueError: not there, damaged, other results or another schema, naming
+    the file and the key."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there are no results at {path}")
-    found = read_document(path, "results", "draftsmith evaluate", SCHEMA, _upgrade)
+    found = read_document(path, SCHEMA, "draftsmith evaluate")
     try:
         checked(Results, found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return found
-
-
-def _upgrade(found: Any) -> bool:
-    """Give results of schema 1 what they lack; False: of another schema."""
-    if found["schema"] == 1:
-        for row in found["methods"]:
-            row.update(_NEW_IN_ROWS | row | {"by_category": {}})
-        found.update(_NEW_IN_2 | found | {"schema": SCHEMA})
-    for row in found["methods"]:
-        row.update(dict.fromkeys(("energy", "runs", "slowdown", "steady")) | row)
-    return bool(found["schema"] == SCHEMA)

@@ -451,8 +451,6 @@ class PruneSection(Section):
     """Keep at most so many pairs a left token, the most frequent; 0: all."""
     megabytes: float | None = Field(None, gt=0)
     """Keep the most frequent pairs that fit into a file of this size."""
-    keep_whole: bool = Field(True, exclude=True)
-    """Of recipes of 0.1, and without effect: the whole table is always kept."""
 
     @model_validator(mode="after")
     def _prunes(self) -> PruneSection:
@@ -480,8 +478,6 @@ class TableRecipe(Section):
     count: CountSection = CountSection()
     prune: PruneSection | None = None
     """Make the artifact smaller; without it the table holds every pair that was seen."""
-    saturation: dict[str, Any] | None = Field(None, exclude=True)
-    """Of recipes of 0.1, and without effect: `draftsmith evaluate evaluate/slim/saturation` measures it."""
 
     @property
     def tokenizer_source(self) -> str:

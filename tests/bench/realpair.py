@@ -43,6 +43,8 @@ from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.storage.atomic import atomic_text
 from draftsmith.checkpoints.storage.draft_vocabulary import mask_token
+from draftsmith.checkpoints.storage.names import MANIFEST_FILE
+from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.checkpoints.verify.model_files import load_config
 from draftsmith.decode.evaluation.profile import drafting_cost
 from draftsmith.decode.evaluation.replay.recording import record
@@ -290,7 +292,7 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, Stoppable("peers") as signals:
         exported = Path(scratch) / "drafter"
         source = Path(options.found.folder) / "drafter"
-        digest = load_manifest(source).digest
+        digest = file_hash(source / MANIFEST_FILE)
         export_artifact(source, "transformers", exported, FORMATS, ExportOptions(target=case.recipe.target))
         with journal_of(options, "peers", case) as journal:
             kept = Kept(journal, signals)
@@ -348,7 +350,7 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
             for t in options.temperatures
         }
         for folder in options.curve:
-            manifest = load_manifest(folder)
+            manifest, digest = load_manifest(folder), file_hash(folder / MANIFEST_FILE)
 
             def work(folder: Path = folder, kind: str = manifest.kind) -> Steps:
                 opened = open_recipe(base.model_copy(update={kind: str(folder)}))
@@ -375,9 +377,12 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
                 method = build_method(name, opened.parts, Sampling(), **options)
                 return drafting_cost(opened.target, method, 2, COST_CONTEXT)[0]
 
-            steps = kept(f"curve {manifest.digest}", TypeAdapter(Steps), work)
+            steps = kept(f"curve {digest}", TypeAdapter(Steps), work)
             row = {"kind": manifest.kind, "tokens": trained_tokens(folder), **chosen(manifest), **steps}
-            row |= {"cost": kept(f"cost {manifest.digest}", TypeAdapter(float), cost), "measured": manifest.evaluation}
+            row |= {
+                "cost": kept(f"cost {digest}", TypeAdapter(float), cost),
+                "measured": manifest.evaluation,
+            }
             found[short(folder)] = rounded(row)
     for name, row in sorted(found.items(), key=lambda item: (item[1]["kind"], item[1]["tokens"])):
         loss = (row["measured"] or {}).get("heldout_loss")

@@ -22,7 +22,7 @@ from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
 
 from ...checkpoints.storage.atomic import atomic_text, remove, sync
-from ...checkpoints.storage.safe_read import load_json, parse_json, sealed, stamp, unsealed
+from ...checkpoints.storage.safe_read import load_json, parse_json, stamp
 from ..parallel.accelerate import zero_stage
 from ..parallel.processes import from_main, on_main
 from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimizer, scatter_weights
@@ -72,9 +72,9 @@ class StateFolder:
             newest = self._newest()
             if newest is not None:
                 self._check(settings)
-            atomic_text(self.folder / "fit.json", json.dumps(sealed(settings), indent=2) + "\n")
+            atomic_text(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
             last = -1 if newest is None else newest.step
-            lines = [json.dumps(sealed(line)) for line in _read_lines(self.history) if line["step"] <= last]
+            lines = [json.dumps(line) for line in _read_lines(self.history) if line["step"] <= last]
             self._logged = len(lines)
             if newest is not None and self._logged < newest.lines:
                 lost = f"{newest.lines - self._logged} of the {newest.lines} lines that it had at step {newest.step}"
@@ -148,7 +148,7 @@ class StateFolder:
         """Append one line to `log.jsonl` (main process only)."""
         if self._accelerator.is_main_process:
             with self.history.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(sealed(line)) + "\n")
+                out.write(json.dumps(line) + "\n")
             self._logged += 1
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
@@ -193,7 +193,7 @@ class StateFolder:
             raise ValueError(f"{error}: delete the folder {self.folder}") from error
         now = json.loads(json.dumps(settings))
         changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
-        # 0.1 took no hashes, and none is known of what is not in files here
+        # No hash is known of what is not in files here.
         changed = [key for key in changed if _HASH not in key or None not in (before.get(key), now.get(key))]
         if changed:
             found = (
@@ -234,7 +234,7 @@ class StateFolder:
             "parallelism": f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value),
             "files": {path.name: stamp(path) for path in files},
         }
-        atomic_text(temporary / _SUMMARY, json.dumps(sealed(summary), indent=2) + "\n")
+        atomic_text(temporary / _SUMMARY, json.dumps(summary, indent=2) + "\n")
         for path in [*files, temporary]:
             sync(path)
         remove(target)  # a damaged one that was skipped
@@ -295,7 +295,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            line = unsealed(parse_json(text.decode()))
+            line = parse_json(text.decode())
             whole = isinstance(line["step"], int)
             if "evaluation" in line:
                 whole = whole and isinstance(line["evaluation"], dict) and isinstance(line["tokens"], int)

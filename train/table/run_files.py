@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...checkpoints.storage.atomic import atomic_text, errors_named, finish_file
-from ...checkpoints.storage.safe_read import load_json, sealed
+from ...checkpoints.storage.safe_read import load_json
 from ...checkpoints.table.file import check_counts, write_array, write_table
 from ...checkpoints.table.runs import Ints, Run, key_dtype, left_sums, merge_runs
 
@@ -94,7 +94,7 @@ def write_index(
 ) -> None:
     """Make these runs and ends of documents those that count, in one step, and delete what no longer does."""
     index = {"vocab_size": vocab_size} | progress | {"runs": runs, "ends": ends_V.tolist()}
-    atomic_text(folder / INDEX, json.dumps(sealed(index)) + "\n")
+    atomic_text(folder / INDEX, json.dumps(index) + "\n")
     remove_leftovers(folder, index)
 
 

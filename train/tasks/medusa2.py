@@ -161,7 +161,6 @@ class Medusa2Task(HeadsTask):
         super().__init__(target, heads, heldout, **options)
         for parameter in trained:
             parameter.requires_grad_(True)
-        # the key of 0.1, which a resumed run must find
         self.settings["joint"] = {name: getattr(medusa2, name) for name in Medusa2.__slots__}
         self._target_work *= 4 if medusa2.kl_weight else 3
 

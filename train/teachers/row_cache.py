@@ -174,17 +174,17 @@ def look_up(caches: Sequence[AnyCache], batch: Batch) -> tuple[AnyCache, np.ndar
 
 def read_manifest(folder: Path, source_type: type[Source]) -> dict[str, Any]:
     """A cache's manifest; ValueError: one of another form or schema."""
-
-    def fits(found: Any) -> bool:
-        if found["schema"] == SCHEMA:
-            source_type(**found["source"])
-            for shard in found["shards"]:
-                Shard(**shard)
-            if lacking := {source_type.size_name, "rows", "files"} - found.keys():
-                raise KeyError(*lacking)
-        return bool(found["schema"] == SCHEMA)
-
-    return read_document(folder / source_type.manifest, "manifest", "draftsmith prepare --teacher", SCHEMA, fits)
+    path = folder / source_type.manifest
+    found = read_document(path, SCHEMA, "draftsmith prepare --teacher")
+    try:
+        source_type(**found["source"])
+        for shard in found["shards"]:
+            Shard(**shard)
+        if lacking := {source_type.size_name, "rows", "files"} - found.keys():
+            raise KeyError(*lacking)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+    return found
 
 
 def stamps(

@@ -6,7 +6,6 @@ Letters: R positions of a batch that have a row, C some of them.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ...checkpoints.storage.atomic import atomic_file, atomic_text
 from ...checkpoints.storage.locks import sole_writer
-from ...checkpoints.storage.safe_read import OtherSchemaError, sealed
+from ...checkpoints.storage.safe_read import OtherSchemaError
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from .row_cache import DOCUMENTS, SCHEMA, Shard, Source, kept_positions, read_manifest, spans_of, stamps
@@ -126,7 +125,7 @@ class CacheWriter:
             "shards": [asdict(shard) for shard in self.shards],
             "files": stamps(self.folder, [*(shard.name for shard in self.shards), DOCUMENTS], progress),
         }
-        atomic_text(self.folder / self.source.manifest, json.dumps(sealed(manifest), indent=2) + "\n")
+        atomic_text(self.folder / self.source.manifest, json.dumps(manifest, indent=2) + "\n")
 
 
 def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
@@ -144,11 +143,10 @@ def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep others from writing the same cache (to be entered in one process); removes what killed writers left.
+    """Keep others from writing the same cache (to be entered in one process).
     ValueError: another process is at it."""
     with sole_writer(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder.with_name(f".{folder.name}.unfinished"), ignore_errors=True)  # of 0.1
         yield
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ....checkpoints.artifact.artifact import load_manifest, save_artifact
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.locks import sole_writer
-from ....checkpoints.storage.safe_read import load_json, sealed
+from ....checkpoints.storage.safe_read import load_json
 from ....checkpoints.table.pruning import check_size
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....checkpoints.table.texts import TextStore
@@ -190,7 +190,7 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
         log(f"table: restarting: {holds}")
     for path in _rank_folders(folder):
         shutil.rmtree(path)
-    atomic_text(file, json.dumps(sealed(identity)))
+    atomic_text(file, json.dumps(identity))
 
 
 def _check_shared(folder: Path) -> None:

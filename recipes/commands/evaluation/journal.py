@@ -3,7 +3,6 @@ resume."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -22,28 +21,24 @@ Found = TypeVar("Found")
 
 RUN = TypeAdapter(Decoded)
 _LINE = TypeAdapter(tuple[str, Any])
-_OLDER = b'{"schema": 1, '  # of 0.1, whose lines had no hashes
 
 
 class Journal:
     """`<out>.state/<name>.jsonl`: in its first line what its lines belong to; open for one writer.
 
     A line is written and flushed when its work is done; a half last line, which a killed writer leaves, is cut off.
-    Each stands with 16 digits of a SHA-256 of itself and of the digits before it, so that one that was changed, moved
-    or taken out is noticed. Lines that belong to something else are dropped. Which it was is logged. `lines` are what
-    earlier processes wrote, in order. Raises ValueError: another process is writing; a damaged or changed line that is
-    not the last, with its number.
+    Lines that belong to something else are dropped. Which it was is logged. `lines` are what earlier processes wrote,
+    in order. Raises ValueError: another process is writing; a damaged line that is not the last, with its number.
     """
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any]) -> None:
         self.path = out.with_name(out.name + ".state") / f"{name}.jsonl"
         self.lines: list[Any] = []
-        self._digits = ""
         with ExitStack() as stack:
             stack.callback(_remove_if_empty, self.path.parent)
             stack.enter_context(sole_writer(self.path))
             self._file: BinaryIO = stack.enter_context(self.path.open("a+b", buffering=0))
-            self._read(json.loads(json.dumps({"schema": 2, "identity": identity})))
+            self._read(json.loads(json.dumps({"identity": identity})))
             self._stack = stack.pop_all()
         if self.lines:
             log(f"resuming; {len(self.lines)} {name} of an earlier process are kept")
@@ -61,9 +56,7 @@ class Journal:
 
     def add(self, line: Any) -> None:
         """Write down what is finished."""
-        digits = self._following(line)
-        append_line(self._file, json.dumps([line, digits], allow_nan=False).encode())
-        self._digits = digits
+        append_line(self._file, json.dumps(line, allow_nan=False).encode())
 
     def remove(self) -> None:
         """Delete the journal: the results stand."""
@@ -75,29 +68,18 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _following(self, line: Any) -> str:
-        text = self._digits + json.dumps(line)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
     def _read(self, head: dict[str, Any]) -> None:
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
-        if lines and lines[0].startswith(_OLDER):
-            log(f"{self.path} is of an older version: restarting")
-            lines = []
         if lines and not lines[-1].endswith(b"\n"):
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
         found: list[Any] = []
         for number, text in enumerate(lines, 1):
             try:
-                line, digits = json.loads(text)
-            except (ValueError, TypeError) as error:
+                found.append(json.loads(text))
+            except ValueError as error:
                 raise self.damaged(number, str(error)) from error
-            if digits != (expected := self._following(line)):
-                raise self.damaged(number, f"it was changed, its hash is {expected}, not {digits}")
-            self._digits = digits
-            found.append(line)
         if found and found[0] == head:
             self.lines = found[1:]
             return
@@ -109,7 +91,6 @@ class Journal:
             changed = ", ".join(_told(name, theirs.get(name), mine.get(name)) for name in names)
             log(f"{self.path} belongs to other settings ({changed} differ): restarting")
         self._file.truncate(0)
-        self._digits = ""
         self.add(head)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ....checkpoints.storage.atomic import atomic_text
-from ....checkpoints.storage.safe_read import load_json, sealed
+from ....checkpoints.storage.safe_read import load_json
 
 BESIDE = 1.5
 """What an evaluation takes, over the tokens that it decodes: prompts, rows that were disturbed, profiles of steps."""
@@ -32,7 +32,7 @@ class Ledger:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-            atomic_text(self._path, json.dumps(sealed({"seconds": self.seconds}), indent=1) + "\n")
+            atomic_text(self._path, json.dumps({"seconds": self.seconds}, indent=1) + "\n")
 
     @property
     def spent(self) -> float:

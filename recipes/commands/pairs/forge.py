@@ -22,7 +22,7 @@ from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
-from ....checkpoints.storage.safe_read import load_json, sealed
+from ....checkpoints.storage.safe_read import load_json
 from ....decode.evaluation.replay.costs import Curve
 from ...assemble.evaluation import device_of
 from ...assemble.teacher import prepare_teacher
@@ -348,7 +348,7 @@ class _Forge:
         spent: dict[str, float] = load_json(path, "spent")["spent"] if path.is_file() else {}
         if budget not in spent:
             spent[budget] = self.ledger.spent
-            atomic_text(path, json.dumps(sealed({"spent": spent}), indent=1) + "\n")
+            atomic_text(path, json.dumps({"spent": spent}, indent=1) + "\n")
         return spent[budget]
 
     def _seconds_per_step(self, candidate: Candidate) -> float:
@@ -488,7 +488,7 @@ class _Forge:
             ],
             "forecasts": self.forecasts,
         }
-        atomic_text(self.out / f"{name}.json", json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
+        atomic_text(self.out / f"{name}.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
         write_forge_page(results, self.out / f"{name}.html")
         return results
 

@@ -18,7 +18,7 @@ from ....checkpoints.storage.atomic import atomic_dir, check_writable
 from ....checkpoints.storage.gguf import gguf_file, is_gguf
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
-from ....checkpoints.storage.safe_read import load_json, sealed
+from ....checkpoints.storage.safe_read import load_json
 from ....data.conversations import write_conversations
 from ....data.rendering.templates import CHATML_JINJA
 from ....data.sources.documentation import documentation_conversations
@@ -139,7 +139,7 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     with atomic_dir(folder) as unfinished:
         write_conversations(train, unfinished / "train.jsonl")
         write_conversations(heldout, unfinished / "heldout.jsonl")
-        (unfinished / "report.json").write_text(json.dumps(sealed(report), indent=2) + "\n", encoding="utf-8")
+        (unfinished / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if report["skipped"]:
         log(f"corpus: not installed and skipped: {', '.join(report['skipped'])}")
     read = f", {report['bytes'] / 1e6:.1f} MB from {len(report['packages'])} packages" if report["bytes"] else ""

@@ -15,7 +15,7 @@ import torch
 from ....checkpoints.heads.eagle import EagleHeads
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.gguf import is_gguf
-from ....checkpoints.storage.safe_read import load_json, sealed
+from ....checkpoints.storage.safe_read import load_json
 from ....data.prompts import load_prompts
 from ....data.tokenizers import load_tokenizer
 from ....decode.evaluation.replay.costs import measure_forwards
@@ -123,7 +123,7 @@ def costs_of(base: QuickstartRecipe, out: Path, questions: int) -> dict[str, Any
     run_regenerate(probe)
     took = time.monotonic() - began
     found["seconds_per_answer"] = max(took - loading, took / 2) / answers
-    atomic_text(path, json.dumps(sealed(found), indent=1) + "\n")
+    atomic_text(path, json.dumps(found, indent=1) + "\n")
     return found
 
 

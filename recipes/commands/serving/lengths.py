@@ -18,7 +18,6 @@ from typing import Any
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.storage.atomic import atomic_text
-from ....checkpoints.storage.safe_read import sealed
 from ...report.served import length_table, load_name, load_served
 from ...schema.serving import ServedRecipe
 from ...session.terminal import console
@@ -59,7 +58,7 @@ def run_lengths(
         commands[str(tokens)] = shlex.join([*(drafting if tokens else plain), *more])
     results: dict[str, Any] = {"kind": "lengths", "engine": engine, "recipe": recipe.model_dump(mode="json")}
     results |= {"loads": loads, "commands": commands}
-    atomic_text(out, json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
+    atomic_text(out, json.dumps(results, indent=1, allow_nan=False) + "\n")
     console().print(length_table(results).rich())
     for load in loads:
         console().print(f"{load_name(load)}: {commands[str(load['best'])]}", soft_wrap=True)

@@ -15,7 +15,6 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from ....checkpoints.storage.atomic import atomic_text, check_writable
-from ....checkpoints.storage.safe_read import sealed
 from ....data.conversations import Prompt
 from ....data.prompts import load_questions
 from ...report.page import report_beside
@@ -93,7 +92,7 @@ def run_served(recipe: ServedRecipe) -> dict[str, Any]:
     }
     with Stoppable("evaluate") as signals, Journal(out, "blocks", identity) as journal:
         results = asyncio.run(_measured(recipe, prompts, expected, Kept(journal, signals), signals))
-        atomic_text(out, json.dumps(sealed(results), indent=1, allow_nan=False) + "\n")
+        atomic_text(out, json.dumps(results, indent=1, allow_nan=False) + "\n")
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
     console().print(load_table(results).rich())

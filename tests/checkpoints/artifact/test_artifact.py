@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +49,6 @@ def test_what_is_saved_is_loaded_and_verified(tmp_path: Path) -> None:
     assert os.listdir(out.parent) == ["table"]
     assert out.stat().st_mode & 0o777 == 0o755
     assert Manifest.from_json(saved.to_json()) == saved
-
-
-def test_a_manifest_of_version_1_is_read_as_one_of_today(tmp_path: Path) -> None:
-    saved = save(tmp_path / "t", command="draftsmith train x")
-    path = tmp_path / "t" / "artifact.json"
-    old = json.loads(path.read_text())
-    for field in ("created", "command", "export"):
-        del old[field]
-    path.write_text(json.dumps(old | {"schema": 1}))
-    assert verify_artifact(tmp_path / "t") == replace(saved, created=None, command=None)
-    del old["training"]
-    path.write_text(json.dumps(old | {"schema": 1}))
-    with pytest.raises(ValueError, match=r"missing \['training'\]"):
-        load_manifest(tmp_path / "t")
 
 
 def test_what_is_exported_for_others_is_no_artifact_of_its_kind(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from draftsmith.checkpoints.artifact.artifact import check_target, load_manifest, save_artifact, verify_artifact
-from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, MAX_JSON_DEPTH
+from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES
 
 ENTRY = {"sha256": "0" * 64, "bytes": 1}
 
@@ -31,7 +31,7 @@ def of_files(names: tuple[str, ...], *entries: Any) -> dict[str, Any]:
 
 
 RECORDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "a later schema": ({"schema": 3}, ("schema", "3", "1 to 2")),
+    "a later schema": ({"schema": 3}, ("schema", "3", "2")),
     "an unknown kind": ({"kind": "poem"}, ("'poem'", "drafter")),
     "a vocabulary that is true": ({"vocab_size": True}, ("vocab_size", "True")),
     "no recipe": ({"recipe": None}, ("recipe", "None", "dict")),
@@ -54,8 +54,6 @@ RECORDS |= {
     )
 }  # fmt: skip
 TEXTS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
-    "lists too deep": ("[" * 100_000 + "]" * 100_000, (str(MAX_JSON_DEPTH),)),
-    "a level too deep": ('{"a":' * (MAX_JSON_DEPTH + 1) + "1" + "}" * (MAX_JSON_DEPTH + 1), (str(MAX_JSON_DEPTH),)),
     "a number too long": ('{"schema": ' + "9" * 5000 + "}", ()),
     "no text": (b"\xff\xfe", ("UTF-8",)),
     "too much": (b" " * (MAX_JSON_BYTES + 1), (f"{MAX_JSON_BYTES:,}", f"{MAX_JSON_BYTES + 1:,}")),

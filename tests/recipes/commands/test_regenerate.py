@@ -149,14 +149,6 @@ def test_a_share_of_the_questions_is_answered_by_chance(values: dict[str, Any]) 
     assert 0 < hot < len(told)
 
 
-def test_a_recipe_of_0_1_names_a_method_that_changes_nothing(values: dict[str, Any], models: Path) -> None:
-    run(values, limit=3)
-    former = Path(values["out"] + ".json")
-    settings = json.loads(former.read_text())
-    former.write_text(json.dumps({key: value for key, value in settings.items() if key != "seal"} | {"method": "x"}))
-    assert run(values, limit=3, method="speculative", options={"gamma": 3}, drafter="d").answers == 0
-
-
 def test_system_text_and_cuts(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     report = run(values, on_length="drop", system="be brief")
     written = rows(values["out"]).values()

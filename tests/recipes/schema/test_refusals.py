@@ -72,23 +72,15 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "no assignment": ("drafter", ["train"], ["'train'", "key.path=value"]),
     "no YAML": ("drafter", ["train.steps=[1"], ["'train.steps=[1'"]),
     "below a value": ("drafter", ["train.betas=[0.9, 0.9]", "train.betas.0.x=1"], ["'train.betas.0'"]),
-    "within itself": ("drafter", ["train.betas=&a [*a]"], ["train.betas", "10,000"]),
     "with a key": ("drafter", ["server.api_key=[correct-horse"], ["api_key=<redacted>"]),
     "with a password": ("regenerate", ["server=https://me:correct-ho" + "rse@h"], ["'server'", "https://<redacted>@h"]),
     "beyond a list": ("evaluate", ["methods.3.method=mjsd"], ["'3'", "1"]),
 }  # fmt: skip
-LAUGHS = b"a0: &a0 [" + b",".join([b"x"] * 9) + b"]\n"
-LAUGHS += b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 9))
-"""Less than 400 bytes, written out 9⁹ values."""
 FILES: dict[str, tuple[bytes, list[str]]] = {
     "no YAML": (b"a: [1", ["recipe.yaml:1"]),
     "a list": (b"- 1", ["list"]),
     "a key twice": (b"a: 1\na: 2", ["recipe.yaml:2", "'a'"]),
     "no text": (b"\xff\xfe\x00", ["recipe.yaml"]),
-    "aliases of aliases": (LAUGHS, ["recipe.yaml", "10,000"]),
-    "merges of merges": (LAUGHS.replace(b"[", b"{<<: [").replace(b"]", b"]}"), ["recipe.yaml", "10,000"]),
-    "within itself": (b"kind: drafter\n&x model: &y {config: *y}", ["recipe.yaml:2", "10,000"]),
-    "too deep": (b"a: " + b"[" * 5000, ["recipe.yaml", "100"]),
     "too long": (b"#" * 1_048_577, ["recipe.yaml", "1,048,577", "1,048,576"]),
     "too large a number": (b"a: " + b"9" * 5000, ["recipe.yaml", "4300"]),
     "no date": (b"a: 2024-13-45", ["recipe.yaml", "month"]),

@@ -112,13 +112,12 @@ def test_two_rows_of_one_label_are_refused(results: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b'{\n  "schema": 2,\n  "kind": oops\n}', "results.json:3"),
+        (b'{\n  "schema": 2,\n  "kind": oops\n}', "results.json.*line 3"),
         (b"[1, 2]", "results.json"),
         (b'{"kind": "evaluation"}', "schema"),
         (b'{"schema": 2, "methods": [], "kind": "diagnosis"}', "'kind'.*'diagnosis'"),
         (b'{"schema": 2, "methods": 3}', "results.json"),
         (b"\xff\xfe\x00", "results.json"),
-        (b'{"schema": 2, "methods": ' + b"[" * 100_000, "results.json.* 100 "),
         (None, "results.json"),
     ],
 )
@@ -128,20 +127,3 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes | None, named: s
         path.write_bytes(content)
     with pytest.raises(ValueError, match=named):
         load_results(path)
-
-
-def test_results_of_the_first_schema_are_upgraded(results: dict[str, Any], tmp_path: Path) -> None:
-    old = {key: results[key] for key in ("machine", "recipe", "prompts", "categories", "greedy_equals_transformers")}
-    lacked = {"by_prompt", "phases_us", "near_ties", "prediction", "energy_source", "self_consistency"}
-    lacked |= {"tokens_per_step_interval"}
-    rows = [{key: value for key, value in row.items() if key not in lacked} for row in results["methods"]]
-    del rows[2]["speedup_over_transformers"]
-    for row in rows:
-        row["by_category"] = {"math": {"prompts": 2, "tokens_per_step": 1.5}}
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(old | {"schema": 1, "methods": rows, "errors": []}))
-    new = load_results(path)
-    assert (new["schema"], new["kind"], new["resumed"]) == (2, "evaluation", 0)
-    assert [row["speedup"] for row in new["methods"]] == [row["speedup"] for row in results["methods"]]
-    assert new["methods"][0]["by_prompt"] == []
-    assert new["methods"][0]["phases_us"] is None

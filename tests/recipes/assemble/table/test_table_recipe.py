@@ -151,7 +151,7 @@ def test_pruning_keeps_the_whole_table_beside_the_pruned_one(
     small = tmp_path / "small"
     pruned_recipe = recipe | {"out": str(small), "prune": {"min_count": 3}}
     with pytest.raises(ValueError, match=f"{small}-whole"):
-        run_train(loaded(pruned_recipe | {"prune": {"min_count": 10**6, "keep_whole": True}}))
+        run_train(loaded(pruned_recipe | {"prune": {"min_count": 10**6}}))
     assert not small.exists()
     capsys.readouterr()
     pruned = BigramTable.load(run_train(loaded(pruned_recipe)))
