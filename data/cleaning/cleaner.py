@@ -1,31 +1,32 @@
-"""From what was written to clean exchanges: each step is a named option, each cut and each drop has its count.
+"""Cleaning of dialogues to whole exchanges; each step is an option of `Cleaning`, and every cut and drop is counted.
 
-The steps, in their order; the first that drops a conversation is the one that it is counted under:
+A conversation is counted under the first of these steps that drops it:
 
-1. roles and contents: roles by a table (`roles`, `unknown_roles`), contents that are text, half emoji replaced;
+1. roles and contents (`roles`, `unknown_roles`): contents must be text; half emoji are replaced;
 2. texts: HTML (`html`), escaped Markdown (`escaped_markdown`);
-3. exchanges: leading assistant turns and trailing user turns are cut, and empty messages with their question or answer;
-   neighbours of one role (`non_alternating`);
-4. what is said: refusals of the service (`drop_blocked`), length (`min_exchanges`, `min_characters`);
+3. exchanges: leading assistant turns, trailing user turns, and exchanges with an empty message are cut; neighbouring
+   messages of one role (`non_alternating`);
+4. contents: error messages of the service (`drop_blocked`), length (`min_exchanges`, `min_characters`);
 5. duplicates of a conversation that was kept (`duplicates`);
 6. language (`languages`);
 7. contamination with evaluation texts (`contamination`, `contamination_words`).
 
-A row of bare text is no dialogue: steps 3 and `min_exchanges` ask for nothing but that it is not empty.
+A row of bare text must only not be empty in step 3, and `min_exchanges` does not apply to it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...checkpoints.storage.messages import did_you_mean, install_hint
 from ..conversations import Conversation, CorpusReport, Dialogue, Turn, encodable, tool_text
-from .contamination import EvaluationTexts
 from .markup import CODE_SPAN, holds_html, html_to_markdown, unescape_markdown
-from .options import Cleaning
 
 ROLES: dict[str, str] = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -34,36 +35,74 @@ ROLES: dict[str, str] = {
 }
 CALL_ROLE = "function_call"
 TOOL_TAGS = {CALL_ROLE: "tool_call"} | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool_response")
-"""An assistant's calls and their results, which are known where tools are wanted: roles, and the tags around their
-texts in the form of Hermes and Qwen."""
-BLOCKED_ANSWERS = (  # what the service said in the model's place
+"""Roles of tool calls and results, with the tags around their texts that Hermes and Qwen use."""
+BLOCKED_ANSWERS = (  # error messages of the service in the place of answers
     "Too many requests in 1 hour. Try again later.",
     "Only one message at a time. Please allow any other responses to complete before sending another message",
     "An error occurred. Either the engine you requested does not exist or there was another issue",
 )
 LANGUAGE_CHARACTERS = 1000
+FIRST_WORDS = 4
+# Chinese, Japanese and Korean write without spaces, or with few: there each character counts as a word.
+_CHARACTERS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_WORD = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
 
-Messages = list[tuple[str | None, str]]  # the role by the table, None where it knows none
+Messages = list[tuple[str | None, str]]
+"""(role, text) pairs; the role is None where the table does not have it."""
+
+
+class Cleaning(BaseModel):
+    """Options of cleaning. By default whole exchanges are kept unchanged."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    non_alternating: Literal["drop", "merge"] = "drop"
+    """Neighbouring messages of one role: "drop" the conversation, or "merge" them with a blank line between."""
+    unknown_roles: Literal["drop", "cut"] = "drop"
+    """Unknown roles: "drop" the conversation, or "cut" the message, the question before it and the answer after it."""
+    roles: dict[str, Literal["user", "assistant", "system"]] = {}
+    """More roles and their meaning."""
+    html: Literal["keep", "markdown", "drop"] = "keep"
+    """HTML outside of code: "keep" it, convert it to "markdown" (needs markdownify), or "drop" the conversation."""
+    escaped_markdown: Literal["keep", "unescape"] = "keep"
+    r"""Backslashes such as `\_` outside of code: "keep" them or "unescape"."""
+    drop_blocked: bool = False
+    """Drop conversations with an answer that begins with one of `BLOCKED_ANSWERS`."""
+    min_exchanges: int = Field(1, ge=1)
+    """Drop conversations of fewer exchanges."""
+    min_characters: int = Field(0, ge=0)
+    """Drop conversations whose answers have fewer characters in all."""
+    duplicates: tuple[Literal["id", "first-exchange"], ...] = ()
+    """Keep the first conversation of each "id", of each "first-exchange" (question and answer), or both."""
+    languages: tuple[str, ...] = ()
+    """Keep only these languages, by ISO 639 code; "und": undetermined, "zxx": no language (needs py3langid)."""
+    contamination: tuple[str, ...] = ()
+    """Names of evaluation sets: drop conversations whose questions share a run of words with a text of them."""
+    contamination_words: int = Field(13, ge=FIRST_WORDS)
+    """Words of such a run; a shorter evaluation text must be contained whole."""
 
 
 def role_of(written: Any, roles: Mapping[str, str] = ROLES) -> str | None:
-    """What a role means by a table, in any case of letters."""
+    """Return the meaning of a role by a table, in any case of letters; None for an unknown one."""
     return roles.get(written, roles.get(written.strip().lower())) if isinstance(written, str) else None
 
 
 class _DroppedError(Exception):
-    """The conversation is not kept; its text is the reason. The cleaner catches it."""
+    """Reason why a conversation is not kept."""
 
 
 class Cleaner:
-    """Dialogues to conversations, counting in `report` what became of each.
+    """Converter of dialogues to conversations, which counts in `report` what became of each.
 
-    Duplicates are found among the rows that one cleaner sees (about 70 bytes a conversation and kind).
-    `evaluation_texts` are the texts of the sets that `cleaning.contamination` names. With `tools` calls and results are
-    turns, as Hermes and Qwen write them. With `questions` a row of questions alone is kept, to be answered.
+    Args:
+        cleaning: Options.
+        report: Receives the counts.
+        evaluation_texts: Texts of the sets that `cleaning.contamination` names.
+        tools: Make tool calls and results turns, as Hermes and Qwen write them.
+        questions: Keep rows that have questions only, to be answered.
 
-    Raises ValueError: a language that py3langid does not know; a package that is not installed; evaluation sets named
-    without texts, or texts without a name.
+    Raises:
+        ValueError: A language is unknown, or a package is not installed.
     """
 
     def __init__(
@@ -83,14 +122,10 @@ class Cleaner:
         self._seen: set[int] = set()
         self._rewrites = cleaning.html != "keep" or cleaning.escaped_markdown != "keep"
         self._language = _language_identifier(cleaning.languages) if cleaning.languages else None
-        texts = list(evaluation_texts)
-        if bool(texts) != bool(cleaning.contamination):
-            named = ", ".join(cleaning.contamination) or "no set"
-            raise ValueError(f"contamination names {named}, and {len(texts)} evaluation texts were given")
-        self._evaluation = EvaluationTexts(texts, cleaning.contamination_words) if texts else None
+        self._evaluation = EvaluationTexts(evaluation_texts, cleaning.contamination_words)
 
     def __call__(self, dialogue: Dialogue) -> Conversation | None:
-        """Alternating whole exchanges, or the one turn of a bare text; None after counting why there are none."""
+        """Return whole alternating exchanges, or the turn of a bare text; None (and a count) if there are none."""
         report, changes = self.report, set[str]()
         report.rows += 1
         report.unused_columns.update(dialogue.unused)
@@ -112,7 +147,7 @@ class Cleaner:
 
     def _turns(self, dialogue: Dialogue, changes: set[str]) -> list[Turn]:
         bare = len(dialogue.messages) == 1 and dialogue.messages[0][0] == "text"
-        # a role that is always known; what it means is not asked
+        # "system" is always known
         messages = self._mapped((("system", dialogue.messages[0][1]),) if bare else dialogue.messages, changes)
         if self._rewrites:
             messages = [(role, self._rewritten(text, changes)) for role, text in messages]
@@ -168,7 +203,7 @@ class Cleaner:
         return text
 
     def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
-        """The messages that make whole exchanges, after a system message with text."""
+        """Yield the messages of whole exchanges, after a system message with text."""
         asked = [text for role, text in messages if role == "user" and not _blank(text)]
         if asked and all(role in ("user", "system") for role, _ in messages):
             if not self._questions:
@@ -210,7 +245,7 @@ class Cleaner:
         return "\n\n".join(texts)
 
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
-        """Drop by what a whole conversation says; remember it if it is kept."""
+        """Drop a conversation by its contents; remember it if it is kept."""
         cleaning = self.cleaning
         if cleaning.drop_blocked or cleaning.min_characters:
             answers = [turn.text for turn in turns if turn.role == "assistant"]
@@ -228,14 +263,14 @@ class Cleaner:
             language = self._language(_sample(turns))
             if language not in cleaning.languages:
                 raise _DroppedError(f"language {language}")
-        if self._evaluation is not None:
+        if cleaning.contamination:
             asked = [turn.text for turn in turns if turn.role == "user"] or [turns[0].text]
             if any(map(self._evaluation.found_in, asked)):
                 raise _DroppedError("contamination")
         self._seen.update(keys.values())
 
     def _count_exchanges(self, dialogue: Dialogue, kept: int, reason: str) -> None:
-        """A question directly before an answer is an exchange; `reason` is why those that are not kept are lost."""
+        """Count exchanges (a question directly before an answer), and those not kept under `reason`."""
         found = _exchanges(role_of(role, self._roles) for role, _ in dialogue.messages)
         assert kept <= found
         self.report.exchanges += found
@@ -249,7 +284,7 @@ def _exchanges(roles: Iterable[str | None]) -> int:
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:
-    """Cut runs of unknown roles, with the question before (its answer came elsewhere) and the answer after."""
+    """Cut runs of unknown roles, with the question before and the answer after."""
     kept: list[tuple[str | None, list[str]]] = []
     after_unknown = False
     for role, texts in runs:
@@ -262,7 +297,7 @@ def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str
 
 
 def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
-    """Of neighbours of one role, those with text: an empty one may be what is too much."""
+    """Remove the empty ones of neighbouring messages of one role."""
     if len(texts) == 1:
         return texts
     kept = [text for text in texts if not _blank(text)] or texts[:1]
@@ -276,7 +311,7 @@ def _blank(text: str) -> bool:
 
 
 def _key(kind: str, identity: str, turns: list[Turn]) -> int:
-    """60 bits, which Python keeps in 32 bytes; of 100 million conversations one in 200 runs meets a false duplicate."""
+    """Return a hash of 60 bits, which takes 32 bytes; false duplicates are unlikely below 10^8 conversations."""
     first = [turn.text for turn in turns if turn.role != "system"][:2]
     parts = [identity] if kind == "id" else first
     text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))
@@ -285,7 +320,7 @@ def _key(kind: str, identity: str, turns: list[Turn]) -> int:
 
 
 def _sample(turns: list[Turn]) -> str:
-    """The first `LANGUAGE_CHARACTERS` characters in words, not code."""
+    """Return the first `LANGUAGE_CHARACTERS` characters outside of code."""
     words = ""
     for turn in turns:
         if turn.role != "system" and len(words) < LANGUAGE_CHARACTERS:
@@ -294,14 +329,54 @@ def _sample(turns: list[Turn]) -> str:
 
 
 def _language_identifier(wanted: Iterable[str]) -> Callable[[str], str]:
-    """A function from a text to its ISO 639 code."""
+    """Return a function from a text to its ISO 639 code."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
-        raise ValueError(f"telling languages apart needs the package py3langid: {install_hint('clean')}") from error
+        raise ValueError(f"identifying languages needs the package py3langid: {install_hint('clean')}") from error
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True, min_confidence=0.5)
     known = [*identifier.labels, "und"]
     for code in wanted:
         if code not in known:
             raise ValueError(f"unknown language {code!r}.{did_you_mean(code, known)} Known: {', '.join(sorted(known))}")
     return lambda text: str(identifier.classify(text)[0])
+
+
+class EvaluationTexts:
+    """Index of evaluation texts by runs of words, regardless of case and punctuation; about 160 bytes a word.
+
+    A text matches by any run of `run_words` of its words, or by all of them if it is shorter. A text of fewer than
+    `FIRST_WORDS` words matches only a text that consists of it.
+    """
+
+    def __init__(self, texts: Iterable[str], run_words: int) -> None:
+        self._whole: set[int] = set()
+        self._starts: set[int] = set()
+        self._runs: dict[int, set[int]] = {}
+        for words in map(_words, texts):
+            if len(words) < FIRST_WORDS:
+                self._whole.add(hash(tuple(words)))
+                continue
+            length = min(run_words, len(words))
+            runs = self._runs.setdefault(length, set())
+            for start in range(len(words) - length + 1):
+                runs.add(hash(tuple(words[start : start + length])))
+                self._starts.add(hash(tuple(words[start : start + FIRST_WORDS])))
+        self._whole.discard(hash(()))
+
+    def found_in(self, text: str) -> bool:
+        """Return whether `text` contains one of the evaluation texts, or a run of one."""
+        words = _words(text)
+        if len(words) < FIRST_WORDS:
+            return hash(tuple(words)) in self._whole
+        starts = map(hash, zip(words, words[1:], words[2:], words[3:], strict=False))
+        return any(
+            hash(tuple(words[i : i + length])) in runs
+            for i, start in enumerate(starts)
+            if start in self._starts
+            for length, runs in self._runs.items()
+        )
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())

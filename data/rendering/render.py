@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..conversations import Conversation, Turn
-from .chat_template import filled, with_tools
 from .encoding import After, PieceEncoder, special_strings
-from .templates import Template
+from .templates import Template, filled, with_tools
 
 _BATCH_CHARACTERS = 1 << 19  # enough for all cores, and little beside a model
 _BATCHES_AHEAD = 3

@@ -1,16 +1,61 @@
-"""Chat templates by name: the constant texts around the messages of a conversation.
+"""Chat templates: the constant texts around the messages of a conversation.
 
-A template is data. `data/rendering/render.py` makes ids of it turn by turn.
+A template is data, of which `render` makes token ids turn by turn. A tokenizer's own chat template is converted by
+rendering marks and splitting the text around them.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ...checkpoints.storage.chat_templates import render_chat
 from ...checkpoints.storage.messages import did_you_mean
-from .chat_template import OWN, Template, own_template
+from ..conversations import Turn, tool_text
+from .encoding import special_strings
 
-__all__ = ["ALPACA_SYSTEM", "CHATML_JINJA", "OWN", "TEMPLATES", "VICUNA_SYSTEM", "Template", "get_template"]
+OWN = "tokenizer"
+"""Name of a tokenizer's own chat template."""
+
+_LEAVE_OUT = "Conversations with tools are left out by `clean: {unknown_roles: drop}` with `columns: {tools: null}`"
+_SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The constant texts around messages; get one by name from `get_template`.
+
+    A conversation reads `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …; with a
+    system text of its own `system[0]`, system text, `system[1]` replace `start`, and where `system` is
+    None that text goes before the first question, with a blank line. A text that ends in a space leaves that space to
+    the tokens of the message behind it. `{bos}` and `{eos}` are the tokenizer's own; a beginning of sequence that the
+    tokenizer adds by itself comes first, unless `writes_bos`. `special_tokens` must be special tokens of the tokenizer.
+    """
+
+    name: str
+    start: str
+    system: tuple[str, str] | None
+    next: str
+    middle: str
+    end: str  # trained on, with the answer
+    after: str = ""
+    strips: tuple[bool, bool] = (False, False)  # questions, answers: white space around them is taken off
+    writes_bos: bool = False
+    special_tokens: tuple[str, ...] = ()
+
+    def messages(self, turns: Sequence[Turn]) -> tuple[str | None, list[str], list[str]]:
+        """System text, questions and answers of turns [system], user, assistant, …, as they are written."""
+        system = turns[0].text if turns and turns[0].role == "system" else None
+        texts = [turn.text for turn in (turns if system is None else turns[1:])]
+        questions, answers = texts[::2], texts[1::2]
+        if self.strips[0]:
+            system, questions = system and system.strip(), [text.strip() for text in questions]
+        if self.strips[1]:
+            answers = [text.strip() for text in answers]
+        return system, questions, answers
+
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -87,3 +132,153 @@ def get_template(name: str, tokenizer: Any = None) -> Template:
         known = [*TEMPLATES, OWN]
         raise ValueError(f"no template {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
     return TEMPLATES[name]
+
+
+def filled(template: Template, tokenizer: Any) -> Template:
+    """The template with the tokenizer's own tokens for {eos} and {bos}. Raises ValueError: it lacks a special token."""
+    known = special_strings(tokenizer)
+    if lacking := [text for text in template.special_tokens if text not in known]:
+        raise ValueError(f"template {template.name} needs special tokens that this tokenizer lacks: {lacking}")
+
+    def fill(text: str) -> str:
+        for name, token in (("{eos}", tokenizer.eos_token), ("{bos}", tokenizer.bos_token)):
+            if name in text and token is None:
+                raise ValueError(f"template {template.name} needs {name}, and this tokenizer has no such token")
+            text = text.replace(name, token or "")
+        return text
+
+    names = ("start", "next", "middle", "end", "after")
+    texts: dict[str, Any] = {name: fill(getattr(template, name)) for name in names}
+    system = None if template.system is None else (fill(template.system[0]), fill(template.system[1]))
+    return replace(template, system=system, **texts)
+
+
+def own_template(tokenizer: Any) -> Template:
+    """The chat template that `tokenizer` brings, for any number of exchanges. Raises ValueError: it has none, or one
+    that cannot be rendered, rewrites earlier turns, writes something before an answer that the prompt lacks, or ends an
+    answer without a special token."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this one has none")
+    if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(tokenizer.chat_template):
+        raise ValueError("template 'tokenizer': the tokenizer's chat template writes today's date; name another")
+    prompts = [_render(tokenizer, turns, prompt=True) for turns in (1, 2, 3)]
+    wholes = [_render(tokenizer, turns, prompt=False) for turns in (1, 2, 3)]
+    for earlier, later in zip([*prompts, *wholes[:2]], [*wholes, *prompts[1:]], strict=True):
+        if not later.startswith(earlier):
+            raise _rewrites(earlier, later)
+    start, middle = _around(prompts[0], _QUESTIONS[0])
+    lead, tail = _around(wholes[0].removeprefix(prompts[0]), _ANSWERS[0])
+    if lead not in ("", " "):
+        raise ValueError(
+            f"template 'tokenizer': the chat template writes {lead!r} before an answer, which its prompt lacks"
+        )
+    end, after = _split_end(tail, tokenizer)
+    following = prompts[1].removeprefix(wholes[0])
+    template = Template(
+        name=OWN,
+        start=start,
+        system=_system(tokenizer),
+        next=_around(following, _QUESTIONS[1])[0],
+        middle=middle + lead,
+        end=end,
+        after=after,
+        strips=_strips(tokenizer),
+        writes_bos=True,
+    )
+    _check(template, tokenizer, [])
+    return template
+
+
+def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
+    """A tokenizer's own template for conversations with these tools (JSON of a list), which it shows before the first
+    question. Raises ValueError: another template; one that shows no tools, or in another way in each exchange, or calls
+    in another form than `<tool_call>`, `<tool_response>`."""
+    given = json.loads(tools)
+    if template.name != OWN:
+        raise ValueError(f"template {template.name} shows no tools; `template: tokenizer` may")
+    start, _ = _around(_render(tokenizer, 1, prompt=True, tools=given), _QUESTIONS[0])
+    if given and start == template.start:
+        raise ValueError(f"template 'tokenizer': the chat template shows no tools. {_LEAVE_OUT}")
+    template = replace(template, start=start, system=_system(tokenizer, given))
+    _check(template, tokenizer, given)
+    call = {"name": "xNAMEx", "arguments": {"x": 1}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": _QUESTIONS[0]}]
+    messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+    messages.append({"role": "tool", "content": _QUESTIONS[1]})
+    answer = tool_text("tool_call", json.dumps(call)) + template.end + template.after
+    asked = template.next + tool_text("tool_response", _QUESTIONS[1]) + template.middle
+    expected = start + _QUESTIONS[0] + template.middle + answer + asked
+    if (found := render_chat(tokenizer, messages, prompt=True, tools=given)) != expected:
+        said = f"{found.removeprefix(start)!r}, expected {expected.removeprefix(start)!r}"
+        raise ValueError(f"template 'tokenizer': the chat template writes calls of tools as {said}. {_LEAVE_OUT}")
+    return template
+
+
+def _check(template: Template, tokenizer: Any, tools: list[Any]) -> None:
+    """Raises ValueError where exchanges do not read as the constant texts have them."""
+    for system in (None, _SYSTEM) if template.system is not None else (None,):
+        rebuilt, whole = _rebuilt(template, system), _render(tokenizer, 3, prompt=False, system=system, tools=tools)
+        if rebuilt != whole:
+            raise _rewrites(rebuilt, whole)
+
+
+def _rebuilt(template: Template, system: str | None) -> str:
+    """Three exchanges as the constant texts have them."""
+    text = template.start if system is None or template.system is None else system.join(template.system)
+    for number in range(3):
+        text += template.next if number else ""
+        text += _QUESTIONS[number] + template.middle + _ANSWERS[number] + template.end + template.after
+    return text
+
+
+def _render(
+    tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None = None, pad: str = "", tools: Any = None
+) -> str:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for number in range(exchanges):
+        messages.append({"role": "user", "content": pad + _QUESTIONS[number] + pad})
+        messages.append({"role": "assistant", "content": pad + _ANSWERS[number] + pad})
+    if prompt:
+        messages.pop()
+    return render_chat(tokenizer, messages, prompt=prompt, tools=tools)
+
+
+def _around(text: str, mark: str) -> tuple[str, str]:
+    before, found, behind = text.partition(mark)
+    if not found or mark in behind:
+        raise ValueError(f"template 'tokenizer': the chat template does not show a message exactly once: {text!r}")
+    return before, behind
+
+
+def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
+    """What closes an answer, up to its first special token, and what follows that."""
+    found = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
+    if not found:
+        raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, no special token")
+    start, _, token = min(found)
+    return tail[: start + len(token)], tail[start + len(token) :]
+
+
+def _system(tokenizer: Any, tools: list[Any] | None = None) -> tuple[str, str] | None:
+    try:
+        text = _render(tokenizer, 1, prompt=True, system=_SYSTEM, tools=tools)
+    except ValueError:
+        return None  # such as Gemma's: "system role not supported"
+    if _SYSTEM not in text:
+        return None
+    before, behind = _around(text, _SYSTEM)
+    return before, _around(behind, _QUESTIONS[0])[0]
+
+
+def _strips(tokenizer: Any) -> tuple[bool, bool]:
+    padded = _render(tokenizer, 1, prompt=False, pad="  ")
+    return f"  {_QUESTIONS[0]}  " not in padded, f"  {_ANSWERS[0]}  " not in padded
+
+
+def _rewrites(earlier: str, later: str) -> ValueError:
+    same = next((i for i, (a, b) in enumerate(zip(earlier, later, strict=False)) if a != b), len(later))
+    window = slice(max(0, same - 20), same + 40)
+    return ValueError(
+        "template 'tokenizer': the chat template rewrites earlier turns, so that what is learned for one is not what "
+        f"stands there in the next: {earlier[window]!r} becomes {later[window]!r}"
+    )

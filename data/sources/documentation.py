@@ -1,5 +1,7 @@
-"""The embedded corpus: questions and answers made from the docstrings of installed packages, which are read, never
-imported. The same versions give the same conversations in the same order."""
+"""Question-and-answer conversations built from the docstrings of installed packages.
+
+Source files are parsed, never imported. The same package versions give the same conversations in the same order.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ import inspect
 import os
 import re
 import sysconfig
+import textwrap
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..conversations import Conversation, Turn, rarely_collected
-from .docstrings import parse_docstring
 
 STANDARD_LIBRARY = "python"
 _SKIPPED_FOLDERS = {
@@ -25,11 +28,8 @@ _SKIPPED_FOLDERS = {
     "turtledemo", "ensurepip", "encodings", "vendor", "_vendor", "vendored", "externals", "benchmarks", "_inductor",
     "_dynamo",
 }  # fmt: skip
-_MIN_FILE_PROSE = 300  # characters between triple quotes below which a file is not worth parsing
-_MIN_FILE_SHARE = 0.1  # of the file: model code that documents little costs most of the parsing
-
-_TRIPLE_QUOTED = re.compile(r'"""(.*?)"""', re.DOTALL)
-_SIGNATURE = re.compile(r"^\s*\w+\(.*\)\s*->.*$", re.MULTILINE)
+_MIN_FILE_PROSE, _MIN_FILE_SHARE = 300, 0.1
+"""Files with fewer characters, or a smaller share, between triple quotes are not parsed."""
 _QUESTIONS = {
     "function": ("What does `{name}` do?", "What is `{name}` for?", "Explain `{name}`.", "Tell me about `{name}`."),
     "class": ("What is `{name}`?", "What is the class `{name}` for?", "Explain `{name}`.", "Describe `{name}`."),
@@ -39,14 +39,51 @@ _QUESTIONS = {
     "notes": ("Is there anything else I should know?", "Are there any notes on it?"),
     "returns": ("What does it return?", "What do I get back?"),
 }
-_MOST_TURNS = 6
+_MAX_TURNS = 6
+_MAX_PROSE, _MIN_PROSE, _MAX_EXAMPLE = 2400, 40, 1400  # characters
+
+_SECTIONS: dict[str, str | None] = {
+    **dict.fromkeys(
+        ("parameters", "args", "arguments", "params", "keyword arguments", "other parameters", "attributes"),
+        "parameters",
+    ),
+    **dict.fromkeys(("returns", "return", "yields"), "returns"),
+    **dict.fromkeys(("example", "examples", "usage"), "example"),
+    **dict.fromkeys(("notes", "note", "tips"), "notes"),
+    **dict.fromkeys((
+        "raises", "warns", "warnings", "see also", "references", "methods", "warning", "shape", "citation",
+        "copyright", "license", "todo", "versionadded", "authors", "author", "references:", "input", "inputs",
+        "output", "outputs", "receives", "signature", "dimensions",
+    )),
+}  # fmt: skip
+"""Section of a docstring by its title; None for titles whose text is left out."""
+_UNDERLINE = re.compile(r"[-=~^*#]{3,}\s*$")
+_GOOGLE_TITLE = re.compile(r"\s{0,4}([A-Z][A-Za-z]+(?: [A-Za-z]+)?)\s*:{1,2}\s*$")
+_NUMPY_PARAMETER = re.compile(r"([*\w][\w*, .]*?)\s*(?::\s*(.*))?$")
+_GOOGLE_PARAMETER = re.compile(r"([*`]{0,3}\w[\w*, `]*?)\s*(?:\((.*?)\))?\s*:\s*(.*)$")
+_DIRECTIVE = re.compile(r"(\s*)\.\.(?:\s|$)")
+_FIELD = re.compile(r"\s*:(?:param|type|returns?|rtype|raises?|arg|keyword|ivar|cvar)\b[^:]*:")
+_MARKUP = (">>>", "...", "|", "+--", "===", "```", "<", "@", "#", "{{", "$")
+_ITEM = re.compile(r"(?:[-*+•]|\d+[.)])\s")
+_STUMP = re.compile(
+    r"(?:[-*+•]|\d+[.)])\s+(?:\S+\s+){0,4}\S*[^.!?)`'\"]"
+)  # what is left of an item without its formula
+_INLINE = (
+    (re.compile(r"\[`~?([^`\]]+)`\](?:\([^)]*\))?"), r"`\1`"),  # links of transformers' documentation
+    (re.compile(r":(?:[a-zA-Z]+:)?[a-zA-Z]+:`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`"), r"`\1`"),  # roles
+    (re.compile(r"`([^`<]+?)\s*<[^`>]+>`_{1,2}|\[([^\]]+)\]\((?:https?://|[./#])[^)]*\)"), r"\1\2"),
+    (re.compile(r" ?\[[\w.]+\]_"), ""),  # citations
+    (re.compile(r"(?<=\S) {2,}"), " "),
+    (re.compile(r"``([^`]+)``"), r"`\1`"),
+    (re.compile(r"\\([*_])"), r"\1"),
+)
 
 
 @dataclass(slots=True)
 class _Package:
     name: str
-    files: list[Path]
     root: Path
+    files: list[Path]
     conversations: int = 0
     bytes: int = 0
 
@@ -59,14 +96,23 @@ def documentation_conversations(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Conversation], list[Conversation], dict[str, Any]]:
-    """Make (train, held-out, report) from the standard library and the given top-level packages.
+    """Build training and held-out conversations from the standard library and top-level packages.
 
-    Each documented public module, class or function gives one conversation of one to three exchanges. A name is held
-    out by a stable hash of what it is called inside its module, and a text is used once. `max_megabytes` (10^6 bytes of
-    UTF-8 text, both sides together) stops at a subset chosen by `seed`, spread evenly over the packages.
-    `progress(done, total)` counts source files.
+    Each documented public module, class or function gives one conversation of one to three exchanges. An object is
+    held out by a hash of its name inside its module. Repeated texts are used once.
 
-    Raises ValueError: a dotted package name.
+    Args:
+        packages: Names of top-level packages; those that are not installed are skipped.
+        heldout_share: Share of the objects that are held out.
+        max_megabytes: Stop after this much text (10^6 bytes of UTF-8), spread evenly over the packages.
+        seed: Seed of the order of the files.
+        progress: Called with the number of source files read and of all source files.
+
+    Returns:
+        The training conversations, the held-out conversations and a report for JSON.
+
+    Raises:
+        ValueError: A package name is dotted.
     """
     found, skipped = _find_packages(packages, seed)
     train: list[Conversation] = []
@@ -83,8 +129,7 @@ def documentation_conversations(
                 duplicates += 1
                 continue
             seen.add(digest)
-            is_heldout = _unit(f"heldout {key}") < heldout_share
-            (heldout if is_heldout else train).append(conversation)
+            (heldout if _unit(f"heldout {key}") < heldout_share else train).append(conversation)
             package.bytes += sum(len(turn.text.encode()) for turn in conversation.turns)
             package.conversations += 1
         done += 1
@@ -103,7 +148,7 @@ def documentation_conversations(
 
 
 def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple[_Package, Path]]:
-    """Every file of every package; under a budget in bytes, always of the package that has given least so far."""
+    """Yield the files of all packages; under a budget in bytes, the next file of the package with the least text."""
     waiting = {package.name: iter(package.files) for package in packages}
     while waiting and (budget is None or sum(package.bytes for package in packages) < budget):
         package = min((p for p in packages if p.name in waiting), key=lambda p: p.bytes if budget is not None else 0)
@@ -115,68 +160,56 @@ def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple
 
 
 def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], list[str]]:
-    """The standard library first, then the named packages in the given order; and the names that are not there."""
-    found = [_package(STANDARD_LIBRARY, Path(sysconfig.get_path("stdlib")), seed)]
+    """Return the standard library and the installed packages, and the names that are not installed."""
+    roots = {STANDARD_LIBRARY: Path(sysconfig.get_path("stdlib"))}
     skipped: list[str] = []
     for name in dict.fromkeys(names):
-        if name == STANDARD_LIBRARY:
-            continue
         if not name.isidentifier():  # finding a dotted name would import its parent
-            raise ValueError(f"{name!r} is no top-level package name")
-        spec = importlib.util.find_spec(name)
-        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(f"{name!r} is not the name of a top-level package")
+        spec = importlib.util.find_spec(name) if name != STANDARD_LIBRARY else None
+        if spec is not None and spec.submodule_search_locations:
+            roots[name] = Path(next(iter(spec.submodule_search_locations)))
+        elif name != STANDARD_LIBRARY:
             skipped.append(name)
-            continue
-        found.append(_package(name, Path(next(iter(spec.submodule_search_locations))), seed))
-    return found, skipped
+    return [_Package(name, root, _source_files(root, seed)) for name, root in roots.items()], skipped
 
 
-def _package(name: str, root: Path, seed: int) -> _Package:
+def _source_files(root: Path, seed: int) -> list[Path]:
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [sub for sub in folders if sub.isidentifier() and sub not in _SKIPPED_FOLDERS]
-        # transformers' modular_*.py are the sources that its modeling_*.py are generated from
+        # transformers generates its modeling_*.py from modular_*.py
         files += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith(("modular_", "test_"))]
-    files.sort(key=lambda path: _digest(f"{seed} {path.relative_to(root).as_posix()}"))
-    return _Package(name, files, root)
+    return sorted(files, key=lambda path: _digest(f"{seed} {path.relative_to(root).as_posix()}"))
 
 
 def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Conversation]]:
-    """(name inside the module, conversation) of what one source file documents."""
+    """Yield (name inside the module, conversation) for each documented object of a source file."""
     try:
         source = path.read_text(encoding="utf-8")
-        prose = sum(len(text) for text in _TRIPLE_QUOTED.findall(source))
+        prose = sum(len(text) for text in re.findall(r'"""(.*?)"""', source, re.DOTALL))
         if prose < _MIN_FILE_PROSE or prose < _MIN_FILE_SHARE * len(source):
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escape sequences
+            warnings.simplefilter("ignore")  # invalid escape sequences in the source
             tree = ast.parse(source)
     except (UnicodeDecodeError, SyntaxError):
         return
-    module = _module_name(package, path)
+    # the public path: scipy/linalg/_basic.py documents scipy.linalg
+    parts = [part for part in path.relative_to(package.root).with_suffix("").parts if not part.startswith("_")]
+    module = ".".join(parts if package.name == STANDARD_LIBRARY else [package.name, *parts])
     is_private = path.stem.startswith("_") and path.stem != "__init__"
     for local, kind, text in _documented(tree):
-        if kind == "module" and is_private:  # it is named after its package, but speaks of itself
-            continue
         name = f"{module}.{local}" if local and module else local or module
-        if not name or "{" in text[:200]:  # a template to be filled in at import
+        # a private file describes itself, not the package it is named after; "{" marks a template filled in at import
+        if not name or "{" in text[:200] or (kind == "module" and is_private):
             continue
-        parsed = parse_docstring(inspect.cleandoc(text))
-        if parsed is not None:
-            yield local or module, _conversation(name, {kind: parsed[0]} | parsed[1])
-
-
-def _module_name(package: _Package, path: Path) -> str:
-    """The public path of a file: `scipy/linalg/_basic.py` documents `scipy.linalg`."""
-    parts = list(path.relative_to(package.root).with_suffix("").parts)
-    if parts[-1] in ("__init__", "__main__"):
-        parts.pop()
-    parts = [part for part in parts if not part.startswith("_")]
-    return ".".join(parts if package.name == STANDARD_LIBRARY else [package.name, *parts])
+        if (answers := _parse_docstring(inspect.cleandoc(text), kind)) is not None:
+            yield local or module, _conversation(name, answers)
 
 
 def _documented(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """(name inside the module, kind, docstring) of the module, its public classes, functions and methods."""
+    """Yield (name, kind, docstring) of the module, its public classes, functions and methods."""
     if text := ast.get_docstring(tree, clean=False):
         yield "", "module", text
     for node in tree.body:
@@ -184,18 +217,16 @@ def _documented(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
             yield added[0], "function", added[1]
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
             continue
-        is_class = isinstance(node, ast.ClassDef)
         if text := ast.get_docstring(node, clean=False):
-            yield node.name, "class" if is_class else "function", text
-        for child in node.body if is_class else ():
-            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or child.name.startswith("_"):
-                continue
-            if text := ast.get_docstring(child, clean=False):
+            yield node.name, "class" if isinstance(node, ast.ClassDef) else "function", text
+        for child in node.body if isinstance(node, ast.ClassDef) else ():
+            is_method = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_")
+            if is_method and (text := ast.get_docstring(child, clean=False)):
                 yield f"{node.name}.{child.name}", "function", text
 
 
 def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
-    """Name and text of `add_docstr(torch.abs, "…")` and `add_newdoc("numpy", "abs", "…")`: documentation of C code."""
+    """Return name and text of `add_docstr(torch.abs, "…")` or `add_newdoc("numpy", "abs", "…")`."""
     if not isinstance(call, ast.Call) or len(call.args) < 2:
         return None
     called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
@@ -203,16 +234,16 @@ def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
     if called == "add_newdoc" and len(texts) == 3:
         return texts[1], texts[2]
     if called in ("add_docstr", "_add_docstr") and len(texts) == 1 and isinstance(call.args[0], ast.Attribute):
-        return call.args[0].attr, _SIGNATURE.sub("", texts[0], count=1)
+        return call.args[0].attr, re.sub(r"^\s*\w+\(.*\)\s*->.*$", "", texts[0], count=1, flags=re.MULTILINE)
     return None
 
 
 def _strings(argument: ast.expr) -> list[str]:
-    """The string an argument is: itself, the template under `.format(…)` or `%`, or the last of a (name, text) pair."""
+    """Return the string of an argument: a constant, the template of `.format(…)` or `%`, or the last of a pair."""
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return [argument.value]
     if isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute) and argument.func.attr == "format":
-        # a line that is one placeholder stands for a shared parameter; what braces remain are literal
+        # a line with a placeholder only stands for a shared parameter; the other braces are literal
         return [
             re.sub(r"^\s*\{\w+\}\s*$", "", text, flags=re.MULTILINE).replace("{{", "{").replace("}}", "}")
             for text in _strings(argument.func.value)
@@ -223,14 +254,172 @@ def _strings(argument: ast.expr) -> list[str]:
 
 
 def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
-    """Of answers by what is asked (see `_QUESTIONS`)."""
+    """Return the conversation that asks for each answer with one of the phrasings in `_QUESTIONS`."""
     turns: list[Turn] = []
     for asked, answer in answers.items():
-        if answer and len(turns) < _MOST_TURNS:
+        if answer and len(turns) < _MAX_TURNS:
             phrasings = _QUESTIONS[asked]
             question = phrasings[int(_unit(f"phrase {name} {phrasings[0]}") * len(phrasings))]
             turns += [Turn("user", question.format(name=name)), Turn("assistant", answer)]
     return Conversation(name, tuple(turns))
+
+
+def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
+    """Return description (under `kind`), parameters, example, notes and return value of a clean docstring.
+
+    The docstring may be in numpydoc style, Google style or plain prose. None where it holds too little prose.
+    """
+    lines = text.split("\n")
+    is_numpy = any(map(_UNDERLINE.match, lines))
+    sections = _split_sections(text.expandtabs().split("\n"), is_numpy)
+    description = _prose(sections["description"])
+    merged_parameter = re.match(r"`?\w+`? \(.{1,200}?\): ", description)  # of a decorator that completes the docstring
+    if not _is_prose(description) or merged_parameter:
+        return None
+    notes, returns = _prose(_dedent(sections["notes"])), _dedent(sections["returns"])
+    return {
+        kind: description,
+        "parameters": _parameters(_dedent(sections["parameters"])),
+        "example": _example(_dedent(sections["example"])),
+        "notes": notes if _is_prose(notes) else "",
+        "returns": _parameters(returns) if is_numpy else _prose(returns, _MAX_PROSE // 2),
+    }
+
+
+def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
+    """Return the lines of the description and of each known section."""
+    sections = defaultdict[str, list[str]](list)
+    kind: str | None = "description"
+    numbered = enumerate(lines)
+    for number, line in numbered:
+        following = "".join(lines[number + 1 : number + 2])
+        underlined = line.strip() and not line.startswith(" ") and _UNDERLINE.match(following)
+        google = _GOOGLE_TITLE.match(line)
+        title = line.strip().lower().rstrip(":") if underlined else google[1].lower() if google else ""
+        if underlined or title in _SECTIONS:
+            kind = _SECTIONS.get(title, "description")
+            if underlined:
+                next(numbered)
+            continue
+        after_blank = line[:1].strip() and number and not lines[number - 1].strip()
+        if kind not in (None, "description") and after_blank and not is_numpy and not line.startswith(">>>"):
+            kind = "description" if sections.keys() <= {"description"} else None  # prose ends an indented section
+        if kind is not None:
+            sections[kind].append(line)
+    return sections
+
+
+def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
+    """Join the lines of each paragraph; leave out directives, tables, doctests and field lists."""
+    paragraphs: list[str] = []
+    for joined in filter(None, map(_paragraph, _blocks(lines))):
+        if sum(map(len, paragraphs)) + len(joined) > limit:
+            if not paragraphs:  # cut between sentences, else between words
+                cut = joined[:limit]
+                end = max(cut.rfind(". "), cut.rfind(".\n"))
+                paragraphs.append(cut[: end + 1] if end > limit // 3 else cut.rsplit(" ", 1)[0])
+            break
+        paragraphs.append(joined)
+    while paragraphs and paragraphs[-1].endswith(":"):  # it introduced something that was left out
+        paragraphs.pop()
+    return "\n\n".join(paragraphs)
+
+
+def _blocks(lines: list[str]) -> list[list[str]]:
+    """Split lines at blank ones; drop each `.. directive` with what is indented below it."""
+    blocks: list[list[str]] = [[]]
+    directive_indent: int | None = None
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if directive_indent is not None and (not line.strip() or indent > directive_indent):
+            continue
+        match = _DIRECTIVE.match(line)
+        directive_indent = len(match.group(1)) if match else None
+        if match or not line.strip() or _UNDERLINE.match(line):
+            blocks.append([])
+        else:
+            blocks[-1].append(line)
+    return [block for block in blocks if block]
+
+
+def _paragraph(block: list[str]) -> str:
+    """Join a block to a paragraph, or to a list with an item a line; "" for markup."""
+    first, is_list = block[0].lstrip(), bool(_ITEM.match(block[0].lstrip()))
+    is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
+    is_literal = not is_list and block[0].startswith("    ")
+    if is_markup or is_literal or (len(block) == 1 and "https://" in first):
+        return ""
+    lines: list[str] = []
+    for stripped in map(str.strip, block):
+        if lines and not (is_list and _ITEM.match(stripped)):
+            lines[-1] += " " + stripped
+        else:
+            lines.append(stripped)
+    joined = _plain("\n".join(lines))
+    return "" if _STUMP.fullmatch(joined) else re.sub(r"::$", ":", joined)
+
+
+def _parameters(lines: list[str]) -> str:
+    """Return a line for each parameter: "- `name` (type): description"."""
+    entries: list[tuple[str, str, list[str]]] = []
+    for line in lines:
+        if line[:1].strip():
+            google, numpy = _GOOGLE_PARAMETER.match(line), _NUMPY_PARAMETER.match(line)
+            if google and (google.group(2) is not None or not numpy or len(google.group(3)) > 40):
+                entries.append((google.group(1), google.group(2) or "", [google.group(3)]))
+            elif numpy:
+                entries.append((numpy.group(1), numpy.group(2) or "", []))
+        elif entries:
+            entries[-1][2].append(line)
+    shown: list[str] = []
+    for name, kind, body in entries:
+        description = _prose(_dedent(body), 600).replace("\n\n", " ").replace("\n", " ")
+        kind = _plain(kind).replace("`", "").strip(" ,")
+        if description:
+            shown.append(f"- `{name.strip('`* ')}`" + (f" ({kind})" if kind else "") + f": {description}")
+        if sum(map(len, shown)) > _MAX_PROSE:
+            shown.pop()
+            break
+    return "\n".join(shown)
+
+
+def _example(lines: list[str]) -> str:
+    """Return the first doctest of a section, in whole steps."""
+    example: list[str] = []
+    size = 0
+    for line in lines:
+        stripped = line.strip()
+        if (not example and not stripped.startswith(">>>")) or "xdoctest:" in stripped:
+            continue
+        is_prose = stripped and not stripped.startswith((">>>", "...")) and not example[-1].strip()
+        if (not stripped and size > _MAX_EXAMPLE // 2) or (is_prose and size + len(line) <= _MAX_EXAMPLE):
+            break
+        if size + len(line) > _MAX_EXAMPLE:
+            while example and not example[-1].lstrip().startswith(">>>"):
+                example.pop()
+            example = example[:-1]
+            break
+        example.append(line.rstrip().replace("# doctest: +SKIP", "").rstrip())
+        size += len(line)
+    text = "\n".join(_dedent(example)).strip()
+    return text if len(text) >= _MIN_PROSE else ""
+
+
+def _plain(text: str) -> str:
+    """Remove roles, links, citations and doubled backquotes."""
+    for pattern, replacement in _INLINE:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _dedent(lines: list[str]) -> list[str]:
+    return textwrap.dedent("\n".join(lines)).split("\n")
+
+
+def _is_prose(text: str) -> bool:
+    """Return whether a text is long enough and mostly letters and spaces."""
+    others = len(re.sub(r"[^\W\d_]+|[ \n]+", "", text))
+    return len(text) >= _MIN_PROSE and others < 0.22 * len(text) and len(text.split()) >= 6
 
 
 def _digest(text: str) -> bytes:
@@ -238,5 +427,5 @@ def _digest(text: str) -> bytes:
 
 
 def _unit(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone, on every machine and in every process."""
+    """Return a number in [0, 1) that depends on the text only."""
     return int.from_bytes(_digest(text), "big") / 2**64

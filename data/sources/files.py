@@ -1,11 +1,10 @@
-"""Rows of local files, as a stream of constant memory, each with the location it came from for error messages."""
+"""Rows of local files, streamed in constant memory."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
 import io
-import itertools
 import json
 import re
 import zlib
@@ -14,31 +13,41 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...checkpoints.storage.messages import first_line, install_hint
-from .json_stream import MAX_VALUE, JsonValues, TooLargeError
+from ..conversations import encodable
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt")
-PACKED = (".gz", ".zst")
-EXPECTED = f"{', '.join(SUFFIXES)} (those of JSON and text also with {' or '.join(PACKED)})"
-# what `datasets` writes beside its rows
+_TABLES = (".parquet", ".arrow")
+_PACKED = (".gz", ".zst")
+_EXPECTED = f"{', '.join(SUFFIXES)} (JSON and text also with {' or '.join(_PACKED)})"
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that `datasets` writes next to the rows."""
 _BATCH_ROWS = 256
-_BATCH_BYTES = 1 << 28
-_MOST_UNPACKED = 200
-"""Bytes of a parquet file's column to one of the file, where they are more than `MAX_VALUE`; texts have some ten."""
-_DAMAGED = "file cut short or damaged"
+CHUNK = 1 << 16
+_LONGEST_LITERAL = 16  # characters: -Infinity, and pairs of \\uXXXX
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
 
 Columns = Callable[[Sequence[str]], Sequence[str]]
+Shard = tuple[int, int]
+"""(index, count): the rows with `number % count == index`."""
+WHOLE: Shard = (0, 1)
 UNREAD: Any = ...
-"""In the place of a value in a column that was not read."""
+"""Value of a column that was not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: `value` is whatever stood there, `location` is "file, row 3" for errors, `name` a default id; `number`
-    counts the rows of the whole source from 0."""
+    """A row of a source.
+
+    Attributes:
+        value: Parsed value of the row.
+        location: "file, row 3", for error messages.
+        name: Default id.
+        number: Number of the row in the whole source, from 0.
+    """
 
     value: Any
     location: str
@@ -46,27 +55,8 @@ class Row:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The rows with `number % count == index`: shards neither overlap nor leave a row out."""
-
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"shard is {self.index} of {self.count}, expected 0 to count - 1 of a count of at least 1")
-
-    def rows(self, first: int, end: int) -> range:
-        """Its numbers of `first` … `end - 1`."""
-        return range(first + (self.index - first) % self.count, end, self.count)
-
-
-WHOLE = Shard()
-
-
 class _BrokenError(Exception):
-    """A row, or what is left of a file, that cannot be read; `reason` is what it is counted under."""
+    """A row, or the rest of a file, that cannot be read; `reason` is the name it is counted under."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -74,21 +64,21 @@ class _BrokenError(Exception):
 
 
 class _Cursor:
-    """The number of the next row, over all files."""
+    """Counter of rows over all files, which selects those of a shard."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.next = 0
 
     def claim(self, count: int = 1) -> range:
-        """Take the next `count` numbers; those of them that are of the shard."""
-        wanted = self.shard.rows(self.next, self.next + count)
+        """Advance by `count` rows; return the numbers of those in the shard."""
+        first, (index, shards) = self.next, self.shard
         self.next += count
-        return wanted
+        return range(first + (index - first) % shards, self.next, shards)
 
 
-Found = tuple[int, int, Any]
-"""The row in its file, from 1; its number; its value, or why there is none (`_BrokenError`)."""
+_Found = tuple[int, int, Any]
+"""Row in its file, from 1; its number; its value, or the `_BrokenError`."""
 
 
 def local_rows(
@@ -100,41 +90,46 @@ def local_rows(
     skip_broken: bool = False,
     skipped: Counter[str] | None = None,
 ) -> Iterator[Row]:
-    """The rows of a file, or of all files of a folder (see `data_files`), that are of the shard.
+    """Yield the rows of a file, or of the data files of a folder.
 
-    `columns` chooses among the column names of a parquet or arrow file. With `skip_broken` what cannot be read is
-    counted in `skipped` by reason, else it is an error.
+    Args:
+        path: File or folder.
+        shard: Part of the rows to yield.
+        split: Part of the files to read, see `data_files`.
+        columns: Selects among the column names of a Parquet or Arrow file.
+        skip_broken: Count rows that cannot be read in `skipped`, by reason, instead of raising.
+        skipped: Receives these counts.
 
-    Raises ValueError: nothing to read at `path`; when it is reached, what cannot be read, unless broken rows are
-    skipped.
+    Raises:
+        ValueError: There is nothing to read, or a row cannot be read and broken rows are not skipped.
     """
     cursor = _Cursor(shard)
     for file in data_files(path, split):
-        stem = (file.with_suffix("") if file.suffix.lower() in PACKED else file).stem
+        stem = (file.with_suffix("") if file.suffix.lower() in _PACKED else file).stem
         for row, number, value in _file_rows(file, cursor, columns):
             if not isinstance(value, _BrokenError):
                 yield Row(value, f"{file}, row {row}", f"{stem}-{number + 1}", number)
             elif not skip_broken:
                 raise ValueError(str(value))
-            elif skipped is not None and number % shard.count == shard.index:
+            elif skipped is not None and number % shard[1] == shard[0]:
                 skipped[value.reason] += 1  # every shard sees the end of a broken file, one of them counts it
 
 
 def data_files(path: Path, split: str | None) -> list[Path]:
-    """The files that are read of a path, in sorted order: a folder's text files where it has no other, its sub-folders
-    where it has no file. `split` picks those named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`),
-    where there are any."""
+    """Return the sorted data files of a path.
+
+    The text files of a folder are read if it has no others, its sub-folders if it has no files. `split` selects the
+    files named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`), if there are any.
+    """
     if not path.is_dir():
         if _suffix(path) is None:
-            raise ValueError(f"{path}: expected a file ending in {EXPECTED}, found {path.suffix or 'no suffix'}")
+            raise ValueError(f"{path}: expected a file ending in {_EXPECTED}, found {path.suffix or 'no suffix'}")
         return [path]
-    readable = [file for file in sorted(path.iterdir()) if _is_data(file)]
-    if not readable:
-        readable = [file for file in sorted(path.rglob("*")) if _is_data(file)]
+    readable = list(filter(_is_data, sorted(path.iterdir()))) or list(filter(_is_data, sorted(path.rglob("*"))))
     files = [file for file in readable if _suffix(file) != ".txt"] or readable
     if not files:
         found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "an empty folder"
-        raise ValueError(f"{path}: nothing to read, expected files ending in {EXPECTED}; found {found}")
+        raise ValueError(f"{path}: nothing to read, expected files ending in {_EXPECTED}; found {found}")
     if split is None:
         return files
     named = re.compile(rf"{re.escape(split)}($|[-.])")
@@ -142,39 +137,38 @@ def data_files(path: Path, split: str | None) -> list[Path]:
 
 
 def _is_data(path: Path) -> bool:
-    hidden = path.name.startswith(".") or path.name in _DESCRIPTIONS
-    return not hidden and path.is_file() and _suffix(path) is not None
+    is_hidden = path.name.startswith(".") or path.name in _DESCRIPTIONS
+    return not is_hidden and path.is_file() and _suffix(path) is not None
 
 
 def _suffix(path: Path) -> str | None:
-    """The suffix that says the format, without what it is packed with; None where the format is none of ours."""
-    packed = path.suffix.lower() in PACKED
-    suffix = (path.with_suffix("") if packed else path).suffix.lower()
-    return suffix if suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow")) else None
+    """Return the suffix that names the format, without that of a compression; None for unknown formats."""
+    is_packed = path.suffix.lower() in _PACKED
+    suffix = (path.with_suffix("") if is_packed else path).suffix.lower()
+    return suffix if suffix in SUFFIXES and not (is_packed and suffix in _TABLES) else None
 
 
-def _file_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
+def _file_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[_Found]:
     first, suffix = cursor.next, _suffix(path)
     try:
-        if suffix in (".parquet", ".arrow"):
-            yield from (_parquet_rows if suffix == ".parquet" else _arrow_rows)(path, cursor, columns)
+        if suffix in _TABLES:
+            yield from _table_rows(path, cursor, columns)
         else:
-            yield from {".json": _json_rows, ".txt": _text_rows}.get(str(suffix), _jsonl_rows)(path, cursor)
+            with _open(path) as stream:
+                yield from {".json": _json_rows, ".txt": _text_rows}.get(str(suffix), _jsonl_rows)(path, stream, cursor)
         return
     except _BrokenError as error:
         broken = error
     except (EOFError, OSError, zlib.error) as error:
-        rows = cursor.next - first
-        message = f"{path}, after row {rows}: expected more, but the file is cut short or damaged: {error}"
-        broken = _BrokenError(_DAMAGED, message)
-    number = cursor.next
+        message = f"{path}, after row {cursor.next - first}: the file is cut short or damaged: {first_line(error)}"
+        broken = _BrokenError("file cut short or damaged", message)
+    yield 0, cursor.next, broken
     cursor.claim()
-    yield 0, number, broken
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, unpacked, without the mark that UTF-8 may begin with."""
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open the uncompressed bytes of a file, without a byte order mark."""
     stream: Any
     if path.suffix.lower() == ".gz":
         stream = gzip.GzipFile(path, "rb")
@@ -192,147 +186,149 @@ def _open(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def _broken(location: str, error: ValueError | RecursionError, expected: str) -> _BrokenError:
-    """What is wrong with a text that did not parse."""
+    """Return the error for a text that could not be parsed."""
     if isinstance(error, UnicodeDecodeError):
-        reason, what = "not UTF-8 text", f": {error.reason} at byte {error.start}"
-    elif isinstance(error, RecursionError):
-        reason, what = "not valid JSON", ": nested too deeply"
+        reason, cause = "not UTF-8 text", f"{error.reason} at byte {error.start}"
     else:
-        reason, what = "not valid JSON", f": {getattr(error, 'msg', error)}"
-    return _BrokenError(reason, f"{location}: {reason}{what}; expected {expected}")
+        reason = "not valid JSON"
+        cause = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
+    return _BrokenError(reason, f"{location}: {reason}: {cause}; expected {expected}")
 
 
-def _too_large(location: str) -> _BrokenError:
-    return _BrokenError("too large", f"{location}: a row of more than {MAX_VALUE:,} bytes, the most that is read")
-
-
-def _jsonl_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
-    with _open(path) as stream:
-        for row in itertools.count(1):
-            line = stream.readline(MAX_VALUE + 1)
-            if not line:
-                return
-            is_whole = len(line) <= MAX_VALUE
-            while not is_whole and line and not line.endswith(b"\n"):
-                line = stream.readline(MAX_VALUE)
-            number = cursor.next
-            if (is_whole and line.isspace()) or not cursor.claim():
-                continue
-            try:
-                value = json.loads(line.decode("utf-8")) if is_whole else _too_large(f"{path}, row {row}")
-            except (ValueError, RecursionError) as error:
-                value = _broken(f"{path}, row {row}", error, "one JSON object a line")
-            yield row, number, value
-
-
-def _text_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
-    """One file is one document."""
-    number = cursor.next
-    if not cursor.claim():
-        return
-    with _open(path) as stream:
-        text = stream.read(MAX_VALUE + 1)
+def _jsonl_rows(path: Path, stream: BinaryIO, cursor: _Cursor) -> Iterator[_Found]:
+    for row, line in enumerate(stream, start=1):
+        number = cursor.next
+        if line.isspace() or not cursor.claim():
+            continue
         try:
-            yield 1, number, {"text": text.decode("utf-8")} if len(text) <= MAX_VALUE else _too_large(str(path))
+            value = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            value = _broken(f"{path}, row {row}", error, "one JSON object a line")
+        yield row, number, value
+
+
+def _text_rows(path: Path, stream: BinaryIO, cursor: _Cursor) -> Iterator[_Found]:
+    """Yield the file as one row."""
+    number = cursor.next
+    if cursor.claim():
+        try:
+            yield 1, number, {"text": stream.read().decode("utf-8")}
         except UnicodeDecodeError as error:
             yield 1, number, _broken(f"{path}, row 1", error, "UTF-8")
 
 
-def _json_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
+def _json_rows(path: Path, stream: BinaryIO, cursor: _Cursor) -> Iterator[_Found]:
     row = 0
-    with _open(path) as stream:
-        values = JsonValues(stream)
+    try:
+        for row, value in enumerate(_json_values(stream), start=1):
+            number = cursor.next
+            if cursor.claim():
+                broken = isinstance(value, UnicodeDecodeError)
+                yield row, number, _broken(f"{path}, row {row}", value, "UTF-8") if broken else value
+    except (ValueError, RecursionError) as error:
+        raise _broken(f"{path}, after row {row}", error, "one list of rows") from error
+
+
+def _json_values(stream: BinaryIO) -> Iterator[Any]:
+    """Yield the values of a list, or values one after the other, in the memory of the largest.
+
+    `json` cannot read a list in parts, and `datasets` loads a file with one list whole. Values that are not UTF-8 are
+    yielded as their UnicodeDecodeError.
+    """
+    # a byte that is not UTF-8 becomes a lone surrogate, which no JSON text can contain
+    reader = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
+    text, at = "", 0
+
+    def read_on() -> bool:
+        """Read at least as much as is waiting, so that a long value is tried a few times only; False at the end."""
+        nonlocal text, at
+        more = reader.read(max(CHUNK, len(text) - at))
+        text, at = text[at:] + more, 0
+        return bool(more)
+
+    def peek() -> str:
+        """Return the next character that is not white space; "" at the end."""
+        nonlocal at
+        while True:
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+            if at < len(text) or not read_on():
+                return text[at : at + 1]
+
+    is_list = peek() == "["
+    at += is_list
+    done = is_list and peek() == "]"
+    while not done:
+        peek()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(text, at)
+            except json.JSONDecodeError as error:
+                # the error of a value that goes on is at its end
+                is_cut = error.pos > len(text) - _LONGEST_LITERAL or error.msg.startswith("Unterminated")
+                if not is_cut or not read_on():
+                    raise
+                continue
+            size = end - at
+            if end < len(text) or not read_on():  # a number may go on
+                break
+        written, at = text[at : at + size], at + size
         try:
-            for row, (value, is_utf8) in enumerate(values, start=1):
-                number = cursor.next
-                if cursor.claim():
-                    broken = _BrokenError("not UTF-8 text", f"{path}, row {row}: not UTF-8 text")
-                    yield row, number, value if is_utf8 else broken
-        except TooLargeError as error:
-            raise _too_large(f"{path}, after row {row}, line {values.line}") from error
-        except (ValueError, RecursionError) as error:
-            raise _broken(f"{path}, after row {row}, line {values.line}", error, "one list of rows") from error
+            if encodable(written) is not written:
+                written.encode("utf-8", "surrogateescape").decode("utf-8")
+            yield value
+        except UnicodeDecodeError as error:
+            yield error
+        mark = peek()
+        done = mark == ("]" if is_list else "")
+        if is_list and mark not in ("]", ","):
+            raise ValueError(f"expected another row or the end of the list, found {mark or 'the end of the file'}")
+        at += is_list and not done
+    at += is_list
+    if peek():
+        raise ValueError(f"expected nothing after the list, found {peek()}")
 
 
 def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        kind = path.suffix.lower().removeprefix(".")
-        raise ValueError(f"{path}: reading {kind} needs pyarrow: {install_hint('train')}") from error
+        raise ValueError(f"{path}: reading {path.suffix.lower()} needs pyarrow: {install_hint('train')}") from error
     return pyarrow
 
 
-@contextmanager
-def _arrow_errors(arrow: Any, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (arrow.ArrowException, OSError) as error:
-        expected = f"a file in the {path.suffix.lower().removeprefix('.')} format"
-        raise _BrokenError(_DAMAGED, f"{path}: expected {expected}, but: {first_line(error)}") from error
-
-
-def chosen(columns: Columns, present: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The columns to read, and for the others what a row has in their place."""
+def split_columns(columns: Columns, present: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the columns to read, and the values of a row in the others."""
     names = list(columns(present))
     return names, {name: UNREAD for name in present if name not in names}
 
 
-def _parquet_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
+def _table_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[_Found]:
+    """Yield the rows of a Parquet file or of an Arrow file with a footer or, as `datasets` writes it, without."""
     arrow = _pyarrow(path)
+    import pyarrow.ipc as ipc
     import pyarrow.parquet as parquet
 
     row = 0
-    with _arrow_errors(arrow, path), parquet.ParquetFile(path) as file:
-        names, unread = chosen(columns, file.schema_arrow.names)
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if cursor.shard.rows(cursor.next, cursor.next + rows):
-                size = _BATCH_BYTES // max(1, _unpacked(path, file.metadata.row_group(group), names))
-                size = max(1, min(size, _BATCH_ROWS))  # what stands there once may be the value of each row
-                for batch in file.iter_batches(size, row_groups=[group], columns=names):
-                    yield from _batch_rows(arrow, row, batch, cursor, unread)
-                    row += batch.num_rows
+    try:
+        with arrow.memory_map(str(path)) as mapped:
+            if path.suffix.lower() == ".parquet":
+                file = parquet.ParquetFile(mapped)
+                names, unread = split_columns(columns, file.schema_arrow.names)
+                batches = file.iter_batches(_BATCH_ROWS, columns=names)
             else:
-                cursor.claim(rows)
-                row += rows
-
-
-def _unpacked(path: Path, group: Any, names: Sequence[str]) -> int:
-    """Bytes of columns of a row group. Raises _BrokenError for one that could have been made to fill the memory."""
-    columns = [group.column(index) for index in range(group.num_columns)]
-    columns = [column for column in columns if column.path_in_schema.partition(".")[0] in names]
-    for column in columns:
-        size, packed = column.total_uncompressed_size, column.total_compressed_size
-        if size > max(MAX_VALUE, _MOST_UNPACKED * packed):
-            what = f"{path}: {packed:,} bytes of its column {column.path_in_schema} unpack to {size:,}"
-            raise _BrokenError("too large", f"{what}, expected at most {_MOST_UNPACKED} times as many")
-    return sum(column.total_uncompressed_size for column in columns)
-
-
-def _arrow_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
-    """Record batches, as a file with a footer or, as `datasets` writes them, as a stream."""
-    arrow = _pyarrow(path)
-    import pyarrow.ipc as ipc
-
-    row = 0
-    with _arrow_errors(arrow, path), arrow.memory_map(str(path)) as mapped:
-        is_file = mapped.read(6) == b"ARROW1"
-        mapped.seek(0)
-        reader = ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
-        names, unread = chosen(columns, reader.schema.names)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        for whole in batches:
-            for at in range(0, whole.num_rows, _BATCH_ROWS):
-                batch = whole.select(names).slice(at, _BATCH_ROWS)
-                yield from _batch_rows(arrow, row, batch, cursor, unread)
-                row += batch.num_rows
-
-
-def _batch_rows(arrow: Any, row: int, batch: Any, cursor: _Cursor, unread: dict[str, Any]) -> Iterator[Found]:
-    first = cursor.next
-    wanted = cursor.claim(batch.num_rows)
-    if len(wanted) < batch.num_rows:
-        batch = batch.take(arrow.array([number - first for number in wanted], "int64"))
-    for number, value in zip(wanted, batch.to_pylist(), strict=True):
-        yield row + number - first + 1, number, value | unread
+                is_file = mapped.read(6) == b"ARROW1"
+                mapped.seek(0)
+                reader = ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
+                names, unread = split_columns(columns, reader.schema.names)
+                read = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+                batches = (b.select(names).slice(i, _BATCH_ROWS) for b in read for i in range(0, len(b), _BATCH_ROWS))
+            for batch in batches:
+                first, wanted = cursor.next, cursor.claim(len(batch))
+                if len(wanted) < len(batch):
+                    batch = batch.take(arrow.array([number - first for number in wanted], "int64"))
+                for number, value in zip(wanted, batch.to_pylist(), strict=True):
+                    yield row + number - first + 1, number, value | unread
+                row += cursor.next - first
+    except (arrow.ArrowException, OSError) as error:
+        message = f"{path}: expected a file in the {path.suffix.lower()[1:]} format, but: {first_line(error)}"
+        raise _BrokenError("file cut short or damaged", message) from error

@@ -1,12 +1,13 @@
-"""Row forms: which columns hold who said what. data/README.md shows a row of each."""
+"""Forms of rows: which columns hold the messages. data/README.md shows a row of each form."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,35 +15,36 @@ from ...checkpoints.storage.messages import brief, did_you_mean
 from ..cleaning.cleaner import CALL_ROLE, role_of
 from ..conversations import Dialogue
 from .files import Row
-from .trees import FLAT, best_path
 
 _MESSAGES = ("conversations", "conversation", "messages")
 _QUESTIONS = ("prompt", "question", "user_query", "human_prompt", "query", "input")
 _ANSWERS = ("response", "completion", "answer", "output", "chatgpt_response", "chosen")
 _REFERENCES = ("reference", "references", "answers")
-_BESIDE = ("input", "context")  # texts that go with a question
+_CONTEXT = ("input", "context")  # texts that follow a question
 _SYSTEM = ("system", "system_prompt")
 _TREE_IDS = ("message_tree_id", "message_id")
-_AROUND = (*_BESIDE, *_SYSTEM, "history", "tools")
+_AROUND = (*_CONTEXT, *_SYSTEM, "history", "tools")
 _IDS = ("conversation_id", "id", "conversation_hash", "question_id", "prompt_id", "qid", *_TREE_IDS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_SPOKEN = re.compile(r"\n\n(Human|Assistant): ?")  # as Anthropic writes conversations
+_SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's notation
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _SHOWN = 12
+_TREE = ("message_id", "parent_id", "role", "text", "rank", "deleted")
+"""Columns of a tree with a message a row: a first one without a parent, then its replies."""
 Renames = Mapping[str, str | None]
-"""Columns by their names in the source, and what they are called here; None: not read."""
+"""Known name of each renamed column of a source; None: the column is not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """One of `question` must be among the columns, and one of `answer` where there are any; `more` may be."""
+    """Form of rows with one of the columns `question`, one of `answer` (if not empty) and any of `more`."""
 
     question: tuple[str, ...]
     answer: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
 
     def columns(self, present: Collection[str]) -> tuple[str, ...] | None:
-        """The columns this form takes: question, answer, more; None where it does not fit."""
+        """Return the columns that are read: question, answer, more; None where the form does not fit."""
         found = [next((name for name in names if name in present), None) for names in (self.question, self.answer)]
         if found[0] is None or (self.answer and found[1] is None):
             return None
@@ -50,14 +52,14 @@ class _Form:
         return tuple(name for name in (*found, *more) if name is not None)
 
 
-# the first that fits counts: UltraChat has `prompt` beside `messages`, Alpaca has `text` beside `instruction`
+# the first that fits is used: UltraChat has `prompt` and `messages`, Alpaca has `text` and `instruction`
 _FORMS = (
     _Form(_MESSAGES, (), (*_SYSTEM, "tools")),
     _Form(("instruction",), _ANSWERS, _AROUND),
     _Form(_QUESTIONS, _ANSWERS, _AROUND),
     _Form(("turns",), (), (*_REFERENCES, *_SYSTEM)),
     _Form(("chosen",), (), (*_SYSTEM, "tools")),
-    _Form(("replies",), (), FLAT[2:]),
+    _Form(("replies",), (), _TREE[2:]),
     _Form(("prompt", "question", "instruction", "goal", "qtext", "user_query", "human_prompt"), (),
           (*_AROUND, *_REFERENCES)),
     _Form(("text",)),
@@ -67,50 +69,53 @@ _USED = {*_IDS, *_REFERENCES, "category"}
 
 
 @lru_cache(maxsize=1024)
-def _taken(present: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The columns that the first form that fits takes. The rows of a corpus have few sets of columns among them."""
+def _columns_read(present: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the columns that are read by the first form that fits; a corpus has few sets of columns."""
     return next((taken for form in _FORMS if (taken := form.columns(present)) is not None), None)
 
 
 @lru_cache(maxsize=1024)
-def _named(present: tuple[str, ...]) -> dict[str, str]:
-    """Columns by their names in lower case; what is written so counts."""
+def _by_lower_case(present: tuple[str, ...]) -> dict[str, str]:
+    """Return the columns by their names in lower case; a name in lower case has precedence."""
     return {name.lower(): name for name in sorted(present, key=lambda name: name == name.lower())}
 
 
 def check_renames(renames: Renames) -> None:
-    """Raises ValueError for a name that is none of ours, with the nearest."""
-    known = [*_COLUMNS, *_USED]
-    for theirs, ours in renames.items():
-        if ours is not None and ours not in known:
-            listed = ", ".join(sorted({*known}))
-            raise ValueError(f"columns: {theirs!r} cannot be {ours!r}.{did_you_mean(ours, known)} Known: {listed}")
+    """Raise ValueError for an unknown name, with the nearest known one."""
+    known = sorted({*_COLUMNS, *_USED})
+    for column, name in renames.items():
+        if name is not None and name not in known:
+            near = did_you_mean(name, known)
+            raise ValueError(f"columns: {column!r} cannot be {name!r}.{near} Known: {', '.join(known)}")
 
 
 def usable_columns(present: Sequence[str]) -> Sequence[str]:
-    """The columns that a form or an id can take; all of them where they fit no form, so that an error can name them."""
-    if _taken(tuple(_named(tuple(present)))) is None:
+    """Return the columns that can be read; all of them if they fit no form, for the error message."""
+    if _columns_read(tuple(_by_lower_case(tuple(present)))) is None:
         return present
-    return [name for name in present if name.lower() in {*_COLUMNS, *_USED, *FLAT}]
+    return [name for name in present if name.lower() in {*_COLUMNS, *_USED, *_TREE}]
 
 
 def read_dialogue(row: Row) -> Dialogue:
-    """The messages of a row, by the form of its columns; a row that is a text alone is a prompt, a list of
-    messages is a conversation. ValueError, with its location, for what has no form."""
+    """Return the dialogue of a row; a text is a prompt, a list of messages a conversation.
+
+    Raises:
+        ValueError: The row has no known form; the message has its location.
+    """
     if isinstance(row.value, str):
         return Dialogue(row.name, (("user", row.value),), "a prompt a row")
     if _is_message_list(row.value):
         return Dialogue(row.name, tuple(_message_list(row, "the row", row.value)), "a list of messages a row")
     if not isinstance(row.value, Mapping):
         raise ValueError(f"{row.location}: expected an object, found {type(row.value).__name__}")
-    named = _named(tuple(map(str, row.value)))
+    named = _by_lower_case(tuple(map(str, row.value)))
     columns = {ours: row.value.get(theirs) for ours, theirs in named.items()}
     taken = _form(row, columns)
     messages = tuple(_messages(row, columns, taken))
-    if not isinstance(columns[taken[0]], str | None):  # which no text can be joined to
-        taken = (taken[0], *(name for name in taken[1:] if name not in _BESIDE))
+    if not isinstance(columns[taken[0]], str | None):  # no text can be joined to it
+        taken = (taken[0], *(name for name in taken[1:] if name not in _CONTEXT))
     system = next((columns[name] for name in _SYSTEM if name in taken and columns[name]), None)
-    if any(role_of(role) == "system" for role, _ in messages):  # the conversation's own counts
+    if any(role_of(role) == "system" for role, _ in messages):  # the conversation's own has precedence
         taken = tuple(name for name in taken if name not in _SYSTEM)
     elif system is not None:
         messages = (("system", system), *messages)
@@ -130,9 +135,9 @@ def read_dialogue(row: Row) -> Dialogue:
 
 
 def _form(row: Row, columns: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns that are read. A table of mixed forms fills those of the others with null."""
+    """Return the columns that are read. A table of mixed forms fills those of the others with null."""
     filled = tuple(name for name, value in columns.items() if value is not None)
-    taken = _taken(filled) or _taken(tuple(columns))
+    taken = _columns_read(filled) or _columns_read(tuple(columns))
     if taken is not None:
         return taken
     names = [str(name) for name in row.value]
@@ -147,9 +152,9 @@ def _form(row: Row, columns: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _messages(row: Row, columns: Mapping[str, Any], taken: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """All but the system text of a column of its own."""
+    """Yield (role, content) pairs, without the text of a system column."""
     question, value = taken[0], columns[taken[0]]
-    if question == "chosen" and isinstance(value, str) and (parts := _SPOKEN.split(value))[1:]:
+    if question == "chosen" and isinstance(value, str) and (parts := _SPEAKER.split(value))[1:]:
         yield from zip(parts[1::2], parts[2::2], strict=True)
         return
     if question in (*_MESSAGES, "chosen"):
@@ -159,7 +164,7 @@ def _messages(row: Row, columns: Mapping[str, Any], taken: Sequence[str]) -> Ite
         yield "text", value
         return
     if question == "replies" or (isinstance(value, Mapping) and "replies" in value):
-        yield from _message_list(row, question, best_path(columns if question == "replies" else value))
+        yield from _message_list(row, question, _best_path(columns if question == "replies" else value))
         return
     if question == "turns" and not isinstance(value, (str, list)):
         raise ValueError(f"{row.location}: `turns` must be a list of questions, found {type(value).__name__}")
@@ -177,14 +182,14 @@ def _messages(row: Row, columns: Mapping[str, Any], taken: Sequence[str]) -> Ite
     elif isinstance(value, list) and question in ("turns", "prompt"):
         yield from (("user", text) for text in value)
     else:
-        beside = [columns[name] for name in _BESIDE if name in taken[1:]]
+        beside = [columns[name] for name in _CONTEXT if name in taken[1:]]
         texts = [text for text in beside if isinstance(text, str) and text.strip()]
         yield "user", "\n\n".join([value, *texts]) if isinstance(value, str) else value
     yield from answers
 
 
 def _history(row: Row, value: Any) -> list[tuple[Any, Any]]:
-    """Earlier turns: pairs of question and answer, the texts by turns, or messages."""
+    """Return the earlier turns, written as pairs of question and answer, as alternating texts or as messages."""
     if value is None or value == "":
         return []
     if _is_message_list(value):
@@ -196,7 +201,7 @@ def _history(row: Row, value: Any) -> list[tuple[Any, Any]]:
 
 
 def _tools(row: Row, value: Any) -> str:
-    """Tools as JSON: a list, which may come as the text of one; empty where there are none."""
+    """Return the tools as JSON of a list; "" where there are none."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             value = json.loads(value.strip() or "[]")
@@ -233,7 +238,7 @@ def _message_list(row: Row, column: str, value: Any) -> list[tuple[Any, Any]]:
 
 
 def _call(call: Any) -> Any:
-    """A tool call as text: its name and its arguments, which OpenAI writes as JSON in a text."""
+    """Return a tool call as text; OpenAI writes the arguments as JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "name" not in function:
         return call
@@ -244,7 +249,7 @@ def _call(call: Any) -> Any:
 
 
 def _content(content: Any) -> Any:
-    """The text of a list of text parts; anything else stays as it is."""
+    """Return the text of a list of text parts; anything else unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS]
@@ -253,9 +258,51 @@ def _content(content: Any) -> Any:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """The texts of a reference: one, a list of them, or a list of lists; SQuAD's {text: [...]}."""
+    """Return the texts of a reference: a text, nested lists of texts, or SQuAD's {text: [...]}."""
     if isinstance(value, Mapping):
         value = value.get("text")
     if isinstance(value, str):
         return (value,) if value.strip() else ()
     return tuple(text for part in value for text in _texts(part)) if isinstance(value, list) else ()
+
+
+def _best_path(root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the messages of a tree along the replies with the lowest rank, or the first ones without ranks."""
+    path, replies = [root], root.get("replies")
+    while isinstance(replies, list) and (left := [one for one in replies if isinstance(one, Mapping)]):
+        path.append(min(left, key=lambda one: one["rank"] if isinstance(one.get("rank"), int | float) else math.inf))
+        replies = path[-1].get("replies")
+    return path
+
+
+def is_tree_message(value: Any) -> bool:
+    """Return whether a row is one message of a tree, as in OpenAssistant's tables."""
+    return isinstance(value, Mapping) and set(_TREE[:4]) <= value.keys()
+
+
+def assemble_trees(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield a row for each tree: its first message, with nested `replies`, without deleted messages.
+
+    Raises:
+        ValueError: A message does not follow its parent in the same tree.
+    """
+    tree: Row | None = None
+    replies: dict[Any, list[Any]] = {}
+    for row in rows:
+        if not is_tree_message(row.value):
+            raise ValueError(f"{row.location}: expected {', '.join(_TREE[:4])}, as in the rows before")
+        message, parent = {**row.value, "replies": []}, row.value["parent_id"]
+        if parent is None:
+            if tree is not None:
+                yield tree
+            tree, replies = replace(row, value=message), {}
+        elif parent not in replies:
+            raise ValueError(
+                f"{row.location}: parent_id {parent} is no message_id of the {len(replies)} messages before it in its "
+                "tree; a tree's messages must be consecutive, parents first"
+            )
+        elif not message.get("deleted"):
+            replies[parent].append(message)
+        replies[row.value["message_id"]] = message["replies"]
+    if tree is not None:
+        yield tree

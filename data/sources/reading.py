@@ -1,75 +1,76 @@
-"""Dialogues, conversations and prompts in: of a registered corpus, local files or a hub dataset, as one stream.
+"""Streams of dialogues, conversations and prompts from registered corpora, local files and hub datasets.
 
-Every row that does not survive is counted under a named reason, so that the counts of a report add up.
+Every row that is not kept is counted under a reason, so that the counts of a report add up.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+import numpy as np
+
 from ...checkpoints.storage.messages import did_you_mean
-from ..cleaning.cleaner import Cleaner, role_of
-from ..cleaning.options import Cleaning
+from ..cleaning.cleaner import Cleaner, Cleaning, role_of
 from ..conversations import Conversation, CorpusReport, Dialogue, Prompt, Turn, encodable
 from .files import SUFFIXES, WHOLE, Columns, Row, Shard, local_rows
-from .forms import Renames
-from .hub import downloaded, hub_rows
+from .forms import Renames, assemble_trees, is_tree_message
+from .hub import download, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
-from .trees import assembled, is_flat
 
 _GROUPS_SHOWN = 20
-MOST_CHARACTERS = 8 << 20
-"""Of a row: tokenising takes some 150 bytes of memory for each."""
-_ROWS_LOOKED_AT = 1000  # for the columns that are renamed
+_ROWS_INSPECTED = 1000  # for the renamed columns
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Opening(TypedDict, total=False):
-    """How a source is opened."""
+    """Options of opening a source; `config`, `split`, `revision` and `file` replace those of the registry."""
 
     path: str | None
-    """A local copy that stands in for the hub."""
+    """Local copy that replaces the hub."""
     config: str | None
-    """Of a hub dataset, in place of what the registry says; as the next three."""
+    """Configuration of a hub dataset."""
     split: str | None
-    """Picks files of a folder by their names, too."""
+    """Split of a hub dataset, or part of the files of a folder."""
     revision: str | None
+    """Revision of a hub dataset."""
     file: str | None
-    """A data file of the repository."""
+    """Data file of the repository, or a URL."""
     streaming: bool
-    """Read a hub dataset as it arrives, instead of copying it to the cache of `datasets`."""
+    """Read a hub dataset as it arrives instead of copying it to the cache of `datasets`."""
     skip_broken: bool
-    """Count rows that cannot be read, or are in no known form, in `skipped`, by reason."""
+    """Count rows that cannot be read, or have no known form, in `skipped`, by reason."""
     skipped: Counter[str]
-    shard: tuple[int, int]
-    """(index, count): of the rows, numbered from 0 over all files, those with `number % count == index`."""
+    shard: Shard
+    """(index, count): read the rows with `number % count == index`."""
     on_form: Callable[[str], None] | None
-    """Gets each form that rows are found in, once: "instruction + output"."""
+    """Called once for each form of rows: "instruction + output"."""
     columns: Renames
-    """Columns by their names there, and what they are called here."""
+    """Known names of renamed columns."""
 
 
 def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue]:
-    """The rows of a source as they were written, each as a dialogue, in constant memory.
+    """Yield the rows of a source as dialogues, unchanged, in constant memory.
 
-    `source` is the first of these that there is: a local file or folder (see `files.SUFFIXES`; packed with gzip or
-    Zstandard too), the name or hub id of a registered corpus (see `registry.CORPORA`), any other hub id.
+    Args:
+        source: A local file or folder, else the name or hub id of a registered corpus, else any other hub id.
+        opening: See `Opening`.
 
-    Raises ValueError: no such source (with the nearest name), or an unreachable hub; when it is reached, a row or file
-    that cannot be read, with file, row and what was expected.
+    Raises:
+        ValueError: There is no such source (with the nearest name), the hub cannot be reached, or a row cannot be read
+            (with file, row and what was expected).
     """
     skip_broken, on_form = opening.get("skip_broken", False), opening.get("on_form")
     skipped = opening.get("skipped", Counter[str]())
     forms: set[str] = set()
     corpus, rows = _open_rows(source, opening, skipped)
-    rows = _renamed(source, rows, opening.get("columns") or {})
-    for row in rows:
+    for row in _rename(source, rows, opening.get("columns") or {}):
         try:
             dialogue = corpus.read(row)
         except ValueError:
@@ -77,28 +78,25 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
                 raise
             skipped["no known form"] += 1
             continue
-        size = sum(len(content) for _, content in dialogue.messages if isinstance(content, str))
-        if size > MOST_CHARACTERS:
-            if not skip_broken:
-                raise ValueError(f"{row.location}: {size:,} characters, expected at most {MOST_CHARACTERS:,} in a row")
-            skipped["too large"] += 1
-            continue
         if on_form is not None and dialogue.form not in forms:
             forms.add(dialogue.form)
             on_form(dialogue.form)
         yield dialogue
 
 
-def _renamed(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row]:
-    """Rows with columns by our names. ValueError: a column that none of the first rows has, or two of one name."""
-    unseen, names = {name for name, ours in renames.items() if ours is not None}, set[str]()
+def _rename(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row]:
+    """Yield rows with renamed columns. ValueError: a column is in none of the first rows, or two have one name."""
+    if not renames:
+        yield from rows
+        return
+    unseen, names = {name for name, known in renames.items() if known is not None}, set[str]()
     for count, row in enumerate(rows):
-        if not renames or not isinstance(row.value, Mapping):
+        if not isinstance(row.value, Mapping):
             yield row
             continue
         names |= row.value.keys()
         unseen -= names
-        if unseen and count >= _ROWS_LOOKED_AT:
+        if unseen and count >= _ROWS_INSPECTED:
             break
         pairs = [(renames.get(name, name), value) for name, value in row.value.items()]
         value = {name: value for name, value in pairs if name is not None}
@@ -111,15 +109,14 @@ def _renamed(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row
 
 
 def _open_rows(source: str, opening: Opening, skipped: Counter[str]) -> tuple[Corpus, Iterator[Row]]:
-    """The corpus that a source is registered as, and its rows; messages that are rows are put together to trees, which
-    are then shared out by their first one's number."""
-    shard = Shard(*opening.get("shard", (0, 1)))
+    """Return the corpus of a source and its rows; rows that are messages are assembled to trees before sharding."""
+    shard = opening.get("shard", WHOLE)
     corpus, rows = _single_rows(source, opening, skipped, shard)
     first = list(islice(rows, 1))
-    if not first or not is_flat(first[0].value):
+    if not first or not is_tree_message(first[0].value):
         return corpus, chain(first, rows)
-    trees = assembled(_single_rows(source, opening, skipped, WHOLE)[1])
-    return corpus, (row for row in trees if row.number % shard.count == shard.index)
+    trees = assemble_trees(_single_rows(source, opening, skipped, WHOLE)[1])
+    return corpus, (row for row in trees if row.number % shard[1] == shard[0])
 
 
 def _single_rows(source: str, opening: Opening, skipped: Counter[str], shard: Shard) -> tuple[Corpus, Iterator[Row]]:
@@ -127,24 +124,24 @@ def _single_rows(source: str, opening: Opening, skipped: Counter[str], shard: Sh
     split, file = opening.get("split") or corpus.split, opening.get("file") or corpus.file
     columns: Columns = list if opening.get("columns") else corpus.usable_columns  # any may be renamed
     if local is None and file is not None and "://" in file:
-        local = downloaded(file)
+        local = download(file)
     if local is not None:
         skip = opening.get("skip_broken", False)
         return corpus, local_rows(local, shard, split=split, columns=columns, skip_broken=skip, skipped=skipped)
     if corpus.rows is not None:
-        made = corpus.rows(split or "train")
-        return corpus, (row for row in made if row.number % shard.count == shard.index)
+        rows = corpus.rows(split or "train")
+        return corpus, (row for row in rows if row.number % shard[1] == shard[0])
     assert corpus.hub is not None
     return corpus, hub_rows(
         corpus.hub,
         shard,
-        config=opening.get("config") or corpus.config,
+        columns=columns,
+        streaming=opening.get("streaming", False),
+        near="" if corpus.name in CORPORA else _nearest(source),
+        name=opening.get("config") or corpus.config,
         split=split or "train",
         revision=opening.get("revision") or corpus.revision,
-        file=file,
-        streaming=opening.get("streaming", False),
-        columns=columns,
-        near="" if corpus.name in CORPORA else _nearest(source),
+        data_files=file,
     )
 
 
@@ -158,12 +155,19 @@ def read_conversations(
     questions: bool = False,
     **opening: Unpack[Opening],
 ) -> Iterator[Conversation]:
-    """Stream the clean conversations of a source, at most `limit` of them; `tools` and `questions` as for `Cleaner`.
+    """Yield the clean conversations of a source, at most `limit` of them.
 
-    `report` is filled while the iterator is consumed; skipped rows are added at its end. The sets that the cleaning's
-    `contamination` names are read as prompts, each from its own source.
+    Args:
+        source: As for `open_dialogues`.
+        limit: Maximum number of conversations.
+        report: Filled while the iterator is consumed; skipped rows are added at its end.
+        cleaning: Options of cleaning; the sets that `contamination` names are read as prompts.
+        tools: As for `Cleaner`.
+        questions: As for `Cleaner`.
+        opening: See `Opening`.
 
-    Raises ValueError: as `open_dialogues`; a negative limit.
+    Raises:
+        ValueError: As `open_dialogues`.
     """
     report = CorpusReport() if report is None else report
     cleaning = Cleaning() if cleaning is None else cleaning
@@ -180,12 +184,13 @@ def read_conversations(
 
 
 def read_prompts(source: str, *, groups: Collection[str] | None = None, **opening: Unpack[Opening]) -> Iterator[Prompt]:
-    """Stream the questions of an evaluation set, or of conversations, of `groups` alone.
+    """Yield the questions of an evaluation set or of conversations, of all or of some groups.
 
-    Of a conversation the first question is the prompt, the answer to it is a reference, and later questions are
-    follow-ups. Rows without a question are counted in `skipped` under "no question".
+    The first question of a conversation is the prompt, its answer a reference, and later questions are follow-ups.
+    Rows without a question are counted in `skipped` under "no question".
 
-    Raises ValueError: as `open_dialogues`; groups that the source does not have, with those it has.
+    Raises:
+        ValueError: As `open_dialogues`, or the source does not have a group.
     """
     corpus = find_corpus(source)
     for group in groups or ():
@@ -210,7 +215,7 @@ def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
 
 
 def _prompt(dialogue: Dialogue) -> Prompt | None:
-    """None where nothing is asked."""
+    """Return the prompt of a dialogue; None where nothing is asked."""
     turns: list[Turn] = []
     for written_role, content in dialogue.messages:
         role = role_of(written_role)
@@ -236,7 +241,7 @@ def _prompt(dialogue: Dialogue) -> Prompt | None:
 
 
 def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
-    """Where rows lie: a local path, if they do, and the corpus they are of, which need not be a registered one."""
+    """Return the local path of a source, if there is one, and its corpus, which may be an unregistered one."""
     local = Path(source if path is None else path).expanduser()
     exists = bool(source) and local.exists()
     corpus = find_corpus(source) if path is not None or not exists else None
@@ -253,8 +258,51 @@ def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
 
 
 def _nearest(name: str) -> str:
-    """What is known by a name like a missing one: a corpus, or what lies in the folder of a path."""
+    """Suggest a corpus, or an entry of the path's folder, with a name like a missing one."""
     path = Path(name).expanduser()
     corpora = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    return did_you_mean(path.name, beside) or did_you_mean(name, corpora)
+    entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return did_you_mean(path.name, entries) or did_you_mean(name, corpora)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Corpus of a mixture.
+
+    Attributes:
+        weight: How often each row is used in an epoch. A fraction selects rows by a hash of their ids: 1.5 uses all of
+            them once and half of them again.
+        open_pass: Opens the corpus from its beginning, for the n-th time in an epoch.
+    """
+
+    weight: float
+    open_pass: Callable[[int], Iterator[Conversation]]
+
+
+def mix(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
+    """Yield the rows of all parts, each as often as its weight says, in an order drawn from `seed`."""
+    streams = [_passes(part, seed) for part in parts]
+    weights = [part.weight for part in parts]
+    rng = np.random.default_rng(seed)
+    while streams:
+        chosen = 0
+        if len(streams) > 1:
+            chosen = int(np.searchsorted(np.cumsum(weights), rng.random() * sum(weights), side="right"))
+            chosen = min(chosen, len(streams) - 1)  # the sum is rounded
+        try:
+            yield next(streams[chosen])
+        except StopIteration:
+            del streams[chosen], weights[chosen]
+
+
+def hashed_share(name: str) -> float:
+    """Return a number in [0, 1) that depends on the name only."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
+def _passes(part: Part, seed: int) -> Iterator[Conversation]:
+    whole, rest = divmod(part.weight, 1)
+    for number, share in enumerate([1.0] * int(whole) + [rest] * (rest > 0)):
+        for row in part.open_pass(number):
+            if share == 1 or hashed_share(f"{seed} {row.id}") < share:
+                yield row

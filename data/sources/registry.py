@@ -1,4 +1,4 @@
-"""The corpora that are known by name: where each lies, on what terms, and how a row of it is read."""
+"""Registry of corpora: location, licence, and how their rows are read."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ DOCUMENTED = (
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """One set of data: `hub` is its id there, or `file` an address of its own; `columns` are those that are used; `use`
-    is "train" or "evaluate"; `prompt` is the question made of a row's columns, where it is not a column itself;
-    `groups` are the categories that its prompts can have, where they are fixed; `adapter` reads a row that has the
-    columns (any other row is read by its form)."""
+    """Registered corpus.
+
+    Attributes:
+        hub: Id of the hub dataset, unless `file` is a URL.
+        columns: Columns that are read.
+        use: "train" or "evaluate".
+        prompt: Format string of the question, if it is not a column.
+        groups: Categories of the prompts, if they are fixed.
+        adapter: Reads a row that has the columns; other rows are read by their form.
+        rows: Yields the rows of a split, for a corpus that is generated.
+    """
 
     name: str
     hub: str | None
@@ -45,14 +52,13 @@ class Corpus:
     groups: tuple[str, ...] = ()
     adapter: Callable[[Corpus, Row], Dialogue] | None = None
     rows: Callable[[str], Iterator[Row]] | None = None
-    """The rows of a split, for a corpus that is made on the spot."""
 
     def usable_columns(self, present: Sequence[str]) -> Sequence[str]:
-        """Of the columns of a parquet or arrow file those that are read."""
+        """Return the columns of a Parquet or Arrow file that are read."""
         return present if self.adapter is not None and self._fits(present) else usable_columns(present)
 
     def read(self, row: Row) -> Dialogue:
-        """The dialogue of a row, as `read_dialogue`."""
+        """Return the dialogue of a row, as `read_dialogue`."""
         if self.adapter is None or not isinstance(row.value, Mapping) or not self._fits(tuple(row.value)):
             return read_dialogue(row)
         return replace(self.adapter(self, row), form=" + ".join(self.columns))
@@ -62,17 +68,13 @@ class Corpus:
 
 
 def find_corpus(name: str) -> Corpus | None:
-    """The corpus of this name or hub id (capitals, and _ for -, make no difference); None if there is none.
+    """Return the first corpus of a name or hub id, in any case of letters and with _ for -; None if there is none."""
 
-    Of two with one hub id the first.
-    """
-    wanted = _plain(name)
-    by_hub = (corpus for corpus in CORPORA.values() if corpus.hub is not None and _plain(corpus.hub) == wanted)
-    return CORPORA.get(wanted) or next(by_hub, None)
+    def normalize(name: str) -> str:
+        return name.lower().replace("_", "-")
 
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "-")
+    by_hub = (corpus for corpus in CORPORA.values() if normalize(corpus.hub or "") == normalize(name) != "")
+    return CORPORA.get(normalize(name)) or next(by_hub, None)
 
 
 def _text(row: Row, column: str, value: Any) -> str:
@@ -103,7 +105,7 @@ def _translation(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _physics(corpus: Corpus, row: Row) -> Dialogue:
-    """PIQA: the test split has the label -1, the files of its authors have none."""
+    """Read a row of PIQA, whose test split has the label -1, and the files of its authors none."""
     label = row.value.get("label")
     right = row.value.get(f"sol{int(label) + 1}") if label in (0, 1) else None
     return _question(row, _text(row, "goal", row.value["goal"]), *([right] if isinstance(right, str) else []))
@@ -115,13 +117,13 @@ def _alpaca_eval(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
-    """The eight categories that come from MT-bench are one task."""
+    """Read a row of Spec-Bench, where the eight categories of MT-bench are one task."""
     dialogue = read_dialogue(row)
     return replace(dialogue, category="mt_bench") if dialogue.category in MT_BENCH_CATEGORIES else dialogue
 
 
 def documentation_rows(split: str) -> Iterator[Row]:
-    """Conversations about the installed packages; `split` is "train" or "heldout"."""
+    """Yield conversations about the installed packages; `split` is "train" or "heldout"."""
     if split not in ("train", "heldout"):
         raise ValueError(f"the installed documentation has the splits train and heldout, not {split}")
     train, heldout, _ = documentation_conversations(DOCUMENTED)

@@ -24,14 +24,13 @@ from ...checkpoints.storage.redaction import without_secrets
 from ...checkpoints.storage.safe_read import file_hash, load_json
 from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
-from ...data.cleaning.options import Cleaning
+from ...data.cleaning.cleaner import Cleaning
 from ...data.conversations import Conversation, CorpusReport, write_conversations
 from ...data.rendering.lint import Linter, PieceDecoder, special_flags, vocabulary_size
 from ...data.rendering.render import Rendered, Renderer
 from ...data.rendering.templates import OWN, get_template
 from ...data.sources.files import data_files
-from ...data.sources.mixture import Part, hashed_share, mixture
-from ...data.sources.reading import read_conversations
+from ...data.sources.reading import Part, hashed_share, mix, read_conversations
 from ...data.sources.registry import DOCUMENTED, find_corpus
 from ..schema.data import DataSection, SourceSection
 from ..session.machine import version_of
@@ -267,7 +266,7 @@ def training_conversations(
                 hold(conversation)
 
     parts = zip(section.parts(), reports, strict=True)
-    return mixture([Part(part.weight, partial(open_pass, part, report)) for part, report in parts], seed)
+    return mix([Part(part.weight, partial(open_pass, part, report)) for part, report in parts], seed)
 
 
 def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 
 from ...checkpoints.storage.redaction import without_secrets
-from ...data.cleaning.options import Cleaning
+from ...data.cleaning.cleaner import Cleaning
 from ...data.sources.forms import check_renames
 from .errors import describe
 
@@ -81,7 +81,7 @@ class DataSection(PlaceSection):
     skip_broken: bool = False
     """Pass over rows that cannot be read, and count them."""
     clean: dict[str, Any] = {}
-    """What is cut, dropped and rewritten: the options of `draftsmith.data.cleaning.options.Cleaning`."""
+    """What is cut, dropped and rewritten: the options of `draftsmith.data.cleaning.cleaner.Cleaning`."""
     template: str = "vicuna-v1.1"
     """Chat template by name; `tokenizer`: its own."""
     last_turn_only: bool = False

@@ -176,7 +176,7 @@ class RegenerateRecipe(PlaceSection, _Decoding):
     source: str
     """The corpus whose questions are asked, as in a data section."""
     clean: dict[str, Any] = {}
-    """What is cut and dropped before: the options of `draftsmith.data.cleaning.options.Cleaning`."""
+    """What is cut and dropped before: the options of `draftsmith.data.cleaning.cleaner.Cleaning`."""
     target: str | None = None
     """Folder or hub id of the target, to decode in this process."""
     server: ServerSection | None = None

@@ -13,18 +13,15 @@ import pytest
 from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.data.blocks.packing import pack_best_fit
 from draftsmith.data.blocks.prepared import prepare
-from draftsmith.data.cleaning.cleaner import Cleaner
-from draftsmith.data.cleaning.options import Cleaning
+from draftsmith.data.cleaning.cleaner import Cleaner, Cleaning
 from draftsmith.data.conversations import Conversation, CorpusReport, Dialogue, Turn
-from draftsmith.data.rendering.lint import Linter
 from draftsmith.data.rendering.render import prompt_renderer, render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.documentation import documentation_conversations
-from draftsmith.data.sources.files import Row, Shard
-from draftsmith.data.sources.forms import check_renames, read_dialogue
+from draftsmith.data.sources.files import Row
+from draftsmith.data.sources.forms import assemble_trees, check_renames, read_dialogue
 from draftsmith.data.sources.reading import open_dialogues, read_prompts
 from draftsmith.data.sources.registry import CORPORA, documentation_rows
-from draftsmith.data.sources.trees import assembled
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 
 TEXTS = ["the cat and the hat and the bat", "a man, a plan, a canal"]
@@ -45,7 +42,7 @@ def source(name: str, **opening: Any) -> Any:
 
 def tree(*messages: tuple[str, str | None]) -> Any:
     values = [{"message_id": name, "parent_id": parent, "role": "", "text": ""} for name, parent in messages]
-    return list(assembled(Row(value, f"row {number}", "", number) for number, value in enumerate(values, start=1)))
+    return list(assemble_trees(Row(value, f"row {number}", "", number) for number, value in enumerate(values, start=1)))
 
 
 def talk(*roles: str) -> Conversation:
@@ -83,24 +80,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no-suffix-known": (lambda: source("a.csv"), ("a.csv", ".parquet")),
     "nothing-in-folder": (lambda: source("folder"), ("README.md", ".parquet")),
     "no-address": (lambda: source("spec-bench", file="http://127.0.0.1:9/a.jsonl"), ("127.0.0.1:9/a.jsonl", "path")),
-    "no-shard": (lambda: Shard(2, 2), ("2 of 2",)),
     "no-group": (lambda: list(read_prompts("spec-bench", groups=["mt-bench"])), ("mt-bench", "mt_bench", "rag")),
     "no-group-there": (lambda: list(read_prompts("questions.jsonl", groups=["maths"])), ("maths", "'math'", "'qa'")),
     "documentation-split": (lambda: next(documentation_rows("test")), ("train", "heldout", "test")),
     "documentation-dotted": (lambda: documentation_conversations(["torch.nn"]), ("torch.nn",)),
     # rows
-    "row-list": (lambda: form([1]), (LOCATION, "list")),
     "row-empty": (lambda: form({}), (LOCATION, "(none)", "conversations")),
     "row-misspelt": (lambda: form({"mesages": [], "other": 1}), (LOCATION, "mesages, other", "'messages'")),
-    "row-wide": (lambda: form({f"c{i}": i for i in range(99)}), (LOCATION, "c11, …")),
-    "messages-no-list": (lambda: form({"messages": {}}), (LOCATION, "`messages`", "dict")),
     "message-odd": (lambda: form({"messages": [{"from": "x", "text": "a"}]}), (LOCATION, "message 1", "from, text")),
-    "turns-number": (lambda: form({"turns": 5}), (LOCATION, "`turns`", "int")),
     "article-null": (lambda: adapted("cnn-dailymail", {"article": None, "highlights": ""}), (LOCATION, "`article`")),
     "history-text": (lambda: form({"prompt": "a", "response": "b", "history": "c"}), (LOCATION, "`history`", "str")),
     "tools-text": (lambda: form({"messages": [], "tools": "[{"}), (LOCATION, "`tools`", "'[{'")),
     "tree-orphan": (lambda: tree(("a", None), ("b", "a"), ("c", "z")), ("row 3", "parent_id z", "2 messages")),
-    "tree-other": (lambda: list(assembled([Row({"text": ""}, LOCATION, "")])), (LOCATION, "message_id, parent_id")),
     "columns-none": (lambda: source("questions.jsonl", columns={"turn": "prompt"}), ("'turn'", "'turns'", "questions")),
     "columns-twice": (
         lambda: source("questions.jsonl", columns={"category": "turns"}),
@@ -110,14 +101,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "pair-text": (lambda: adapted("wmt14-de-en", {"translation": "a"}), (LOCATION, "{de, en}", "str")),
     # cleaning
     "choice": (lambda: Cleaning(html="dorp"), ("html", "'dorp'", "'keep'", "'drop'")),  # type: ignore[arg-type]
-    "choice-of-list": (lambda: Cleaning(duplicates=["ids"]), ("duplicates", "'ids'", "'id'")),  # type: ignore
-    "no-list": (lambda: Cleaning(languages="en"), ("languages", "'en'")),  # type: ignore[arg-type]
     "role-meaning": (lambda: Cleaning(roles={"bot": "asistant"}), ("roles.bot", "'assistant'")),  # type: ignore
-    "role-list": (lambda: Cleaning(roles=["bot"]), ("roles", "['bot']")),  # type: ignore[arg-type]
     "least": (lambda: Cleaning(min_exchanges=0), ("min_exchanges", "0", "1")),
-    "number-type": (lambda: Cleaning(min_characters=1.5), ("min_characters", "1.5", "int")),  # type: ignore[arg-type]
-    "number-bool": (lambda: Cleaning(contamination_words=True), ("contamination_words", "True")),
-    "no-texts": (lambda: Cleaner(Cleaning(contamination=("mt-bench",)), CorpusReport()), ("mt-bench", "0")),
     # tokenizers
     "small": (lambda: train_bpe(TEXTS, 258, ["<a>", "<b>", "<c>"]), ("258", "256", "259")),
     "large": (lambda: train_bpe(["ab ab"], 4000, ["<a>"]), ("4000",)),
@@ -135,7 +120,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
                       ("strange", "user, user, assistant")),
     "no-question": (lambda: prompt_renderer(get_template("plain"), bare_bpe())(talk("user", "assistant").turns),
                     ("user, assistant",)),
-    "linter-special": (lambda: Linter(bare_bpe(), get_template("chatml")), ("chatml", "<|im_end|>")),
     "own-missing": (lambda: own_template(None), ("'tokenizer'",)),
     "own-thoughts": (lambda: own_template(
         MESSAGE + "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"

@@ -22,8 +22,7 @@ from ....checkpoints.storage.safe_read import load_json
 from ....data.conversations import write_conversations
 from ....data.rendering.templates import CHATML_JINJA
 from ....data.sources.documentation import documentation_conversations
-from ....data.sources.mixture import hashed_share
-from ....data.sources.reading import read_conversations
+from ....data.sources.reading import hashed_share, read_conversations
 from ....data.tokenizers import train_bpe
 from ...assemble.teacher import prepare_teacher
 from ...schema.evaluation import QuickstartRecipe, RegenerateRecipe

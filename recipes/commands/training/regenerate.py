@@ -17,7 +17,7 @@ from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.messages import install_hint
 from ....checkpoints.storage.redaction import redacted
 from ....checkpoints.storage.safe_read import parse_json
-from ....data.cleaning.options import Cleaning
+from ....data.cleaning.cleaner import Cleaning
 from ....data.conversations import Conversation, CorpusReport, encodable
 from ....data.prompts import stop_ids
 from ....data.regeneration import SEEDS, Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate

@@ -16,8 +16,7 @@ from draftsmith.data.blocks.stream import StreamedData
 from draftsmith.data.conversations import Conversation, Turn, write_conversations
 from draftsmith.data.rendering.render import Renderer
 from draftsmith.data.rendering.templates import get_template
-from draftsmith.data.sources.mixture import Part, mixture
-from draftsmith.data.sources.reading import read_conversations
+from draftsmith.data.sources.reading import Part, mix, read_conversations
 
 CHATML = get_template("chatml")
 BLOCK = 64
@@ -131,14 +130,14 @@ def part(name: str, rows: int, weight: float) -> Part:
 
 
 def test_a_mixture_uses_rows_as_often_as_their_weight_says() -> None:
-    rows = [c.id for c in mixture([part("a", 400, 1.0), part("b", 100, 2.0), part("c", 1000, 0.25)], seed=1)]
+    rows = [c.id for c in mix([part("a", 400, 1.0), part("b", 100, 2.0), part("c", 1000, 0.25)], seed=1)]
     times = Counter(rows)
     assert all(times[f"a{i}"] == 1 for i in range(400))
     assert all(times[f"b{i}"] == 2 for i in range(100))
     share = sum(times[f"c{i}"] for i in range(1000))
     assert max(times[f"c{i}"] for i in range(1000)) == 1
     assert 180 < share < 320  # 250 with a deviation of 13.7: outside once in 4 million
-    again = [c.id for c in mixture([part("a", 400, 1.0), part("b", 100, 2.0), part("c", 1000, 0.25)], seed=1)]
+    again = [c.id for c in mix([part("a", 400, 1.0), part("b", 100, 2.0), part("c", 1000, 0.25)], seed=1)]
     assert rows == again
     # mixed, not one after the other: of the first 100 about 100 · 1/3.25 are of a (σ = 4.6) and 100 · 2/3.25 of b
     first = Counter(name[0] for name in rows[:100])

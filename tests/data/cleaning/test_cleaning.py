@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from draftsmith.data.cleaning.cleaner import ROLES, Cleaner
-from draftsmith.data.cleaning.options import Cleaning
+from draftsmith.data.cleaning.cleaner import ROLES, Cleaner, Cleaning
 from draftsmith.data.conversations import CorpusReport, Dialogue
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from draftsmith.data.cleaning.contamination import EvaluationTexts
+from draftsmith.data.cleaning.cleaner import EvaluationTexts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from draftsmith.data.cleaning.options import Cleaning
+from draftsmith.data.cleaning.cleaner import Cleaning
 from draftsmith.data.conversations import CorpusReport, Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
@@ -173,8 +173,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dic
     asked: list[dict[str, Any]] = []
     rows = [{"prompt": str(i), "response": "hi", "scores": [i]} for i in range(11)]
 
-    def load(name: str, config: str | None = None, *, streaming: bool = False, **options: Any) -> Any:
-        asked.append({"name": name, "config": config, **options})
+    def load(path: str, *, streaming: bool = False, **options: Any) -> Any:
+        asked.append({"path": path, **options})
         loaded = datasets.Dataset.from_list(rows)
         return loaded.to_iterable_dataset() if streaming else loaded
 
@@ -196,11 +196,11 @@ def test_the_hub_gets_what_the_registry_or_the_user_says(hub: tuple[list[dict[st
     for name, split in (("piqa", None), ("lmsys/lmsys-chat-1m", "train[:10]")):
         with suppress(ValueError):  # the rows are of another form
             list(open_dialogues(name, split=split))
-    nothing = {"config": None, "split": "train", "revision": None, "data_files": None}
+    nothing = {"name": None, "split": "train", "revision": None, "data_files": None}
     assert asked == [
-        {"name": "someone/chats", "config": "c", "split": "test", "revision": "abc", "data_files": "x.json"},
-        {**nothing, "name": "ybisk/piqa", "split": "validation", "revision": "refs/convert/parquet"},
-        {**nothing, "name": "lmsys/lmsys-chat-1m", "split": "train[:10]"},
+        {"path": "someone/chats", "name": "c", "split": "test", "revision": "abc", "data_files": "x.json"},
+        {**nothing, "path": "ybisk/piqa", "split": "validation", "revision": "refs/convert/parquet"},
+        {**nothing, "path": "lmsys/lmsys-chat-1m", "split": "train[:10]"},
     ]
 
 
