@@ -165,7 +165,7 @@ class Linter:
         before, *trained = self._read(document)
         found, text = _text(trained[0]).strip(UNKNOWN), document.conversation.turns[0].text
         is_part = any(_squash(found) in _squash(whole) for whole in (text, self._decoder.round_trip(text)))
-        ends = ([], [self._constant(self._template.end)[-1], ""])
+        ends: tuple[Stretch, ...] = ([], [self._constant(self._template.end)[-1], ""])
         is_whole = len(document.spans) == 1 and trained[0][1:] in ends and trained[1] == [""]
         return None if is_part and is_whole and before == _merge(self._bos) else ANSWER_DIFFERS
 

@@ -220,8 +220,9 @@ def _documented(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
         if text := ast.get_docstring(node, clean=False):
             yield node.name, "class" if isinstance(node, ast.ClassDef) else "function", text
         for child in node.body if isinstance(node, ast.ClassDef) else ():
-            is_method = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_")
-            if is_method and (text := ast.get_docstring(child, clean=False)):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or child.name.startswith("_"):
+                continue
+            if text := ast.get_docstring(child, clean=False):
                 yield f"{node.name}.{child.name}", "function", text
 
 

@@ -74,7 +74,7 @@ def hub_rows(
         loaded = loaded.select_columns(names) if names else loaded
         if not streaming:
             numbers = range(shard[0], len(loaded), shard[1])
-            rows = zip(numbers, loaded.select(numbers), strict=True)
+            rows: Any = zip(numbers, loaded.select(numbers), strict=True)
         else:
             rows = ((number, value) for number, value in enumerate(loaded) if number % shard[1] == shard[0])
         for number, value in rows:
