@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ..checkpoints.storage.messages import did_you_mean
-from ..checkpoints.table.smoothing import SMOOTHINGS
 from ..checkpoints.table.table import BigramTable
 from .engine import Proposer, Verifier
 from .models.base import LanguageModel
@@ -231,19 +230,16 @@ def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
     depth = options["depth"] or parts.heads.num_heads
     settings = (options["sequences"], options["candidates"], options["unseen"], depth, options["lengths"])
     table = None if options["correlation"] == "none" else parts.table
-    smoothing = {name: options[name] for name in ("least", *_SMOOTHING)}
-    return _matching(PrunedHeadTree(parts.heads, table, *settings, **smoothing), sampling, SampleAndMatch())
-
-
-_SMOOTHING: Options = {"smoothing": "none", "strength": 0.0}
+    proposer = PrunedHeadTree(parts.heads, table, *settings, add_k=options["add_k"], least=options["least"])
+    return _matching(proposer, sampling, SampleAndMatch())
 
 
 def _slim_spec(sequences: int) -> _Spec:
     # `lengths` and `unseen` are not those of the paper's equations, see `PrunedHeadTree`.
     defaults = {"sequences": sequences, "candidates": 10, "unseen": 0.01, "depth": 0, "lengths": "all"}
-    defaults["least"] = 0.0
-    choices = {"lengths": ("all", "full"), "correlation": ("table", "none"), "smoothing": SMOOTHINGS}
-    return _Spec(_slim, ("heads", "table"), defaults | {"correlation": "table"} | _SMOOTHING, choices)
+    defaults |= {"least": 0.0, "correlation": "table", "add_k": 0.0}
+    choices = {"lengths": ("all", "full"), "correlation": ("table", "none")}
+    return _Spec(_slim, ("heads", "table"), defaults, choices)
 
 
 _COUNTS = ("gamma", "drafts", "beams", "sequences", "candidates", "ngram", "shortest", "draft_gamma", "nodes")
@@ -264,9 +260,7 @@ METHODS: dict[str, _Spec] = {
         {"verification": tuple(_CHAINS)},
     ),
     "unigram": _Spec(partial(_table_chain, order=1), ("table",), {"gamma": 2}),
-    "bigram": _Spec(
-        partial(_table_chain, order=2), ("table",), {"gamma": 2, "prior": 1.0} | _SMOOTHING, {"smoothing": SMOOTHINGS}
-    ),
+    "bigram": _Spec(partial(_table_chain, order=2), ("table",), {"gamma": 2, "prior": 1.0, "add_k": 0.0}),
     "prompt-lookup": _Spec(_prompt_lookup, (), _LOOKUP),
     "lookup-drafter": _Spec(
         _lookup_or_drafter, ("drafter",), _LOOKUP | {"shortest": 2, "draft_gamma": 4, "threshold": 0.4}

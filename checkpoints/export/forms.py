@@ -88,15 +88,6 @@ FORMS = {
             ("target", "speculative_tokens", "llama_cpp"),
         ),
         Form(
-            "npz", "table", "Counts of pairs as a sparse matrix, and sums of tokens as arrays", "scipy ≥ 1.8 and numpy"
-        ),
-        Form(
-            "llama-ngrams",
-            "table",
-            "Counts of pairs as a dynamic n-gram cache",
-            "llama.cpp (llama-server with --spec-type ngram-cache, llama-lookup; run with commit 0c1e57098)",
-        ),
-        Form(
             "vllm-bigrams",
             "table",
             "The likeliest token after each token, and a proposer that drafts from it",

@@ -1,9 +1,8 @@
-"""Bigram drafts for vLLM, as a proposer of its method `custom_class`: each token the likeliest after the one before.
+"""Bigram drafts for vLLM, as a proposer of its method `custom_class`: each token the most likely after the one before.
 
-This file stands by itself. An export of a table holds a copy of it beside `successors.npy`, and vLLM imports the copy;
-of this package nothing need be installed there.
+This file is self-contained. An export of a table holds a copy of it beside `successors.npy`, and vLLM imports the copy.
 
-Letters: V vocabulary, R requests.
+Shape letters: V vocabulary, R requests.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ SUCCESSORS_FILE = "successors.npy"
 
 
 class BigramProposer:
-    """What vLLM makes with its configuration and asks for drafts after each step. Raises ValueError: `successors.npy`
-    is of another form, or knows more tokens than the served model."""
+    """Proposer that vLLM creates with its configuration and asks for drafts after each step.
+
+    Raises:
+        ValueError: `successors.npy` has another type, or more tokens than the served model.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         path = Path(__file__).with_name(SUCCESSORS_FILE)
@@ -31,19 +33,24 @@ class BigramProposer:
                 f"{path} was counted with {len(mapped_V)} tokens, the served model has {vocab_size}: "
                 "a table serves the model whose tokenizer it was counted with"
             )
-        self._next_V = np.asarray(mapped_V)  # still mapped; numpy's class for it is slow to read single values from
+        self._next_V = np.asarray(mapped_V)  # still mapped; reading single values from np.memmap is slow
         self._gamma = int(vllm_config.speculative_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM calls this when the served model is there; counts have nothing to load from it."""
+        """Do nothing: a table loads nothing from the served model."""
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Drafts of at most `num_speculative_tokens` tokens for each request, of which `sampled_token_ids` has what the
-        last step committed (nothing while its prompt is being read) and `num_tokens_no_spec` [R] the length with
-        these. A bigram looks at the last token alone."""
+        """Return at most `num_speculative_tokens` draft tokens for each request.
+
+        Args:
+            sampled_token_ids: Tokens that the last step committed; none while a prompt is being read.
+            num_tokens_no_spec: Length of each request with these tokens [R].
+            token_ids_cpu: Not used: a bigram reads the last token alone.
+            slot_mappings: Not used.
+        """
         del token_ids_cpu, slot_mappings
         return [
             self._chain(new_ids[-1], min(self._gamma, self._longest - int(length))) if new_ids else []
@@ -51,7 +58,7 @@ class BigramProposer:
         ]
 
     def _chain(self, token: int, most: int) -> list[int]:
-        """What follows a token, up to the first that the table holds nothing for."""
+        """Return the successors of a token, up to the first token without an entry."""
         drafted: list[int] = []
         while len(drafted) < most and 0 <= token < len(self._next_V):
             token = self._next_V.item(token)

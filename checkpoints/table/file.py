@@ -1,13 +1,13 @@
-"""Writing `table.safetensors` from a stream: a table of any size in the memory of one part of it.
+"""Streaming writer of `table.safetensors`, which needs memory for one part of the table only.
 
-Letters: V vocabulary, E entries (distinct pairs), P the entries of one part.
+Shape letters: V vocabulary, E entries (distinct pairs), P entries of one part.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -22,79 +22,52 @@ MAX_COUNT = 2**31 - 1
 _COPY = 1 << 24
 
 
-def write_table(
-    path: Path,
-    vocab_size: int,
-    parts: Iterable[Run],
-    unigram_V: Ints,
-    *,
-    left_V: Ints | None = None,
-    right_V: Ints | None = None,
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a table as one safetensors file, whole and on the disk or not at all; equal content gives equal bytes.
+def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: Ints) -> None:
+    """Write a table atomically as one safetensors file; equal content gives equal bytes.
 
-    Tensors: row_ptr int64 [V + 1], unigram int64 [V], col int32 [E], count int32 [E], and in pruned tables left and
-    right, int64 [V], the sums of the whole counts' rows and columns. Their order in the file is safetensors' own.
-    `parts` are as `merge_runs` yields them, `metadata` stands beside `format` and `vocab_size`.
+    The tensors are row_ptr int64 [V + 1], unigram int64 [V], col int32 [E] and count int32 [E].
 
-    Raises ValueError: a pair seen more often than an int32 can hold; counts for another vocabulary; OSError: a full
-    disk.
+    Args:
+        path: File to write.
+        vocab_size: V.
+        parts: Consecutive parts of a run, as `merge_runs` yields them.
+        unigram_V: Number of times that each token was seen, int64 [V]; read after the last part.
+
+    Raises:
+        ValueError: A pair was seen more often than an int32 can hold, or the counts are for another vocabulary.
     """
     key_dtype(vocab_size)
-    sums = {"left": left_V, "right": right_V, "unigram": unigram_V}
-    for name, counts_V in sums.items():
-        if counts_V is not None and counts_V.shape != (vocab_size,):
-            raise ValueError(f"{name} is {list(counts_V.shape)}, expected one count for each of {vocab_size} tokens")
-    texts = {"format": "pt", "vocab_size": str(vocab_size)} | dict(metadata or {})
-    with atomic_file(path) as out, TemporaryFile(dir=path.parent) as aside:
-        _stream(out, aside, vocab_size, parts, sums, texts)
-
-
-def _stream(
-    out: IO[bytes],
-    aside: IO[bytes],
-    vocab_size: int,
-    parts: Iterable[Run],
-    sums: Mapping[str, Ints | None],
-    texts: Mapping[str, str],
-) -> None:
-    """Columns are written as they come; counts go to a file aside until the number of entries is known."""
-    wide = {name: vocab_size for name, counts_V in sums.items() if counts_V is not None} | {"row_ptr": vocab_size + 1}
+    if unigram_V.shape != (vocab_size,):
+        raise ValueError(f"unigram is {list(unigram_V.shape)}, expected one count for each of {vocab_size} tokens")
     # Room for the header of any number of entries: its length must not depend on what is yet to come.
-    room = len(_header(wide, 10**18, texts, 0))
-    out.seek(room + 8 * sum(wide.values()))
-    row_ptr = np.zeros(vocab_size + 1, dtype=np.int64)
-    entries, last = 0, -1
-    for keys_P, counts_P in parts:
-        if not len(keys_P):
-            continue
-        assert int(keys_P[0]) > last, "parts of a run must ascend"
-        assert bool((keys_P[1:] > keys_P[:-1]).all()), "keys of a run must ascend"
-        last = int(keys_P[-1])
-        assert last < vocab_size**2, (last, vocab_size)
-        check_counts(keys_P, counts_P, vocab_size)
-        rows_P, columns_P = rows_and_columns(keys_P, vocab_size)
-        first = int(rows_P[0])
-        in_row = np.bincount((rows_P - rows_P[0]).astype(np.int64))
-        row_ptr[first + 1 : first + 1 + len(in_row)] += in_row
-        write_array(out, columns_P.astype("<i4"))
-        write_array(aside, counts_P.astype("<i4"))
-        entries += len(keys_P)
-    aside.seek(0)
-    shutil.copyfileobj(aside, out, _COPY)
-    out.seek(0)
-    out.write(_header(wide, entries, texts, room))
-    np.cumsum(row_ptr, out=row_ptr)
-    for name in sorted(wide):
-        write_array(out, (row_ptr if name == "row_ptr" else np.asarray(sums[name])).astype("<i8"))
+    room = len(_header(vocab_size, 10**18, 0))
+    row_ptr, entries = np.zeros(vocab_size + 1, dtype=np.int64), 0
+    with atomic_file(path) as out, TemporaryFile(dir=path.parent) as counts:
+        out.seek(room + 8 * (2 * vocab_size + 1))
+        for keys_P, counts_P in parts:
+            if not len(keys_P):
+                continue
+            check_counts(keys_P, counts_P, vocab_size)
+            rows_P, columns_P = rows_and_columns(keys_P, vocab_size)
+            first = int(rows_P[0])
+            in_row = np.bincount((rows_P - rows_P[0]).astype(np.int64))
+            row_ptr[first + 1 : first + 1 + len(in_row)] += in_row
+            write_array(out, columns_P.astype("<i4"))
+            write_array(counts, counts_P.astype("<i4"))
+            entries += len(keys_P)
+        counts.seek(0)
+        shutil.copyfileobj(counts, out, _COPY)
+        out.seek(0)
+        out.write(_header(vocab_size, entries, room))
+        write_array(out, np.cumsum(row_ptr).astype("<i8"))
+        write_array(out, unigram_V.astype("<i8"))
 
 
-def _header(wide: Mapping[str, int], entries: int, texts: Mapping[str, str], room: int) -> bytes:
-    """The head of a safetensors file: eight bytes of length, then JSON, filled up with spaces to `room` bytes."""
-    described: dict[str, Any] = {"__metadata__": dict(sorted(texts.items()))}
+def _header(vocab_size: int, entries: int, room: int) -> bytes:
+    """Return the header of a safetensors file, padded with spaces to `room` bytes."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt", "vocab_size": str(vocab_size)}}
     at = 0
-    sizes = {name: ("I64", 8, wide[name]) for name in sorted(wide)}
+    sizes = {"row_ptr": ("I64", 8, vocab_size + 1), "unigram": ("I64", 8, vocab_size)}
     sizes |= dict.fromkeys(("col", "count"), ("I32", 4, entries))
     for name, (dtype, itemsize, size) in sizes.items():
         end = at + size * itemsize
@@ -106,17 +79,16 @@ def _header(wide: Mapping[str, int], entries: int, texts: Mapping[str, str], roo
 
 
 def check_counts(keys_P: NDArray[Any], counts_P: NDArray[Any], vocab_size: int) -> None:
-    """Raise a ValueError that names the pair where a count is larger than a table can hold."""
+    """Raise ValueError, naming the pair, where a count is larger than a table can hold."""
     worst = int(counts_P.argmax())
     if int(counts_P[worst]) > MAX_COUNT:
         left, right = divmod(int(keys_P[worst]), vocab_size)
         raise ValueError(
             f"the pair ({left}, {right}) was seen {int(counts_P[worst])} times; a table holds counts up to {MAX_COUNT}"
         )
-    assert int(counts_P.min()) > 0, "a run holds pairs that were seen"
 
 
 def write_array(out: IO[bytes], array: NDArray[Any]) -> None:
-    """The array's bytes, without a copy of them."""
+    """Write the bytes of an array without copying them."""
     if len(array):
         out.write(np.ascontiguousarray(array).data.cast("B"))

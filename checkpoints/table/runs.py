@@ -1,7 +1,7 @@
-"""Counts of neighbouring tokens as sorted runs: the distinct keys x V + y of the pairs (x, y), ascending, and counts.
+"""Runs: the distinct keys x V + y of token pairs (x, y) in ascending order, and their counts.
 
-Letters: V vocabulary, T tokens, D documents, C documents' ends inside the tokens, E entries (distinct pairs), P one
-piece of T or E, R rows (left tokens) that have entries.
+Shape letters: V vocabulary, T tokens, D documents, C ends of documents inside the tokens, E entries (distinct pairs),
+P one piece of T or E, R rows (left tokens) with entries.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PIECE = 1 << 17
 
 
 def key_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type of keys x V + y: uint32 where V² ≤ 2³², else uint64."""
+    """Return the type of keys x V + y: uint32 where V² ≤ 2³², else uint64."""
     if not 1 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {MAX_VOCAB}")
     return np.dtype(np.uint32 if vocab_size**2 <= 2**32 else np.uint64)
 
 
 def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: int, first: int = 0) -> None:
-    """Refuse what are no documents of the vocabulary: they begin in `tokens_T` at `starts_D`, `first` is a number."""
+    """Raise ValueError unless tokens and starts of documents, numbered from `first`, are those of the vocabulary."""
     size = len(tokens_T) if tokens_T.ndim == 1 else -1
     if size < 0 or (size and tokens_T.dtype.kind not in "iu"):
         shape = f"{tokens_T.dtype} {list(tokens_T.shape)}"
@@ -36,7 +36,7 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
         raise ValueError(f"{len(starts_D)} documents start at {starts_D[:1]} to {starts_D[-1:]} in {size} tokens")
     if not size:
         return
-    # Negative numbers are large ones without their sign: one pass finds both.
+    # Negative numbers are large unsigned ones, so that one pass finds both.
     unsigned_T = tokens_T.view(np.dtype(f"u{tokens_T.dtype.itemsize}").newbyteorder(tokens_T.dtype.byteorder))
     if int(unsigned_T.max()) >= vocab_size:
         index = int(np.flatnonzero(unsigned_T >= vocab_size)[0])
@@ -45,12 +45,12 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
 
 
 def inner_ends(starts_D: NDArray[Any], size: int) -> Ints:
-    """int64 [C], ascending: indices of tokens whose right neighbour belongs to another document."""
+    """Return the ascending indices of tokens whose right neighbour belongs to another document, int64 [C]."""
     return np.unique(starts_D[(starts_D > 0) & (starts_D < size)].astype(np.int64)) - 1
 
 
 def write_keys(tokens_T: NDArray[Any], vocab_size: int, out_T: NDArray[Any]) -> None:
-    """Put the keys of all T - 1 neighbours into `out_T`; the tokens are known to be in the vocabulary."""
+    """Write the keys of all T - 1 pairs of neighbours into `out_T`; the tokens must be in the vocabulary."""
     dtype = key_dtype(vocab_size)
     for start in range(0, len(out_T), _PIECE):
         keys_P = out_T[start : start + _PIECE]
@@ -60,10 +60,10 @@ def write_keys(tokens_T: NDArray[Any], vocab_size: int, out_T: NDArray[Any]) -> 
 
 
 def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
-    """The run of at most 2³² − 1 keys in any order, which are overwritten on the way.
+    """Return the run of at most 2³² − 1 keys in any order, which are overwritten.
 
-    `cross_document` of the keys are 0 in place of pairs of two documents, and do not count: taking them off that key's
-    count is cheaper than leaving them out.
+    `cross_document` of the keys are 0 in place of pairs across documents. They are subtracted from the count of key 0,
+    which is cheaper than leaving them out.
     """
     keys_T.sort()
     size, entries, before = len(keys_T), 0, -1
@@ -90,10 +90,10 @@ def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
 
 
 def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 << 18) -> Iterator[Run]:
-    """The run of everything together, in consecutive parts: keys of `key_dtype`, ascending, and counts int64.
+    """Yield the merged run in consecutive parts: ascending keys of `key_dtype`, and counts int64.
 
-    Instead of arrays runs may be anything that gives arrays for slices, such as files. `chunk` entries are merged at a
-    time, in about 60 bytes each; the default fits a processor's cache.
+    Runs may consist of anything that returns arrays for slices, such as files. `chunk` entries are merged at a time in
+    about 60 bytes each; the default fits the processor's cache.
     """
     dtype = key_dtype(vocab_size)
     sides = [run for run in runs if len(run[0])]
@@ -118,7 +118,7 @@ def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 
 
 
 def _merged(parts: list[Run], dtype: np.dtype[Any]) -> Run:
-    """One run of runs that fit memory."""
+    """Merge runs in memory."""
     if len(parts) == 1:
         return parts[0][0].astype(dtype), parts[0][1].astype(np.int64)
     keys_E = np.concatenate([keys for keys, _ in parts])
@@ -130,17 +130,14 @@ def _merged(parts: list[Run], dtype: np.dtype[Any]) -> Run:
 
 
 def rows_and_columns(keys_E: NDArray[Any], vocab_size: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The left and the right tokens of keys, in the keys' type."""
+    """Return the left and the right tokens of keys, in the type of the keys."""
     rows_E = keys_E // keys_E.dtype.type(vocab_size)
     return rows_E, keys_E - rows_E * keys_E.dtype.type(vocab_size)
 
 
-def left_sums(parts: Iterable[Run], vocab_size: int) -> Ints:
-    """int64 [V]: how often each token is the left of a pair, from parts of a run in any order."""
-    sums_V = np.zeros(vocab_size, dtype=np.int64)
-    for keys_E, counts_E in parts:
-        if len(keys_E):
-            rows_E, _ = rows_and_columns(keys_E, vocab_size)
-            first_R = np.concatenate(([0], np.flatnonzero(rows_E[1:] != rows_E[:-1]) + 1))
-            sums_V[rows_E[first_R].astype(np.int64)] += np.add.reduceat(counts_E, first_R, dtype=np.int64)
-    return sums_V
+def add_left_counts(sums_V: Ints, part: Run) -> None:
+    """Add the number of pairs that each token is the left of, in a non-empty part of a run, to `sums_V`."""
+    keys_E, counts_E = part
+    rows_E, _ = rows_and_columns(keys_E, len(sums_V))
+    first_R = np.concatenate(([0], np.flatnonzero(rows_E[1:] != rows_E[:-1]) + 1))
+    sums_V[rows_E[first_R].astype(np.int64)] += np.add.reduceat(counts_E, first_R, dtype=np.int64)

@@ -1,6 +1,6 @@
-"""The texts that a table was counted on, in an order that finds what followed a context: a suffix array.
+"""Datastore of counted texts for suffix decoding: a suffix array that finds the continuations of a context.
 
-Letters: T tokens of all texts, N places in them, C tokens of a context.
+Shape letters: T tokens of all texts, N positions in them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..storage.safe_read import UNREADABLE
 
 TEXTS_FILE = "texts.safetensors"
 CONTEXT = 8
-"""Tokens before a place that it is sorted by; no longer context is looked for."""
+"""Number of preceding tokens that positions are sorted by; longer contexts are not matched."""
 _BETWEEN = -1
 Ids = NDArray[np.int32]
 
 
 class TextStore:
-    """Texts end to end, and the places in them in the order of what stands before: the nearest token first.
+    """Concatenated texts, and their positions sorted by the preceding tokens, the nearest first.
 
     Args:
         ids_T: int32, -1 before each text and `CONTEXT` times at the beginning and at the end.
-        places_N: int32, every place that has a token and one before it in the same text.
+        places_N: int32, every position that has a token and one before it in the same text.
     """
 
     def __init__(self, ids_T: Ids, places_N: Ids) -> None:
@@ -36,7 +36,7 @@ class TextStore:
 
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[np.int32]]) -> Self:
-        """Sort the places of some texts."""
+        """Build the store of some texts."""
         parts = [np.full(CONTEXT, _BETWEEN, dtype=np.int32)]
         for ids in documents:
             parts += [ids.astype(np.int32), np.array([_BETWEEN], dtype=np.int32)]
@@ -47,8 +47,7 @@ class TextStore:
         return cls(ids_T, places_N[np.lexsort(before)])
 
     def matches(self, context: Sequence[int] | NDArray[Any]) -> tuple[int, Ids]:
-        """The most tokens of a context's end, up to `CONTEXT`, that stand before some place, and these places; 0 where
-        none does."""
+        """Return the length of the longest suffix of a context that precedes some positions, and these positions."""
         low, high, length = 0, len(self.places_N), 0
         for back in range(1, 1 + min(CONTEXT, len(context))):
             token = context[-back]
@@ -60,7 +59,7 @@ class TextStore:
         return length, self.places_N[low:high] if length else self.places_N[:0]
 
     def _bisect(self, low: int, high: int, back: int, token: int) -> int:
-        """The first place from `low` on whose token so far back is not below `token`."""
+        """Return the first position from `low` on whose token `back` places before it is not below `token`."""
         ids_T, places_N = self.ids_T, self.places_N
         while low < high:
             middle = (low + high) // 2
@@ -71,26 +70,28 @@ class TextStore:
         return low
 
     def save(self, directory: Path) -> None:
+        """Write the texts into a directory."""
         save_file({"ids": self.ids_T, "places": self.places_N}, Path(directory) / TEXTS_FILE)
 
     @classmethod
     def load(cls, directory: Path, vocab_size: int) -> Self | None:
-        """The texts in a folder, if there are any. Raises ValueError: no such file; tokens outside the vocabulary, or
-        places outside the texts."""
+        """Load the texts in a directory, if there are any.
+
+        Raises:
+            ValueError: The file is damaged, or holds tokens outside the vocabulary or positions outside the texts.
+        """
         path = Path(directory) / TEXTS_FILE
         if not path.is_file():
             return None
         try:
-            found = load_file(path)
-            ids_T, places_N = found["ids"], found["places"]
+            tensors = load_file(path)
+            ids_T, places_N = tensors["ids"], tensors["places"]
         except (KeyError, *UNREADABLE) as error:
             raise ValueError(f"{path} holds no texts: {first_line(error)}") from error
-        if any(array.dtype != np.int32 or array.ndim != 1 for array in (ids_T, places_N)):
-            raise ValueError(f"{path}: ids and places must be lists of int32")
-        for name, array, least, most in (
-            ("ids", ids_T, _BETWEEN, vocab_size - 1),
-            ("places", places_N, CONTEXT, len(ids_T) - 1 - CONTEXT),
-        ):
+        ranges = (("ids", ids_T, _BETWEEN, vocab_size - 1), ("places", places_N, CONTEXT, len(ids_T) - 1 - CONTEXT))
+        for name, array, least, most in ranges:
+            if array.dtype != np.int32 or array.ndim != 1:
+                raise ValueError(f"{path}: {name} must be one dimension of int32")
             if len(array) and not (least <= int(array.min()) and int(array.max()) <= most):
                 raise ValueError(f"{path}: {name} reach from {array.min()} to {array.max()}, not {least} to {most}")
         return cls(ids_T, places_N)

@@ -14,14 +14,11 @@ from ..artifact.manifest import Manifest
 from ..storage.messages import shown
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from ..storage.safe_read import check_safetensors, read_json
-from ..table.checks import DTYPES, MARGINALS
-from ..table.counts import BigramCounts
+from ..table.table import TENSORS, BigramTable
 from ..table.texts import TextStore
 
 if TYPE_CHECKING:
     from .model_files import Fit
-
-# Of a table nothing is imported that takes seconds.
 
 _SHOWN = 3
 
@@ -148,13 +145,11 @@ def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
         stored = check_safetensors(path)
     except ValueError:
         return
-    counts = BigramCounts.read(path)
-    if counts.vocab_size != vocab_size:
-        yield f"{path} has {counts.vocab_size:,} tokens, expected {vocab_size:,}"
-    if extra := sorted(set(stored) - set(DTYPES if counts.pruning is None else DTYPES | MARGINALS)):
-        unpruned = counts.pruning is None and set(extra) <= set(MARGINALS)
-        why = ", and does not say that it was pruned" if unpruned else ", which no table has"
-        yield f"{path} holds {', '.join(map(shown, extra))}{why}"
+    table = BigramTable.read(path)
+    if table.vocab_size != vocab_size:
+        yield f"{path} has {table.vocab_size:,} tokens, expected {vocab_size:,}"
+    if extra := sorted(set(stored) - set(TENSORS)):
+        yield f"{path} holds {', '.join(map(shown, extra))}, which no table has"
     try:
         TextStore.load(path.parent, vocab_size)
     except ValueError as error:

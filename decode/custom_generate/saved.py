@@ -36,7 +36,7 @@ from ...checkpoints.storage.safe_read import (
     parse_json,
     read_json,
 )
-from ...checkpoints.table.table import BigramTable
+from ...checkpoints.table.table import TENSORS, BigramTable
 from ..proposers.head_trees import HeadModule
 
 SETTINGS_FILE = "custom_generate.json"
@@ -121,11 +121,7 @@ def stored_parts(stored: StoredMethod) -> tuple[dict[str, Tensor], dict[str, str
         raise ValueError("a table's texts are not saved with a method: `store` is 'table', expected 'none'")
     if table is not None:
         metadata["table.vocab_size"] = str(table.vocab_size)
-        counts = {name: getattr(table, name) for name in ("row_ptr", "col", "count", "unigram")}
-        if table.pruning is not None:
-            metadata["table.pruning"] = json.dumps(table.pruning)
-            counts |= {"left": table.left_counts(), "right": table.right_counts()}
-        tensors |= {f"table.{name}": value for name, value in counts.items()}
+        tensors |= {f"table.{name}": getattr(table, name) for name in TENSORS}
     return tensors, metadata
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoints.heads.module import PredictionHeads
-from ...checkpoints.table.smoothing import check_smoothing
-from ...checkpoints.table.table import BigramTable
+from ...checkpoints.table.table import BigramTable, check_add_k
 from ..engine import Context, Limits, Proposal, Proposer
 from ..models.base import check_same_vocabulary
 from ..models.products.product import Product
@@ -80,11 +79,11 @@ class PrunedHeadTree(Proposer):
     neighbours, the root included. Without a table r is 1.
 
     Args:
-        unseen: r of pairs that the table does not hold; not used with smoothing, which has an r for each of them. The
+        unseen: r of pairs that the table does not hold; not used with `add_k`, which gives each of them an r. The
             paper's is 0 (eq. 5), which rules such pairs out; the methods' default, 0.01, is ours.
         lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all", the methods' default: their
             beginnings do, too, as appendix C and section 4.3 speak of them; only where r exceeds 1 a longer one wins.
-        smoothing: of the table's counts: "none", "add-k" or "kneser-ney"; `strength` is k, or the discount.
+        add_k: number added to each count of the table before r is computed.
         least: sequences whose posterior is not above it are left out, so that the tree is small where the heads are
             unsure (as EAGLE-2 grows its trees by confidence: Li et al. 2024, arXiv 2406.16858). 0: all compete.
 
@@ -100,8 +99,7 @@ class PrunedHeadTree(Proposer):
         unseen: float,
         depth: int,
         lengths: Literal["all", "full"] = "all",
-        smoothing: str = "none",
-        strength: float = 0.0,
+        add_k: float = 0.0,
         least: float = 0.0,
     ) -> None:
         if not 1 <= depth <= heads.num_heads:
@@ -114,10 +112,9 @@ class PrunedHeadTree(Proposer):
             raise ValueError(
                 f"least is the smallest posterior of a sequence: expected 0 or more and below 1, got {least}"
             )
-        check_smoothing(smoothing, strength)
+        check_add_k(add_k)
         self._floor = math.log(least) if least else -math.inf
-        self.smoothing, self.strength = smoothing, strength
-        self.full = lengths == "full"
+        self.full, self.add_k = lengths == "full", add_k
         self._lattice: Lattice | None = None
         self._log_unseen = torch.tensor(math.log(unseen) if unseen else -math.inf)
 
@@ -157,7 +154,7 @@ class PrunedHeadTree(Proposer):
         else:
             before_BKC = torch.cat((root_B1[:, :, None].expand_as(candidates_BKC[:, :1]), candidates_BKC[:, :-1]), 1)
             log_r_BKCC = self.table.look_up(
-                before_BKC[:, :, None], candidates_BKC[..., None], self._log_unseen, self.smoothing, self.strength
+                before_BKC[:, :, None], candidates_BKC[..., None], self._log_unseen, self.add_k
             )
             edges_BKCC = log_r_BKCC + log_probs_BKC[..., None]
             first_BC, edges_BKCC = edges_BKCC[:, 0, :, 0], edges_BKCC[:, 1:]

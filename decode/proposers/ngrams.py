@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoints.table.smoothing import check_smoothing
-from ...checkpoints.table.table import BigramTable
+from ...checkpoints.table.table import BigramTable, check_add_k
 from ...checkpoints.table.views import NextToken
 from ..engine import Context, Limits, Proposal, Proposer
 from ..models.base import check_same_vocabulary
@@ -44,18 +43,16 @@ class TableSource(NamedTuple):
 
     order: Literal[1, 2]
     prior: float = 1.0
-    """Weight of the unigram distribution in what follows a token, where there is no smoothing."""
-    smoothing: str = "none"
-    """Of what follows a token: "none", "add-k" or "kneser-ney"."""
-    strength: float = 0.0
-    """k, or the discount."""
+    """Weight of the unigram distribution in the distribution after a token; not used with `add_k`."""
+    add_k: float = 0.0
+    """Number added to each count after a token; 0 for `prior` instead."""
 
     @property
     def name(self) -> str:
         """`unigram`, or `bigram` with its settings."""
         if self.order == 1:
             return "unigram"
-        return f"bigram {self.prior:g}" if self.smoothing == "none" else f"bigram {self.smoothing} {self.strength:g}"
+        return f"bigram add-k {self.add_k:g}" if self.add_k else f"bigram {self.prior:g}"
 
     def drafts(self, table: BigramTable, device: torch.device) -> TableDrafts:
         """From a table, on a device."""
@@ -72,7 +69,7 @@ class TableChain(Proposer):
     def __init__(self, table: BigramTable, gamma: int, source: TableSource) -> None:
         if source.prior <= 0:
             raise ValueError(f"prior must be above 0, got {source.prior}")
-        check_smoothing(source.smoothing, source.strength)
+        check_add_k(source.add_k)
         self.table, self.gamma, self.source = table, gamma, source
 
     def capacity(self, limits: Limits) -> tuple[int, int]:

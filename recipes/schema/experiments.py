@@ -52,10 +52,8 @@ class CorrelationSettings(Section):
     """Tokens of a head that the correction may choose from."""
     unseen: float = Field(0.01, ge=0)
     """r of a pair that was never seen; eq. 5 has 0, which would rule it out."""
-    smoothing: Literal["none", "add-k", "kneser-ney"] = "none"
-    """Of the counts, before r is derived."""
-    strength: float = Field(0.0, ge=0)
-    """k or the discount of the smoothing; 0: its default."""
+    add_k: float = Field(0.0, ge=0)
+    """Number added to each count before r is computed."""
     categories: bool = False
     """Also rows of each category of the prompts, called `with correlation [category]`."""
 

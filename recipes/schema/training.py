@@ -419,21 +419,21 @@ class HeadsRecipe(_Recipe):
 
 
 class CountSection(Section):
-    """Which neighbouring tokens a table counts, and with how much memory."""
+    """Which pairs of neighbouring tokens a table counts, and with how much memory."""
 
     pairs: Literal["documents", "answers", "messages"] = "documents"
-    """`documents`: all of a conversation, the template's own tokens too. `answers`: the pairs whose right token is
-    trained on: an answer with its end of turn and the one token before it. `messages`: the words of each message alone.
-    A pair never reaches from one document, answer or message into the next."""
+    """`documents`: whole conversations with the tokens of the template. `answers`: pairs whose right token is
+    supervised, that is, each answer with its end of turn and the token before it. `messages`: the text of each message
+    alone. Pairs never cross the border of a document, answer or message."""
     roles: list[Literal["system", "user", "assistant"]] = []
-    """Whose messages, with `pairs: messages`: system, user, assistant; empty: user and assistant."""
+    """Roles whose messages are counted with `pairs: messages`; empty: user and assistant."""
     memory_mb: int = Field(512, ge=1)
-    """Memory for the counts of each process; what outgrows it goes to `<out>.state`."""
+    """Memory for the counts of each process; counts beyond it go to `<out>.state`."""
     save_minutes: float = Field(5.0, gt=0)
-    """Counts are put on disk at least so often, which is what a killed run may lose."""
+    """Longest time between saves of the counts, which is what a killed run may lose."""
     texts: int = Field(0, ge=0)
-    """Keep so many tokens of what is counted as texts too, from the first on: the method `suffix` proposes how they
-    went on. Eight bytes a token."""
+    """Number of counted tokens to keep as texts, from the first on, for the method `suffix` with `store: table`. A
+    token takes eight bytes."""
 
     @model_validator(mode="after")
     def _known_roles(self) -> CountSection:
@@ -442,42 +442,23 @@ class CountSection(Section):
         return self
 
 
-class PruneSection(Section):
-    """Leave pairs out of a table, which stays whole at `<out>-whole`; r of the pairs that are kept is what it was."""
-
-    min_count: int = Field(1, ge=1)
-    """Keep pairs that were seen at least so often."""
-    top: int = Field(0, ge=0)
-    """Keep at most so many pairs a left token, the most frequent; 0: all."""
-    megabytes: float | None = Field(None, gt=0)
-    """Keep the most frequent pairs that fit into a file of this size."""
-
-    @model_validator(mode="after")
-    def _prunes(self) -> PruneSection:
-        if self.min_count == 1 and not self.top and self.megabytes is None:
-            raise ValueError("`prune` leaves nothing out: give `min_count` above 1, `top` or `megabytes`")
-        return self
-
-
 class TableRecipe(Section):
     """Count the bigram correlation table of a corpus (SLiM, eq. 5).
 
-    Whole conversations are counted, without those held out: of the data section, block_tokens, packing, streaming,
-    window and workers change nothing.
+    Whole conversations are counted, except those held out. The data options block_tokens, packing, streaming, window
+    and workers have no effect.
     """
 
     kind: Literal["table"]
     out: str
-    """Folder of the artifact; counts that are not finished lie beside it in `<out>.state`."""
+    """Directory of the artifact; unfinished counts are in `<out>.state`."""
     tokenizer: str
-    """Folder or hub id of the tokenizer."""
+    """Directory or hub id of the tokenizer."""
     vocab_size: int | None = Field(None, ge=1)
-    """Tokens of the table; by default the tokenizer's. Set it to the target's where its embeddings are padded: 32064
-    where the tokenizer has 32000."""
+    """Vocabulary size of the table; by default the tokenizer's. Where the target's embeddings are padded, set the size
+    of the embeddings, such as 32064 for a tokenizer of 32000."""
     data: DataSection
     count: CountSection = CountSection()
-    prune: PruneSection | None = None
-    """Make the artifact smaller; without it the table holds every pair that was seen."""
 
     @property
     def tokenizer_source(self) -> str:

@@ -171,7 +171,7 @@ def _lookups(table: BigramTable, runs: int) -> dict[str, float]:
     start = time.perf_counter()
     found = table.correlation()
     built = time.perf_counter() - start
-    smoothed = table.correlation("kneser-ney")
+    smoothed = table.correlation(add_k=0.01)
     rows = [(torch.from_numpy(draw(rng, 1, 1)),) for _ in range(64)]
     after = table.distributions("cpu", 1.0)
     after.most_likely(*rows[0])

@@ -32,7 +32,7 @@ ONE = torch.tensor([[1, 2, 3]])
 OPTIONS: dict[str, dict[str, Any]] = {
     "speculative": {"gamma": 3},
     "multi-candidate": {"k_config": "2x2", "replacement": True},
-    "bigram": {"gamma": 3, "smoothing": "kneser-ney", "strength": 0.5},
+    "bigram": {"gamma": 3, "add_k": 0.5},
     "medusa": {"tree": "2x2x1", "acceptance": "typical", "epsilon": 0.2},
     "slim-s": {"sequences": 5, "unseen": 0.5, "lengths": "full"},
     "adaptive": {"policy": "expected-gain", "threshold": 0.25},
@@ -91,17 +91,17 @@ def test_every_method_decodes_as_before(
 
 
 @pytest.mark.parametrize(
-    ("heads", "pruning"),
+    "heads",
     [
-        (some_heads("low-rank", scale=0.25), {}),
-        (some_heads("target"), {}),
-        (some_heads(states="before-norm").bfloat16(), {"min_count": 2}),
-        (some_heads().double(), {"min_count": 2}),
+        some_heads("low-rank", scale=0.25),
+        some_heads("target"),
+        some_heads(states="before-norm").bfloat16(),
+        some_heads().double(),
     ],
     ids=["low-rank", "target", "before-norm", "double"],
 )
-def test_parts_come_back_as_they_were(tmp_path: Path, heads: PredictionHeads, pruning: dict[str, int]) -> None:
-    table = some_table().pruned(**pruning) if pruning else some_table()
+def test_parts_come_back_as_they_were(tmp_path: Path, heads: PredictionHeads) -> None:
+    table = some_table()
     method("slim-s", heads=heads, table=table).save_pretrained(tmp_path / "saved")
     again = CustomGenerate.from_pretrained(str(tmp_path / "saved"))
     assert isinstance(again.heads, PredictionHeads)
@@ -114,8 +114,6 @@ def test_parts_come_back_as_they_were(tmp_path: Path, heads: PredictionHeads, pr
         assert torch.equal(again.heads.state_dict()[name], weight)
     for name in ("row_ptr", "col", "count", "unigram"):
         assert torch.equal(getattr(again.table, name), getattr(table, name))
-    assert again.table.pruning == table.pruning
-    assert torch.equal(again.table.right_counts(), table.right_counts())
     assert not again.heads.training
 
 
@@ -310,7 +308,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 def test_what_does_not_fit_is_refused(parts: dict[str, Any], tmp_path: Path, case: str) -> None:
     damage, words = REFUSED[case]
     of_drafter = damage in (link, flip, missing, planted)
-    parts["table"] = parts["table"].pruned(min_count=2)
     method("speculative" if of_drafter else "slim-s", **parts).save_pretrained(tmp_path / "saved")
     CustomGenerate.from_pretrained(tmp_path / "saved")
     damage(tmp_path / "saved")
@@ -364,7 +361,7 @@ def test_heads_are_exported_as_one_file(target: LlamaForCausalLM, tmp_path: Path
 
 
 def test_tables_are_exported_as_one_file(target: LlamaForCausalLM, tmp_path: Path) -> None:
-    source = artifact(tmp_path / "table", "table", some_table().pruned(top=3).save)
+    source = artifact(tmp_path / "table", "table", some_table().save)
     options = ExportOptions(speculative_tokens=5)
     found = export_artifact(source, "custom-generate-bigrams", tmp_path / "out", FORMATS, options)
     assert len(found) == 1

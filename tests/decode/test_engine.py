@@ -201,7 +201,7 @@ def test_parts_of_another_target_are_refused(
         ("mjgd", {"gamma": 0}, "'gamma' .* at least 1, got 0"),
         ("beam", {"beams": 0}, "'beams' .* at least 1, got 0"),
         ("bigram", {"prior": 0.0}, "got 0.0"),
-        ("bigram", {"strength": 0.3}, "'none'.* 0.3"),
+        ("bigram", {"add_k": -0.3}, "add_k.* -0.3"),
         ("prompt-lookup", {"ngram": 0}, "'ngram' .* at least 1, got 0"),
         ("prompt-lookup", {"ngram": 2, "shortest": 3}, "3, .* 2"),
         ("suffix", {"depth": 0}, "at least 1, got 0"),

@@ -1,15 +1,15 @@
-"""Exported drafters and tables in llama.cpp itself, on CPU. `DRAFTSMITH_LLAMA_CPP` names a folder with its source and,
+"""Exported drafters in llama.cpp itself, on CPU. `DRAFTSMITH_LLAMA_CPP` names a folder with its source and,
 in `build/bin`, its programs:
 
     git clone https://github.com/ggml-org/llama.cpp && cd llama.cpp && git checkout 0c1e57098
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
-    cmake --build build -t llama-completion llama-tokenize llama-speculative llama-speculative-simple llama-lookup \\
-        llama-lookup-merge llama-server
+    cmake --build build -t llama-completion llama-tokenize llama-speculative llama-speculative-simple \\
+        llama-server
 
 The same source lies in the sdist of llama-cpp-python 0.3.36, under vendor/llama.cpp. The converter runs in this Python.
 
 The target says each token's successor in a fixed order, which is longer than what is decoded: nothing is repeated, so
-that llama.cpp finds nothing to draft in the text itself, and what a drafter or a table must draft is known.
+that llama.cpp finds nothing to draft in the text itself, and what a drafter must draft is known.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import json
 import os
 import re
 import shlex
-import struct
 import subprocess
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,14 +30,13 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
-from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.serving.engines import running
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 ENGINE = Path(os.environ.get("DRAFTSMITH_LLAMA_CPP", ""))
-VOCAB, HIDDEN, NEW, GAMMA, SEEN = 300, 64, 40, 3, 5
+VOCAB, HIDDEN, NEW, GAMMA = 300, 64, 40, 3
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PROMPTS = ["the target checks", " what the drafter", "drafts; and"]
 TEXT = [str(__doc__)]
@@ -88,7 +85,7 @@ def model_of(following: list[int], layers: int = 2) -> LlamaForCausalLM:
 
 
 class Works:
-    """Models and a table, exported; what the target says."""
+    """Exported models, and what the target says."""
 
     def __init__(self, folder: Path, serving: ModuleType) -> None:
         self.folder, self.serving = folder, serving
@@ -99,7 +96,6 @@ class Works:
         self.gguf = {"target": self.gguf_of("target", self.target)}
         self.gguf["copy"] = self.gguf_of("copy", self.target)
         self.gguf["other"] = self.gguf_of("other", model_of(self.other))
-        self.ngrams = self.ngrams_of("table", SEEN)
 
     def save(self, name: str, kind: str, write: Any) -> None:
         about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
@@ -119,16 +115,6 @@ class Works:
 
         self.save(name, "drafter", write)
         return self.export(name, "gguf") / "model.gguf"
-
-    def ngrams_of(self, name: str, right: int, wrong: int = 0) -> Path:
-        """A cache in which each token was followed so often by what the target says, and by `<|endoftext|>`."""
-        followers = [({0: wrong} if wrong else {}) | {self.following[x]: right} for x in range(len(SPECIAL), VOCAB)]
-        row_ptr = torch.tensor([0] * len(SPECIAL) + [0, *map(len, followers)]).cumsum(0)
-        pairs = [pair for row in followers for pair in row.items()]
-        col_E, count_E = (torch.tensor(column, dtype=torch.int32) for column in zip(*pairs, strict=True))
-        seen_V = torch.tensor([0] * len(SPECIAL) + [right + wrong] * len(followers))
-        self.save(name, "table", BigramTable(row_ptr, col_E, count_E, seen_V).save)
-        return self.export(name, "llama-ngrams") / "ngrams.bin"
 
     def said(self, prompt: str) -> list[int]:
         """The target's greedy tokens, by transformers."""
@@ -153,12 +139,11 @@ def works(tmp_path_factory: pytest.TempPathFactory, serving: ModuleType) -> Work
     return Works(tmp_path_factory.mktemp("llama_cpp"), serving)
 
 
-def run(program: str, *arguments: str | Path, last: str = "", before: Callable[[], Any] = int) -> tuple[bytes, str]:
+def run(program: str, *arguments: str | Path, last: str = "") -> tuple[bytes, str]:
     """What a program of llama.cpp prints, and what it says of itself, which has `last` in it. A thread of its own
     writes, and the end of the program now and then cuts it off: then it is run again."""
     command = [ENGINE / "build" / "bin" / program, *arguments]
     for _ in range(TRIES):
-        before()
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=600)
         said = (done.stdout + done.stderr).decode(errors="replace")
         assert done.returncode == 0, said[-4000:]
@@ -249,62 +234,6 @@ def test_drafters(works: Works, program: str) -> None:
             assert found[1] == found[0] > 0 if name == "copy" else 0 < found[1] < found[0]
 
 
-def counts_of(path: Path) -> dict[tuple[int, ...], dict[int, int]]:
-    """An n-gram cache, read record after record."""
-    found = {}
-    with path.open("rb") as opened:
-        while head := opened.read(20):
-            *context, followers = struct.unpack("<5i", head)
-            found[tuple(context)] = dict(struct.unpack("<2i", opened.read(8)) for _ in range(followers))
-    return found
-
-
-def test_a_table_read_and_written_by_llama_cpp(works: Works, tmp_path: Path) -> None:
-    run("llama-lookup-merge", works.ngrams, works.ngrams, tmp_path / "twice.bin")
-    wanted = {(x, -1, -1, -1): {works.following[x]: 2 * SEEN} for x in range(len(SPECIAL), VOCAB)}
-    assert counts_of(tmp_path / "twice.bin") == wanted
-
-
-def look_up(works: Works, prompt: str, cache: Path, *more: str | Path, start: bytes | None = None) -> tuple[int, int]:
-    """Tokens drafted and accepted with a dynamic cache, made of `start` if that is given; the text is the same."""
-
-    def begin() -> None:
-        cache.unlink(missing_ok=True)
-        if start is not None:
-            cache.write_bytes(start)
-
-    settings = [*GREEDY, "--spec-draft-n-max", str(GAMMA), "-p", prompt]
-    caches = ("-lcd", cache, *more)
-    out, told = run("llama-lookup", "-m", works.gguf["target"], *settings, *caches, last="n_accept", before=begin)
-    assert works.bytes_of(works.said(prompt)) in out
-    return number(told, "n_drafted"), number(told, "n_accept")
-
-
-def test_a_table_drafts_as_a_dynamic_cache(works: Works, tmp_path: Path) -> None:
-    """Without one there is nothing to draft; what was seen is written into it."""
-    mine, cache = counts_of(works.ngrams), tmp_path / "lookup.bin"
-    for prompt in PROMPTS:
-        assert look_up(works, prompt, cache) == (0, 0)
-        assert look_up(works, prompt, cache, "-lcs", works.ngrams) == (0, 0)
-        drafted, accepted = look_up(works, prompt, cache, start=works.ngrams.read_bytes())
-        assert drafted == accepted >= NEW * GAMMA // (GAMMA + 1)
-        after = counts_of(cache)
-        assert len(after) > len(mine)
-        assert all(after[context][token] >= SEEN for context, followers in mine.items() for token in followers)
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "drafts"),
-    [(3, 1, True), (3, 0, False), (74, 26, False), (75, 25, True), (40_000_000, 1, True), (2_000_000_000, 900, True)],
-)
-def test_where_a_table_makes_it_draft(works: Works, tmp_path: Path, right: int, wrong: int, drafts: bool) -> None:
-    """From 4 counts and 75 % on; and where counts are so many that llama.cpp's percentages would overflow."""
-    cache = works.ngrams_of(f"{right} of {right + wrong}", right, wrong)
-    drafted, accepted = look_up(works, PROMPTS[0], tmp_path / "lookup.bin", start=cache.read_bytes())
-    assert drafted == accepted
-    assert (drafted > 0) is drafts
-
-
 def check_served(command: str, works: Works, every_draft: bool) -> None:
     """A command of SERVING.md: the target's own tokens, drafted for."""
     program, *arguments = shlex.split(command)
@@ -357,10 +286,3 @@ def test_serving_eagle_heads_as_their_serving_md_says(works: Works, trimmed: boo
             assert answer["tokens"] == works.said(prompt)
             drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
             assert drafted == 2 * accepted >= NEW - 4
-
-
-def test_serving_a_table_as_its_serving_md_says(works: Works) -> None:
-    (command,) = commands(works.folder / "table-llama-ngrams")
-    before = works.ngrams.read_bytes()
-    check_served(command.replace("TARGET.gguf", str(works.gguf["target"])), works, every_draft=True)
-    assert works.ngrams.read_bytes() == before

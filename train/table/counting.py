@@ -1,14 +1,14 @@
-"""Counting pairs of neighbours over a corpus of any size: exact, in bounded memory, resumed from the last spill.
+"""Counter of neighbouring tokens for corpora of any size: exact, in bounded memory, resumable.
 
-Letters: V vocabulary, T tokens, D documents, C documents' ends, E entries (distinct pairs).
+Shape letters: V vocabulary, T tokens, D documents, C ends of documents, E entries (distinct pairs), P pairs.
 """
 
 from __future__ import annotations
 
-import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -32,43 +32,57 @@ _MAX_PAIRS = 1 << 31
 
 
 class PairCounter(AbstractContextManager["PairCounter"]):
-    """Counts pairs of documents as they come, in background threads; what is counted is kept in a folder. `tokens` and
-    `documents` were counted so far, by earlier processes too; `position` says how far the source has been read, as
-    given with the last documents (None at the start)."""
+    """Counter of the pairs within documents, which sorts in background threads and keeps its counts in a folder.
+
+    Attributes:
+        tokens: Number of tokens counted so far, by earlier processes too.
+        documents: Number of documents counted so far, likewise.
+        position: JSON value given with the last documents, which says how far the source is read; None at the start.
+
+    Args:
+        vocab_size: V.
+        folder: Directory of the counts, a new one or one to resume. Unfinished files of a killed process are deleted.
+        memory_mb: Mebibytes for counts and for sorting. More memory means fewer and larger runs.
+        threads: Number of background threads.
+
+    Raises:
+        ValueError: The folder is of another vocabulary or damaged, or another process counts into it.
+    """
 
     def __init__(self, vocab_size: int, folder: Path, memory_mb: float = 512, threads: int = 2) -> None:
-        """Open a folder, a new one or one to resume; unfinished files of a killed process are deleted. Counts, and what
-        sorting them in so many `threads` takes, have `memory_mb` mebibytes: more means fewer and larger runs.
-
-        Raises ValueError: a folder of another vocabulary, or whose runs are damaged; another process counts into it.
-        """
         dtype = key_dtype(vocab_size)
-        self.vocab_size = vocab_size
-        self.folder = Path(folder)
+        self.vocab_size, self.folder = vocab_size, Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(sole_writer(self.folder))
             index = read_index(self.folder, vocab_size)
             remove_leftovers(self.folder, index)
             self._lock = stack.pop_all()
-        index = index or {"place": None, "tokens": 0, "documents": 0, "runs": [], "ends": [0] * vocab_size}
         self._ends_V: Ints = np.array(index["ends"], dtype=np.int64)
         self._runs: list[dict[str, Any]] = index["runs"]
         self.position: Any = index["place"]
         self.tokens: int = index["tokens"]
         self.documents: int = index["documents"]
-        share = memory_mb * 2**20 / threads
-        # Of a thread's share an eighth is the buffer of keys that it sorts, and half as much its part of the one being
-        # filled; that one's run takes about as much again. Three eighths are for runs, nearly as much for merging them.
-        size = int(min(max(share / dtype.itemsize / 8, 1), _MAX_BUFFER))
-        budget = int(share * 3 / 8 / (dtype.itemsize + 4))
-        self._workers = [_Worker(self.folder, vocab_size, size, budget) for _ in range(threads)]
-        self._keys_T: NDArray[Any] = np.empty(size, dtype)
+        memory = memory_mb * 2**20
+        # An eighth of the memory is for the buffers being sorted, and their part of it for the one being filled. The
+        # runs of sorted buffers take about as much. A quarter each is for held runs, for those being merged and for
+        # the result.
+        size = int(min(max(memory / threads / dtype.itemsize / 8, 1), _MAX_BUFFER))
+        self._held = _HeldRuns(self.folder, vocab_size, int(memory / 4 / (dtype.itemsize + 4)))
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="count")
+        self._tasks: set[Future[NDArray[Any]]] = set()
+        self._keys_T, *self._free = [np.empty(size, dtype) for _ in range(threads + 1)]
         self._filled, self._cross_document = 0, 0
 
     def add(self, tokens_T: NDArray[Any], starts_D: NDArray[Any], position: Any) -> None:
-        """Count documents that follow each other, and begin in `tokens_T` (integers) at `starts_D`, ascending from 0;
-        runs may be spilled, with `position`, a JSON value, as how far the source is read."""
+        """Count consecutive documents.
+
+        Args:
+            tokens_T: Tokens of the documents, integers.
+            starts_D: Index of the first token of each document, ascending from 0.
+            position: JSON value that says how far the source is read after these documents.
+        """
         check_documents(tokens_T, starts_D, self.vocab_size, self.documents)
         size = len(tokens_T)
         if size:
@@ -78,35 +92,33 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self.tokens += size
         self.documents += len(starts_D)
         self.position = position
-        if any(worker.spilled for worker in self._workers):
+        if self._held.spilled:
             self.spill()
 
     def spill(self) -> None:
         """Write everything counted so far to the disk, together with its position."""
         if self._filled:
             self._send()
-        for worker in self._workers:
-            worker.spill()
-        for worker in self._workers:
-            worker.finish()
-        runs = self._runs + [run for worker in self._workers for run in worker.spilled]
-        progress = {"place": self.position, "tokens": self.tokens, "documents": self.documents}
-        write_index(self.folder, self.vocab_size, runs, self._ends_V, progress)
-        self._runs = runs
-        for worker in self._workers:
-            worker.spilled = []
+        self._free += [task.result() for task in self._tasks]
+        self._tasks = set()
+        held, _ = self._held.take()
+        parts = [part for first in range(self._threads) if (part := held[first :: self._threads])]
+        self._held.spilled += self._pool.map(self._held.write, parts)
+        self._runs = self._runs + self._held.spilled
+        index = {"place": self.position, "tokens": self.tokens, "documents": self.documents, "runs": self._runs}
+        write_index(self.folder, self.vocab_size, index | {"ends": self._ends_V.tolist()})
+        self._held.spilled = []
 
     def close(self) -> None:
-        """End the background work without spilling; what was spilled stays."""
-        for worker in self._workers:
-            worker.close()
+        """Stop the background threads without spilling; what was spilled stays."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._lock.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _fill(self, tokens_T: NDArray[Any], ends_C: Ints) -> None:
-        """Put the keys of neighbours into the buffer, and hand over full ones."""
+        """Write the keys of pairs into the buffer, and send full buffers to the threads."""
         done, pairs = 0, len(tokens_T) - 1
         while done < pairs:
             end = min(done + len(self._keys_T) - self._filled, pairs)
@@ -121,76 +133,70 @@ class PairCounter(AbstractContextManager["PairCounter"]):
                 self._send()
 
     def _send(self) -> None:
-        """Have a worker count the buffer, and fill the one that it is done with."""
-        worker = next((worker for worker in self._workers if worker.idle), self._workers[0])
-        self._keys_T = worker.count(self._keys_T, self._filled, self._cross_document)
+        """Count the buffer in the background and go on with a free one; raise the errors of finished tasks."""
+        task = self._pool.submit(self._held.count, self._keys_T, self._filled, self._cross_document)
+        self._tasks.add(task)
+        done, self._tasks = wait(self._tasks, 0 if self._free else None, FIRST_COMPLETED)
+        self._free += [task.result() for task in done]
+        self._keys_T = self._free.pop()
         self._filled = self._cross_document = 0
-        self._workers.append(self._workers.pop(self._workers.index(worker)))  # the longest busy one comes first
 
 
-class _Worker:
-    """A thread with a buffer of runs, one task at a time: runs are kept as they come, merged into one when there are
-    more than `budget` entries, and spilled where more than half of it is still taken after that (`spilled`: on the
-    disk, and not yet in the index)."""
+class _HeldRuns:
+    """Runs in memory, shared by the threads of a counter.
 
-    def __init__(self, folder: Path, vocab_size: int, buffer_size: int, budget: int) -> None:
+    Runs of more than `budget` entries are merged into one, which is written to a file where it takes more than half of
+    the budget. Files in `spilled` are not in the index yet.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, budget: int) -> None:
         self.spilled: list[dict[str, Any]] = []
         self._folder, self._vocab_size, self._budget = folder, vocab_size, budget
-        self._free_T: NDArray[Any] = np.empty(buffer_size, key_dtype(vocab_size))
+        self._lock, self._merging = Lock(), Lock()
         self._runs: list[Run] = []
-        self._pairs = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="count")
-        self._task: Future[dict[str, Any] | None] | None = None
-
-    @property
-    def idle(self) -> bool:
-        return self._task is None or self._task.done()
+        self._entries = self._pairs = 0
 
     def count(self, keys_T: NDArray[Any], size: int, cross_document: int) -> NDArray[Any]:
-        """Count a buffer's first keys in the background, when the last task is finished; returns that one's buffer."""
-        self.finish()
-        self._pairs += size
-        self._task = self._thread.submit(self._count, keys_T[:size], cross_document)
-        self._free_T, free_T = keys_T, self._free_T
-        return free_T
+        """Add the run of the first keys of a buffer; return the buffer."""
+        self._add(run_of_keys(keys_T[:size], cross_document), size)
+        if self._is_full:
+            with self._merging:
+                if self._is_full:  # unless another thread has merged them meanwhile
+                    self._compact()
+        return keys_T
 
-    def spill(self) -> None:
-        """Write what is held in the background."""
-        self.finish()
-        if self._runs:
-            self._task = self._thread.submit(self._spill)
+    def take(self) -> tuple[list[Run], int]:
+        """Remove and return all runs, and their number of pairs."""
+        with self._lock:
+            taken = self._runs, self._pairs
+            self._runs, self._entries, self._pairs = [], 0, 0
+        return taken
 
-    def finish(self) -> None:
-        """Wait for the task; raises what it raised."""
-        task, self._task = self._task, None
-        if task is not None and (run := task.result()):
-            self.spilled.append(run)
+    def write(self, runs: list[Run]) -> dict[str, Any]:
+        """Merge runs into a file; return its name and size."""
+        return write_run(self._folder, self._vocab_size, merge_runs(runs, self._vocab_size))
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    @property
+    def _is_full(self) -> bool:
+        return self._entries > self._budget or self._pairs >= _MAX_PAIRS  # counts have 32 bits
 
-    def _count(self, keys_T: NDArray[Any], cross_document: int) -> dict[str, Any] | None:
-        run = run_of_keys(keys_T, cross_document)
-        if len(run[0]):
-            self._runs.append(run)
-        full = self._pairs >= _MAX_PAIRS  # a run's counts have 32 bits
-        if sum(len(keys) for keys, _ in self._runs) > self._budget:
-            self._merge()
-            full = full or len(self._runs[0][0]) > self._budget // 2
-        return self._spill() if full else None
+    def _add(self, run: Run, pairs: int) -> None:
+        with self._lock:
+            if len(run[0]):
+                self._runs.append(run)
+            self._entries += len(run[0])
+            self._pairs += pairs
 
-    def _merge(self) -> None:
-        """Make one run of all, in memory for as many entries as they have: what is never touched costs nothing."""
-        most = sum(len(keys) for keys, _ in self._runs)
-        keys_E, counts_E = np.empty(most, key_dtype(self._vocab_size)), np.empty(most, np.uint32)
-        end = 0
-        for keys, counts in merge_runs(self._runs, self._vocab_size):
+    def _compact(self) -> None:
+        runs, pairs = self.take()
+        size = sum(len(keys) for keys, _ in runs)  # at most: memory that is never touched costs nothing
+        keys_E, counts_E, end = np.empty(size, key_dtype(self._vocab_size)), np.empty(size, np.uint32), 0
+        for keys, counts in merge_runs(runs, self._vocab_size):
             start, end = end, end + len(keys)
             keys_E[start:end], counts_E[start:end] = keys, counts
-        self._runs = [(keys_E[:end], counts_E[:end])]
-
-    def _spill(self) -> dict[str, Any]:
-        name = f"run-{uuid.uuid4().hex[:16]}"  # that not even a process left over from a killed launch gives
-        size = write_run(self._folder / name, self._vocab_size, merge_runs(self._runs, self._vocab_size))
-        self._runs, self._pairs = [], 0
-        return {"name": name, "bytes": size}
+        del runs
+        merged = keys_E[:end], counts_E[:end]
+        if pairs >= _MAX_PAIRS or end > self._budget // 2:
+            self.spilled.append(self.write([merged]))
+        else:
+            self._add(merged, pairs)

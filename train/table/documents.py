@@ -1,6 +1,6 @@
-"""From conversations to counts of neighbouring tokens: what is counted of each.
+"""Conversion of conversations to the token documents that a bigram table counts.
 
-Letters: T tokens, D documents.
+Shape letters: T tokens, D documents.
 """
 
 from __future__ import annotations
@@ -30,17 +30,24 @@ def token_documents(
     roles: Sequence[str] = (),
     last_turn_only: bool = False,
 ) -> Iterator[list[np.ndarray]]:
-    """What is counted of each conversation, in their order: ids int32 [T] within which neighbours are pairs.
+    """Yield the documents of each conversation: token ids int32 [T] whose neighbours are pairs.
 
-    `documents` is the whole rendered conversation, never split. `answers` is each stretch that is trained on, with the
-    one token before it. `messages` is the words of the messages of `roles` (none: of user and assistant), each by
-    itself, as they are tokenised where the template puts them. Raises ValueError: turns that are not [system], user,
-    assistant, …; a special token that the tokenizer lacks.
+    Args:
+        conversations: Conversations to count.
+        tokenizer: Tokenizer of the table.
+        template: Chat template that renders the conversations.
+        pairs: `documents` for whole conversations, `answers` for each supervised span with the token before it,
+            `messages` for the text of each message, tokenized as within the template.
+        roles: Roles whose messages are counted; empty for user and assistant.
+        last_turn_only: Whether the last answer alone is supervised.
+
+    Raises:
+        ValueError: The turns of a conversation are not [system], user, assistant, …
     """
     if pairs == "messages":
         yield from _messages(iter(conversations), tokenizer, template, frozenset(roles or ("user", "assistant")))
         return
-    # a document a conversation: nothing is split or left out where blocks have no length
+    # A document per conversation: blocks without a length neither split nor drop anything.
     for rendered in Renderer(template, tokenizer, None, last_turn_only=last_turn_only)(conversations):
         if pairs == "documents":
             yield [rendered.ids]
@@ -51,9 +58,11 @@ def token_documents(
 def pack_documents(
     documents: Iterable[list[np.ndarray]], first: int, memory_mb: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Documents of whole conversations, counted from `first`, end to end, so many that they take a small part of the
-    memory for counts: tokens int32 [T], where each document begins int64 [D], and the number of the first conversation
-    that is not among them."""
+    """Concatenate the documents of conversations, numbered from `first`, into batches for `PairCounter.add`.
+
+    A batch takes a small part of `memory_mb`: tokens int32 [T], starts of the documents int64 [D], and the number of
+    the first conversation after the batch.
+    """
     tokens = max(1, min(_TOKENS_AT_A_TIME, int(_TOKENS_PER_MB * memory_mb)))
     parts: list[np.ndarray] = []
     starts: list[int] = []
@@ -74,8 +83,8 @@ def _messages(
     conversations: Iterator[Conversation], tokenizer: Any, template: Template, roles: frozenset[str]
 ) -> Iterator[list[np.ndarray]]:
     layout = Layout(template, PieceEncoder(tokenizer, own=True))
-    while some := list(islice(conversations, _CONVERSATIONS_AT_A_TIME)):
-        wanted = [list(_wanted(layout, conversation.turns, roles)) for conversation in some]
+    while batch := list(islice(conversations, _CONVERSATIONS_AT_A_TIME)):
+        wanted = [list(_wanted(layout, conversation.turns, roles)) for conversation in batch]
         pieces = [piece for messages in wanted for piece in messages]
         ids, starts = layout.encoder.encode([text for text, _ in pieces], [after for _, after in pieces])
         encoded = iter(np.split(ids, starts[1:-1]) if pieces else [])
@@ -83,7 +92,7 @@ def _messages(
 
 
 def _wanted(layout: Layout, turns: Sequence[Turn], roles: frozenset[str]) -> Iterator[tuple[str, After]]:
-    """Texts of the wanted messages with what the template puts before them; of bare text, the one turn is the first."""
+    """Yield the texts of the messages of `roles` and what the template puts before each of them."""
     system, asked = layout.template.system, False
     for turn in turns:
         question = turn.role != "assistant"

@@ -1,13 +1,15 @@
-"""Runs of counted pairs as files, which count once the index of their folder, replaced in one step, names them.
+"""Files of spilled runs; only those named by the index of their folder count, which is replaced atomically.
 
-Letters: V vocabulary, E entries (distinct pairs), N some numbers.
+Shape letters: V vocabulary, E entries (distinct pairs).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from ...checkpoints.storage.atomic import atomic_text, errors_named, finish_file
 from ...checkpoints.storage.safe_read import load_json
 from ...checkpoints.table.file import check_counts, write_array, write_table
-from ...checkpoints.table.runs import Ints, Run, key_dtype, left_sums, merge_runs
+from ...checkpoints.table.runs import Run, add_left_counts, key_dtype, merge_runs
 
 INDEX = "counted.json"
 _COPY = 1 << 24
@@ -26,29 +28,29 @@ _CHUNK = 1 << 18
 _CHUNK_OF_RUN = 1 << 11
 
 
+@dataclass(frozen=True)
 class FileArray:
-    """One dimension of numbers in a file. Slices are read, not mapped: a mapped file would count as memory in use."""
+    """One-dimensional array in a file. Slices are read: pages of a mapped file would count as memory in use."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], offset: int, length: int) -> None:
-        self._path, self._dtype, self._offset, self._length = path, dtype, offset, length
+    path: Path
+    dtype: np.dtype[Any]
+    offset: int
+    length: int
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __getitem__(self, wanted: slice) -> NDArray[Any]:
-        start, end, _ = wanted.indices(self._length)
-        offset = self._offset + start * self._dtype.itemsize
-        return np.fromfile(self._path, dtype=self._dtype, count=max(end - start, 0), offset=offset)
+        start, end, _ = wanted.indices(self.length)
+        offset = self.offset + start * self.dtype.itemsize
+        return np.fromfile(self.path, dtype=self.dtype, count=max(end - start, 0), offset=offset)
 
 
-FileRun = tuple[FileArray, FileArray]
-"""A run whose keys and counts are read slice by slice."""
-
-
-def write_run(path: Path, vocab_size: int, parts: Iterable[Run]) -> int:
-    """Write a run as a file: its keys, then its counts as uint32; returns its size."""
+def write_run(folder: Path, vocab_size: int, parts: Iterable[Run]) -> dict[str, Any]:
+    """Write a run to a new file, keys first, then counts as uint32; return its name and size."""
+    path = folder / f"run-{uuid.uuid4().hex[:16]}"  # not even a process left over from a killed launch uses it
     try:
-        with errors_named(path), path.open("wb+") as out, TemporaryFile(dir=path.parent) as counts:
+        with errors_named(path), path.open("wb") as out, TemporaryFile(dir=folder) as counts:
             for keys_E, counts_E in parts:
                 check_counts(keys_E, counts_E, vocab_size)
                 write_array(out, keys_E)
@@ -59,22 +61,25 @@ def write_run(path: Path, vocab_size: int, parts: Iterable[Run]) -> int:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    return path.stat().st_size
+    return {"name": path.name, "bytes": path.stat().st_size}
 
 
-def open_run(path: Path, vocab_size: int) -> FileRun:
-    """What `write_run` wrote, as arrays that are read slice by slice."""
+def _open_run(path: Path, vocab_size: int) -> tuple[FileArray, FileArray]:
     dtype = key_dtype(vocab_size)
     entries = path.stat().st_size // (dtype.itemsize + 4)
-    keys = FileArray(path, dtype, 0, entries)
-    return keys, FileArray(path, np.dtype(np.uint32), entries * dtype.itemsize, entries)
+    counts = FileArray(path, np.dtype(np.uint32), entries * dtype.itemsize, entries)
+    return FileArray(path, dtype, 0, entries), counts
 
 
-def read_index(folder: Path, vocab_size: int) -> dict[str, Any] | None:
-    """What counts in a folder; None where nothing was spilled. ValueError where a file that it names is not whole."""
+def read_index(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """Return what was counted into a folder; an empty index where nothing was spilled.
+
+    Raises:
+        ValueError: The index is of another vocabulary, or it or a run is missing or damaged.
+    """
     path, advice = folder / INDEX, f"delete {folder} to count again"
     if not path.is_file():
-        return None
+        return {"place": None, "tokens": 0, "documents": 0, "runs": [], "ends": [0] * vocab_size}
     try:
         index = load_json(path, "vocab_size", "runs", "place", "tokens", "documents", "ends")
     except ValueError as error:
@@ -89,34 +94,33 @@ def read_index(folder: Path, vocab_size: int) -> dict[str, Any] | None:
     return index
 
 
-def write_index(
-    folder: Path, vocab_size: int, runs: list[dict[str, Any]], ends_V: Ints, progress: dict[str, Any]
-) -> None:
-    """Make these runs and ends of documents those that count, in one step, and delete what no longer does."""
-    index = {"vocab_size": vocab_size} | progress | {"runs": runs, "ends": ends_V.tolist()}
-    atomic_text(folder / INDEX, json.dumps(index) + "\n")
-    remove_leftovers(folder, index)
+def write_index(folder: Path, vocab_size: int, index: dict[str, Any]) -> None:
+    """Replace the index of a folder atomically."""
+    atomic_text(folder / INDEX, json.dumps({"vocab_size": vocab_size} | index) + "\n")
 
 
-def remove_leftovers(folder: Path, index: dict[str, Any] | None) -> None:
-    """Delete runs that the index does not name."""
-    known = {run["name"] for run in index["runs"]} if index else set()
+def remove_leftovers(folder: Path, index: dict[str, Any]) -> None:
+    """Delete the runs that the index does not name."""
+    known = {run["name"] for run in index["runs"]}
     for path in folder.glob("run-*"):
         if path.name not in known:
             path.unlink(missing_ok=True)
 
 
 def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[int, int]:
-    """Merge what finished counters left in their folders into a table's file; returns its tokens and documents. Raises
-    ValueError: counts of another vocabulary; files that are missing or damaged; they are named."""
-    found = [(folder, index) for folder in folders if (index := read_index(folder, vocab_size)) is not None]
-    runs = [open_run(folder / run["name"], vocab_size) for folder, index in found for run in index["runs"]]
+    """Merge the runs of finished counters into the file of a table; return its tokens and documents.
+
+    Raises:
+        ValueError: Counts are of another vocabulary, or files are missing or damaged.
+    """
+    found = [(folder, read_index(folder, vocab_size)) for folder in folders]
+    runs = [_open_run(folder / run["name"], vocab_size) for folder, index in found for run in index["runs"]]
     tokens, documents = (sum(index[key] for _, index in found) for key in ("tokens", "documents"))
     unigram_V = sum((np.array(index["ends"]) for _, index in found), np.zeros(vocab_size, np.int64))
 
     def parts() -> Iterator[Run]:
         for part in merge_runs(runs, vocab_size, max(_CHUNK, _CHUNK_OF_RUN * len(runs))):
-            np.add(unigram_V, left_sums([part], vocab_size), out=unigram_V)
+            add_left_counts(unigram_V, part)
             yield part
         if (counted := int(unigram_V.sum())) != tokens:
             raise ValueError(f"{', '.join(map(str, folders))}: {counted} tokens are there, {tokens} were counted")

@@ -1,4 +1,4 @@
-"""`draftsmith artifact` and `draftsmith table`: what is finished shown and verified; tables merged and pruned."""
+"""`draftsmith artifact` and `draftsmith table`: show and verify artifacts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from ....checkpoints.artifact.manifest import Manifest
 
 artifact_app = typer.Typer(help="Show and verify artifacts: folders, or hub ids.", no_args_is_help=True)
-table_app = typer.Typer(help="Show, merge and prune finished correlation tables.", no_args_is_help=True)
+table_app = typer.Typer(help="Show correlation tables.", no_args_is_help=True)
 
 Place = Annotated[str, typer.Argument(help="An artifact's folder, or user/name[@revision] on the hub.")]
 TableFolder = Annotated[Path, typer.Argument(help="A table's folder.")]
-TableOut = Annotated[Path, typer.Option(help="Folder of the new table.")]
 _SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "versions")
 
 
@@ -96,31 +95,3 @@ def show_counts(
     from .table_show import show_table
 
     show_table(table, tokenizer)
-
-
-@table_app.command()
-def merge(
-    tables: Annotated[list[Path], typer.Argument(help="Folders of two tables or more.")],
-    out: TableOut,
-    again: Annotated[bool, typer.Option("--again", help="Also tables that were counted from the same data.")] = False,
-) -> None:
-    """The table of all their documents together; counts add up exactly."""
-    from .tables import merge_tables
-
-    merge_tables(tables, out, again=again)
-
-
-@table_app.command()
-def prune(
-    table: TableFolder,
-    out: TableOut,
-    min_count: Annotated[int, typer.Option(min=1, help="Keep pairs that were seen at least so often.")] = 1,
-    top: Annotated[int, typer.Option(min=0, help="Keep so many pairs a left token, the most frequent; 0: all.")] = 0,
-    megabytes: Annotated[
-        float | None, typer.Option(help="Keep the most frequent pairs that fit into a file of this size.")
-    ] = None,
-) -> None:
-    """A smaller table; the whole one stays as it is."""
-    from .tables import prune_table
-
-    prune_table(table, out, min_count=min_count, top=top, megabytes=megabytes)

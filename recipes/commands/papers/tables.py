@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ....checkpoints.artifact.artifact import load_manifest
+from ....checkpoints.table.facts import table_facts
 from ....checkpoints.table.table import BigramTable
 from ....decode.evaluation.measure import decode
 from ....decode.evaluation.replay.recording import Recording, record
@@ -60,7 +61,7 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     for row, correlated in zip(rows, ("table", "none"), strict=True):
         options = {"candidates": settings.candidates, "correlation": correlated, "unseen": settings.unseen}
         options["lengths"] = "full"  # with r = 1 the shortest of all lengths is always the likeliest
-        options |= {"smoothing": settings.smoothing, "strength": settings.strength}
+        options["add_k"] = settings.add_k
         replayed = predict(recording, parts, "slim-ss", options)
         assert replayed is not None
         replayed_row = ratio_row("", {"tokens_per_step": (recording.lengths, replayed.steps_by_text)})
@@ -88,9 +89,7 @@ def corrected(
     follows_TH, before_TH, within_TH = (np.concatenate(column) for column in (follows, before, within))
     candidates_THC = torch.from_numpy(heads.token_THC).long()
     log_unseen = torch.tensor(settings.unseen, dtype=torch.float32).log()
-    log_r_THC = table.look_up(
-        torch.from_numpy(before_TH)[..., None], candidates_THC, log_unseen, settings.smoothing, settings.strength
-    )
+    log_r_THC = table.look_up(torch.from_numpy(before_TH)[..., None], candidates_THC, log_unseen, settings.add_k)
     best_TH1 = (torch.from_numpy(heads.log_prob_THC) + log_r_THC).argmax(-1, keepdim=True)
     with_TH = candidates_THC.gather(2, best_TH1)[..., 0].numpy()
     return with_TH == follows_TH, heads.token_THC[..., 0] == follows_TH, within_TH
@@ -153,7 +152,7 @@ def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
             row["gain"] = row["tokens_per_step"] / (rows[0] if rows else row)["tokens_per_step"] - 1
             if table is not None:
                 row["conversations"] = load_manifest(folders[label]).data["conversations"]
-                row |= {"entries": table.entries, "megabytes": table.report()["bytes"] / 1e6}
+                row |= {"entries": table.entries, "megabytes": table_facts(table)["bytes"] / 1e6}
             rows.append(row)
             advance(len(rows), len(folders) + 1)
     return rows

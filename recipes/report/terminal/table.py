@@ -1,4 +1,4 @@
-"""A table's report on the terminal: a line when it is made, all of it when it is shown."""
+"""A bigram table's statistics on the terminal: two lines after counting, all of them for `show`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoints.artifact.manifest import Manifest
-from ....checkpoints.table.report import AT_LEAST
+from ....checkpoints.table.facts import AT_LEAST
 from ...session.terminal import console, gigabytes, log
 from ..tables import Cell, Column, Table
 
 
-def log_report(report: Mapping[str, Any]) -> None:
-    """Sizes, mass and the most extreme correlation, in two lines."""
-    mass = "" if report["pruning"] is None else f", {report['mass']:.1%} of all pairs seen, margins kept whole"
+def log_facts(facts: Mapping[str, Any]) -> None:
+    """Log the size and the most extreme correlations of a table."""
     log(
-        f"table: {report['entries']:,} different pairs of {report['tokens']:,} tokens "
-        f"({report['density']:.3%} of all there could be{mass}), {gigabytes(report['bytes'])}"
+        f"table: {facts['entries']:,} different pairs of {facts['tokens']:,} tokens "
+        f"({facts['density']:.3%} of all possible pairs), {gigabytes(facts['bytes'])}"
     )
-    extremes = {name: report[key][0] for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")) if report[key]}
+    extremes = {name: facts[key][0] for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")) if facts[key]}
     if extremes:
         log("table: " + ", ".join(f"{name} r {pair['r']:.4g} of {_pair(pair)}" for name, pair in extremes.items()))
 
 
-def show_report(folder: Path, manifest: Manifest, report: Mapping[str, Any], hint: str | None) -> None:
-    """Everything about a table, on standard output; `hint` says why tokens have no texts, where they have none."""
-    facts = [[Cell(name), Cell(value)] for name, value in _facts(manifest, report)]
-    console().print(Table(f"table: {folder}", [Column("", numeric=False)] * 2, facts).rich())
+def show_facts(folder: Path, manifest: Manifest, facts: Mapping[str, Any], hint: str | None) -> None:
+    """Print the statistics of a table; `hint` is printed below if there are pairs of extreme correlation."""
+    rows = [[Cell(name), Cell(value)] for name, value in _rows(manifest, facts)]
+    console().print(Table(f"table: {folder}", [Column("", numeric=False)] * 2, rows).rich())
     columns = [Column("pair", numeric=False), *map(Column, ("seen", "expected", "r"))]
-    extremes = {"highest r": report["highest_r"], "lowest r": report["lowest_r"]}
+    extremes = {"highest r": facts["highest_r"], "lowest r": facts["lowest_r"]}
     for title, pairs in extremes.items():
         cells = [(_pair(one), f"{one['count']:,}", f"{one['expected']:,.1f}", f"{one['r']:.4g}") for one in pairs]
         if pairs:
@@ -38,33 +37,24 @@ def show_report(folder: Path, manifest: Manifest, report: Mapping[str, Any], hin
         console().print(hint)
 
 
-def _facts(manifest: Manifest, report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    facts = [
-        ("vocabulary", f"{report['vocab_size']:,} tokens, {report['tokens_never_seen']:,} of them never seen"),
-        ("tokens counted", f"{report['tokens']:,}"),
-        ("pairs", f"{report['pairs']:,}, {report['entries']:,} different ones ({report['density']:.3%} of all)"),
-        ("rows", f"{report['rows_seen']:,} tokens were followed by another, one of them by {report['widest_row']:,}"),
-        ("seen so often", ", ".join(f"{bin_}: {n:,}" for bin_, n in report["entries_by_count"].items())),
-        ("size", gigabytes(report["bytes"])),
+def _rows(manifest: Manifest, facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("vocabulary", f"{facts['vocab_size']:,} tokens, {facts['tokens_never_seen']:,} of them never seen"),
+        ("tokens counted", f"{facts['tokens']:,}"),
+        ("pairs", f"{facts['pairs']:,}, {facts['entries']:,} different ones ({facts['density']:.3%} of all possible)"),
+        ("rows", f"{facts['rows_seen']:,} tokens have successors, at most {facts['widest_row']:,} different ones"),
+        ("entries by count", ", ".join(f"{bin_}: {n:,}" for bin_, n in facts["entries_by_count"].items())),
+        ("size", gigabytes(facts["bytes"])),
     ]
-    if report["pruning"] is not None:
-        options = ", ".join(f"{key} {value}" for key, value in report["pruning"].items() if value is not None)
-        kept = f"{report['mass']:.2%} of all pairs kept ({options}); the margins and r are those of the whole counts"
-        facts.append(("pruned", kept))
-    if not report["highest_r"] and not report["lowest_r"]:
-        facts.append(("extreme r", f"none to tell from chance: no pair was seen or expected {AT_LEAST} times"))
-    for part in manifest.data.get("parts", [manifest.data]):
-        facts.append(("counted from", _source(part)))
-    return facts
-
-
-def _source(data: Mapping[str, Any]) -> str:
-    """Where the counts of a table, or of a part of it, come from."""
+    if not facts["highest_r"] and not facts["lowest_r"]:
+        rows.append(("extreme r", f"none: no pair was seen or is expected {AT_LEAST} times"))
+    data = manifest.data
     corpora = ", ".join(str(each.get("source")) for each in data.get("corpus", {}).get("sources", []))
     pairs = data["source"].get("pairs") if isinstance(data.get("source"), dict) else None
     counted = ("conversations", "held_out", "documents", "tokens")
     numbers = [f"{data[key]:,} {key.replace('_', ' ')}" for key in counted if key in data]
-    return "; ".join(filter(None, [corpora or data.get("table", "unknown data"), ", ".join(numbers), pairs]))
+    rows.append(("counted from", "; ".join(filter(None, [corpora or "unknown data", ", ".join(numbers), pairs]))))
+    return rows
 
 
 def _pair(pair: Mapping[str, Any]) -> str:

@@ -52,9 +52,9 @@ PAIR = ("target", "draftsmith doctor", "--fix")
 LOUD = {"projection": "low-rank", "rank": 5, "dtype": torch.float16, "edit": loud}
 Row = tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]
 ROWS: list[Row] = [
-    ("drafter", {}, "transformer", {}, ("'transformer'", "'transformers'", "npz")),
-    ("drafter", {}, "npz", {}, ("table", "drafter", "gguf", "transformers", "vllm-sglang")),
-    ("table", {}, "npz", {"target": "x"}, ("--target",)),
+    ("drafter", {}, "transformer", {}, ("'transformer'", "'transformers'", "vllm-bigrams")),
+    ("drafter", {}, "vllm-bigrams", {}, ("table", "drafter", "gguf", "transformers", "vllm-sglang")),
+    ("table", {}, "vllm-bigrams", {"merge": True}, ("--merge",)),
     ("drafter", {}, "transformers", {"merge": False}, ("--no-merge",)),
     ("drafter", {}, "transformers", {"target": "nowhere/at/all"}, ("nowhere/at/all",)),
     ("drafter", {"vocab_size": VOCAB + 8}, "transformers", {}, (f"{VOCAB + 8}", f"{VOCAB}", *PAIR)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,18 +34,15 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     vocab_size=st.one_of(st.integers(1, 300), st.sampled_from([65_536, 70_000])),
     data=st.data(),
     sizes=st.lists(st.integers(0, 5), max_size=5),
-    pruned=st.booleans(),
 )
 def test_the_library_reads_what_was_streamed(
-    vocab_size: int, data: st.DataObject, sizes: list[int], pruned: bool, tmp_path_factory: pytest.TempPathFactory
+    vocab_size: int, data: st.DataObject, sizes: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     keys = st.one_of(st.integers(0, vocab_size**2 - 1), st.just(vocab_size**2 - 1))
     entries = data.draw(st.dictionaries(keys, st.sampled_from([1, 2, MAX_COUNT]), max_size=20))
-    unigram, left, right = np.random.default_rng(0).integers(0, 2**60, (3, vocab_size))
-    sums = {"left_V": left, "right_V": right} if pruned else {}
-    texts = {"pruning": json.dumps({"of": "ünïcode", "min_count": 2})} if pruned else None
+    unigram = np.random.default_rng(0).integers(0, 2**60, vocab_size)
     path = tmp_path_factory.mktemp("table") / "table.safetensors"
-    write_table(path, vocab_size, run_in_parts(entries, vocab_size, sizes), unigram, metadata=texts, **sums)
+    write_table(path, vocab_size, run_in_parts(entries, vocab_size, sizes), unigram)
     tensors, metadata = read(path)
     order = sorted(entries)
     rows = np.bincount(np.array(order, dtype=np.int64) // vocab_size, minlength=vocab_size)
@@ -55,14 +51,14 @@ def test_the_library_reads_what_was_streamed(
         "col": np.array(order, dtype=np.int64).astype(np.int64) % vocab_size,
         "count": np.array([entries[key] for key in order], dtype=np.int64),
         "unigram": unigram,
-    } | ({"left": left, "right": right} if pruned else {})
+    }
     assert set(tensors) == set(wanted)
     for name, array in wanted.items():
         np.testing.assert_array_equal(tensors[name], array, err_msg=name)
         assert tensors[name].dtype == (np.int32 if name in ("col", "count") else np.int64)
-    assert metadata == {"format": "pt", "vocab_size": str(vocab_size)} | (texts or {})
+    assert metadata == {"format": "pt", "vocab_size": str(vocab_size)}
     again = path.with_name("again")
-    write_table(again, vocab_size, run_in_parts(entries, vocab_size, sizes[::-1]), unigram, metadata=texts, **sums)
+    write_table(again, vocab_size, run_in_parts(entries, vocab_size, sizes[::-1]), unigram)
     assert again.read_bytes() == path.read_bytes(), "the parts leave traces"
     assert sorted(path.parent.iterdir()) == sorted([path, again])
     # The bytes after the head are those of the library's own file.

@@ -54,13 +54,13 @@ def test_what_followed_a_context_is_found(tmp_path: Path, seed: int) -> None:
     assert lengths >= {0, 1, 2, 3, CONTEXT}
 
 
-def test_a_table_carries_its_texts_through_pruning(tmp_path: Path) -> None:
+def test_a_table_carries_its_texts(tmp_path: Path) -> None:
     texts = documents(7)
     table = BigramTable.from_documents(texts, VOCAB)
     table.save(tmp_path)
     assert BigramTable.load(tmp_path).texts is None
     table.texts = TextStore.from_documents(texts)
-    table.pruned(min_count=2).save(tmp_path)
+    table.save(tmp_path)
     kept = BigramTable.load(tmp_path).to("cpu").texts
     assert kept is not None
     assert np.array_equal(kept.places_N, table.texts.places_N)

@@ -165,7 +165,7 @@ def test_the_doctor_notices_it(tmp_path: Path) -> None:
         ("table", lambda held: None, None),
         ("table", lose("count"), "is not a table: it lacks count"),
         ("table", lambda held: held.update(unigram=torch.ones(5, dtype=torch.int64)), "entries for 5 tokens"),
-        ("table", lambda held: held.update(left=torch.ones(VOCAB, dtype=torch.int64)), "does not say that it was"),
+        ("table", lambda held: held.update(left=torch.ones(VOCAB, dtype=torch.int64)), "no table has"),
     ],
 )
 def test_faults_of_heads_and_tables_are_noticed(kind: str, change: Change, said: str | None, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from draftsmith.checkpoints.storage.atomic import check_writable
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.commands.artifacts.import_drafter import import_drafter
-from draftsmith.recipes.commands.artifacts.tables import prune_table
 from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
 from draftsmith.recipes.commands.evaluation.energy import energy_command
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
@@ -50,7 +49,6 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
     "regenerate": lambda out: run_regenerate(recipe("regenerate/vicuna-7b", f"out={out}/answers.jsonl")),
     "quickstart": lambda out: run_quickstart(recipe("quickstart", f"out={out}/quickstart")),
     "import": lambda out: import_drafter("a/b", Path("nowhere"), Path(out) / "drafter", "c/d"),
-    "table prune": lambda out: prune_table(Path("nowhere"), Path(out) / "table", top=3),
 }
 
 

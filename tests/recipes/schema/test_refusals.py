@@ -61,7 +61,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "too long a warm-up": ("heads", ["base={alone: 0.9, warmup: 0.5}"], ["0.9", "0.5"]),
     "roles of documents": ("table", ["count.roles=[user]"], ["`roles`", "'documents'", "messages"]),
     "unknown role": ("table", ["count={pairs: messages, roles: [usr]}"], ["'usr'", "'user'"]),
-    "prunes nothing": ("table", ["prune={}"], ["`min_count`", "`top`", "`megabytes`"]),
     "no baseline": ("evaluate", ["methods=[{method: speculative}]"], ["`autoregressive`", "0"]),
     "no baseline there": ("evaluate", ["methods=[{method: autoregressive}, {method: mjsd, temperature: 1}]"], ["1"]),
     "one label twice": ("evaluate", ["methods=[{method: autoregressive}, {method: autoregressive}]"], ["`label`"]),

@@ -25,8 +25,6 @@ LIGHT = [
     ("export",),
     ("artifact", "show", "{pair}/drafter"),
     ("artifact", "show", "{pair}/table", "--json"),
-    ("artifact", "verify", "{pair}/table"),
-    ("table", "show", "{pair}/table"),
 ]
 
 

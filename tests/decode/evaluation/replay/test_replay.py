@@ -161,7 +161,7 @@ GREEDY: list[tuple[str, dict[str, Any]]] = [
     ("spectr", {"gamma": 3, "drafts": 4}),
     ("unigram", {"gamma": 2}),
     ("bigram", {"gamma": 4}),
-    ("bigram", {"gamma": 2, "smoothing": "add-k", "strength": 0.5}),
+    ("bigram", {"gamma": 2, "add_k": 0.5}),
     ("prompt-lookup", {"gamma": 5, "ngram": 2}),
     ("bpd", {}),
     ("medusa", {"tree": "4x3x2"}),

@@ -1,4 +1,4 @@
-"""A recipe of kind table: what it and each of its processes counts, prunes and refuses, against counts by hand."""
+"""A recipe of kind table: what it and each of its processes counts and refuses, against counts by hand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
-from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.conversations import Conversation, CorpusReport, Turn
 from draftsmith.data.rendering.render import render
 from draftsmith.data.rendering.templates import get_template
@@ -144,32 +144,12 @@ def test_messages_behind_a_space_begin_with_a_word(shared_data: Path) -> None:
             assert text in [whole[at : at + len(text)] for at in range(len(whole))], name
 
 
-def test_pruning_keeps_the_whole_table_beside_the_pruned_one(
-    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = BigramTable.load(run_train(loaded(recipe)))
-    small = tmp_path / "small"
-    pruned_recipe = recipe | {"out": str(small), "prune": {"min_count": 3}}
-    with pytest.raises(ValueError, match=f"{small}-whole"):
-        run_train(loaded(pruned_recipe | {"prune": {"min_count": 10**6}}))
-    assert not small.exists()
-    capsys.readouterr()
-    pruned = BigramTable.load(run_train(loaded(pruned_recipe)))
-    assert "are counted" not in capsys.readouterr().err, "of the whole table that is there already"
-    assert pairs_in(pruned) == Counter({pair: n for pair, n in pairs_in(whole).items() if n >= 3})
-    assert (tmp_path / "small-whole" / TABLE_FILE).read_bytes() == (tmp_path / "table" / TABLE_FILE).read_bytes()
-    assert load_manifest(tmp_path / "small-whole").recipe["prune"] is None
-    assert load_manifest(small).data == load_manifest(tmp_path / "small-whole").data
-    assert not list(tmp_path.glob("*.state"))
-
-
 def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str, Any], tmp_path: Path) -> None:
     torn = tmp_path / "torn.jsonl"
     torn.write_text('{"id": "torn')
     for changes, words in (
         ({"data": recipe["data"] | {"heldout_share": 0.999}}, "0 conversations of"),
         ({"data": recipe["data"] | {"source": str(torn)}}, "torn.jsonl"),
-        ({"prune": {"megabytes": 0.01}}, "320 tokens takes 0.012296 megabytes"),
         ({"vocab_size": 319}, "`vocab_size` is 319"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
@@ -181,8 +161,7 @@ def test_settings_that_change_nothing_leave_a_finished_table_as_it_is(recipe: di
     out = run_train(loaded(recipe))
     stamp = (out / "artifact.json").stat().st_mtime_ns
     data = {"workers": 3, "block_tokens": 64, "heldout_limit": 7, "cache": recipe["data"]["cache"] + "-2"}
-    saturation = {"target": "target", "heads": "heads"}
-    same = {"count": {"memory_mb": 3, "save_minutes": 1.0}, "saturation": saturation, "data": recipe["data"] | data}
+    same = {"count": {"memory_mb": 3, "save_minutes": 1.0}, "data": recipe["data"] | data}
     assert run_train(loaded(recipe | same)) == out
     assert (out / "artifact.json").stat().st_mtime_ns == stamp
     with pytest.raises(ValueError, match=r"count\.pairs: 'documents' there, 'answers' here"):

@@ -87,7 +87,7 @@ def test_values_may_be_mappings_and_names_of_folders_are_short_and_differ(drafte
 def test_tables_of_growing_parts_are_swept(corpus: Path, tmp_path: Path, capsys: Any) -> None:
     recipe = tmp_path / "table.yaml"
     recipe.write_text(
-        f"{{kind: table, out: {tmp_path}/table, tokenizer: {corpus}/tokenizer, saturation: {{sizes: [3]}}, "
+        f"{{kind: table, out: {tmp_path}/table, tokenizer: {corpus}/tokenizer, "
         f"data: {{source: {corpus}/rows.json, template: chatml, heldout_share: 0, cache: {tmp_path}/prepared}}}}"
     )
     sweep = plan_sweep(str(recipe), [], ["data.limit=5,20"])
