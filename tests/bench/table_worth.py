@@ -1,4 +1,4 @@
-"""What correlation tables are worth on real answers, as counted, smoothed and pruned.
+"""What correlation tables are worth on real answers, as counted and with 0.01 added to each count.
 
     python tests/bench/table_worth.py [--work FOLDER] [--quick]
 
@@ -49,15 +49,6 @@ TRUNK = {
 TEMPLATE = "vicuna-v1.1"
 NEW_TOKENS = 48
 HELD_OUT = 10  # one answer of so many
-SMOOTHED: dict[str, dict[str, Any]] = {
-    "add-k 0.01": {"smoothing": "add-k", "strength": 0.01},
-    "Kneser-Ney": {"smoothing": "kneser-ney"},
-}
-PRUNED: dict[str, dict[str, Any]] = {
-    "count ≥ 2": {"min_count": 2},
-    "count ≥ 5": {"min_count": 5},
-    "top 10 a row": {"top": 10},
-}
 Variant = tuple[BigramTable | None, dict[str, Any]]
 """A table and how SLiM looks it up; without a table r is 1."""
 
@@ -119,15 +110,6 @@ def gain(counts_P2: np.ndarray, base_P2: np.ndarray, less: float = 1.0) -> tuple
     ratio, interval = speedup_interval(*counts_P2.T.tolist(), *base_P2.T.tolist())
     assert interval is not None, "at least 3 prompts"
     return ratio - less, [bound - less for bound in interval]
-
-
-def variants(table: BigramTable) -> dict[str, Variant]:
-    """A table as it is, smoothed and pruned; of the last, pairs may take half of their bytes."""
-    half = (32 * table.vocab_size + 8 + 4 * table.entries) / 1e6
-    rows: dict[str, Variant] = {"r = 1": (None, {}), "as counted": (table, {})}
-    rows |= {name: (table, options) for name, options in SMOOTHED.items()}
-    pruned = PRUNED | {"half the bytes": {"megabytes": half}}
-    return rows | {name: (table.pruned(**options), {}) for name, options in pruned.items()}
 
 
 def compare(bench: Bench, rows: dict[str, Variant]) -> dict[str, Any]:
@@ -204,7 +186,8 @@ def main() -> None:
         train_models(work, options.steps, options.heads_steps)
         training = {"steps": options.steps, "heads_steps": options.heads_steps, "sec": time.monotonic() - began}
         bench = Bench(work, options.questions, options.quick)
-        rows = variants(counted(SHAREGPT, bench.scorer.vocab_size))
+        table = counted(SHAREGPT, bench.scorer.vocab_size)
+        rows: dict[str, Variant] = {"r = 1": (None, {}), "as counted": (table, {}), "add-k": (table, {"add_k": 0.01})}
     results = {"variants": compare(bench, rows), "questions": len(bench.questions), "training": training}
     finish({"real": results, "sec": time.monotonic() - began})
 
