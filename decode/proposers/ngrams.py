@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoints.table.table import BigramTable, check_add_k
-from ...checkpoints.table.views import NextToken
+from ...checkpoints.table.table import BigramTable, NextToken, check_add_k
 from ..engine import Context, Limits, Proposal, Proposer
 from ..models.base import check_same_vocabulary
 from ..models.kv_cache import sent
