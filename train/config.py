@@ -1,9 +1,10 @@
-"""The settings of a training run."""
+"""Settings of training runs, of which the sections of recipes are made: no torch, no pydantic."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 _MAY_CHANGE = {
     "micro_batch", "evaluate_every", "save_every", "log_every", "keep_checkpoints", "gradient_checkpointing",
@@ -12,8 +13,7 @@ _MAY_CHANGE = {
 
 
 def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
-    """Forwards of one process in a step. Raises ValueError: the global batch is no multiple of what the processes do at
-    a time."""
+    """Return the forward passes of one process in a step. Raises ValueError: the global batch is not a multiple."""
     together = micro_batch * processes
     if global_batch % together:
         raise ValueError(
@@ -23,53 +23,120 @@ def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
     return global_batch // together
 
 
-@dataclass(frozen=True)
+def _limited(default: Any, **limits: float) -> Any:
+    """Return a field with limits: `ge`, `gt` and `lt`, as pydantic names them; recipes are checked by them."""
+    return field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """How to train; what to train is the task's business."""
+    """Settings of the training loop; the task decides what is trained."""
 
     steps: int
-    """Optimizer steps."""
-    global_batch: int
-    """Blocks of a step, over all processes."""
-    micro_batch: int
-    """Blocks of one forward in one process; changes memory and speed, not the result."""
-    learning_rate: float
+    """Number of optimizer steps."""
+    global_batch: int = _limited(128, ge=1)
+    """Blocks per optimizer step, over all processes and micro batches."""
+    micro_batch: int = _limited(4, ge=1)
+    """Blocks per forward pass of one process; it changes memory and speed, not the result."""
+    learning_rate: float = _limited(2e-5, gt=0)
     """Peak learning rate of AdamW."""
-    schedule: str = "cosine"
-    """"cosine", "linear" or "constant" after the warm-up."""
-    warmup: float = 0.03
-    """Share of the steps over which the learning rate rises from 0."""
-    weight_decay: float = 0.0
-    """Of matrices; biases and norms are not decayed."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup: float = _limited(0.03, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises from 0."""
+    weight_decay: float = _limited(0.0, ge=0)
+    """AdamW's weight decay, for matrices only."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the gradient's mean and square."""
-    clip_norm: float = 1.0
-    """Largest norm of the gradient; 0: never clipped."""
-    precision: str = "no"
-    """"no" (the weights' own type), "bf16" or "fp16" (automatic mixed precision)."""
-    evaluate_every: int = 0
-    """Steps between evaluations, the first before training; 0: only at the end."""
-    save_every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
-    log_every: int = 1
-    """Steps between lines of `log.jsonl`."""
-    keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay."""
-    seed: int = 0
-    """Order of the blocks, and dropout."""
+    clip_norm: float = _limited(1.0, ge=0)
+    """Maximum gradient norm; 0 disables clipping."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Automatic mixed precision; "no" computes in the type of the weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     deterministic: bool = False
-    """On CUDA only kernels that sum in a fixed order, as CPUs always do; a warning names an operation without one."""
-
-    on_bad_step: str = "stop"
-    """"stop", or "skip": leave the weights as they are and continue, 50 times in a row at most."""
-    max_norm: float = 0.0
-    """A gradient of a larger norm, before clipping, makes a bad step; 0: only one that is not finite."""
+    """On CUDA only kernels that sum in a fixed order, so that a run repeats bit for bit, more slowly; a warning names
+    an operation without one."""
+    evaluate_every: int = _limited(200, ge=0)
+    """Steps between evaluations on held-out data, the first before training; 0: only at the end."""
+    save_every: int = _limited(200, ge=0)
+    """Steps between checkpoints, which is what a killed run may lose; 0: only at the end."""
+    keep_checkpoints: int = _limited(2, ge=1)
+    """Number of checkpoints that stay on disk."""
+    log_every: int = _limited(10, ge=1)
+    """Steps between lines of the log, and of what trackers are sent."""
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    """Action if the loss or gradient is not finite, or the gradient exceeds `max_norm`: stop, or skip the step (at most
+    50 times in a row)."""
+    max_norm: float = _limited(0.0, ge=0)
+    """Gradient norm, before clipping, above which a step is bad; 0: only one that is not finite."""
+    seed: int = 0
+    """Seed of the data order, of dropout and of initial weights."""
     keep_best: str | None = None
-    """An evaluation's metric, more of which is better: the weights with the most of it are those that stay at the end.
-    None: the last."""
+    """Metric of the evaluations by which the best weights are kept, more being better; None keeps the last weights."""
 
     def fixed(self) -> dict[str, Any]:
-        """The settings that a resumed run must share; the others change its memory, speed or reports alone."""
+        """Return the settings that a resumed run must share; the others change memory, speed or reports only."""
         return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
+
+
+@dataclass(frozen=True)
+class Medusa2:
+    """Settings for training a target together with its heads (Medusa-2: arXiv 2401.10774, section 2.2.2)."""
+
+    alone: float = _limited(0.3, ge=0, lt=1)
+    """Share of the run in which only the heads are trained."""
+    warmup: float = _limited(0.2, ge=0, lt=1)
+    """Share of the run, after that, over which the weight of the heads' loss rises from 0."""
+    heads_weight: float = _limited(0.2, gt=0)
+    """Weight of the heads' losses when they train the target too."""
+    label_weight: float = _limited(1.0, ge=0)
+    """Weight of the target's own cross entropy."""
+    kl_weight: float = _limited(1.0, ge=0)
+    """Weight of the KL divergence of the target from the original."""
+    rate: float = _limited(0.25, gt=0)
+    """The target's learning rate relative to the heads'."""
+
+    def heads_part(self, progress: float) -> float:
+        """Return the weight of the heads' losses: 1 in the first stage, then rising to `heads_weight` as a sine."""
+        return 1.0 if progress < self.alone else self.heads_weight * math.sin(math.pi / 2 * self.risen(progress))
+
+    def risen(self, progress: float) -> float:
+        """Return the completed share of the second stage's warm-up, 0 to 1."""
+        if progress < self.alone:
+            return 0.0
+        return 1.0 if not self.warmup else min(1.0, (progress - self.alone) / self.warmup)
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """Settings for training on samples of the drafter itself (DistillSpec: arXiv 2310.08461)."""
+
+    share: float = _limited(0.5, gt=0, le=1)
+    """Share of a step's blocks whose answers are sampled from the drafter and scored by the target."""
+    new_tokens: int = _limited(256, ge=1)
+    """Maximum length of a sampled answer; it is never longer than the block has room for."""
+    temperature: float = _limited(1.0, gt=0)
+    """Sampling temperature."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end an answer."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Settings for drafting several tokens in one forward pass, at positions of a mask token (PARD: arXiv
+    2504.18583)."""
+
+    tokens: int = _limited(8, ge=2)
+    """Number of tokens drafted at once: the next one, and the others at mask tokens."""
+    keep: float = _limited(0.7, gt=0, le=1)
+    """Share of the positions that learn the second token after them, of these the share that learn the third, and so
+    on: the cost of a step relative to one without `parallel`."""
+    least: float = _limited(0.2, ge=0, le=1)
+    """Minimum share of the positions that learn each of them."""
+    token: int = _limited(0, ge=0)
+    """Id of the mask token."""
+
+    def shares(self) -> list[float]:
+        """Return the shares of the positions with a j-th mask token, j from 1."""
+        return [max(self.keep**number, self.least) for number in range(1, self.tokens)]

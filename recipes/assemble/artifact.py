@@ -27,7 +27,6 @@ from ..session.terminal import log
 from ..session.typed import typed_command
 from .data import NOT_OF_CONVERSATIONS, Prepared, prepare_data, verify_data
 
-_NOT_FOR_THE_LOOP = {"epochs", "steps", "trackers", "compile", "liger"}
 _NO_EFFECT_ON_TABLES = {"out", "count.memory_mb", "count.save_minutes", "data.heldout_limit"} | {
     f"data.{name}" for name in NOT_OF_CONVERSATIONS
 }
@@ -55,9 +54,8 @@ def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured
     if train.steps is None and recipe.data.streaming:
         raise ValueError("`train.steps` is needed with `data.streaming`: nobody knows how long an epoch is")
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
-    settings = train.model_dump(exclude=_NOT_FOR_THE_LOOP) | {"betas": (train.betas[0], train.betas[1])}
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
-    return FitConfig(steps=steps, keep_best=best, **settings)
+    return train.fit_config(steps, best)
 
 
 @dataclass(frozen=True)

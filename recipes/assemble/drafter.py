@@ -23,13 +23,11 @@ from ...data.blocks.prepared import PreparedData
 from ...data.prompts import stop_ids
 from ...data.tokenizers import load_tokenizer
 from ...decode.models.draft_vocabulary import factorise, keep_tokens, save_vocabulary
-from ...train.config import micro_steps
+from ...train.config import OnPolicy, Parallel, micro_steps
 from ...train.losses.drafter import TopK
 from ...train.losses.objectives import parse_weights
 from ...train.parallel.processes import on_main, together
 from ...train.tasks.drafter import DrafterTask
-from ...train.tasks.on_policy import OnPolicy
-from ...train.tasks.parallel import Parallel
 from ...train.tasks.selection import Selection
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
 from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, VocabularySection, role_of
@@ -129,7 +127,7 @@ def drafter_parts(
         selection = Selection(load_teacher(chosen.reference, device=device), chosen.share, top_k)
     policy, on_policy = recipe.on_policy, None
     if policy is not None:
-        on_policy = OnPolicy(policy.share, policy.new_tokens, tuple(stop_ids(tokenizer)), policy.temperature)
+        on_policy = OnPolicy(**policy.model_dump(), stop_ids=tuple(stop_ids(tokenizer)))
     task = DrafterTask(
         model,
         prepared.heldout if recipe.measure.blocks else None,
@@ -203,7 +201,7 @@ def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepare
     if token >= vocab:
         raise ValueError(f"`parallel.token` is {token}, and the model has {vocab} tokens")
     setattr(model.config, MASK_TOKEN, token)
-    return Parallel(token, section.tokens, section.keep, section.least)
+    return Parallel(**section.model_dump(exclude={"token"}), token=token)
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:

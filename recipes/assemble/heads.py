@@ -19,7 +19,7 @@ from ...checkpoints.heads.eagle import EagleHeads, save_eagle
 from ...checkpoints.heads.files import PredictionHeads, save_heads
 from ...data.blocks.packing import PADDING
 from ...data.tokenizers import load_tokenizer
-from ...train.config import micro_steps
+from ...train.config import Medusa2, micro_steps
 from ...train.forward.packed import PackedForward
 from ...train.loop.fit import FitResult
 from ...train.losses.objectives import parse_weights
@@ -27,7 +27,7 @@ from ...train.parallel.accelerate import zero_stage
 from ...train.parallel.processes import on_main, together
 from ...train.tasks.eagle import EagleTask
 from ...train.tasks.heads import HeadsTask
-from ...train.tasks.medusa2 import Medusa2, Medusa2Task
+from ...train.tasks.medusa2 import Medusa2Task
 from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import check_measure, heads_measure
 from .artifact import Run, fingerprint_of, prepare_once

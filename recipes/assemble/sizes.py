@@ -16,10 +16,9 @@ from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import base_of, is_adapter
 from ...decode.models.draft_vocabulary import LowRankHead, factorise, keep_tokens, load_vocabulary, whole_matrix
 from ...decode.models.loading import held_as
-from ...train.config import micro_steps
+from ...train.config import Parallel, micro_steps
 from ...train.parallel.accelerate import zero_stage
 from ...train.plan.memory import Demand, Launch, ModelSize, heads_size, model_size
-from ...train.tasks.parallel import Parallel
 from ..schema.training import DrafterRecipe, HeadsRecipe, ModelSection
 from .acceptance import decodes_fast
 from .drafter import complete_section
@@ -108,7 +107,7 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
 def _of_loop(recipe: DrafterRecipe | HeadsRecipe) -> tuple[int, int, int, bool, str]:
     train, tokens = recipe.train, float(recipe.data.block_tokens)
     if isinstance(recipe, DrafterRecipe) and (section := recipe.parallel) is not None:
-        tokens *= 1 + sum(Parallel(0, section.tokens, section.keep, section.least).shares())
+        tokens *= 1 + sum(Parallel(section.tokens, section.keep, section.least).shares())
     batches = (round(tokens), train.micro_batch, train.global_batch)
     return *batches, train.gradient_checkpointing, train.precision
 

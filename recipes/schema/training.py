@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
+from ...train.config import FitConfig, Medusa2, OnPolicy, Parallel
 from .data import DataSection, Section
+
+
+def _section(settings: type, *left_out: str) -> Any:
+    """Return a section with the fields, defaults and limits of a dataclass of `train.config`."""
+    hints = get_type_hints(settings)
+    known: dict[str, Any] = {}
+    for item in fields(settings):
+        if item.name not in left_out:
+            strict = False if isinstance(item.default, tuple) else None  # YAML has lists only
+            known[item.name] = (hints[item.name], Field(item.default, strict=strict, **item.metadata))
+    return create_model(f"_{settings.__name__}", __base__=Section, **known)
+
+
+if TYPE_CHECKING:
+
+    class _Loop(Section, FitConfig): ...
+
+    class _Medusa2(Section, Medusa2): ...
+
+    class _OnPolicy(Section, OnPolicy): ...
+
+    class _Parallel(Section, Parallel): ...
+
+else:
+    _Loop = _section(FitConfig, "steps", "keep_best")
+    _Medusa2, _OnPolicy = _section(Medusa2), _section(OnPolicy, "stop_ids")
+    _Parallel = _section(Parallel, "token")
 
 
 class LoraSection(Section):
@@ -42,19 +71,11 @@ class VocabularySection(Section):
         return self
 
 
-class ParallelSection(Section):
-    """Draft several tokens by one forward, at places of a mask token (PARD: An et al. 2025, arXiv 2504.18583). Token by
-    token the drafter drafts as well."""
+class ParallelSection(_Parallel):
+    """Draft several tokens in one forward pass; see `train.config.Parallel`. The drafter can also draft one by one."""
 
-    tokens: int = Field(8, ge=2)
-    """How many at once, at most."""
-    keep: float = Field(0.7, gt=0, le=1)
-    """Share of the places that learn the second token behind them, of these the share that learn the third …: what a
-    step costs beside one without `parallel`."""
-    least: float = Field(0.2, ge=0, le=1)
-    """Share of the places that learn each of them at least."""
-    token: int | None = Field(None, ge=0)
-    """The mask token; null: that of the model, or the token that the data has least often."""
+    token: int | None = Field(None, ge=0)  # type: ignore[assignment]
+    """Id of the mask token; null: that of the model, or the token that occurs least often in the data."""
 
 
 class ModelSection(Section):
@@ -128,15 +149,8 @@ class TeacherSection(Section):
         return self
 
 
-class OnPolicySection(Section):
-    """Learn on what the drafter itself writes (DistillSpec: Zhou et al. 2023, arXiv 2310.08461)."""
-
-    share: float = Field(0.5, gt=0, le=1)
-    """Share of a step's blocks whose answers are sampled from the drafter and scored by the target."""
-    new_tokens: int = Field(256, ge=1)
-    """Longest sampled answer; it is never longer than the block has room for."""
-    temperature: float = Field(1.0, gt=0)
-    """Of the sampling."""
+class OnPolicySection(_OnPolicy):
+    """Learn from samples of the drafter itself; see `train.config.OnPolicy`."""
 
 
 class SelectionSection(Section):
@@ -149,56 +163,24 @@ class SelectionSection(Section):
     """Of the trained tokens of each forward, those that are learned."""
 
 
-class TrainSection(Section):
-    """The training loop."""
+class TrainSection(_Loop):
+    """The training loop: the settings of `train.config.FitConfig`, and what surrounds it."""
 
     epochs: float = Field(1.0, gt=0)
     """Passes over the data; `steps` overrides it."""
-    steps: int | None = Field(None, ge=1)
-    """Optimizer steps; needed when the data is streamed, whose length nobody knows."""
-    global_batch: int = Field(128, ge=1)
-    """Blocks per optimizer step, over all processes and micro batches."""
-    micro_batch: int = Field(4, ge=1)
-    """Blocks per forward of one process."""
-    learning_rate: float = Field(2e-5, gt=0)
-    """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after its warm-up."""
-    warmup: float = Field(0.03, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises."""
-    weight_decay: float = Field(0.0, ge=0)
-    """AdamW's weight decay."""
-    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
-    """AdamW's moment decays."""
-    clip_norm: float = Field(1.0, ge=0)
-    """Largest norm of the gradient; 0 never clips."""
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    """Mixed precision."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
-    deterministic: bool = False
-    """On CUDA only kernels that sum in a fixed order: the same run gives the same losses bit for bit, more slowly."""
-    evaluate_every: int = Field(200, ge=0)
-    """Steps between evaluations on held-out data, the first before training; 0: only at the end."""
-    save_every: int = Field(200, ge=0)
-    """Steps between checkpoints, which is what a killed run may lose; 0: only at the end."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """How many checkpoints stay on disk."""
-    log_every: int = Field(10, ge=1)
-    """Steps between lines of the log, and of what trackers are sent."""
+    steps: int | None = Field(None, ge=1)  # type: ignore[assignment]
+    """Number of optimizer steps; required if the data is streamed, whose epoch length is unknown."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
-    """Where else to log, through accelerate."""
-    on_bad_step: Literal["stop", "skip"] = "stop"
-    """When loss or gradient are not finite, or the gradient exceeds `max_norm`: stop, or leave that step out (at most
-    50 times in a row)."""
-    max_norm: float = Field(0.0, ge=0)
-    """A gradient of a larger norm, before clipping, is a bad step; 0: only one that is not finite."""
+    """Additional trackers to log to, through accelerate."""
     compile: bool = False
     """Compile the model with torch.compile: minutes at the start, then faster on CUDA."""
     liger: bool = False
     """Use Liger's kernels in a drafter's layers (CUDA; needs liger-kernel)."""
-    seed: int = 0
-    """Order of the data and initial weights."""
+
+    def fit_config(self, steps: int, keep_best: str | None) -> FitConfig:
+        """Return the loop's settings for this number of steps."""
+        names = (item.name for item in fields(FitConfig) if item.name not in ("steps", "keep_best"))
+        return FitConfig(steps=steps, keep_best=keep_best, **{name: getattr(self, name) for name in names})
 
 
 class HeadsTrainSection(TrainSection):
@@ -310,27 +292,15 @@ class HiddenSection(Section):
     """Blocks per forward while they are written."""
 
 
-class BaseSection(Section):
-    """Train the target together with its heads (Medusa-2: Cai et al. 2024, arXiv 2401.10774, section 2.2.2).
+class BaseSection(_Medusa2):
+    """Train the target together with its heads in two stages; see `train.config.Medusa2`.
 
-    Two stages: at first the heads alone, then both, with a loss of Σ heads' losses · `heads_weight` +
-    `label_weight` · cross entropy + `kl_weight` · KL(the original ‖ the target), where the heads' part rises from 0.
+    At first the heads alone, then both, with a loss of Σ heads' losses · `heads_weight` + `label_weight` · cross
+    entropy + `kl_weight` · KL(original ‖ target), where the weight of the heads rises from 0.
     """
 
     lora: LoraSection = LoraSection()
     """How the target is changed; what the artifact's folder `base` then holds."""
-    alone: float = Field(0.3, ge=0, lt=1)
-    """Share of the run in which the heads alone are trained."""
-    warmup: float = Field(0.2, ge=0, lt=1)
-    """Share of the run, after that, over which the heads' part rises."""
-    heads_weight: float = Field(0.2, gt=0)
-    """Of the heads' losses when they train the target too."""
-    label_weight: float = Field(1.0, ge=0)
-    """Of the target's own cross entropy."""
-    kl_weight: float = Field(1.0, ge=0)
-    """Of the divergence from the original."""
-    rate: float = Field(0.25, gt=0)
-    """The target's learning rate is this times the heads'."""
 
     @model_validator(mode="after")
     def _anchored(self) -> BaseSection:

@@ -77,8 +77,9 @@ def random_llama(
 def train_steps(task: Any, data: Any, section: Any, steps: int, rate: float, seed: int) -> Any:
     """What `fit` measures in so many steps, with the other settings of a recipe's `train` section."""
     config = FitConfig(
-        steps, section.global_batch, section.micro_batch, rate, section.schedule, section.warmup,
-        betas=(section.betas[0], section.betas[1]), log_every=steps, seed=seed,
+        steps=steps, global_batch=section.global_batch, micro_batch=section.micro_batch, learning_rate=rate,
+        schedule=section.schedule, warmup=section.warmup, betas=section.betas, log_every=steps, seed=seed,
+        evaluate_every=0, save_every=0,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as state:
         return fit(task, data, config, state)

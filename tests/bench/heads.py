@@ -29,8 +29,9 @@ from draftsmith.recipes.assemble.models import add_lora
 from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.schema.evaluation import RegenerateRecipe
 from draftsmith.recipes.schema.training import LoraSection, ModelSection
+from draftsmith.train.config import Medusa2
 from draftsmith.train.tasks.heads import HeadsTask
-from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
+from draftsmith.train.tasks.medusa2 import Medusa2Task
 from pair import Pair
 
 HEADS = 4

@@ -21,9 +21,9 @@ from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.drafter import drafter_parts
+from draftsmith.train.config import OnPolicy
 from draftsmith.train.losses.drafter import TopK
 from draftsmith.train.tasks.drafter import DrafterTask
-from draftsmith.train.tasks.on_policy import OnPolicy
 from draftsmith.train.teachers.teacher import ModelTeacher
 from pair import Pair
 

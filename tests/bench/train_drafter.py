@@ -107,8 +107,9 @@ def trainer_round(model: Any, rows: list[dict[str, Any]], first: int, steps: int
 def fit_round(task: DrafterTask, data: PreparedData, steps: int, folder: Path, seed: int) -> tuple[int, float]:
     """Tokens and seconds of so many steps of `fit`, as it reports them."""
     config = FitConfig(
-        steps, BATCH, BATCH, 2e-5, schedule="constant", warmup=0.0, log_every=1, seed=seed, keep_checkpoints=1
-    )
+        steps=steps, global_batch=BATCH, micro_batch=BATCH, learning_rate=2e-5, schedule="constant", warmup=0.0,
+        log_every=1, seed=seed, keep_checkpoints=1, evaluate_every=0, save_every=0,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(dir=folder) as state:
         result = fit(task, data, config, state)
     return result.tokens, result.seconds

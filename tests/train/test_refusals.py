@@ -10,6 +10,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.decode.models.draft_vocabulary import keep_tokens
+from draftsmith.train.config import Medusa2, OnPolicy
 from draftsmith.train.forward.packed import PackedForward, make_forward
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
@@ -17,8 +18,7 @@ from draftsmith.train.losses.drafter import heads_mixture, mixture
 from draftsmith.train.losses.objectives import parse_weights
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.heads import HeadsTask
-from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
-from draftsmith.train.tasks.on_policy import OnPolicy
+from draftsmith.train.tasks.medusa2 import Medusa2Task
 from draftsmith.train.tasks.selection import Selection
 from draftsmith.train.teachers.teacher import ModelTeacher
 from draftsmith.train.teachers.top_k_cache import CacheSource

@@ -90,6 +90,7 @@ class SignallingTask(DrafterTask):
 def make_config(**overrides: Any) -> FitConfig:
     """Six steps of eight blocks, a checkpoint after every second."""
     settings = {"steps": 6, "global_batch": 8, "micro_batch": 4, "learning_rate": 1e-2, "save_every": 2}
+    settings |= {"evaluate_every": 0, "log_every": 1}
     return FitConfig(**(settings | overrides))
 
 

@@ -15,13 +15,13 @@ import torch
 from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.recipes.session.launch import destroy_process_group
+from draftsmith.train.config import Medusa2, Parallel
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.parallel.interrupts import Interrupted, TrainingError
 from draftsmith.train.tasks.drafter import DrafterModule
 from draftsmith.train.tasks.eagle import EagleTask
 from draftsmith.train.tasks.heads import HeadsTask
-from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
-from draftsmith.train.tasks.parallel import Parallel
+from draftsmith.train.tasks.medusa2 import Medusa2Task
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from worker import SignallingTask, make_config, make_data, make_model

@@ -5,10 +5,9 @@ Letters: B batch (blocks), T tokens, Y = B · T flattened positions, K heads, D 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,40 +15,13 @@ from torch import Tensor, nn
 
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
+from ..config import Medusa2
 from ..losses.drafter import IGNORED, agreement, label_hits, mixture, shifted_labels
 from .drafter import Weight, blocks_in_order
 from .heads import HeadsModule, HeadsTask
 
 if TYPE_CHECKING:
     from ...checkpoints.heads.files import PredictionHeads
-
-
-@dataclass(frozen=True, slots=True)
-class Medusa2:
-    """How the target is trained with its heads."""
-
-    alone: float = 0.3
-    """Share of the run in which the heads alone are trained."""
-    warmup: float = 0.2
-    """Share of the run, after that, over which the heads' part of the loss rises from 0."""
-    heads_weight: float = 0.2
-    """Of the heads' losses after that."""
-    label_weight: float = 1.0
-    """Of the target's own cross entropy."""
-    kl_weight: float = 1.0
-    """Of the divergence of the target from what it was."""
-    rate: float = 0.25
-    """The target's learning rate in those of the heads."""
-
-    def heads_part(self, progress: float) -> float:
-        """Weight of the heads' losses: 1 while they are alone, then rising to `heads_weight` as a sine."""
-        return 1.0 if progress < self.alone else self.heads_weight * math.sin(math.pi / 2 * self.risen(progress))
-
-    def risen(self, progress: float) -> float:
-        """How far the warm-up of the second stage is, 0 to 1."""
-        if progress < self.alone:
-            return 0.0
-        return 1.0 if not self.warmup else min(1.0, (progress - self.alone) / self.warmup)
 
 
 class Medusa2Module(HeadsModule):
@@ -161,7 +133,7 @@ class Medusa2Task(HeadsTask):
         super().__init__(target, heads, heldout, **options)
         for parameter in trained:
             parameter.requires_grad_(True)
-        self.settings["joint"] = {name: getattr(medusa2, name) for name in Medusa2.__slots__}
+        self.settings["base"] = asdict(medusa2)
         self._target_work *= 4 if medusa2.kl_weight else 3
 
     def _make_module(self, target: Any, heads: Any, weights: Any, objective: Any, **options: Any) -> Medusa2Module:

@@ -17,21 +17,9 @@ from ...decode.methods import Parts, build_method
 from ...decode.models.loading import wrap_model
 from ...decode.rng import Rng
 from ...decode.warpers import Sampling
+from ..config import OnPolicy
 
 _ROWS_TOGETHER = 32  # prompts decoded in one batch
-
-
-@dataclass(frozen=True)
-class OnPolicy:
-    """How many answers are replaced, and how they are sampled."""
-
-    share: float
-    """Of the blocks of a global batch, on average."""
-    new_tokens: int
-    """Of an answer at most; it also never outgrows its document."""
-    stop_ids: tuple[int, ...] = ()
-    """Tokens that end an answer."""
-    temperature: float = 1.0
 
 
 @dataclass(slots=True)

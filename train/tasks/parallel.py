@@ -17,26 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...data.blocks.packing import PADDING, Batch
+from ..config import Parallel
 from ..forward.packed import MaskedBatch
 from ..losses.drafter import IGNORED, shifted_labels
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """What is drafted at once, and how much of it is trained."""
-
-    token: int
-    """The mask token."""
-    tokens: int
-    """K: the next one, and K - 1 at mask tokens."""
-    keep: float
-    """Of the places of a text, the share with a first mask token; of these the share with a second one …"""
-    least: float
-    """Of all places, with each of them."""
-
-    def shares(self) -> list[float]:
-        """Of the places of a text those with a j-th mask token, j from 1."""
-        return [max(self.keep**number, self.least) for number in range(1, self.tokens)]
 
 
 @dataclass(frozen=True)

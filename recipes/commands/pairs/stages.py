@@ -143,7 +143,7 @@ def training_of(
     if isinstance(stage, DrafterRecipe):
         model = stage.model.model_copy(update={"layers": list(candidate.layers), **whole})
         teacher = stage.teacher.model_copy(update={"top_k": min(stage.teacher.top_k, vocabulary)})
-        changes |= {"parallel": ParallelSection(tokens=4)} if candidate.kind == "parallel" else {}
+        changes |= {"parallel": ParallelSection.model_validate({"tokens": 4})} if candidate.kind == "parallel" else {}
         return stage.model_copy(update=changes | {"model": model, "teacher": teacher})
     return stage.model_copy(update=changes | whole)
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
+from draftsmith.train.config import Medusa2
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.tasks.heads import HeadsModule
-from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Module, Medusa2Task
+from draftsmith.train.tasks.medusa2 import Medusa2Module, Medusa2Task
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from draftsmith.data.blocks.packing import IGNORED, PADDING, Batch
+from draftsmith.train.config import OnPolicy
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.tasks.drafter import DrafterTask
-from draftsmith.train.tasks.on_policy import OnPolicy, rewrite
+from draftsmith.train.tasks.on_policy import rewrite
 from draftsmith.train.teachers.teacher import ModelTeacher
 from scipy.stats import chisquare
 

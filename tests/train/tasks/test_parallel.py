@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data.blocks.packing import IGNORED, PADDING
+from draftsmith.train.config import Parallel
 from draftsmith.train.forward.packed import make_forward
 from draftsmith.train.losses.drafter import shifted_labels
 from draftsmith.train.tasks.drafter import DrafterTask
-from draftsmith.train.tasks.parallel import Lengthened, Parallel, lengthened
+from draftsmith.train.tasks.parallel import Lengthened, lengthened
 from draftsmith.train.teachers.teacher import ModelTeacher
 
 LENGTH = 40
