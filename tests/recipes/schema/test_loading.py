@@ -63,7 +63,7 @@ def test_given_values_stay_what_they_are_and_overrides_come_after(recipe: str) -
     found = load_recipe(recipe, ["train.seed=2", "train.betas.1=0.7"], given=given)
     assert isinstance(found, DrafterRecipe)
     assert (found.target, found.train.steps, found.train.seed) == ("a: b, [c]", 3, 2)
-    assert found.train.betas == [0.5, 0.7]
+    assert found.train.betas == (0.5, 0.7)
 
 
 def test_quickstart_fills_in_folder_seed_and_minutes() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
+from draftsmith.train.losses.chunks import BLOCK_ELEMENTS, DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import heads_mixture, mixture
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,15 +165,45 @@ def test_a_teacher_of_few_tokens_is_that_of_a_drafter(top_k: TopK | None, sparse
 
 
 class Watch(TorchDispatchMode):
-    """The operations of matrix products."""
+    """Counts the operations of matrix products, and the bytes of all tensors that exist at once."""
 
-    products = 0
+    products = held = peak = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in ("mm", "addmm_"):
             left, right = [value for value in args if isinstance(value, Tensor)][-2:]
             self.products += 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        return func(*args, **(kwargs or {}))
+        given = {value.untyped_storage()._cdata for value in args if isinstance(value, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, Tensor) and (storage := value.untyped_storage())._cdata not in given | self._known:
+                self._known.add(storage._cdata)
+                self.held += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.held)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held -= size
+
+
+def test_the_loss_holds_one_chunk_of_logits_for_all_heads():
+    positions, heads, hidden, vocab, chunk = 512, 4, 8, 4096, 64
+    case = Case((positions, heads, hidden, vocab))
+    case.labels = torch.randint(vocab, (positions, heads))
+    case.rows = torch.arange(positions)[:, None] + torch.arange(1, heads + 1)
+    gradients = 4 * (positions * heads * hidden + heads * vocab * hidden)
+    for weights, chunks in (({"cross-entropy": 1.0}, 1), ({"forward-kl": 1.0}, 2)):
+        with Watch() as watch:
+            case.found(weights, chunk)[0].sum().backward()
+        blocks = 5 * 4 * BLOCK_ELEMENTS  # temporaries of the elementwise part
+        assert 4 * chunk * vocab < watch.peak <= gradients + chunks * 4 * chunk * vocab + blocks + (1 << 20)
+        assert watch.peak < 4 * positions * heads * vocab / 3
 
 
 @pytest.mark.parametrize(("frozen", "each"), [(False, 3), (True, 2)])

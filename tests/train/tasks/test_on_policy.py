@@ -88,7 +88,7 @@ def test_stop_tokens_end_answers(worker: ModuleType):
     model = worker.make_model(initializer_range=0.01)  # almost uniform
     whole = worker.make_data(8).batch(range(8))
     stops = tuple(range(16))
-    changed = rewrite(model, whole, np.arange(8), 8, (0, 0), OnPolicy(1.0, 12, stops))
+    changed = rewrite(model, whole, np.arange(8), 8, (0, 0), OnPolicy(1.0, 12, stop_ids=stops))
     answers = [
         [label for label in labels if label != IGNORED]
         for row in range(8)
