@@ -1,6 +1,6 @@
-"""A corpus whose answers are a target's own: what is kept on disk, and the queue of what is still to be asked.
+"""Regeneration of the answers of a corpus by a target: the file of finished conversations, and the queue of the others.
 
-It knows no model and no server. An answerer is an async function from a question to its answer.
+An answerer is an async function from a question to its answer, by a model or a server.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from ..checkpoints.storage.locks import sole_writer
 from ..checkpoints.storage.safe_read import load_json, parse_json
 from .conversations import Conversation, Turn
 
-_SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
-_HASH = "hash of "  # that settings which tell what files hold begin with
+_POLL_SECONDS = 0.2  # between checks whether to stop
 SEEDS = 2**31
-"""A question's seed is below it."""
-"""Settings of former versions, on which the answers of a lossless method do not depend."""
+"""Upper bound of the seeds of questions."""
+_SORTED = 4096  # conversations
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the target is asked: `turns` are [system], user, assistant, …, user.
+    """Prompt of the target: turns [system], user, assistant, …, user.
 
-    `seed`, in [0, 2^31), depends on the conversation, its turn and the seed of the whole, on nothing else.
+    `seed`, below `SEEDS`, depends only on the conversation, its turn and the seed of the run.
     """
 
     turns: tuple[Turn, ...]
@@ -43,7 +42,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the target said: `finish` is "stop", or "length" where the token limit cut it."""
+    """Answer of the target; `finish` is "length" if the token limit cut it."""
 
     text: str
     finish: Literal["stop", "length"] = "stop"
@@ -51,20 +50,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no answer. `lasting`: nor will there be one when it is asked again, as for a prompt too long."""
+    """Reason why there is no answer; a `lasting` one also prevents later answers, as a prompt that is too long."""
 
     error: str
     lasting: bool = False
 
 
 Answerer = Callable[[Question], Awaitable[Answer | Failure | None]]
-"""None where it was stopped before the answer was complete."""
+"""Returns None if it was stopped before the answer was complete."""
 
 
 @dataclass(slots=True)
 class RegenerationReport:
-    """What a run did: `written + failed` conversations are done with, of which `cut` counts by reason those that were
-    written without their last turns."""
+    """Counts of a run; `cut` counts, by reason, the conversations written without their last turns."""
 
     written: int = 0
     failed: int = 0
@@ -73,7 +71,7 @@ class RegenerationReport:
 
 
 def keyed(conversations: Iterable[Conversation]) -> Iterator[tuple[str, Conversation]]:
-    """Each conversation with its key: 32 hex digits of its id, its texts, and how often the same came before."""
+    """Yield conversations with their keys: hashes of id, texts, and the number of equal ones before."""
     seen: Counter[bytes] = Counter()
     for conversation in conversations:
         content = [conversation.id, [[turn.role, turn.text] for turn in conversation.turns]]
@@ -87,13 +85,14 @@ def _digest(content: bytes) -> bytes:
 
 
 class Store(AbstractContextManager["Store"]):
-    """The finished conversations, one JSON line each, which `read_conversations` reads; open for one writer.
+    """File of finished conversations, a JSON line each, open for one writer.
 
-    Beside `path` lie `<path>.json` (the settings that decide the answers) and `<path>.errors.jsonl` (a line for every
-    attempt that failed). An unfinished last line is cut off when the file is opened again.
+    `<path>.json` contains the settings that determine the answers, and `<path>.errors.jsonl` a line for each attempt
+    that failed. An unfinished last line is removed when the file is opened again.
 
-    Raises ValueError: another process writes here; the file was started with other settings, of which the first is
-    named; the file holds something else, naming the line.
+    Raises:
+        ValueError: Another process writes the file, it was started with other settings, or a line was not written by
+            regeneration.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
@@ -101,7 +100,7 @@ class Store(AbstractContextManager["Store"]):
         self.errors_path = self.path.with_name(self.path.name + ".errors.jsonl")
         with ExitStack() as stack:
             stack.enter_context(sole_writer(self.path))
-            self.check_settings(settings)
+            self._check_settings(settings)
             self._done = _finished(self.path)
             self._file = stack.enter_context(self.path.open("ab", buffering=0))
             self._stack = stack.pop_all()
@@ -114,7 +113,7 @@ class Store(AbstractContextManager["Store"]):
         return len(self._done)
 
     def add(self, name: str, key: str, turns: Sequence[Turn], finishes: Sequence[str], cut: str = "") -> None:
-        """Write a conversation: id and key, its turns, how each answer ended, and why later ones are missing."""
+        """Write a conversation: id, key, turns, the finish of each answer, and the reason for missing turns."""
         assert key not in self, f"{key} is written already"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
@@ -122,22 +121,17 @@ class Store(AbstractContextManager["Store"]):
         self._done.add(key)
 
     def fail(self, name: str, key: str, error: str) -> None:
-        """Write down that a conversation could not be completed."""
+        """Write the error of a conversation that could not be completed."""
         if self._errors is None:
             self._errors = self._stack.enter_context(self.errors_path.open("ab", buffering=0))
         append_line(self._errors, _encoded({"id": name, "key": key, "error": error}))
 
-    def close(self) -> None:
-        """Bring everything to the disk and let other writers in."""
+    def __exit__(self, *_: object) -> None:
         with self._stack:
             os.fsync(self._file.fileno())
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raises ValueError where the answers that stand here were made with others. A `hash of …` that one side does
-        not know is not compared."""
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write the settings of a new file; raise ValueError if an existing one has others."""
         file, settings = self.path.with_name(self.path.name + ".json"), json.loads(json.dumps(settings))
         if not self.path.exists() or not self.path.stat().st_size:
             atomic_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -147,11 +141,10 @@ class Store(AbstractContextManager["Store"]):
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"{self.path} was not written by regeneration: {error}") from error
         for name in dict.fromkeys([*settings, *former]):
-            before, now = former.get(name), settings.get(name)
-            if before != now and not (name.startswith(_HASH) and None in (before, now)):
+            if (before := former.get(name)) != (now := settings.get(name)):
                 raise ValueError(
-                    f"{self.path} was started with {name} {before!r}, now it is {now!r}: its answers would not be of "
-                    "one kind; choose another `out`, or delete that file"
+                    f"{self.path} was started with {name} {before!r}, but it is now {now!r}: choose another `out`, or "
+                    "delete that file"
                 )
 
 
@@ -160,7 +153,7 @@ def _encoded(row: dict[str, Any]) -> bytes:
 
 
 def _finished(path: Path) -> set[str]:
-    """Keys of the rows of a file of ours; what a killed writer left behind the last whole line is cut off."""
+    """Return the keys of the finished conversations; cut off what a killed writer left after the last whole line."""
     done: set[str] = set()
     if not path.exists():
         return done
@@ -174,8 +167,8 @@ def _finished(path: Path) -> set[str]:
                 done.add(parse_json(line.decode())["key"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, row {number} is not as regeneration wrote it ({error}): choose another `out`, or delete "
-                    "that line to have it answered again"
+                    f"{path}, row {number} was not written by regeneration ({error}): choose another `out`, or delete "
+                    "that line"
                 ) from error
             whole += len(line)
     return done
@@ -193,22 +186,28 @@ async def regenerate(
     stopping: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> RegenerationReport:
-    """Answer every conversation that the store does not hold yet.
+    """Answer every conversation that is not in the store.
 
-    An answer that is empty, or that the token limit cut, is dropped with all that follows it; if nothing whole is left
-    before it, the conversation counts as failed. `concurrency` conversations are answered at a time, each question by
-    question, those with most questions first; `system` is for those that bring no system text. With `keep_cut` answers
-    that the token limit cut are kept, and followed. Once `stopping` says so, nothing new is asked and what is under way
-    is abandoned; `progress` is given how many conversations this run is done with.
+    An answer that is empty, or cut by the token limit, is dropped with everything after it. A conversation without an
+    answer before it has failed. Conversations with most questions are answered first.
+
+    Args:
+        conversations: Their user turns are the questions.
+        store: Receives the conversations.
+        answer: Answers one question.
+        concurrency: Number of conversations answered at a time.
+        seed: Seed of the run.
+        system: System text of conversations that have none.
+        keep_cut: Keep answers that the token limit cut.
+        stopping: Returns True to abandon the run.
+        progress: Called with the number of conversations of this run that are finished.
     """
     source = _longest_first(item for item in keyed(conversations) if item[0] not in store)
     work = _Work(store, answer, seed, system, keep_cut, stopping, progress)
-    running = {asyncio.create_task(work.through(source)) for _ in range(concurrency)}
+    running = {asyncio.create_task(work.run(source)) for _ in range(concurrency)}
     try:
         while running and not stopping():
-            done, running = await asyncio.wait(
-                running, timeout=_SECONDS_BETWEEN_LOOKS, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, running = await asyncio.wait(running, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises what it raised
     finally:
@@ -219,14 +218,14 @@ async def regenerate(
 
 
 def _longest_first(items: Iterator[tuple[str, Conversation]]) -> Iterator[tuple[str, Conversation]]:
-    """Of some thousand at a time those with most questions first: at the end, one alone would take turn after turn."""
-    while some := list(islice(items, 4096)):
+    """Yield, of each 4096, those with most questions first, so that no long one is left at the end."""
+    while some := list(islice(items, _SORTED)):
         yield from sorted(some, key=lambda item: -sum(turn.role == "user" for turn in item[1].turns))
 
 
 @dataclass(slots=True)
 class _Work:
-    """What several tasks do at a time: each takes one conversation after the other."""
+    """Work of concurrent tasks, each of which answers one conversation after the other."""
 
     store: Store
     answer: Answerer
@@ -237,13 +236,13 @@ class _Work:
     progress: Callable[[int], None]
     report: RegenerationReport = field(default_factory=RegenerationReport)
 
-    async def through(self, source: Iterator[tuple[str, Conversation]]) -> None:
-        """Answer conversations until there are no more, or it is to stop."""
+    async def run(self, source: Iterator[tuple[str, Conversation]]) -> None:
+        """Answer conversations until there are no more, or the run is stopped."""
         while not self.stopping() and (item := next(source, None)):
             await self._converse(*item)
 
     async def _converse(self, key: str, conversation: Conversation) -> None:
-        """Ask what is asked in a conversation, and write it, or write down why not."""
+        """Ask the questions of a conversation, and write it, or the reason why it failed."""
         turns = [turn for turn in conversation.turns[:1] if turn.role == "system"]
         if not turns and self.system:
             turns = [Turn("system", self.system)]
@@ -253,19 +252,19 @@ class _Work:
             if self.stopping():
                 return
             digest = _digest(f"{self.seed} {key} {len(finishes)}".encode())
-            said = await self.answer(Question((*turns, asked), int.from_bytes(digest[:4], "big") >> 1))
-            if said is None:
+            reply = await self.answer(Question((*turns, asked), int.from_bytes(digest[:4], "big") >> 1))
+            if reply is None:
                 return
-            kind, reason = self._fault(said)
-            if isinstance(said, Failure) and not said.lasting:
+            kind, reason = self._fault(reply)
+            if isinstance(reply, Failure) and not reply.lasting:
                 finishes = []  # all of it is asked again
                 break
             if kind:
                 reason = f"answer {len(finishes) + 1}: {reason}"
                 break
-            assert isinstance(said, Answer)
-            turns += [asked, Turn("assistant", said.text)]
-            finishes.append(said.finish)
+            assert isinstance(reply, Answer)
+            turns += [asked, Turn("assistant", reply.text)]
+            finishes.append(reply.finish)
         if finishes:
             self.store.add(conversation.id, key, turns, finishes, reason)
             self.report.written += 1
@@ -276,13 +275,13 @@ class _Work:
             self.report.failed += 1
         self.progress(self.report.written + self.report.failed)
 
-    def _fault(self, said: Answer | Failure) -> tuple[str, str]:
-        """Why an answer does not count: by kind, and in words; both empty where it does."""
-        if isinstance(said, Failure):
-            return "cannot be asked", said.error
+    def _fault(self, reply: Answer | Failure) -> tuple[str, str]:
+        """Return why an answer is not used, as kind and message; both empty if it is."""
+        if isinstance(reply, Failure):
+            return "cannot be asked", reply.error
         self.report.answers += 1
-        if not said.text.strip():
+        if not reply.text.strip():
             return "empty answer", "it is empty"
-        if said.finish == "length" and not self.keep_cut:
+        if reply.finish == "length" and not self.keep_cut:
             return "token limit", "it reached the token limit"
         return "", ""

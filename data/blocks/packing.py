@@ -1,4 +1,4 @@
-"""Whole documents into blocks of one length, and blocks into the batches of every step.
+"""Packing of whole documents into blocks, and of blocks into the batches of every step.
 
 Letters: B batch (blocks), T tokens of a block.
 """
@@ -18,11 +18,10 @@ PADDING = -1  # the document number of padding
 
 
 class Batch(NamedTuple):
-    """Four int64 tensors [B, T].
+    """Batch of four int64 tensors [B, T].
 
-    `labels_BT[b, t]` is the label of position t's own token (unshifted), −100 where it is not trained on and at the
-    first token of each document, which nothing predicts. Positions restart at 0 with every document. `documents_BT`
-    numbers the documents, −1 is padding.
+    `labels_BT[b, t]` is the label of token t itself (unshifted), −100 where it is not trained on and at the first token
+    of each document. Positions restart at 0 with every document. `documents_BT` numbers the documents; −1 is padding.
     """
 
     tokens_BT: torch.Tensor
@@ -31,16 +30,15 @@ class Batch(NamedTuple):
     documents_BT: torch.Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """Return the batch on another device."""
         return Batch(*(tensor.to(device) for tensor in self))
 
     def rows(self, rows: np.ndarray) -> Batch:
-        """The batch of these rows, in this order."""
+        """Return the batch of some rows."""
         return Batch(*(tensor[torch.from_numpy(rows)] for tensor in self))
 
     def attention_mask_B1TT(self) -> torch.Tensor:
-        """Boolean [B, 1, T, T], True where the row's token may attend to the column's: earlier or itself, and of the
-        same document. Padding attends to itself alone, so that no row is empty."""
+        """Return a causal, block-diagonal mask, bool [B, 1, T, T]; padding attends to itself."""
         documents_BT = self.documents_BT
         length = documents_BT.shape[1]
         ones_TT = torch.ones(length, length, dtype=torch.bool, device=documents_BT.device)
@@ -50,7 +48,7 @@ class Batch(NamedTuple):
 
 
 def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
-    """Documents (by index) of each block: longest first, each into the fullest block that still has space."""
+    """Return the documents of each block: longest first, each into the fullest block that has space."""
     if lengths and max(lengths) > block_tokens:
         raise ValueError(f"a document has {max(lengths)} tokens, a block only {block_tokens}")
     blocks: list[list[int]] = []
@@ -75,7 +73,7 @@ def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document in a block: `ids` [T], `trained` [T] (not zero: trained on) and its `number`."""
+    """Document in a block: `ids` [T], `trained` [T] (not zero: trained on) and its `number`."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -83,7 +81,7 @@ class Document:
 
 
 def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: int) -> Batch:
-    """The documents of blocks end to end, padded to `length` tokens."""
+    """Concatenate the documents of each block, padded to `length` tokens."""
     shape = (len(blocks), length)
     tokens_BT = np.full(shape, padding_id, dtype=np.int64)
     labels_BT = np.full(shape, IGNORED, dtype=np.int64)
@@ -104,7 +102,7 @@ def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: in
 
 
 def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarray, np.ndarray]:
-    """Documents in the order of their blocks int64 [documents], and how many each block has int64 [blocks]."""
+    """Return the documents in the order of their blocks int64 [documents], and how many each has int64 [blocks]."""
     if packing == "pad":
         return np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
     blocks = pack_best_fit(lengths.tolist(), block_tokens)
@@ -113,8 +111,10 @@ def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarr
 
 
 def global_batch(blocks: int, batch_blocks: int, step: int, seed: int) -> np.ndarray:
-    """Block indices int64 [batch_blocks] of a global step (0, 1, …): a pure function, so resuming needs no state. Every
-    epoch is its own permutation of the blocks; batches run across the border of epochs."""
+    """Return the block indices int64 [batch_blocks] of a global step, a pure function of its arguments.
+
+    Each epoch is a permutation of the blocks; a batch may contain blocks of two epochs.
+    """
     first = step * batch_blocks
     parts: list[np.ndarray] = []
     missing = batch_blocks

@@ -1,7 +1,7 @@
-"""Documents on disk: rendered once, memory-mapped ever after, and put together to blocks when a batch is read.
+"""Rendered documents on disk, memory-mapped, and assembled to blocks when a batch is read.
 
-A folder holds, as flat arrays in the order of rendering, `tokens.npy` (uint16 where the vocabulary allows, else int32)
-and `trained.npy` uint8 (1 where a token is trained on, which the first of a document never is); `documents.npy` int64
+A folder contains, as flat arrays in the order of rendering, `tokens.npy` (uint16 if the vocabulary allows, else int32)
+and `trained.npy` uint8 (1 where a token is trained on, never at the first of a document); `documents.npy` int64
 [documents + 1], where each document begins; `order.npy` int64 [documents] and `blocks.npy` int64 [blocks + 1]: block b
 is the documents order[blocks[b]] … order[blocks[b + 1] - 1]; and `data.json`. Letters: B batch (blocks), T tokens.
 """
@@ -44,17 +44,25 @@ def prepare(
     last_turn_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PreparedData:
-    """Render conversations, pack them into blocks of `block_tokens` tokens and write `out_dir`, whole or not at all.
+    """Render conversations, pack them into blocks and write them to a folder, atomically.
 
-    A folder that already holds prepared data is replaced. `packing` is "best-fit", or "pad" for one document a block,
-    padded to the longest of a batch. `source` goes into the manifest as it is; `progress(rows, tokens)` is called as
-    rows are rendered.
+    Args:
+        conversations: What to render.
+        tokenizer: Tokenizer of the model.
+        template: Chat template.
+        block_tokens: Tokens of a block.
+        out_dir: Folder to write; prepared data there is replaced.
+        source: Recorded in the manifest.
+        packing: "best-fit", or "pad" for one document a block, padded to the longest of a batch.
+        last_turn_only: Train on the last answer of a conversation only.
+        progress: Called with the numbers of rows and tokens.
 
-    Raises ValueError: no conversations; nothing trainable; `out_dir` holds other files.
+    Raises:
+        ValueError: There is nothing to train on, or `out_dir` contains other files.
     """
     out, rows = Path(out_dir), 0
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} holds what is no prepared data; choose another folder or empty it")
+        raise ValueError(f"{out} contains other files than prepared data; choose another folder or empty it")
 
     def counted() -> Iterator[Conversation]:
         nonlocal rows
@@ -104,32 +112,25 @@ class PreparedData:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> PreparedData:
-        """Open a folder that `prepare` wrote, the arrays mapped; ValueError where a file is missing or another."""
+        """Open a folder written by `prepare`. Raises ValueError: a file is missing or damaged."""
         directory = Path(directory)
         manifest_file = directory / MANIFEST
         if not manifest_file.is_file():
-            raise ValueError(f"{directory} is no prepared data: {MANIFEST} is missing")
-        manifest = load_json(manifest_file, "schema")
-        if (found_schema := manifest["schema"]) != SCHEMA:
-            raise ValueError(f"{manifest_file}: schema {found_schema}, this version reads {SCHEMA}; prepare again")
-        manifest = load_json(manifest_file, "tokens", "documents", "blocks", "options", "padding_id")
-        tokens, documents, blocks = (int(manifest[name]) for name in ("tokens", "documents", "blocks"))
-        lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
+            raise ValueError(f"{directory} is not prepared data: {MANIFEST} is missing")
+        manifest = load_json(manifest_file, "schema", "tokens", "documents", "blocks", "options", "padding_id")
+        if manifest["schema"] != SCHEMA:
+            raise ValueError(f"{manifest_file}: schema {manifest['schema']}, expected {SCHEMA}; prepare again")
         arrays: dict[str, np.ndarray] = {}
-        for name, length in zip(_ARRAYS, lengths, strict=True):
+        for name in _ARRAYS:
             path = directory / f"{name}.npy"
             try:
-                found = np.lib.format.open_memmap(path, mode="r")
+                arrays[name] = np.lib.format.open_memmap(path, mode="r")
             except (OSError, ValueError, EOFError) as error:
                 raise ValueError(f"{path}: missing or damaged: {error}") from error
-            if found.shape != (length,) or found.dtype.kind not in "iu":
-                raise ValueError(f"{path}: {found.shape} of {found.dtype}, the manifest says ({length},) of integers")
-            arrays[name] = found
         return cls(directory, manifest, arrays)
 
     def verify(self, vocab_size: int) -> None:
-        """Read everything once. Raises ValueError: an array that does not have the manifest's SHA-256; token ids that a
-        vocabulary of so many does not have."""
+        """Compare the arrays with their hashes. Raises ValueError: one differs, or a token is unknown."""
         for name, written in self.manifest["sha256"].items():
             if (found := file_hash(path := self.directory / f"{name}.npy")) != written:
                 again = f"delete {self.directory} to prepare it again"
@@ -142,12 +143,12 @@ class PreparedData:
             )
 
     def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
-        """The blocks of a global step by number, and as a batch: a function of its arguments alone."""
+        """Return the block numbers and the batch of a global step, which depend on the arguments only."""
         indices = global_batch(self.blocks, batch_blocks, step, seed)
         return indices, self.batch(indices)
 
     def state(self) -> dict[str, int]:
-        """A step says by its number alone which blocks it takes: there is nothing to remember."""
+        """Return an empty state: the number of a step determines its blocks."""
         return {}
 
     def restore(self, state: dict[str, int]) -> None:
@@ -155,7 +156,7 @@ class PreparedData:
         assert not state, "a position in a stream"
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The blocks of these indices as a batch [B, T]; unpacked, T is the longest block's length."""
+        """Return blocks as a batch [B, T]; with packing "pad", T is the length of the longest."""
         blocks = [
             [self._document(document) for document in self._order[self._blocks[b] : self._blocks[b + 1]].tolist()]
             for b in indices
@@ -166,7 +167,7 @@ class PreparedData:
         return make_batch(blocks, length, self._padding_id)
 
     def token_counts(self, *, trained: bool) -> np.ndarray:
-        """How often each token is there, or is trained on, int64 [1 + the largest id]."""
+        """Return how often each token occurs, or is trained on, int64 [1 + largest id]."""
         counts = np.zeros(0, dtype=np.int64)
         for start in range(0, len(self._tokens), _BUFFER):
             part = slice(start, start + _BUFFER)
@@ -182,12 +183,12 @@ class PreparedData:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that ids of a vocabulary are stored in."""
+    """Return the dtype in which the ids of a vocabulary are stored."""
     return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
 
 
 class _Writer:
-    """Writes documents as they come."""
+    """Writer of documents."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder = folder
@@ -206,7 +207,7 @@ class _Writer:
         self.trained += sum(end - start for start, end in document.spans)
 
     def finish(self, block_tokens: int, packing: str) -> dict[str, int | float]:
-        """Pack, and return the manifest's counts."""
+        """Pack the documents, and return the counts of the manifest."""
         self._tokens.close()
         self._trained.close()
         lengths = np.array(self.lengths, dtype=np.int64)
@@ -228,7 +229,7 @@ class _Writer:
 
 
 class _Column:
-    """A one-dimensional .npy file that grows; whole after `close`."""
+    """One-dimensional .npy file that grows; valid after `close`."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._file, self._dtype, self._length = path.open("wb", _BUFFER), dtype, 0
@@ -252,6 +253,6 @@ class _Column:
 
 
 def padding_id(tokenizer: Any) -> int:
-    """What stands behind the last document of a block; no label and no attention reaches it."""
+    """Return the token after the last document of a block, which has no label and is not attended to."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(number for number in candidates if number is not None))

@@ -1,7 +1,7 @@
-"""Blocks rendered while they are trained on: only a position is stored.
+"""Blocks that are rendered during training; only a position is stored.
 
-A window is so many conversations, packed together, its blocks shuffled; it depends on seed, epoch and position alone,
-so that a resumed run and any number of processes see the same blocks. Letters: B batch (blocks), T tokens.
+A window of conversations is packed, and its blocks are shuffled. It depends on seed, epoch and position only, so that a
+resumed run and any number of processes see the same blocks. Letters: B batch (blocks), T tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OpenEpoch = Callable[[int], Iterator[Conversation]]
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Blocks of conversations number `start` and following of an epoch; with `last`, the epoch ends there."""
+    """Blocks of the conversations from number `start` of an epoch; `last`: the epoch ends with them."""
 
     epoch: int
     start: int
@@ -39,7 +39,7 @@ class _Window:
 
 
 class _Windows(torch.utils.data.IterableDataset[_Window]):
-    """Windows of a stream from a position on, for ever. Of several worker processes each renders its share of them."""
+    """Endless windows of a stream from a position; each worker process renders its share of them."""
 
     def __init__(self, stream: StreamedData, position: tuple[int, int]) -> None:
         self._open_epoch, self._make_renderer, self._size = stream.open_epoch, stream.make_renderer, stream.size
@@ -50,9 +50,9 @@ class _Windows(torch.utils.data.IterableDataset[_Window]):
         worker = torch.utils.data.get_worker_info()
         index, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if worker is not None:
-            # a fork has none of the threads that its parent's tokenizer may have started, and would wait for them
+            # a fork lacks the threads of its parent's tokenizer, and would wait for them
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-            for stop in (signal.SIGINT, signal.SIGTERM):  # the training process says when to end: it saves first
+            for stop in (signal.SIGINT, signal.SIGTERM):  # the training process ends its workers, after saving
                 signal.signal(stop, signal.SIG_IGN)
         render = self._make_renderer()
         for number, (epoch, start, chats, last) in enumerate(self._chunks()):
@@ -75,7 +75,7 @@ class _Windows(torch.utils.data.IterableDataset[_Window]):
             start = 0
 
     def _blocks(self, documents: list[Document], epoch: int, start: int) -> list[list[Document]]:
-        """The documents packed into blocks, these shuffled."""
+        """Pack documents into shuffled blocks."""
         if not documents:
             return []
         lengths = np.array([len(document.ids) for document in documents])
@@ -86,13 +86,13 @@ class _Windows(torch.utils.data.IterableDataset[_Window]):
 
 
 class StreamedData:
-    """Blocks of a stream of conversations, in place of `PreparedData` for training; every process reads it all.
+    """Blocks of a stream of conversations, with the interface of `PreparedData` for training.
 
-    `open_epoch(epoch)` opens the corpus from its beginning: always the same conversations in the same order. `size`
-    conversations make a window. `workers` processes render ahead. `identity` says what the data is.
+    `open_epoch(epoch)` opens the corpus from its beginning, always in the same order. `size` conversations make a
+    window, and `workers` processes render ahead. `identity` describes the data.
     """
 
-    blocks = 0  # nobody knows how many
+    blocks = 0  # unknown
     beginning: ClassVar[dict[str, int]] = {"epoch": 0, "conversation": 0, "blocks_used": 0}
 
     def __init__(
@@ -116,22 +116,21 @@ class StreamedData:
         self._workers, self._padding_id = workers, padding_id
         self._position = (0, 0)
         self._used = 0  # blocks of the window at the position
-        self._fruitless = 0  # conversations since the last block
+        self._without_blocks = 0  # conversations since the last block
         self._windows: Iterator[_Window] | None = None
         self._window: _Window | None = None
 
     def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
-        """The next blocks of the stream, numbered within their window, and as a batch [B, T]. Steps come in order;
-        `seed` is that of the stream."""
+        """Return the next blocks, numbered within their window, and as a batch [B, T]. Steps must be in order."""
         chosen: list[list[Document]] = []
         numbers = []
         while len(chosen) < batch_blocks:
             window = self._current()
             if self._used >= len(window.blocks):
-                self._fruitless = 0 if window.blocks else self._fruitless + window.size
-                if window.last and self._fruitless >= window.start + window.size:
+                self._without_blocks = 0 if window.blocks else self._without_blocks + window.size
+                if window.last and self._without_blocks >= window.start + window.size:
                     raise ValueError(
-                        f"nothing to train on: {self._fruitless} conversations of the stream gave no document"
+                        f"nothing to train on: {self._without_blocks} conversations of the stream gave no document"
                     )
                 self._advance(window)
                 continue
@@ -144,18 +143,18 @@ class StreamedData:
         return np.array(numbers), make_batch(chosen, length, self._padding_id)
 
     def state(self) -> dict[str, int]:
-        """The position after the last batch; JSON values."""
+        """Return the position after the last batch, as JSON values."""
         return {"epoch": self._position[0], "conversation": self._position[1], "blocks_used": self._used}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Resume from what `state` returned. Conversations before the position are read again, not rendered."""
+        """Resume from a state; conversations before the position are read again, but not rendered."""
         self._position = (state["epoch"], state["conversation"])
         self._used = state["blocks_used"]
         self._windows = self._window = None
 
     def _current(self) -> _Window:
         if self._windows is None:
-            own = torch.Generator()  # a loader draws a seed: not from the numbers of the training
+            own = torch.Generator()  # a loader draws a seed, which must not change the generator of the training
             windows = _Windows(self, self._position)
             self._windows = iter(
                 torch.utils.data.DataLoader(windows, batch_size=None, num_workers=self._workers, generator=own)
@@ -172,7 +171,7 @@ class StreamedData:
 
 
 def _end_workers(stream: weakref.ref[StreamedData]) -> None:
-    """Before multiprocessing waits at exit for workers that it asks by a signal, which they ignore."""
+    """End the workers before multiprocessing waits for them at exit; they ignore its signals."""
     found = stream()
     if found is not None:
         found._windows = None

@@ -107,14 +107,22 @@ def forge(
 
 @app.command()
 def prepare(
-    recipe: RecipeName,
+    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped recipe.")] = "",
     overrides: Overrides = None,
-    lint: Annotated[bool, typer.Option("--lint", help="Decode what rows teach, show three; fail on faults.")] = False,
-    teacher: Annotated[bool, typer.Option("--teacher", help="Also write the cache of what the target says.")] = False,
+    lint: Annotated[
+        bool, typer.Option("--lint", help="Check and print the rendered documents; fail on faults.")
+    ] = False,
+    teacher: Annotated[bool, typer.Option("--teacher", help="Also write the cache of the target's outputs.")] = False,
+    list_corpora: Annotated[bool, typer.Option("--list", help="List the corpora known by name, and exit.")] = False,
 ) -> None:
-    """Read, clean, render and pack a training recipe's data, and report what became of it."""
+    """Read, clean, render and pack the data of a training recipe, and report the counts."""
     from ..schema.loading import load_training
 
+    if list_corpora:
+        _list_corpora()
+        return
+    if not recipe:
+        raise ValueError("name a recipe, or list the known corpora: `draftsmith prepare --list`")
     if lint or not teacher:
         refuse_several("prepare --lint" if lint else "prepare")
     loaded = run_on_all(lambda: load_training(recipe, overrides or []))
@@ -137,9 +145,8 @@ def prepare(
     console().print(f"{prepare_data(loaded.data, tokenizer).folder}")
 
 
-@app.command()
-def corpora() -> None:
-    """The corpora that are known by name: where they lie, what they are for, and on what terms."""
+def _list_corpora() -> None:
+    """Print the registered corpora with hub id, use and licence."""
     from ...data.sources.registry import CORPORA
 
     table = Table(Column("name", no_wrap=True), "hub id", "for", "licence", "note", box=None)

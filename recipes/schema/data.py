@@ -66,7 +66,7 @@ class SourceSection(PlaceSection):
 
     source: str
     """A local file or folder (.json, .jsonl, .parquet, .arrow, .txt, packed with gzip or Zstandard too), the name of a
-    known corpus (`draftsmith corpora`), or a hub id."""
+    known corpus (`draftsmith prepare --list`), or a hub id."""
     weight: float = Field(1.0, gt=0)
     """How often each row is used in an epoch; 0.25: a quarter of the rows."""
 

@@ -65,8 +65,8 @@ class EvaluateRecipe(_Decoding):
     table: str | None = None
     """Folder or hub id of the correlation table."""
     prompts: str
-    """Questions to answer: a known evaluation set by name (`draftsmith corpora`), or conversations whose first question
-    is the prompt: a file, a folder or a hub id."""
+    """Questions to answer: an evaluation set by name (`draftsmith prepare --list`), or conversations (a file, a folder
+    or a hub id) whose first question is the prompt."""
     prompts_path: str | None = None
     """A local copy of the set that stands in for the hub."""
     groups: list[str] = []
@@ -142,8 +142,7 @@ class CorpusSection(Section):
     megabytes: float = Field(ge=0)
     """Text to take, spread over the packages; 0: none, but `files` alone."""
     files: list[str] = []
-    """More questions, mixed in by chance: files, folders, known corpora (`draftsmith corpora`) or hub ids, of questions
-    alone or of whole conversations."""
+    """More questions, mixed in at random: files, folders, known corpora (`draftsmith prepare --list`) or hub ids."""
     heldout_share: float = Field(0.02, gt=0, lt=1)
     """Share of the documented objects, and of the rows of `files`, held out, chosen by a hash of their names."""
     vocab_size: int | None = Field(4096, ge=300)

@@ -171,7 +171,8 @@ def test_a_second_writer_is_refused_while_the_first_is_at_work(tmp_path: Path) -
     out = tmp_path / "out.jsonl"
     with Store(out, SETTINGS), pytest.raises(ValueError, match=str(out)):
         Store(out, SETTINGS)
-    Store(out, SETTINGS).close()
+    with Store(out, SETTINGS):
+        pass
 
 
 def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.artifact.fingerprints import model_fingerprint
-from ....checkpoints.artifact.identity import identify, load_identified
-from ....checkpoints.artifact.locate import at_revision
+from ....checkpoints.artifact.identity import identify
 from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.messages import install_hint
 from ....checkpoints.storage.redaction import redacted
@@ -49,9 +47,13 @@ _STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are TGI's
 
 
 def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
-    """Answer every conversation of the source that `recipe.out` does not hold yet; what fails stands in
-    `<out>.errors.jsonl` and is tried again by the next run. Raises ConnectionError: the server is not there, or fails
-    at everything."""
+    """Answer every conversation of the source that is not in `recipe.out`.
+
+    Failures are written to `<out>.errors.jsonl` and tried again by the next run.
+
+    Raises:
+        ConnectionError: The server does not answer, or fails at every question.
+    """
     if recipe.template != OWN:
         get_template(recipe.template)  # a misspelt name is found before anything slow is loaded
     out = Path(recipe.out)
@@ -70,34 +72,29 @@ def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
 
 def _log_report(report: RegenerationReport, store: Store, seconds: float) -> None:
     rate = f", {report.answers / seconds:.1f} answers a second" if report.answers else ""
-    log(f"regenerate: wrote {report.written:,} conversations{rate}; {len(store):,} stand in {store.path}")
+    log(f"regenerate: wrote {report.written:,} conversations{rate}; {len(store):,} are in {store.path}")
     if report.cut:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.cut.most_common())
         log(f"regenerate: {sum(report.cut.values()):,} of them end early ({reasons})")
     if report.failed:
         log(
-            f"error: {report.failed:,} conversations failed: {store.errors_path} says why; the same command tries them "
-            "again"
+            f"error: {report.failed:,} conversations failed: see {store.errors_path}; the same command tries them again"
         )
 
 
 def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
-    """All that decides what the answers are."""
+    """Return everything that determines the answers."""
     if recipe.server is not None:
         target: dict[str, Any] = {"server.model": recipe.server.model}
     else:
-        folder = Path(at_revision(str(recipe.target)))
-        fingerprint = model_fingerprint(folder) if folder.is_dir() else None
-        target = {"target": recipe.target, "target's fingerprint": fingerprint}
-        target |= recipe.model_dump(mode="json", include={"dtype"})
-        target |= {"hash of the target": identify(str(recipe.target), content=True).hash}
-    names = {"template", "system", "max_new_tokens", "on_length", "temperature", "top_k", "top_p", "seed"}
-    names |= {"sampled"} if recipe.sampled else set()  # answers of before do not know it
+        target = {"target": recipe.target, "dtype": recipe.dtype}
+        target |= {"target's hash": identify(str(recipe.target), content=True).hash}
+    names = {"template", "system", "max_new_tokens", "on_length", "temperature", "top_k", "top_p", "seed", "sampled"}
     return target | recipe.model_dump(mode="json", include=names)
 
 
 def _temperature(recipe: RegenerateRecipe, question: Question) -> float:
-    """At which a question is answered."""
+    """Return the temperature at which a question is answered."""
     return 1.0 if question.seed < recipe.sampled * SEEDS else recipe.temperature
 
 
@@ -108,7 +105,7 @@ def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Itera
 
 
 def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:
-    """How many conversations are still to be answered; says so."""
+    """Return, and log, the number of conversations that are not answered yet."""
     report, left = CorpusReport(), 0
     for key, _ in keyed(_read(recipe, report)):
         left += key not in store
@@ -128,7 +125,6 @@ async def _answer_all(
     options |= {"stopping": stopping, "progress": progress}
     if recipe.server is None:
         target = LocalTarget(recipe)
-        store.check_settings(_settings(recipe) | target.hashes)
         return await regenerate(_read(recipe), store, target.answer, concurrency=recipe.batch, **options)
     spaced = recipe.template != OWN and get_template(recipe.template).middle.endswith(" ")
     asked = _Server(recipe, recipe.server, spaced)
@@ -137,18 +133,12 @@ async def _answer_all(
 
 
 class LocalTarget:
-    """Answers with the engine: prompts by the template, as many rows as `batch` says, each with random numbers of its
-    own."""
+    """Answerer by the engine, in `batch` rows with a random generator each."""
 
     def __init__(self, recipe: RegenerateRecipe) -> None:
         target = str(recipe.target)
-
-        def load() -> tuple[Any, Any]:
-            return load_tokenizer(target), load_model(target, dtype=recipe.dtype, device=device_of(recipe))
-
-        identity, (self._tokenizer, model) = load_identified(target, load, content=True)
-        self.hashes = {"hash of the target": identity.hash}
-        """Of what was loaded."""
+        self._tokenizer = load_tokenizer(target)
+        model = load_model(target, dtype=recipe.dtype, device=device_of(recipe))
         self._template = get_template(recipe.template, self._tokenizer)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
         self._target = wrap_model(model, graphs=False)  # rows join and leave: a graph is of one shape
@@ -167,7 +157,7 @@ class LocalTarget:
         self._decoding: asyncio.Task[None] | None = None
 
     async def answer(self, question: Question) -> Answer | Failure | None:
-        """Answer a question together with all others that are asked meanwhile."""
+        """Answer a question in a batch with the concurrent ones."""
         prompt = self._prompt(question.turns)
         if len(prompt) > self._longest:
             new = self._limits.max_new_tokens
@@ -209,7 +199,7 @@ class LocalTarget:
 
 
 def _end_ids(tokenizer: Any, template: Template, generation_config: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's end of sequence, the model's own, and the template's."""
+    """Return the tokens that end an answer, by the tokenizer, the model and the template."""
     ends = set(stop_ids(tokenizer))
     own = generation_config.eos_token_id if generation_config is not None else None
     ends.update(own if isinstance(own, (list, tuple)) else [] if own is None else [own])
@@ -218,7 +208,7 @@ def _end_ids(tokenizer: Any, template: Template, generation_config: Any) -> tupl
 
 
 def _pace(per_minute: float | None) -> Callable[[Any], Awaitable[None]]:
-    """Lets requests begin one after another, so many a minute."""
+    """Return a hook that limits the rate of requests."""
     following = 0.0
 
     async def wait(request: Any) -> None:
@@ -232,7 +222,7 @@ def _pace(per_minute: float | None) -> Callable[[Any], Awaitable[None]]:
 
 
 class _Server:
-    """An answerer of one question a call; `spaced`: answers stand after a space, which is taken off."""
+    """Answerer by an OpenAI-compatible server; `spaced`: remove a space before an answer."""
 
     def __init__(self, recipe: RegenerateRecipe, server: ServerSection, spaced: bool) -> None:
         try:
@@ -240,12 +230,8 @@ class _Server:
         except ImportError as error:
             raise ValueError(f"asking a server needs openai: {install_hint('regenerate')}") from error
         self._openai: Any = openai
-        self._recipe, self._server, self._spaced, self._key = (
-            recipe,
-            server,
-            spaced,
-            os.environ.get(server.key_variable, ""),
-        )
+        self._recipe, self._server, self._spaced = recipe, server, spaced
+        self._key = os.environ.get(server.key_variable, "")
         http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_pace(server.requests_per_minute)]})
         limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES, "http_client": http}
         # Given no key, the client would look for one in a variable of its own choice.
@@ -262,7 +248,7 @@ class _Server:
         self._failures_in_a_row = 0
 
     async def answer(self, question: Question) -> Answer | Failure | None:
-        """Ask it."""
+        """Answer a question."""
         openai, url = self._openai, self._server.url
         messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
         temperature = _temperature(self._recipe, question)
@@ -292,8 +278,7 @@ class _Server:
         return outcome
 
     def _read(self, reply: bytes) -> Answer | Failure:
-        """What stands in a reply. An answer over the limit cannot be cut to it, without the server's tokens: it fails,
-        as does whatever a server should not have sent."""
+        """Return the answer of a reply; one over the token limit fails, since it cannot be cut without its tokens."""
         try:
             found = parse_json(reply.decode())
         except ValueError as error:
@@ -320,6 +305,6 @@ class _Server:
         )
 
     def _in_one_line(self, what: object) -> str:
-        """Of bearable length, and never with the key, which some servers repeat."""
+        """Return a message in one line of limited length, without the key, which some servers repeat."""
         text = str(what).replace(self._key, "…") if self._key else str(what)
         return redacted(" ".join(text.split()))[:500]

@@ -104,18 +104,17 @@ def test_an_interruption_leaves_what_was_there(
     assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
 
 
-def test_loading_checks_presence_and_shape(prepared: PreparedData) -> None:
+def test_loading_and_verifying_find_damaged_files(prepared: PreparedData) -> None:
     folder = prepared.directory
     tokens = np.load(folder / "tokens.npy")
     assert tokens.dtype == np.uint16, "a vocabulary of 300 fits"
-    np.save(folder / "tokens.npy", tokens[:-1])
-    with pytest.raises(ValueError, match=rf"tokens\.npy: \({len(tokens) - 1},\).*\({len(tokens)},\)"):
-        PreparedData.load(folder)
-    np.save(folder / "tokens.npy", tokens.astype(np.float16))
-    with pytest.raises(ValueError, match=r"tokens\.npy: .*float16.*integers"):
-        PreparedData.load(folder)
-    with (folder / "tokens.npy").open("wb") as out:
-        np.savez(out, tokens=tokens)
+    prepared.verify(300)
+    with pytest.raises(ValueError, match=r"tokens\.npy has the token \d+.*has 10"):
+        prepared.verify(10)
+    np.save(folder / "tokens.npy", tokens[::-1])
+    with pytest.raises(ValueError, match=r"tokens\.npy has the hash"):
+        PreparedData.load(folder).verify(300)
+    (folder / "tokens.npy").write_bytes(b"no array")
     with pytest.raises(ValueError, match=r"tokens\.npy: missing or damaged"):
         PreparedData.load(folder)
     manifest = json.loads((folder / "data.json").read_text())
