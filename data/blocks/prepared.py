@@ -44,18 +44,10 @@ def prepare(
     last_turn_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PreparedData:
-    """Render conversations, pack them into blocks and write them to a folder, atomically.
+    """Render conversations, pack them into blocks of `block_tokens` and write them to `out_dir`, atomically.
 
-    Args:
-        conversations: What to render.
-        tokenizer: Tokenizer of the model.
-        template: Chat template.
-        block_tokens: Tokens of a block.
-        out_dir: Folder to write; prepared data there is replaced.
-        source: Recorded in the manifest.
-        packing: "best-fit", or "pad" for one document a block, padded to the longest of a batch.
-        last_turn_only: Train on the last answer of a conversation only.
-        progress: Called with the numbers of rows and tokens.
+    Prepared data in the folder is replaced. `packing` is "best-fit", or "pad" for one document a block, padded to the
+    longest of a batch. `source` is recorded in the manifest; `progress` is called with the numbers of rows and tokens.
 
     Raises:
         ValueError: There is nothing to train on, or `out_dir` contains other files.
