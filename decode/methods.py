@@ -1,26 +1,37 @@
-"""The methods by name: each is a proposer and a verifier, and the settings that a user may change."""
+"""Decoding methods: each combines a proposer and a verifier, and declares its options and the artifacts it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from ..checkpoints.storage.messages import did_you_mean
-from ..checkpoints.table.table import BigramTable
 from .engine import Proposer, Verifier
-from .models.base import LanguageModel
 from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, LookupOrDrafter, Oracle, Policy
 from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.by_text import TextChain
 from .proposers.chains import DraftChains
 from .proposers.draft_tree import DraftTree, NoDraft, ParallelChain
 from .proposers.dynamic_tree import DynamicTree
-from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
+from .proposers.head_trees import HeadTree, PrunedHeadTree
 from .proposers.ngrams import PromptLookup, TableChain, TableSource
 from .proposers.speculative_beam import SpeculativeBeam
 from .proposers.suffix import SuffixTree
+from .registry import (
+    METHODS,
+    Method,
+    MethodConfig,
+    Options,
+    Part,
+    Parts,
+    all_rows,
+    build_method,
+    method_config,
+    method_options,
+    method_variants,
+    methods_table,
+    needs_of,
+    register,
+)
 from .tree import parse_branching
 from .verifiers.lossless import (
     ExactBlock,
@@ -36,59 +47,67 @@ from .verifiers.lossless import (
 from .verifiers.lossy import AcceptAll, JointLikelihood, OverAcceptance, Rollback, TypicalAcceptance
 from .warpers import Sampling
 
+__all__ = [
+    "METHODS",
+    "Method",
+    "Options",
+    "Parts",
+    "all_rows",
+    "build_method",
+    "method_config",
+    "method_options",
+    "method_variants",
+    "methods_table",
+    "needs_of",
+]
 
-class Method(NamedTuple):
-    """What `generate` takes after the target."""
+_GAMMA = "draft tokens per step"
+_MAX_GAMMA = "maximum number of draft tokens per step"
+_CONFIDENCE = "drafting stops where the drafter's most likely token has a lower probability"
+_MAX_NODES, _MIN_PROB = "maximum number of draft tokens", "minimum joint probability of a node"
+_ALL_HEADS = "heads used; none: all"
+_VERIFICATION = "of each token, or of the whole block, which accepts at least as many"
+_ADD_K = "number added to each count"
 
-    proposer: Proposer
-    verifier: Verifier
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a method may be built from, besides the target itself."""
-
-    drafter: LanguageModel | None = None
-    heads: HeadModule | None = None
-    table: BigramTable | None = None
-    more_drafters: tuple[LanguageModel, ...] = ()
-    """Drafters beside the first: `drafter: 2` of a method's options names their first. `specinfer` takes all."""
-
-
-Options = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Spec:
-    build: Callable[[Parts, Sampling, Options], Method]
-    needs: tuple[str, ...] = ()
-    defaults: Options = field(default_factory=dict)
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+Chain = Literal["token", "block"]
 
 
-def _matching(proposer: Proposer, sampling: Sampling, verifier: Verifier) -> Method:
-    """At temperature 0 the target's most likely tokens are matched, whatever the verifier elsewhere."""
+def _exact(proposer: Proposer, sampling: Sampling, verifier: Verifier) -> Method:
+    """Match the target's most likely tokens at temperature 0, whatever the verifier is above it."""
     return Method(proposer, GreedyMatch() if sampling.greedy else verifier)
 
 
-def _autoregressive(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    return _matching(NoDraft(), sampling, Sample())
+def _chain_verifier(verification: Chain) -> Verifier:
+    return ExactBlock() if verification == "block" else ExactChain()
 
 
-def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    if options.get("width"):
+@register("autoregressive")
+class Autoregressive(MethodConfig):
+    """Nothing."""
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        return _exact(NoDraft(), sampling, Sample())
+
+
+@dataclass(frozen=True)
+class _WithDrafter(MethodConfig):
+    drafter: Annotated[int, "number of the drafter"] = 1
+
+
+@register("speculative", ("drafter",))
+class Speculative(_WithDrafter):
+    """Chain of a drafter; a drafter with another tokenizer drafts its most likely text."""
+
+    gamma: Annotated[int, _GAMMA] = 4
+    verification: Annotated[Chain, _VERIFICATION] = "token"
+    parallel: Annotated[bool, "whether one forward of a drafter trained for it (PARD) drafts all tokens"] = False
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
         assert parts.drafter is not None
-        if not sampling.greedy:
-            raise ValueError(f"`width` is for temperature 0, where beams are no chance: it is {sampling.temperature:g}")
-        sizes = (options["beams"], options["width"], options["draft_gamma"])
-        return Method(SpeculativeBeam(parts.drafter, *sizes), AcceptAll())
-    return Method(TargetBeam(options.get("gamma", 0), options["beams"]), AcceptAll())
-
-
-_CHAINS: dict[str, Callable[[], Verifier]] = {"token": ExactChain, "block": ExactBlock}
-"""How a sampled chain is verified."""
-_TREES: dict[str, Callable[[bool], Verifier]] = {"token": MultiCandidate, "traversal": Traversal}
-"""How a sampled tree is, with or without replacement."""
+        if parts.drafter.translation is not None and not self.parallel:
+            return _exact(TextChain(parts.drafter, self.gamma), sampling, ExactChain())
+        chain = ParallelChain(parts.drafter, self.gamma) if self.parallel else _chain(parts, self.gamma)
+        return _exact(chain, sampling, _chain_verifier(self.verification))
 
 
 def _chain(parts: Parts, gamma: int) -> DraftTree:
@@ -96,257 +115,351 @@ def _chain(parts: Parts, gamma: int) -> DraftTree:
     return DraftTree(parts.drafter, (1,) * gamma)
 
 
-def _speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.drafter is not None
-    at_once, gamma = options["parallel"], options["gamma"]
-    if parts.drafter.translation is not None and not at_once:
-        return _matching(TextChain(parts.drafter, gamma), sampling, ExactChain())
-    proposer = ParallelChain(parts.drafter, gamma) if at_once else _chain(parts, gamma)
-    return _matching(proposer, sampling, _CHAINS[options["verification"]]())
+@register("adaptive", ("drafter",))
+class Adaptive(_WithDrafter):
+    """Chain of a drafter whose length a policy decides."""
+
+    gamma: Annotated[int, _MAX_GAMMA] = 8
+    policy: Annotated[Literal["confidence", "expected-gain", "oracle"], "rule that ends a chain"] = "confidence"
+    confidence_threshold: Annotated[float, _CONFIDENCE] = 0.4
+    draft_cost: Annotated[float, "cost of a forward of the drafter, in forwards of the target"] = 0.1
+    token_cost: Annotated[float, "cost of one more token in a forward of the target, in such forwards"] = 0.03
+    verification: Annotated[Chain, _VERIFICATION] = "token"
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.drafter is not None
+        policy: Policy
+        if self.policy == "confidence":
+            policy = Confidence(self.confidence_threshold)
+        else:
+            kind = Oracle if self.policy == "oracle" else ExpectedGain
+            policy = kind(self.draft_cost, self.token_cost)
+        proposer = AdaptiveChain(parts.drafter, self.gamma, policy)
+        return _exact(proposer, sampling, _chain_verifier(self.verification))
 
 
-def _relaxed(parts: Parts, sampling: Sampling, options: Options, optimal: bool) -> Method:
-    return Method(_chain(parts, options["gamma"]), OverAcceptance(options["epsilon"], optimal))
+@register("dynamic-tree", ("drafter",))
+class DynamicTreeConfig(_WithDrafter):
+    """Tree of a drafter, deep where it is confident and wide elsewhere (EAGLE-2)."""
+
+    max_nodes: Annotated[int, _MAX_NODES] = 6
+    max_depth: Annotated[int, "maximum depth"] = 4
+    width: Annotated[int, "nodes expanded per level, and candidates of each"] = 2
+    min_prob: Annotated[float, _MIN_PROB] = 0.1
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.drafter is not None
+        sizes = (self.max_nodes, self.max_depth, self.width, self.min_prob)
+        return _exact(DynamicTree(parts.drafter, *sizes), sampling, SampleAndMatch())
 
 
-def _table_chain(parts: Parts, sampling: Sampling, options: Options, order: Literal[1, 2]) -> Method:
-    assert parts.table is not None
-    source = TableSource(order, **{name: value for name, value in options.items() if name != "gamma"})
-    return _matching(TableChain(parts.table, options["gamma"], source), sampling, ExactChain())
+@register("naive-multi-candidate", ("drafter",))
+class NaiveMultiCandidate(_WithDrafter):
+    """Tree of candidates sampled from a drafter."""
+
+    k_config: Annotated[str, "candidates of a node, by depth"] = "4x2x2x1"
+    replacement: Annotated[bool, "whether candidates are sampled with replacement"] = False
+    attention: Annotated[Literal["tree", "batch"], "one row with tree attention, or a row for each path"] = "tree"
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        return _exact(self._proposer(parts, sampling), sampling, SampleAndMatch())
+
+    def _proposer(self, parts: Parts, sampling: Sampling) -> DraftTree:
+        assert parts.drafter is not None
+        branching = parse_branching(self.k_config)
+        if sampling.greedy and self.replacement:
+            branching = (1,) * len(branching)  # independent draws from a one-hot distribution are all the same token
+        return DraftTree(parts.drafter, branching, self.replacement, self.attention == "batch")
 
 
-def _prompt_lookup(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    return _matching(_lookup(options), sampling, ExactChain())
+@register("multi-candidate", ("drafter",))
+class MultiCandidateConfig(NaiveMultiCandidate):
+    """The same tree."""
+
+    verification: Annotated[Literal["token", "traversal"], "from the root, or from the leaves"] = "token"
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        verifier = Traversal if self.verification == "traversal" else MultiCandidate
+        return _exact(self._proposer(parts, sampling), sampling, verifier(self.replacement))
 
 
-def _lookup(options: Options) -> PromptLookup:
-    return PromptLookup(options["gamma"], options["ngram"], options["shortest"])
+@register("batch-speculative", ("drafter",))
+class BatchSpeculative(_WithDrafter):
+    """Chains of a drafter, sampled with replacement."""
+
+    gamma: Annotated[int, _GAMMA] = 4
+    num_drafts: Annotated[int, "chains"] = 4
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.drafter is not None
+        branching = (1 if sampling.greedy else self.num_drafts, *(1,) * (self.gamma - 1))
+        return _exact(DraftTree(parts.drafter, branching), sampling, MultiCandidate(replacement=True))
 
 
-def _lookup_or_drafter(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.drafter is not None
-    policy = Confidence(options["threshold"])
-    proposer = LookupOrDrafter(parts.drafter, options["draft_gamma"], policy, _lookup(options))
-    return _matching(proposer, sampling, ExactChain())
+@register("spectr", ("drafter",))
+class SpecTr(BatchSpeculative):
+    """Independent chains of a drafter, merged (k-SEQ)."""
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.drafter is not None
+        proposer = DraftChains((parts.drafter,), self.gamma, self.num_drafts, sampling.greedy)
+        return _exact(proposer, sampling, KSequential())
 
 
-def _dynamic_tree(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.drafter is not None
-    return _matching(DynamicTree(parts.drafter, **options), sampling, SampleAndMatch())
+@register("specinfer", ("drafter",))
+class SpecInfer(_WithDrafter):
+    """Chains of several drafters, merged."""
+
+    gamma: Annotated[int, _GAMMA] = 4
+    num_drafts: Annotated[int, "chains of each drafter"] = 1
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.drafter is not None
+        drafters = (parts.drafter, *parts.more_drafters)
+        return _exact(DraftChains(drafters, self.gamma, self.num_drafts, sampling.greedy), sampling, SeveralDrafters())
 
 
-def _suffix(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    heads = parts.heads if "candidates" in options else None
-    return _matching(_suffix_tree(parts, options, heads), sampling, SampleAndMatch())
+@register("unigram", ("table",))
+class Unigram(MethodConfig):
+    """Chain of the table's most frequent tokens."""
 
+    gamma: Annotated[int, _GAMMA] = 2
 
-def _suffix_tree(parts: Parts, options: Options, heads: HeadModule | None = None) -> SuffixTree:
-    texts = None
-    if options["store"] == "table":
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        return self._table_chain(parts, sampling, TableSource(1))
+
+    def _table_chain(self, parts: Parts, sampling: Sampling, source: TableSource) -> Method:
         assert parts.table is not None
-        if (texts := parts.table.texts) is None:
-            raise ValueError("`store: table` looks into texts, and the table has none: count it with `count.texts`")
-    sizes = (options["nodes"], options["depth"], options["least"])
-    return SuffixTree(*sizes, texts, heads, options.get("candidates", 1))
+        return _exact(TableChain(parts.table, self.gamma, source), sampling, ExactChain())
 
 
-def _suffix_drafter(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.drafter is not None
-    sizes = (options["nodes"], options["draft_depth"], options["width"], options["least"])
-    proposer = DynamicTree(parts.drafter, *sizes, _suffix_tree(parts, options), options["sure"])
-    return _matching(proposer, sampling, SampleAndMatch())
+@register("bigram", ("table",))
+class Bigram(Unigram):
+    """Chain of the table's most frequent pairs."""
+
+    prior: Annotated[float, "weight of the unigram distribution with `add_k: 0`"] = 1.0
+    add_k: Annotated[float, _ADD_K] = 0.0
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        return self._table_chain(parts, sampling, TableSource(2, self.prior, self.add_k))
 
 
-def _draft_tree(parts: Parts, sampling: Sampling, branching: tuple[int, ...], options: Options) -> DraftTree:
-    assert parts.drafter is not None
-    if sampling.greedy and options["replacement"]:
-        branching = (1,) * len(branching)  # independent draws from a one-hot distribution are all the same token
-    return DraftTree(parts.drafter, branching, options["replacement"], options["attention"] == "batch")
+@register("prompt-lookup")
+class PromptLookupConfig(_WithDrafter):
+    """Chain that followed the last tokens earlier in the text; where there is none, the fallback's."""
+
+    gamma: Annotated[int, _GAMMA] = 4
+    max_ngram: Annotated[int, "longest match that is looked for"] = 3
+    min_ngram: Annotated[int | None, "shortest match; none: 1, or 2 with a fallback"] = None
+    fallback: Annotated[Literal["none", "drafter"], "what drafts where nothing matches"] = "none"
+    draft_gamma: Annotated[int, "maximum number of tokens that the fallback drafts"] = 4
+    confidence_threshold: Annotated[float, _CONFIDENCE] = 0.4
+
+    @property
+    def needs(self) -> tuple[Part, ...]:
+        return ("drafter",) if self.fallback == "drafter" else ()
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        shortest = self.min_ngram or (1 if self.fallback == "none" else 2)
+        lookup = PromptLookup(self.gamma, self.max_ngram, shortest)
+        if self.fallback == "none":
+            return _exact(lookup, sampling, ExactChain())
+        assert parts.drafter is not None
+        policy = Confidence(self.confidence_threshold)
+        return _exact(LookupOrDrafter(parts.drafter, self.draft_gamma, policy, lookup), sampling, ExactChain())
 
 
-def _multi_candidate(parts: Parts, sampling: Sampling, options: Options, naive: bool = False) -> Method:
-    proposer = _draft_tree(parts, sampling, parse_branching(options["k_config"]), options)
-    verifier = SampleAndMatch if naive else partial(_TREES[options["verification"]], options["replacement"])
-    return _matching(proposer, sampling, verifier())
+@register("suffix")
+class Suffix(_WithDrafter):
+    """Tree of what followed the last tokens in the text or in a datastore, completed by the fallback."""
+
+    max_nodes: Annotated[int, _MAX_NODES] = 8
+    max_depth: Annotated[int, "maximum depth"] = 8
+    min_prob: Annotated[float, _MIN_PROB] = 0.1
+    datastore: Annotated[Literal["none", "table"], "source of earlier texts"] = "none"
+    fallback: Annotated[Literal["none", "drafter", "heads"], "second source of tokens"] = "none"
+    num_candidates: Annotated[int, "candidates of a head"] = 4
+    draft_depth: Annotated[int, "levels that the drafter drafts"] = 3
+    width: Annotated[int, "nodes that the drafter expands per level, and candidates of each"] = 2
+    confidence_threshold: Annotated[float, "the drafter drafts where no token found is more likely"] = 0.7
+
+    @property
+    def needs(self) -> tuple[Part, ...]:
+        parts: tuple[Part, ...] = () if self.fallback == "none" else (self.fallback,)
+        return parts if self.datastore == "none" else (*parts, "table")
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        texts = None
+        if self.datastore == "table":
+            assert parts.table is not None
+            if (texts := parts.table.texts) is None:
+                raise ValueError("`datastore: table` needs a table with texts, and this has none: use `count.texts`")
+        heads = parts.heads if self.fallback == "heads" else None
+        tree = SuffixTree(self.max_nodes, self.max_depth, self.min_prob, texts, heads, self.num_candidates)
+        if self.fallback != "drafter":
+            return _exact(tree, sampling, SampleAndMatch())
+        assert parts.drafter is not None
+        sizes = (self.max_nodes, self.draft_depth, self.width, self.min_prob)
+        proposer = DynamicTree(parts.drafter, *sizes, tree, self.confidence_threshold)
+        return _exact(proposer, sampling, SampleAndMatch())
 
 
-def _batch_speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    branching = (options["drafts"],) + (1,) * (options["gamma"] - 1)
-    proposer = _draft_tree(parts, sampling, branching, {"replacement": True, "attention": "tree"})
-    return _matching(proposer, sampling, MultiCandidate(replacement=True))
+# Heads' candidates are not sampled: matching the target's own choice is exact, and best.
 
 
-def _chains(parts: Parts, sampling: Sampling, options: Options, several: bool) -> Method:
-    assert parts.drafter is not None
-    models = (parts.drafter, *parts.more_drafters) if several else (parts.drafter,)
-    proposer = DraftChains(models, options["gamma"], options["drafts"], sampling.greedy)
-    return _matching(proposer, sampling, SeveralDrafters() if several else KSequential())
+@register("bpd", ("heads",))
+class BlockwiseParallel(MethodConfig):
+    """Chain of the heads' most likely tokens."""
+
+    max_depth: Annotated[int | None, _ALL_HEADS] = None
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.heads is not None
+        depth = self.max_depth or parts.heads.num_heads
+        return _exact(HeadTree(parts.heads, "x".join("1" * depth)), sampling, SampleAndMatch())
 
 
-def _bild(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.drafter is not None
-    proposer = AdaptiveChain(parts.drafter, options["gamma"], Confidence(options["fallback"]))
-    return Method(proposer, Rollback(options["rollback"], sampling.greedy))
+_MEDUSA_TREE = "4x2x1x1"
 
 
-def _mjsd(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.drafter is not None
-    proposer = DraftBeam(parts.drafter, options["gamma"], options["beams"])
-    return Method(proposer, JointLikelihood(options["threshold"], sampling.greedy))
+@register("medusa", ("heads",))
+class Medusa(MethodConfig):
+    """Fixed tree of the heads' candidates."""
+
+    tree: Annotated[str, "candidates of a node by depth, or paths such as `0, 1, 0.0, 0.2`"] = _MEDUSA_TREE
+    acceptance: Annotated[Literal["exact", "typical"], "rule above temperature 0"] = "exact"
+    epsilon: Annotated[float, "threshold of typical acceptance"] = 0.09
+    delta: Annotated[float, "its factor of the entropy"] = 0.3
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.acceptance == "exact"
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.heads is not None
+        tree = self.tree
+        if tree == _MEDUSA_TREE:  # of the default no more levels than there are heads
+            tree = "x".join(tree.split("x")[: parts.heads.num_heads])
+        typical = self.acceptance == "typical" and not sampling.greedy
+        verifier = TypicalAcceptance(self.epsilon, self.delta) if typical else SampleAndMatch()
+        return _exact(HeadTree(parts.heads, tree), sampling, verifier)
 
 
-def _adaptive(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.drafter is not None
-    policies: dict[str, Callable[[], Policy]] = {
-        "confidence": lambda: Confidence(options["threshold"]),
-        "expected-gain": lambda: ExpectedGain(options["cost"], options["width"]),
-        "oracle": lambda: Oracle(options["cost"], options["width"]),
-    }
-    proposer = AdaptiveChain(parts.drafter, options["gamma"], policies[options["policy"]]())
-    return _matching(proposer, sampling, _CHAINS[options["verification"]]())
+@register("slim-ss", ("heads", "table"))
+class SlimSS(MethodConfig):
+    """The most likely sequences of the heads' candidates, by the table's posterior (SLiM)."""
+
+    num_sequences: Annotated[int, "sequences"] = 1
+    num_candidates: Annotated[int, "candidates of a head"] = 10
+    unseen_correlation: Annotated[float, "correlation r of pairs that the table does not hold"] = 0.01
+    max_depth: Annotated[int | None, _ALL_HEADS] = None
+    lengths: Annotated[Literal["all", "full"], "whether beginnings of sequences compete too"] = "all"
+    min_prob: Annotated[float, "sequences need a larger posterior"] = 0.0
+    correlation: Annotated[Literal["table", "none"], "source of r"] = "table"
+    add_k: Annotated[float, _ADD_K] = 0.0
+
+    @property
+    def needs(self) -> tuple[Part, ...]:
+        return ("heads",) if self.correlation == "none" else ("heads", "table")
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.heads is not None
+        depth = self.max_depth or parts.heads.num_heads
+        table = None if self.correlation == "none" else parts.table
+        sizes = (self.num_sequences, self.num_candidates, self.unseen_correlation, depth, self.lengths)
+        proposer = PrunedHeadTree(parts.heads, table, *sizes, self.add_k, self.min_prob)
+        return _exact(proposer, sampling, SampleAndMatch())
 
 
-# Candidates of heads are not drawn by chance: matching the target's own choice is exact, and best.
+@register("slim-s", ("heads", "table"))
+class SlimS(SlimSS):
+    """More such sequences."""
+
+    num_sequences: Annotated[int, "sequences"] = 20
 
 
-def _bpd(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.heads is not None
-    depth = options["depth"] or parts.heads.num_heads
-    return _matching(HeadTree(parts.heads, "x".join("1" * depth)), sampling, SampleAndMatch())
+@register("slim-l", ("heads", "table"))
+class SlimL(SlimSS):
+    """More such sequences."""
+
+    num_sequences: Annotated[int, "sequences"] = 40
 
 
-def _medusa(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.heads is not None
-    tree = options["tree"]
-    if tree == METHODS["medusa"].defaults["tree"]:  # of the default no more levels than there are heads
-        tree = "x".join(tree.split("x")[: parts.heads.num_heads])
-    typical = options["acceptance"] == "typical" and not sampling.greedy
-    verifier = TypicalAcceptance(options["epsilon"], options["delta"]) if typical else SampleAndMatch()
-    return _matching(HeadTree(parts.heads, tree), sampling, verifier)
+@register("mjsd", ("drafter",), lossless=False)
+class JointSpeculative(_WithDrafter):
+    """The most likely sequence of a drafter's beam, accepted by joint likelihood."""
+
+    gamma: Annotated[int, _GAMMA] = 4
+    num_beams: Annotated[int, "beams"] = 8
+    likelihood_threshold: Annotated[float, "minimum ratio of the joint likelihoods of target and drafter"] = 0.1
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.drafter is not None
+        proposer = DraftBeam(parts.drafter, self.gamma, self.num_beams)
+        return Method(proposer, JointLikelihood(self.likelihood_threshold, sampling.greedy))
 
 
-def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.heads is not None
-    depth = options["depth"] or parts.heads.num_heads
-    settings = (options["sequences"], options["candidates"], options["unseen"], depth, options["lengths"])
-    table = None if options["correlation"] == "none" else parts.table
-    proposer = PrunedHeadTree(parts.heads, table, *settings, add_k=options["add_k"], least=options["least"])
-    return _matching(proposer, sampling, SampleAndMatch())
+@register("bild", ("drafter",), lossless=False)
+class BigLittleDecoder(_WithDrafter):
+    """Chain of a drafter until it is not confident; the target rolls back what it finds unlikely."""
+
+    gamma: Annotated[int, _MAX_GAMMA] = 10
+    fallback_threshold: Annotated[float, _CONFIDENCE] = 0.9
+    rollback_threshold: Annotated[float, "largest negative log-probability that the target accepts"] = 2.0
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        assert parts.drafter is not None
+        proposer = AdaptiveChain(parts.drafter, self.gamma, Confidence(self.fallback_threshold))
+        return Method(proposer, Rollback(self.rollback_threshold, sampling.greedy))
 
 
-def _slim_spec(sequences: int) -> _Spec:
-    # `lengths` and `unseen` are not those of the paper's equations, see `PrunedHeadTree`.
-    defaults = {"sequences": sequences, "candidates": 10, "unseen": 0.01, "depth": 0, "lengths": "all"}
-    defaults |= {"least": 0.0, "correlation": "table", "add_k": 0.0}
-    choices = {"lengths": ("all", "full"), "correlation": ("table", "none")}
-    return _Spec(_slim, ("heads", "table"), defaults, choices)
+@register("relaxed-opt", ("drafter",), lossless=False)
+class RelaxedOptimal(_WithDrafter):
+    """Chain of a drafter, accepted more often than is lossless, with the smallest bias."""
+
+    gamma: Annotated[int, _GAMMA] = 4
+    epsilon: Annotated[float, "added to the target's probability of a draft token"] = 0.1
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        return Method(_chain(parts, self.gamma), OverAcceptance(self.epsilon, optimal=True))
 
 
-_COUNTS = ("gamma", "drafts", "beams", "sequences", "candidates", "ngram", "shortest", "draft_gamma", "nodes")
-_LOOKUP: Options = {"gamma": 4, "ngram": 3, "shortest": 1}
-_SUFFIX: Options = {"nodes": 8, "depth": 8, "least": 0.1, "store": "none"}
-_STORE = {"store": ("table", "none")}
-_ATTENTION = {"attention": ("tree", "batch")}
-_TREE = {"k_config": "4x2x2x1", "replacement": False, "attention": "tree"}
+@register("relaxed-uno", ("drafter",), lossless=False)
+class RelaxedUnoptimized(RelaxedOptimal):
+    """The same; a rejected token is replaced by a sample of the target's distribution."""
 
-METHODS: dict[str, _Spec] = {
-    "autoregressive": _Spec(_autoregressive),
-    "beam": _Spec(_beam, (), {"beams": 4, "width": 0, "draft_gamma": 3}),
-    "mjgd": _Spec(_beam, (), {"gamma": 2, "beams": 8}),
-    "speculative": _Spec(
-        _speculative,
-        ("drafter",),
-        {"gamma": 4, "verification": "token", "parallel": False},
-        {"verification": tuple(_CHAINS)},
-    ),
-    "unigram": _Spec(partial(_table_chain, order=1), ("table",), {"gamma": 2}),
-    "bigram": _Spec(partial(_table_chain, order=2), ("table",), {"gamma": 2, "prior": 1.0, "add_k": 0.0}),
-    "prompt-lookup": _Spec(_prompt_lookup, (), _LOOKUP),
-    "lookup-drafter": _Spec(
-        _lookup_or_drafter, ("drafter",), _LOOKUP | {"shortest": 2, "draft_gamma": 4, "threshold": 0.4}
-    ),
-    "dynamic-tree": _Spec(_dynamic_tree, ("drafter",), {"nodes": 6, "depth": 4, "width": 2, "least": 0.1}),
-    "suffix": _Spec(_suffix, (), _SUFFIX, _STORE),
-    "suffix-drafter": _Spec(
-        _suffix_drafter, ("drafter",), _SUFFIX | {"draft_depth": 3, "width": 2, "sure": 0.7}, _STORE
-    ),
-    "suffix-heads": _Spec(_suffix, ("heads",), _SUFFIX | {"candidates": 4}, _STORE),
-    "multi-candidate": _Spec(
-        _multi_candidate,
-        ("drafter",),
-        _TREE | {"verification": "token"},
-        _ATTENTION | {"verification": tuple(_TREES)},
-    ),
-    "naive-multi-candidate": _Spec(partial(_multi_candidate, naive=True), ("drafter",), _TREE, _ATTENTION),
-    "batch-speculative": _Spec(_batch_speculative, ("drafter",), {"gamma": 4, "drafts": 4}),
-    "spectr": _Spec(partial(_chains, several=False), ("drafter",), {"gamma": 4, "drafts": 4}),
-    "specinfer": _Spec(partial(_chains, several=True), ("drafter",), {"gamma": 4, "drafts": 1}),
-    "bild": _Spec(_bild, ("drafter",), {"gamma": 10, "fallback": 0.9, "rollback": 2.0}),
-    "mjsd": _Spec(_mjsd, ("drafter",), {"gamma": 4, "beams": 8, "threshold": 0.1}),
-    "adaptive": _Spec(
-        _adaptive,
-        ("drafter",),
-        {"gamma": 8, "policy": "confidence", "threshold": 0.4, "cost": 0.1, "width": 0.03, "verification": "token"},
-        {"policy": ("confidence", "expected-gain", "oracle"), "verification": tuple(_CHAINS)},
-    ),
-    "relaxed-opt": _Spec(partial(_relaxed, optimal=True), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
-    "relaxed-uno": _Spec(partial(_relaxed, optimal=False), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
-    "bpd": _Spec(_bpd, ("heads",), {"depth": 0}),
-    "medusa": _Spec(
-        _medusa,
-        ("heads",),
-        {"tree": "4x2x1x1", "acceptance": "exact", "epsilon": 0.09, "delta": 0.3},
-        {"acceptance": ("exact", "typical")},
-    ),
-    "slim-ss": _slim_spec(1),
-    "slim-s": _slim_spec(20),
-    "slim-l": _slim_spec(40),
-}
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        return Method(_chain(parts, self.gamma), OverAcceptance(self.epsilon, optimal=False))
 
 
-def method_options(name: str, options: Options) -> Options:
-    """The settings of a method, its defaults filled in. Raises ValueError: an unknown method, option or choice, with
-    the nearest right name; a value of another type; a count below 1. Methods with a drafter know `drafter` too, which
-    of several it is, by default the first."""
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
-    defaults = METHODS[name].defaults
-    if "drafter" in options and "drafter" in METHODS[name].needs:
-        defaults = defaults | {"drafter": 1}
-    for key, value in options.items():
-        if key not in defaults:
-            known = ", ".join(defaults) or "none"
-            hint = did_you_mean(key, list(defaults))
-            raise ValueError(f"method {name!r} has no option {key!r}.{hint} Known: {known}")
-        wanted = type(defaults[key])
-        if not (type(value) is wanted or (wanted is float and type(value) is int)):
-            raise ValueError(f"option {key!r} of method {name!r} must be {wanted.__name__}, got {value!r}")
-        choices = METHODS[name].choices.get(key)
-        if choices and value not in choices:
-            known, hint = ", ".join(choices), did_you_mean(value, list(choices))
-            raise ValueError(f"option {key!r} of method {name!r} cannot be {value!r}.{hint} Known: {known}")
-        if key in (*_COUNTS, "drafter") and value < 1:
-            raise ValueError(f"option {key!r} of method {name!r} must be at least 1, got {value}")
-    return defaults | options
+@register("beam", lossless=False, greedy_only=True)
+class Beam(_WithDrafter):
+    """The target's beam search over all new tokens."""
+
+    num_beams: Annotated[int, "beams"] = 4
+    draft_beams: Annotated[int | None, "beams of a drafter, which save forwards; none: no drafter"] = None
+    draft_gamma: Annotated[int, "levels that the drafter drafts"] = 3
+
+    @property
+    def needs(self) -> tuple[Part, ...]:
+        return () if self.draft_beams is None else ("drafter",)
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        if self.draft_beams is None:
+            return Method(TargetBeam(0, self.num_beams), AcceptAll())
+        assert parts.drafter is not None
+        if not sampling.greedy:
+            raise ValueError(f"`draft_beams` needs temperature 0, got {sampling.temperature:g}")
+        beam = SpeculativeBeam(parts.drafter, self.num_beams, self.draft_beams, self.draft_gamma)
+        return Method(beam, AcceptAll())
 
 
-def needs_of(name: str, options: Options) -> tuple[str, ...]:
-    """The parts that a method works with: drafter, heads, table. SLiM without correlation (r ≡ 1) needs no table; what
-    looks into a table's texts needs it, and a beam that is searched with a drafter that."""
-    without = ("table",) if options.get("correlation") == "none" else ()
-    more = ["table"] if options.get("store") == "table" else []
-    more += ["drafter"] if name == "beam" and options.get("width") else []
-    return *(part for part in METHODS[name].needs if part not in without), *more
+@register("mjgd", lossless=False, greedy_only=True)
+class JointGreedy(MethodConfig):
+    """The target's beam search over a few tokens per step (multi-token joint greedy decoding)."""
 
+    gamma: Annotated[int, "tokens per step"] = 2
+    num_beams: Annotated[int, "beams"] = 8
 
-def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:
-    """The proposer and verifier of a method; ValueError for wrong options, missing parts, settings that do not fit."""
-    settings = method_options(name, options)
-    for part in needs_of(name, settings):
-        if getattr(parts, part) is None:
-            raise ValueError(f"method {name!r} needs a {part}, and none was given")
-    if (number := settings.pop("drafter", 1)) > 1:
-        if number > len(parts.more_drafters) + 1:
-            raise ValueError(f"`drafter` of method {name!r} is {number}: there are {len(parts.more_drafters) + 1}")
-        parts = replace(parts, drafter=parts.more_drafters[number - 2])
-    return METHODS[name].build(parts, sampling, settings)
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        return Method(TargetBeam(self.gamma, self.num_beams), AcceptAll())

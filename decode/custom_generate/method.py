@@ -1,6 +1,6 @@
 """Methods inside transformers: `model.generate(**inputs, custom_generate=method("speculative", drafter=...))`.
 
-`generate` prepares ids, mask, processors and criteria as it always does; `generate_calls.py` reads them.
+`generate` prepares ids, mask, processors and criteria as it always does; `request.py` reads them.
 
 Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
 """

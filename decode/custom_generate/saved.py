@@ -47,7 +47,7 @@ SCHEMA = 1
 _PARTS = ("heads", "table")
 _GENERATE = '''"""Decodes with the method that custom_generate.json beside this folder names."""
 
-from draftsmith.decode.attached import generate_attached
+from draftsmith.decode.custom_generate.attached import generate_attached
 
 
 def generate(inputs=None, *, model, **asked):
@@ -117,8 +117,8 @@ def stored_parts(stored: StoredMethod) -> tuple[dict[str, Tensor], dict[str, str
         known = {"vocab_size": heads.vocab_size} if heads.knows_vocab_size else {}
         metadata["heads"] = json.dumps(known | {"states": heads.states, "scale": heads.scale})
         tensors |= {f"heads.{name}": value.detach().cpu().contiguous() for name, value in heads.state_dict().items()}
-    if stored.options.get("store") == "table":
-        raise ValueError("a table's texts are not saved with a method: `store` is 'table', expected 'none'")
+    if stored.options.get("datastore") == "table":
+        raise ValueError("a table's texts are not saved with a method: `datastore` is 'table', expected 'none'")
     if table is not None:
         metadata["table.vocab_size"] = str(table.vocab_size)
         tensors |= {f"table.{name}": getattr(table, name) for name in TENSORS}

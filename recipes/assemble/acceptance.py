@@ -88,7 +88,7 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     if section.sequences:
         # With r = 1 a sequence is never likelier than its beginning: of all lengths the shortest would fill the tree.
         without = {"correlation": "none", "lengths": "full"} if table is None else {}
-        rows.append(("slim_", "slim-s", {"sequences": section.sequences, **without}))
+        rows.append(("slim_", "slim-s", {"num_sequences": section.sequences, **without}))
 
     def run(heads: Any) -> dict[str, float]:
         was_training = heads.training

@@ -25,7 +25,7 @@ from ..session.terminal import console, log
 from ..session.typed import typed_command
 from .artifacts.cli import artifact_app, table_app
 from .artifacts.shipping import doctor, export, pull, push, serve
-from .evaluation_cli import Overrides, certify, diagnose, energy, evaluate, papers, report, trace, tune
+from .evaluation_cli import MethodsCommand, Overrides, certify, diagnose, energy, evaluate, papers, report, trace, tune
 
 app = typer.Typer(
     help="Train drafters, prediction heads and bigram tables for speculative decoding; measure what each is worth.",
@@ -190,7 +190,7 @@ def train(
 
 
 for _command in (evaluate, papers, certify, tune, energy, report, trace, diagnose, doctor, export, serve, push, pull):
-    app.command()(_command)
+    app.command(cls=MethodsCommand)(_command)
 
 
 @app.command("import")

@@ -12,16 +12,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 if TYPE_CHECKING:
     from ..schema.evaluation import EvaluateRecipe
+
+
+class MethodsCommand(typer.core.TyperCommand):
+    """Command whose help lists the registered methods in place of `{methods}`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from ...decode.methods import METHODS
+
+        for param in self.params:
+            if (text := getattr(param, "help", None)) is not None:
+                param.help = text.replace("{methods}", ", ".join(METHODS))  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
 RecipeOrTarget = Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")]
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target.")]
 ResultsFile = Annotated[str | None, typer.Option(help="The results file (.json).")]
 Methods = Annotated[
-    list[str] | None, typer.Option("--method", help="A row by its label, or a method by its name; again for more.")
+    list[str] | None,
+    typer.Option("--method", help="Method, or label of a row; repeat for more. Methods: {methods}."),
 ]
 Every = Annotated[bool, typer.Option("--all", help="Every method that the artifacts allow.")]
 Plan = Annotated[bool, typer.Option("--plan", help="Only say what would be decoded, and how long it takes.")]

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...decode.methods import METHODS
+from ...decode.methods import method_options
 from ..session.terminal import console
 from .charts import Point, best_points
 from .page import perplexity_chart, speed_chart, write_page
 from .tables import DASH, Cell, Column, Table, interval_cell, number_cell, render, speedup_cell
 
-_ALWAYS_SHOWN = ("gamma", "k_config", "sequences", "drafts", "threshold", "fallback", "rollback", "epsilon")
+_ALWAYS_SHOWN = (
+    *("gamma", "k_config", "num_sequences", "num_drafts", "epsilon"),
+    *("confidence_threshold", "likelihood_threshold", "fallback_threshold", "rollback_threshold"),
+)
 _COLUMNS = (
     Column("method", numeric=False),
     Column("settings", numeric=False),
@@ -32,11 +35,11 @@ Row = Mapping[str, Any]
 
 def describe_settings(name: str, options: Mapping[str, Any]) -> str:
     """The settings that differ from the method's own, for people; a long tree by its size."""
-    shown = []
+    shown, defaults = [], method_options(name, {})
     for key, value in options.items():
         if key == "tree" and "," in str(value):
             shown.append(f"tree of {len(set(str(value).replace(' ', '').split(',')))} nodes")
-        elif METHODS[name].defaults.get(key) != value or key in _ALWAYS_SHOWN:
+        elif defaults.get(key) != value or key in _ALWAYS_SHOWN:
             shown.append(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}")
     return ", ".join(shown) or "as they are"
 

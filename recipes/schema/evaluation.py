@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -18,11 +19,23 @@ class MethodSection(Section):
     label: str | None = None
     """Name of the row; by default the method's, with the temperature where it has one of its own."""
     options: dict[str, Any] = {}
-    """Settings of the method, such as gamma; the table in `decode/README.md` has them all. Two defaults of SLiM are not
-    its paper's: `lengths: full` is eq. 2 of `slim.txt` (`all` is its appendix C), `unseen: 0` its eq. 5."""
+    """Options of the method, such as gamma; `decode/README.md` lists them. Two defaults of SLiM are not
+    its paper's: `lengths: full` is its eq. 2 (`all` is its appendix C), `unseen_correlation: 0` its eq. 5."""
     temperature: float | None = Field(None, ge=0)
     """By default the recipe's. At 0 `mjsd` searches its beams where Algorithm 1 of `mjsd.txt` samples them: the paper
     has temperature 1 with `top_k: 20` and `top_p: 0.9` (appendix D)."""
+
+
+def every_row(parts: Container[str], at: float, temperature: float | None) -> list[MethodSection]:
+    """Return a row for each method, and variant of one, that these artifacts allow at a temperature."""
+    from ...decode.methods import all_rows
+
+    suffix = "" if temperature is None else f" T={temperature:g}"
+    rows = []
+    for method, options in all_rows(parts, at):
+        label = " ".join([method, *map(str, options.values())]) + suffix if options else None
+        rows.append(MethodSection(method=method, label=label, options=options, temperature=temperature))
+    return rows
 
 
 class _Decoding(Section):
@@ -98,7 +111,18 @@ class EvaluateRecipe(_Decoding):
     show_categories: bool = False
     """Print a second table, by category; the results hold it anyhow."""
     methods: list[MethodSection] = Field(min_length=1)
-    """Rows of the table; `autoregressive`, the baseline, must be one of them."""
+    """Rows of the table; `autoregressive`, the baseline, must be one of them. `all`: every method that the artifacts
+    allow at `temperature`, and, where that is 0, at temperature 1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_methods(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("methods") != "all":
+            return values
+        parts = [part for part in ("drafter", "heads", "table") if values.get(part) is not None]
+        temperature = values.get("temperature", 0.0)
+        rows = every_row(parts, temperature, None) + ([] if temperature else every_row(parts, 1.0, 1.0))
+        return values | {"methods": rows}
 
     def sources(self) -> list[str]:
         """All files, folders and hub ids that it names."""

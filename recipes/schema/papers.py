@@ -147,7 +147,7 @@ _ANY_PAIR = Pair("", "PAIR", "PAIR/prompts", "plain", "PAIR/drafter-stage1", 4)
 
 def _depth(options: dict[str, Any]) -> int:
     """How many heads a method's options ask for."""
-    depth = options.get("depth")
+    depth = options.get("max_depth")
     return max(depth if isinstance(depth, int) else 0, str(options.get("tree")).count("x") + 1)
 
 

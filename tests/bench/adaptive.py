@@ -91,8 +91,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     for batch in args.batches:
         plain = seconds_of(target, batch, 1)
-        costs = {"cost": seconds_of(parts.drafter, batch, 1) / plain, "width": seconds_of(target, batch, 2) / plain - 1}
-        costs["width"] = max(0.0, costs["width"])
+        costs = {"draft_cost": seconds_of(parts.drafter, batch, 1) / plain}
+        costs["token_cost"] = max(0.0, seconds_of(target, batch, 2) / plain - 1)
         way = partial(rate, target, parts, tokens=tokens)
         ways: dict[str, Any] = {"plain": partial(way, name="autoregressive")}
         ways |= {f"gamma {gamma}": partial(way, name="speculative", gamma=gamma) for gamma in FIXED}

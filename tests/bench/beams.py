@@ -66,7 +66,7 @@ def main() -> None:
     target, parts, model = case.opened.target, case.opened.parts, case.opened.model
     found: dict[str, Any] = {}
     for beams in args.beams:
-        plain = [decoded(target, Parts(), prompt, tokens, beams=beams) for prompt in case.prompts]
+        plain = [decoded(target, Parts(), prompt, tokens, num_beams=beams) for prompt in case.prompts]
         theirs = [by_transformers(model, prompt, tokens, beams) for prompt in case.prompts]
         apart = [
             abs(score - log_probability(target, prompt, text))
@@ -75,7 +75,7 @@ def main() -> None:
         row: dict[str, Any] = {"as_transformers": sum(a == b for (a, _), (b, _) in zip(plain, theirs, strict=True))}
         row["largest_score_difference"] = max(apart)
         for width in (beams, 2 * beams, 4 * beams):
-            options = {"beams": beams, "width": width, "draft_gamma": args.levels}
+            options = {"num_beams": beams, "draft_beams": width, "draft_gamma": args.levels}
             ours = [decoded(target, parts, prompt, tokens, **options) for prompt in case.prompts]
             row[f"tokens_per_forward_{width}"] = tokens * len(ours) / sum(forwards for _, forwards in ours)
             row[f"as_beam_{width}"] = sum(a == b for (a, _), (b, _) in zip(plain, ours, strict=True))

@@ -42,7 +42,8 @@ def rows(gamma: int) -> dict[str, tuple[str, dict[str, Any], Sampling]]:
     """The methods measured, by label."""
     options: dict[str, dict[str, Any]] = {
         "autoregressive": {}, "speculative": {"gamma": gamma}, "multi-candidate": {"k_config": "2x1x1x1"},
-        "medusa": {"tree": "2x1"}, "slim-ss": {}, "slim-s": {"sequences": 4}, "slim-l": {}, "mjsd": {"beams": 4},
+        "medusa": {"tree": "2x1"}, "slim-ss": {}, "slim-s": {"num_sequences": 4}, "slim-l": {},
+        "mjsd": {"num_beams": 4},
     }  # fmt: skip
     greedy = {name: (name, given, Sampling()) for name, given in options.items()}
     return greedy | {f"{name} T=1": (name, options[name], Sampling(1.0)) for name in list(options)[:3]}

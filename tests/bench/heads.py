@@ -38,7 +38,7 @@ HEADS = 4
 NEW_TOKENS = 64
 METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"tree": "4x2x2x2"},  # all of its 60 candidates are verified
-    "slim-s": {"sequences": 16, "depth": HEADS},
+    "slim-s": {"num_sequences": 16, "max_depth": HEADS},
 }
 RATE = 3e-3
 

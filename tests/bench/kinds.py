@@ -60,11 +60,11 @@ def rows_of(temperature: float, kinds: list[str]) -> list[dict[str, Any]]:
             options = {"gamma": gamma, "parallel": True, "drafter": numbers["parallel"]}
             found.append((f"parallel at once, γ = {gamma}", "speculative", options))
     if "eagle" in numbers:
-        tree = {"nodes": 8, "depth": 3, "least": 0.05, "drafter": numbers["eagle"]}
+        tree = {"max_nodes": 8, "max_depth": 3, "min_prob": 0.05, "drafter": numbers["eagle"]}
         found.append(("eagle, a tree of 8", "dynamic-tree", tree))
     if "heads" in kinds:
         found.append(("medusa", "medusa", {"tree": "2x1x1"}))
-        found.append(("slim", "slim-s", {"sequences": 8, "least": 0.05}))
+        found.append(("slim", "slim-s", {"num_sequences": 8, "min_prob": 0.05}))
     return [{"method": name, "label": label, "options": given} for label, name, given in found]
 
 

@@ -68,7 +68,7 @@ def ways(folder: Path, exported: Path, dtype: str, gammas: Sequence[int]) -> lis
 
     found = [Peer("draftsmith", 0, own("autoregressive")), Peer("transformers", 0, partial(decode_reference, theirs))]
     if table is not None and table.texts is not None:
-        found.append(Peer("draftsmith, suffix", 0, own("suffix", store="table")))
+        found.append(Peer("draftsmith, suffix", 0, own("suffix", datastore="table")))
     for gamma in gammas:
         found += [
             Peer("draftsmith, drafter", gamma, own("speculative", gamma=gamma)),

@@ -71,26 +71,24 @@ from pydantic import TypeAdapter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC_BENCH = SHARED / "eval" / "spec_bench_question.jsonl"
-LOSSY = ("beam", "mjgd", "bild", "relaxed-opt", "relaxed-uno")
-"""Left out; MJSD is lossy too, and stays."""
 BASELINE = {"method": "autoregressive"}
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"gamma": 1}),
     ("speculative", {"gamma": 2}),
     ("speculative", {"gamma": 3}),
     ("speculative", {"gamma": 3, "verification": "block"}),
-    ("prompt-lookup", {"shortest": 2}),
-    ("adaptive", {"threshold": 0.6}),
+    ("prompt-lookup", {"min_ngram": 2}),
+    ("adaptive", {"confidence_threshold": 0.6}),
     ("adaptive", {"policy": "expected-gain"}),
-    ("lookup-drafter", {"threshold": 0.6}),
-    ("lookup-drafter", {"threshold": 0.0, "draft_gamma": 1}),
-    ("suffix", {"store": "table"}),
-    ("suffix-heads", {"store": "table"}),
+    ("prompt-lookup", {"fallback": "drafter", "confidence_threshold": 0.6}),
+    ("prompt-lookup", {"fallback": "drafter", "confidence_threshold": 0.0, "draft_gamma": 1}),
+    ("suffix", {"datastore": "table"}),
+    ("suffix", {"fallback": "heads", "datastore": "table"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
-    ("dynamic-tree", {"nodes": 3, "depth": 3}),
-    ("dynamic-tree", {"nodes": 10, "depth": 5, "least": 0.06}),
+    ("dynamic-tree", {"max_nodes": 3, "max_depth": 3}),
+    ("dynamic-tree", {"max_nodes": 10, "max_depth": 5, "min_prob": 0.06}),
     ("medusa", {"tree": "2x1"}),
-    ("slim-s", {"sequences": 8, "least": 0.05}),
+    ("slim-s", {"num_sequences": 8, "min_prob": 0.05}),
 ]
 """Rows beside those of all methods with their default settings."""
 OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
@@ -99,18 +97,21 @@ OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"gamma": 3}),
     ("speculative", {"gamma": 3, "verification": "block"}),
     ("speculative", {"gamma": 4}),
-    ("lookup-drafter", {"threshold": 0.0, "draft_gamma": 1}),
+    ("prompt-lookup", {"fallback": "drafter", "confidence_threshold": 0.0, "draft_gamma": 1}),
     ("dynamic-tree", {}),
-    ("dynamic-tree", {"nodes": 3, "depth": 3}),
-    ("dynamic-tree", {"nodes": 4, "depth": 1, "width": 4, "least": 0.05}),
-    ("dynamic-tree", {"nodes": 8, "depth": 2, "width": 4, "least": 0.05}),
-    ("dynamic-tree", {"nodes": 24, "depth": 4, "width": 4, "least": 0.005}),
-    ("suffix-drafter", {}),
-    ("suffix-drafter", {"least": 0.05}),
-    ("suffix-drafter", {"store": "table"}),
-    ("suffix-drafter", {"nodes": 6, "draft_depth": 2, "least": 0.15, "store": "table"}),
-    ("suffix-drafter", {"nodes": 4, "draft_depth": 1, "store": "table"}),
-    ("suffix-drafter", {"nodes": 11, "draft_depth": 2, "width": 4, "least": 0.03, "store": "table"}),
+    ("dynamic-tree", {"max_nodes": 3, "max_depth": 3}),
+    ("dynamic-tree", {"max_nodes": 4, "max_depth": 1, "width": 4, "min_prob": 0.05}),
+    ("dynamic-tree", {"max_nodes": 8, "max_depth": 2, "width": 4, "min_prob": 0.05}),
+    ("dynamic-tree", {"max_nodes": 24, "max_depth": 4, "width": 4, "min_prob": 0.005}),
+    ("suffix", {"fallback": "drafter"}),
+    ("suffix", {"fallback": "drafter", "min_prob": 0.05}),
+    ("suffix", {"fallback": "drafter", "datastore": "table"}),
+    ("suffix", {"fallback": "drafter", "max_nodes": 6, "draft_depth": 2, "min_prob": 0.15, "datastore": "table"}),
+    ("suffix", {"fallback": "drafter", "max_nodes": 4, "draft_depth": 1, "datastore": "table"}),
+    (
+        "suffix",
+        {"fallback": "drafter", "max_nodes": 11, "draft_depth": 2, "width": 4, "min_prob": 0.03, "datastore": "table"},
+    ),
     ("multi-candidate", {"k_config": "4"}),
     ("multi-candidate", {"k_config": "3x1"}),
     ("multi-candidate", {"k_config": "4x2"}),
@@ -175,7 +176,8 @@ def title_of(options: argparse.Namespace, temperature: float) -> str:
 
 def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """The baseline and a pair's rows, all of them or those whose labels are chosen, also by patterns."""
-    known = [(name, {}) for name in METHODS if name not in (*LOSSY, BASELINE["method"])] + MORE
+    known = [(name, {}) for name, method in METHODS.items() if method.lossless or name == "mjsd"] + MORE
+    known = [row for row in known if row[0] != BASELINE["method"]]
     if mask_token(load_config(str(folder / "drafter"))) is not None:
         known += OF_PARALLEL
     rows: list[tuple[str, str, dict[str, Any]]] = [

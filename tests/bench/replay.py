@@ -30,7 +30,7 @@ CHECKED: list[tuple[str, dict[str, Any]]] = [
     *(("speculative", {"gamma": gamma}) for gamma in (2, 4, 8)),
     *(("multi-candidate", {"k_config": config}) for config in ("2x1x1", "4x2x1", "3x2x2x1")),
     ("medusa", {"tree": "3x2x1"}),
-    ("slim-s", {"sequences": 6}),
+    ("slim-s", {"num_sequences": 6}),
     ("bigram", {"gamma": 3}),
 ]
 CONFIGS = ("2", "2x1", "2x1x1", "2x1x1x1", "2x1x1x1x1", "2x2x1", "2x2x1x1", "3x1x1", "4x1x1x1", "4x2x1")

@@ -43,7 +43,7 @@ SHAPES = {
 """Hidden, width of the MLP, layers, heads, vocabulary and, where they are fewer, heads of keys."""
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {}, "speculative": {}, "multi-candidate": {"k_config": "2x1x1x1"}, "medusa": {"tree": "2x1"},
-    "slim-s": {"sequences": 4}, "slim-l": {},
+    "slim-s": {"num_sequences": 4}, "slim-l": {},
 }  # fmt: skip
 PATTERN = (3, 1, 4, 0, 2, 4, 1)
 

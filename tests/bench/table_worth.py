@@ -101,7 +101,7 @@ class Bench:
         """Tokens and steps of each question [P, 2]; of two ways without a table the better."""
         table, options = variant
         ways = [options] if table is not None else [{"correlation": "none", "lengths": n} for n in ("all", "full")]
-        tried = [self.run(table, sequences=sequences, **way) for way in ways]
+        tried = [self.run(table, num_sequences=sequences, **way) for way in ways]
         return max(tried, key=lambda counts_P2: counts_P2[:, 0].sum() / counts_P2[:, 1].sum())
 
 

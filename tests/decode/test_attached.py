@@ -34,8 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "multi-candidate": {"k_config": "2x2", "replacement": True},
     "bigram": {"gamma": 3, "add_k": 0.5},
     "medusa": {"tree": "2x2x1", "acceptance": "typical", "epsilon": 0.2},
-    "slim-s": {"sequences": 5, "unseen": 0.5, "lengths": "full"},
-    "adaptive": {"policy": "expected-gain", "threshold": 0.25},
+    "slim-s": {"num_sequences": 5, "unseen_correlation": 0.5, "lengths": "full"},
+    "adaptive": {"policy": "expected-gain", "confidence_threshold": 0.25},
 }
 FORMATS = {form.name: form for form in ATTACHED_FORMATS}
 SETTINGS, PARTS = "custom_generate.json", "draftsmith.safetensors"
@@ -151,7 +151,7 @@ plain = model.generate(**asked).tolist()
 assert "draftsmith" not in sys.modules
 for _ in range(2):
     assert model.generate(**asked, custom_generate=folder, trust_remote_code=True).tolist() == plain
-attached = sys.modules["draftsmith.decode.attached"]
+attached = sys.modules["draftsmith.decode.custom_generate.attached"]
 assert attached._loaded.cache_info()[:2] == (1, 1)
 try:
     model.generate(**asked, custom_generate=folder, trust_remote_code=False)
@@ -174,7 +174,7 @@ def test_transformers_runs_what_is_saved_if_it_is_trusted(
     method("slim-ss", **parts).save_pretrained(tmp_path / "my.method")
     code = (tmp_path / "my.method" / "custom_generate" / "generate.py").read_text()
     # So it stands in folders that earlier versions saved: what it calls must stay.
-    assert "from draftsmith.decode.attached import generate_attached\n" in code
+    assert "from draftsmith.decode.custom_generate.attached import generate_attached\n" in code
     assert "    return generate_attached(model, inputs, **asked)\n" in code
     command = [sys.executable, "-c", TRUSTING, str(tmp_path / "target"), str(tmp_path / "my.method")]
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -11,9 +11,10 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode import engine
 from draftsmith.decode.engine import Limits, Step, generate
-from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.methods import METHODS, Parts, build_method, method_config, method_variants, needs_of
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
@@ -22,8 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
-LOSSY = {"beam", "mjgd", "bild", "mjsd", "relaxed-opt", "relaxed-uno"}
-LOSSLESS = [name for name in METHODS if name not in LOSSY]
+LOSSLESS = [row for row in method_variants() if method_config(*row).is_lossless]
 
 
 @pytest.fixture
@@ -35,7 +35,9 @@ def target_model(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalL
 def parts(make_llama: Callable[..., LlamaForCausalLM], make_heads: Callable[..., torch.nn.Module]) -> Parts:
     drafter = wrap_model(make_llama(VOCAB, seed=1, num_hidden_layers=1))
     rng = np.random.default_rng(0)
-    table = BigramTable.from_documents([rng.integers(0, VOCAB, 5000)], VOCAB)
+    texts = [rng.integers(0, VOCAB, 5000).astype(np.int32)]
+    table = BigramTable.from_documents(texts, VOCAB)
+    table.texts = TextStore.from_documents(texts)
     return Parts(drafter, make_heads(4, 32, VOCAB), table)
 
 
@@ -62,14 +64,14 @@ def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int, stop: int
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize(("name", "options"), LOSSLESS, ids=str)
 def test_greedy_output_is_that_of_transformers(
-    target_model: LlamaForCausalLM, parts: Parts, name: str, fast: bool
+    target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any], fast: bool
 ) -> None:
     target = wrap_model(target_model, fast=fast)
     wanted = [greedy(target_model, prompt, 30) for prompt in PROMPTS]
-    together, _ = run(target, name, parts, PROMPTS, Limits(30))
-    alone = [run(target, name, parts, [prompt], Limits(30))[0][0] for prompt in PROMPTS]
+    together, _ = run(target, name, parts, PROMPTS, Limits(30), **options)
+    alone = [run(target, name, parts, [prompt], Limits(30), **options)[0][0] for prompt in PROMPTS]
     assert together == wanted
     assert alone == wanted
 
@@ -77,7 +79,7 @@ def test_greedy_output_is_that_of_transformers(
 @pytest.mark.parametrize("name", ["speculative", "multi-candidate", "mjsd"])
 def test_a_drafter_that_is_the_target_is_always_accepted(target_model: LlamaForCausalLM, name: str) -> None:
     target = wrap_model(target_model)
-    options = {"multi-candidate": {"k_config": "2x1x1x1"}, "mjsd": {"beams": 1}}.get(name, {})
+    options = {"multi-candidate": {"k_config": "2x1x1x1"}, "mjsd": {"num_beams": 1}}.get(name, {})
     output, steps = run(target, name, Parts(drafter=target), PROMPTS[:1], Limits(30), **options)
     assert len(steps) == 6  # four drafted tokens and an extra one a step
     assert output[0] == greedy(target_model, PROMPTS[0], 30)
@@ -85,13 +87,12 @@ def test_a_drafter_that_is_the_target_is_always_accepted(target_model: LlamaForC
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, {}) for name in METHODS]
-    + [
+    [
+        *method_variants(),
         ("adaptive", {"policy": "expected-gain"}),
         ("adaptive", {"policy": "oracle"}),
-        ("medusa", {"acceptance": "typical"}),
         ("multi-candidate", {"attention": "batch", "replacement": True}),
-        ("specinfer", {"drafts": 3}),
+        ("specinfer", {"num_drafts": 3}),
     ],
     ids=str,
 )
@@ -121,14 +122,14 @@ def test_a_drafter_catches_up_with_many_tokens_beside_a_short_row(
         assert together[0] == alone[0]
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize(("name", "options"), LOSSLESS, ids=str)
 def test_nothing_is_kept_past_a_stop_token_or_the_limit(
-    target_model: LlamaForCausalLM, parts: Parts, name: str
+    target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any]
 ) -> None:
     target = wrap_model(target_model)
     full = [greedy(target_model, prompt, 25) for prompt in PROMPTS]
     stop = full[0][9]
-    output, _ = run(target, name, parts, PROMPTS, Limits(23, (stop,)))
+    output, _ = run(target, name, parts, PROMPTS, Limits(23, (stop,)), **options)
     for mine, theirs in zip(output, full, strict=True):
         end = theirs.index(stop) + 1 if stop in theirs[:23] else 23
         assert mine == theirs[:end]
@@ -185,29 +186,29 @@ def test_parts_of_another_target_are_refused(
         ("speculative", {"gamma": "4"}, "int"),
         ("multi-candidate", {"k_config": "4x0"}, "4x0"),
         ("multi-candidate", {"attention": "paths"}, "tree, batch"),
-        ("mjsd", {"threshold": 2.0}, r"\[0, 1\], got 2.0"),
+        ("mjsd", {"likelihood_threshold": 2.0}, r"\[0, 1\], got 2.0"),
         ("medusa", {"tree": "2x1x1x1x1"}, "5 levels.*4 heads"),
         ("medusa", {"tree": "0, 1, 1.x"}, "'1.x'"),
         ("medusa", {"acceptance": "typical", "delta": 2.0}, r"\(0, 1\], got 0.09 and 2.0"),
-        ("slim-s", {"depth": 7}, "4; got 7"),
-        ("slim-s", {"unseen": -1.0}, "got -1.0"),
-        ("adaptive", {"threshold": 1.5}, r"\[0, 1\], got 1.5"),
-        ("adaptive", {"policy": "expected-gain", "cost": 0.0}, "got 0.0"),
-        ("adaptive", {"policy": "expected-gain", "width": -0.1}, "and -0.1"),
-        ("bild", {"rollback": -1.0}, "got -1.0"),
+        ("slim-s", {"max_depth": 7}, "4; got 7"),
+        ("slim-s", {"unseen_correlation": -1.0}, "got -1.0"),
+        ("adaptive", {"confidence_threshold": 1.5}, r"\[0, 1\], got 1.5"),
+        ("adaptive", {"policy": "expected-gain", "draft_cost": 0.0}, "got 0.0"),
+        ("adaptive", {"policy": "expected-gain", "token_cost": -0.1}, "and -0.1"),
+        ("bild", {"rollback_threshold": -1.0}, "got -1.0"),
         ("relaxed-opt", {"epsilon": 1.5}, r"\[0, 1\], got 1.5"),
-        ("batch-speculative", {"drafts": 0}, "'drafts' .* at least 1, got 0"),
-        ("spectr", {"drafts": 0}, "'drafts' .* at least 1, got 0"),
+        ("batch-speculative", {"num_drafts": 0}, "'num_drafts' .* at least 1, got 0"),
+        ("spectr", {"num_drafts": 0}, "'num_drafts' .* at least 1, got 0"),
         ("mjgd", {"gamma": 0}, "'gamma' .* at least 1, got 0"),
-        ("beam", {"beams": 0}, "'beams' .* at least 1, got 0"),
+        ("beam", {"num_beams": 0}, "'num_beams' .* at least 1, got 0"),
         ("bigram", {"prior": 0.0}, "got 0.0"),
         ("bigram", {"add_k": -0.3}, "add_k.* -0.3"),
-        ("prompt-lookup", {"ngram": 0}, "'ngram' .* at least 1, got 0"),
-        ("prompt-lookup", {"ngram": 2, "shortest": 3}, "3, .* 2"),
-        ("suffix", {"depth": 0}, "at least 1, got 0"),
-        ("suffix-heads", {"least": 1.0}, "below 1, got 1.0"),
-        ("slim-s", {"least": 1.5}, "below 1, got 1.5"),
-        *((name, {}, f"needs a {method.needs[0]}") for name, method in METHODS.items() if method.needs),
+        ("prompt-lookup", {"max_ngram": 0}, "'max_ngram' .* at least 1, got 0"),
+        ("prompt-lookup", {"max_ngram": 2, "min_ngram": 3}, "3, .* 2"),
+        ("suffix", {"max_depth": 0}, "at least 1, got 0"),
+        ("suffix", {"fallback": "heads", "min_prob": 1.0}, "below 1, got 1.0"),
+        ("slim-s", {"min_prob": 1.5}, "below 1, got 1.5"),
+        *((*row, f"needs a {needs[0]}") for row in method_variants() if (needs := needs_of(*row))),
     ],
 )
 def test_wrong_settings_and_missing_parts_are_refused(
@@ -245,10 +246,10 @@ def test_a_drafter_gives_the_targets_beams_in_fewer_forwards(
     with torch.no_grad():
         near.lm_head.weight += 0.02 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
     limits, sampling = Limits(14, stops), Sampling()
-    wanted, plain = run(target, "beam", Parts(), PROMPTS, limits, sampling, beams=beams)
+    wanted, plain = run(target, "beam", Parts(), PROMPTS, limits, sampling, num_beams=beams)
     found = {}
     for name, model in {"same": target_model, "near": near, "far": make_llama(VOCAB, seed=5)}.items():
-        options = {"beams": beams, "width": width, "draft_gamma": gamma}
+        options = {"num_beams": beams, "draft_beams": width, "draft_gamma": gamma}
         texts, steps = run(target, "beam", Parts(wrap_model(model)), PROMPTS, limits, sampling, **options)
         assert texts == wanted
         found[name] = steps[0].forwards
@@ -293,7 +294,7 @@ def test_beams_are_those_of_transformers(target_model: LlamaForCausalLM) -> None
     for token, and with the text's own score."""
     draws, target = torch.Generator().manual_seed(7), wrap_model(target_model)
     prompts = [torch.randint(1, VOCAB, (length % 9 + 1,), generator=draws).tolist() for length in range(100)]
-    options = {"beams": 4, "width": 8, "draft_gamma": 2}
+    options = {"num_beams": 4, "draft_beams": 8, "draft_gamma": 2}
     found, _ = run(target, "beam", Parts(target), prompts, Limits(7), Sampling(), **options)
     for prompt, text in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])

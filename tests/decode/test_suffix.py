@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,9 +130,11 @@ def test_texts_that_hold_the_answer_are_followed(target_model: LlamaForCausalLM)
     answer = [token for step in plain for token in step.new_ids[0]]
     table = BigramTable.from_documents([np.array(answer)], 64)
     with pytest.raises(ValueError, match=r"`count\.texts`"):
-        build_method("suffix", Parts(table=table), GREEDY, store="table")
+        build_method("suffix", Parts(table=table), GREEDY, datastore="table")
     table.texts = TextStore.from_documents([np.array([*prompt, *answer], dtype=np.int32)])
-    method = build_method("suffix", Parts(table=table), GREEDY, nodes=4, depth=4, store="table", least=0.01)
+    method = build_method(
+        "suffix", Parts(table=table), GREEDY, max_nodes=4, max_depth=4, datastore="table", min_prob=0.01
+    )
     steps = list(generate(target, *method, [prompt], Limits(40), GREEDY, RNG))
     assert [token for step in steps for token in step.new_ids[0]] == answer
     assert sum(int(step.accepted[0]) for step in steps) >= 0.7 * sum(step.nodes - 1 for step in steps) > 0
@@ -180,14 +183,15 @@ def likeliest(
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ["dynamic-tree", "suffix-drafter"])
+@pytest.mark.parametrize("name", ["dynamic-tree", "suffix"])
 def test_the_drafted_tree_is_that_of_the_rules(
     make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
     """Beside rules written path by path, each path read anew, over all steps of texts of seven tokens, so
     that what was looked up and what is drafted often agree."""
     target, small = wrap_model(make_llama(7)), make_llama(7, seed=1, sharpness=1.5, num_hidden_layers=1)
-    options = {"nodes": 9, "width": 2, "least": 0.04, ("depth" if name == "dynamic-tree" else "draft_depth"): 4}
+    options: dict[str, Any] = {"max_nodes": 9, "width": 2, "min_prob": 0.04}
+    options |= {"max_depth": 4} if name == "dynamic-tree" else {"draft_depth": 4, "fallback": "drafter"}
     method = build_method(name, Parts(wrap_model(small)), GREEDY, **options)
     proposer, sizes = method[0], list[int]()
     propose = proposer.propose
@@ -229,8 +233,8 @@ def test_a_drafter_rests_while_something_is_found(
 ) -> None:
     """When it is asked again it has read what it missed: it proposes what it would after the whole text."""
     target, small = wrap_model(target_model), make_llama(64, seed=1, num_hidden_layers=1)
-    options = {"gamma": 3, "shortest": 1, "draft_gamma": 2, "threshold": 0.0}
-    proposer, verifier = build_method("lookup-drafter", Parts(wrap_model(small)), GREEDY, **options)
+    options = {"gamma": 3, "min_ngram": 1, "draft_gamma": 2, "confidence_threshold": 0.0, "fallback": "drafter"}
+    proposer, verifier = build_method("prompt-lookup", Parts(wrap_model(small)), GREEDY, **options)
     propose, drafted, found = proposer.propose, [], 0
 
     def watched(context: Context) -> Proposal:

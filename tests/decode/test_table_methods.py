@@ -102,7 +102,7 @@ def test_slim_ranks_by_the_smoothed_correlation(
     heads_BKV = torch.randn(3, depth, VOCAB, generator=torch.Generator().manual_seed(sequences)).softmax(-1)
     top = heads_BKV.topk(width, -1)
     roots = [2, 7, 11]
-    sizes = {"sequences": sequences, "candidates": width, "unseen": unseen, "depth": depth}
+    sizes = {"num_sequences": sequences, "num_candidates": width, "unseen_correlation": unseen, "max_depth": depth}
     parts = Parts(heads=make_heads(depth, 1, VOCAB), table=table)
     slim = build_method("slim-s", parts, Sampling(), **sizes, add_k=add_k).proposer
     assert isinstance(slim, PrunedHeadTree)

@@ -101,7 +101,10 @@ def make_pair(make_llama: MakeLlama, vocab: int, noise: float) -> tuple[LlamaFor
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
 def test_without_thresholds_everything_is_drafted_and_kept(make_llama: MakeLlama, sampling: Sampling) -> None:
     target, drafter = (wrap_model(make_llama(16, seed=seed)) for seed in (0, 1))
-    settings = {"mjsd": {"beams": 4, "threshold": 0.0}, "bild": {"fallback": 0.0, "rollback": 1e9}}
+    settings = {
+        "mjsd": {"num_beams": 4, "likelihood_threshold": 0.0},
+        "bild": {"fallback_threshold": 0.0, "rollback_threshold": 1e9},
+    }
     for name, options in settings.items():
         method = build_method(name, Parts(drafter), sampling, gamma=3, **options)
         for _, drafted, accepted, gained in trace(target, method, sampling, Limits(24)):
@@ -111,7 +114,7 @@ def test_without_thresholds_everything_is_drafted_and_kept(make_llama: MakeLlama
 
 def test_mjsd_with_a_wide_beam_drafts_what_the_drafter_finds_likeliest(make_llama: MakeLlama) -> None:
     target, drafter = make_pair(make_llama, 6, noise=0.1)
-    method = build_method("mjsd", Parts(wrap_model(drafter)), GREEDY, gamma=3, beams=36, threshold=0.6)
+    method = build_method("mjsd", Parts(wrap_model(drafter)), GREEDY, gamma=3, num_beams=36, likelihood_threshold=0.6)
     prompts = [[token % 6 for token in prompt] for prompt in PROMPTS]
     for text, drafted, _, _ in trace(wrap_model(target), method, GREEDY, Limits(20), prompts):
         assert drafted == likeliest(drafter, text, 3, None)
@@ -120,7 +123,7 @@ def test_mjsd_with_a_wide_beam_drafts_what_the_drafter_finds_likeliest(make_llam
 def test_mjsd_at_threshold_1_is_greedy_decoding(make_llama: MakeLlama) -> None:
     target = make_llama(16, seed=0)
     drafter = wrap_model(target)  # even the target's own drafts are refused
-    method = build_method("mjsd", Parts(drafter), GREEDY, gamma=3, beams=4, threshold=1.0)
+    method = build_method("mjsd", Parts(drafter), GREEDY, gamma=3, num_beams=4, likelihood_threshold=1.0)
     output, steps = run(wrap_model(target), method, GREEDY, Limits(15))
     assert output == [greedy(target, prompt, 15) for prompt in PROMPTS]
     assert not any(step.accepted.any() for step in steps)
@@ -132,7 +135,9 @@ def test_mjsd_keeps_the_longest_passing_prefix(make_llama: MakeLlama, sampling: 
     likelihood of this method knows, must occur."""
     target, drafter = make_pair(make_llama, 16, noise=0.1)
     threshold, late, seen = 0.6, 0, set()
-    method = build_method("mjsd", Parts(wrap_model(drafter)), sampling, gamma=4, beams=3, threshold=threshold)
+    method = build_method(
+        "mjsd", Parts(wrap_model(drafter)), sampling, gamma=4, num_beams=3, likelihood_threshold=threshold
+    )
     for text, drafted, accepted, gained in trace(wrap_model(target), method, sampling, Limits(60)):
         places, tokens = torch.arange(len(text) - 1, len(text) + 3), torch.tensor(drafted)
         p, q = (log_probs(model, [text + drafted])[0, places, tokens].cumsum(0).exp() for model in (target, drafter))
@@ -151,7 +156,7 @@ def test_bild_falls_back_and_rolls_back_where_its_thresholds_say(make_llama: Mak
     """By plain forwards of both models."""
     target, drafter = make_pair(make_llama, 16, noise=0.1)
     fallback, rollback, cut, refused = 0.3, 1.5, 0, 0
-    options = {"gamma": 6, "fallback": fallback, "rollback": rollback}
+    options = {"gamma": 6, "fallback_threshold": fallback, "rollback_threshold": rollback}
     method = build_method("bild", Parts(wrap_model(drafter)), sampling, **options)
     for text, drafted, accepted, gained in trace(wrap_model(target), method, sampling, Limits(60)):
         here = slice(len(text) - 1, None)
@@ -189,7 +194,7 @@ def test_the_oracle_wastes_nothing(make_llama: MakeLlama) -> None:
 
 def test_batch_speculative_is_a_k_configuration(make_llama: MakeLlama) -> None:
     target, parts = wrap_model(make_llama(16, seed=0)), Parts(wrap_model(make_llama(16, seed=1)))
-    batch = build_method("batch-speculative", parts, PLAIN, drafts=3, gamma=4)
+    batch = build_method("batch-speculative", parts, PLAIN, num_drafts=3, gamma=4)
     tree = build_method("multi-candidate", parts, PLAIN, k_config="3x1x1x1", replacement=True)
     other = build_method("multi-candidate", parts, PLAIN, k_config="3x1x1x1", replacement=False)
     outputs = [run(target, method, PLAIN, Limits(40))[0] for method in (batch, tree, other)]
@@ -313,7 +318,7 @@ def test_slim_may_find_no_sequence_at_all(make_llama: MakeLlama, make_heads: Mak
     wanted = [greedy(model, prompt, 20) for prompt in PROMPTS]
     for documents in ([np.arange(1)], [np.arange(12), np.arange(4)]):
         parts = Parts(heads=make_heads(3, 32, 12), table=BigramTable.from_documents(documents, 12))
-        method = build_method("slim-s", parts, GREEDY, unseen=0.0, candidates=4)
+        method = build_method("slim-s", parts, GREEDY, unseen_correlation=0.0, num_candidates=4)
         output, steps = run(wrap_model(model), method, GREEDY, Limits(20))
         assert output == wanted
         assert {step.nodes for step in steps} == ({1} if len(documents) == 1 else {1, 2, 3, 4})
@@ -336,7 +341,7 @@ def test_a_wide_beam_finds_the_likeliest_sequence(make_llama: MakeLlama, stop: i
     model = make_llama(6, seed=4)
     prompts = [[first, second, 1] for first in range(6) for second in range(6)]
     limits = Limits(3, () if stop is None else (stop,))
-    method = build_method("beam", Parts(), GREEDY, beams=36)
+    method = build_method("beam", Parts(), GREEDY, num_beams=36)
     steps = list(generate(wrap_model(model), *method, prompts, limits, GREEDY, Rng.for_rows(0, len(prompts))))
     assert len(steps) == 1
     wanted = [likeliest(model, prompt, 3, stop) for prompt in prompts]
@@ -351,7 +356,7 @@ def test_joint_greedy_decoding_takes_the_likeliest_tokens_of_each_step(make_llam
     prompts = [[token % 6 for token in prompt] for prompt in PROMPTS]
     limits, unlike_greedy, ended = Limits(12, () if stop is None else (stop,)), 0, 0
     for gamma in (2, 3):
-        method = build_method("mjgd", Parts(), GREEDY, gamma=gamma, beams=36)
+        method = build_method("mjgd", Parts(), GREEDY, gamma=gamma, num_beams=36)
         for text, drafted, accepted, gained in trace(wrap_model(model), method, GREEDY, limits, prompts):
             assert accepted == len(drafted) - 1 == gamma - 1  # the last one is the token after the path
             assert gained == likeliest(model, text, gamma, stop)
@@ -364,7 +369,7 @@ def test_joint_greedy_decoding_takes_the_likeliest_tokens_of_each_step(make_llam
 def test_joint_greedy_decoding_of_one_token_is_greedy_decoding(make_llama: MakeLlama) -> None:
     model = make_llama(16, seed=0)
     for beams in (1, 3, 50):
-        method = build_method("mjgd", Parts(), GREEDY, gamma=1, beams=beams)
+        method = build_method("mjgd", Parts(), GREEDY, gamma=1, num_beams=beams)
         output, _ = run(wrap_model(model), method, GREEDY, Limits(12))
         assert output == [greedy(model, prompt, 12) for prompt in PROMPTS]
 

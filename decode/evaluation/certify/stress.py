@@ -101,7 +101,7 @@ def _short(options: Options) -> Options:
 
 def _sizes(options: Options) -> tuple[int, int]:
     """How many tokens and heads there must be for a method's options: it may ask for more candidates than usual."""
-    widths, depths = [_VOCAB], [_HEADS, options.get("depth", 0)]
+    widths, depths = [_VOCAB], [_HEADS, options.get("max_depth") or 0]
     if "k_config" in options:
         widths += parse_branching(options["k_config"])
     if "tree" in options:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ...engine import Limits
-from ...methods import METHODS, Parts, build_method
+from ...methods import Options, Parts, build_method, needs_of
 from ...models.base import LanguageModel
 from ...tree import parse_tree
 from ...warpers import Sampling
@@ -33,7 +33,6 @@ from .recording import Recording
 from .replay import predict
 from .steps import by_text, ratio_error, visits
 
-Options = dict[str, Any]
 Paths = list[tuple[int, ...]]
 
 SAME_WHEN_GREEDY = {
@@ -45,17 +44,23 @@ SAME_WHEN_GREEDY = {
 }
 """Methods that at temperature 0 do the same as another."""
 TYPICAL = "medusa, typical"
-"""Medusa with typical acceptance, which is tuned beside Medusa's exact one."""
 PARALLEL = "speculative, parallel"
-"""Of a drafter that drafts several tokens at once, beside its drafting one by one."""
+VARIANTS: dict[str, tuple[str, Options]] = {
+    TYPICAL: ("medusa", {"acceptance": "typical"}),
+    PARALLEL: ("speculative", {"parallel": True}),
+    "prompt-lookup, drafter": ("prompt-lookup", {"fallback": "drafter"}),
+    "suffix, drafter": ("suffix", {"fallback": "drafter"}),
+    "suffix, heads": ("suffix", {"fallback": "heads"}),
+}
+"""Variants that are tuned separately from their method: the method and the options that select them."""
 LOSSY = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL, "mjsd")
 """Lossy methods."""
 PROBE_SETTINGS = 3
 """Settings of a method whose steps are timed, at most (`probes`)."""
 CHAINS = ("batch-speculative", "spectr", "specinfer")
-TREES = ("dynamic-tree", "suffix", "suffix-drafter", "suffix-heads")
+TREES = ("dynamic-tree", "suffix", "suffix, drafter", "suffix, heads")
 """As large as probabilities warrant."""
-DECODED = ("adaptive", "lookup-drafter", PARALLEL, *TREES, *CHAINS, *LOSSY)
+DECODED = ("adaptive", "prompt-lookup, drafter", PARALLEL, *TREES, *CHAINS, *LOSSY)
 """Methods whose settings are decoded to be judged."""
 SLIM = ("slim-ss", "slim-s", "slim-l")
 
@@ -190,36 +195,37 @@ def settings_of(
     if "tree" in grid:
         sizes = [size for size in grid["tree"] if size < space.nodes]
         grid["tree"] = sizes if recording is None else map(tree_text, best_head_trees(recording, sizes).values())
-    found = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    own = VARIANTS.get(name, (name, {}))[1]
+    found = [own | dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     if name == "adaptive":
         gamma = max(grid["gamma"])
         cost, width = costs.draft_token(gamma) if costs is not None else (0.1, 0.03)
-        found.append({"gamma": gamma, "policy": "expected-gain", "cost": cost, "width": width})
+        found.append({"gamma": gamma, "policy": "expected-gain", "draft_cost": cost, "token_cost": width})
     if name == "speculative" and not sampling.greedy:  # which never keeps fewer
         return [options | {"verification": "block"} for options in found]
     if name == TYPICAL:  # Medusa's own rule: δ is the root of ε
-        return [options | {"acceptance": "typical", "delta": options["epsilon"] ** 0.5} for options in found]
-    found = [each for each in found if each.get("shortest", 1) <= each.get("ngram", 3)]
-    return [each for each in found if 1 + each.get("gamma", 0) * each.get("drafts", 1) <= space.nodes]
+        return [options | {"delta": options["epsilon"] ** 0.5} for options in found]
+    found = [each for each in found if each.get("min_ngram", 1) <= each.get("max_ngram", 3)]
+    return [each for each in found if 1 + each.get("gamma", 0) * each.get("num_drafts", 1) <= space.nodes]
 
 
 def _replayed_grid(name: str, parts: Parts, space: Space) -> dict[str, Iterable[Any]]:
     gammas = range(1, space.gamma + 1)
     if name == "prompt-lookup":
-        return {"gamma": gammas, "ngram": (1, 2, 3, 4), "shortest": (1, 2, 3)}
+        return {"gamma": gammas, "max_ngram": (1, 2, 3, 4), "min_ngram": (1, 2, 3)}
     if name in ("multi-candidate", "naive-multi-candidate"):
         widths = [width for width in _WIDTHS if width <= space.candidates]
         found = k_configurations(space.nodes, space.depth, widths)
         return {"k_config": ["x".join(map(str, branching)) for branching in found]}
     if name == "bpd":
         assert parts.heads is not None
-        return {"depth": range(1, parts.heads.num_heads + 1)}
+        return {"max_depth": range(1, parts.heads.num_heads + 1)}
     if name == "medusa":
         return {"tree": _TREES}
     if name in SLIM:
         candidates = [count for count in (2, 4, 6, 10, 20) if count <= space.head_candidates]
         sequences = (1,) if name == "slim-ss" else (1, 2, 3, 4, 6, 8, 12, 16, 20, 32, 40)
-        return {"sequences": sequences, "candidates": candidates, "least": (0.0, space.posteriors[0])}
+        return {"num_sequences": sequences, "num_candidates": candidates, "min_prob": (0.0, space.posteriors[0])}
     assert name in ("speculative", "unigram", "bigram")
     return {"gamma": gammas}
 
@@ -227,27 +233,27 @@ def _replayed_grid(name: str, parts: Parts, space: Space) -> dict[str, Iterable[
 def _decoded_grid(name: str, parts: Parts, sampling: Sampling, space: Space) -> dict[str, Iterable[Any]]:
     gammas = sorted({min(gamma, space.gamma) for gamma in (2, 4, 6)})
     if name == "bild":
-        return {"fallback": space.fallbacks, "rollback": space.rollbacks}
+        return {"fallback_threshold": space.fallbacks, "rollback_threshold": space.rollbacks}
     if name == "adaptive":
-        return {"gamma": gammas, "policy": ("confidence",), "threshold": space.confidences}
+        return {"gamma": gammas, "policy": ("confidence",), "confidence_threshold": space.confidences}
     if name == PARALLEL:
-        return {"gamma": [gamma for gamma in (1, 2, 3, 4, 6, 8) if gamma <= space.gamma], "parallel": (True,)}
-    if name == "lookup-drafter":
-        return {"shortest": (2, 3), "threshold": space.confidences}
+        return {"gamma": [gamma for gamma in (1, 2, 3, 4, 6, 8) if gamma <= space.gamma]}
+    if name == "prompt-lookup, drafter":
+        return {"min_ngram": (2, 3), "confidence_threshold": space.confidences}
     if name in TREES:
         stores = ("none", "table") if parts.table is not None and parts.table.texts is not None else ("none",)
         own: dict[str, dict[str, Iterable[Any]]] = {
-            "dynamic-tree": {"nodes": (4, 12), "width": (2, 4)},
-            "suffix-drafter": {"draft_depth": (1, 3), "store": stores},
+            "dynamic-tree": {"max_nodes": (4, 12), "width": (2, 4)},
+            "suffix, drafter": {"draft_depth": (1, 3), "datastore": stores},
         }
-        return own.get(name, {"nodes": (4, 8, 16), "store": stores}) | {"least": space.posteriors}
+        return own.get(name, {"max_nodes": (4, 8, 16), "datastore": stores}) | {"min_prob": space.posteriors}
     if name == "mjsd":
-        return {"gamma": gammas, "beams": (4,), "threshold": space.thresholds}
+        return {"gamma": gammas, "num_beams": (4,), "likelihood_threshold": space.thresholds}
     if name == TYPICAL:
         return {"tree": (4, 16, 48), "epsilon": space.tolerances}
     if name in CHAINS:
         several = [count for count in (2, 4, 8) if count <= space.candidates and not sampling.greedy]
-        return {"gamma": gammas, "drafts": several or [1]}
+        return {"gamma": gammas, "num_drafts": several or [1]}
     return {"gamma": gammas, "epsilon": space.tolerances}
 
 
@@ -351,17 +357,21 @@ def frontier(choices: Sequence[Choice], most: int) -> list[Choice]:
 
 def method_of(name: str) -> str:
     """The method that is tuned under a name."""
-    return {TYPICAL: "medusa", PARALLEL: "speculative"}.get(name, name)
+    return VARIANTS.get(name, (name, {}))[0]
 
 
 def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
     """What is worth tuning with these parts. At temperature 0 methods that do the same as another are left out, and so
     is typical acceptance."""
     names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
-    names += ["lookup-drafter", *TREES]
+    names += ["prompt-lookup, drafter", *TREES]
     names += [PARALLEL] if mask_token(getattr(parts.drafter, "config", None)) is not None else []
     names += ["bpd", "medusa", *SLIM, *LOSSY]
     names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
     if sampling.greedy:
         names = [name for name in names if name not in (*SAME_WHEN_GREEDY, TYPICAL)]
-    return [name for name in names if all(getattr(parts, part) is not None for part in METHODS[method_of(name)].needs)]
+    return [
+        name
+        for name in names
+        if all(getattr(parts, part) is not None for part in needs_of(*VARIANTS.get(name, (name, {}))))
+    ]

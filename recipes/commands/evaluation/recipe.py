@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import check_place
-from ...schema.evaluation import EvaluateRecipe, MethodSection, QuickstartRecipe
+from ...schema.evaluation import EvaluateRecipe, MethodSection, QuickstartRecipe, every_row
 from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, read_recipe
 from ...schema.papers import PARTS, Pair, PaperRecipe, filled, pair_values
 from ...session.terminal import log
@@ -76,7 +76,7 @@ def evaluation_or_paper(
     path = find_recipe(BASE if name is None else name)
     values = read_extended(path)
     if name is None:
-        changes = _direct(values, changes, rows) | changes
+        changes = _direct(changes, rows) | changes
     elif values.get("kind") == "paper":
         changes = {key if key == "out" else f"evaluate.{key}": value for key, value in changes.items()}
     where = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
@@ -106,16 +106,13 @@ def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
         return recipe.methods
     if rows.names and rows.every:
         raise ValueError(f"--method {rows.names[0]} and --all: give one of the two")
-    from ....decode.methods import METHODS, needs_of
-
     if rows.names:
         chosen = named_rows(recipe, rows.names)
     else:
         own = {*recipe.labels(), *(row.method for row in recipe.methods)}
-        more = [
-            name for name in METHODS if name not in own and all(getattr(recipe, part) for part in needs_of(name, {}))
-        ]
-        chosen = recipe.methods + [MethodSection(method=name) for name in more]
+        parts = [part for part in PARTS if getattr(recipe, part) is not None]
+        rows_of_all = every_row(parts, recipe.temperature, None)
+        chosen = recipe.methods + [row for row in rows_of_all if not {row.method, row.label} & own]
 
     at = recipe.temperature_of
     plain = {at(row): row for row in recipe.methods if row.method == BASELINE}
@@ -180,18 +177,15 @@ def template_of(target: str) -> str:
     return "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
 
 
-def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
-    """What makes `base`, the values of `BASE`, a recipe for these artifacts alone."""
+def _direct(changes: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
+    """Return the values that make `BASE` a recipe for these artifacts alone."""
     for part in ("target", *PARTS):
         if part in changes:
             check_place(changes[part])  # before what takes seconds to import
-    from ....decode.methods import METHODS, needs_of
-
     target = str(changes["target"])
     template = template_of(target)
-    usable = [name for name in METHODS if set(needs_of(name, {})) <= set(changes)]
-    core = usable if rows.every or rows.names else core_methods(changes)
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
-    chosen = [row for row in base["methods"] if row["method"] in core and (core is usable or "temperature" not in row)]
+    core = [{"method": name} for name in core_methods(changes)]
+    chosen = "all" if rows.every or rows.names else core
     values: dict[str, Any] = dict.fromkeys(PARTS)
     return values | {"out": str(out), "prompts": PROMPTS, "template": template, "methods": chosen}

@@ -20,11 +20,11 @@ from ....decode.evaluation.replay.recording import Recording, record
 from ....decode.evaluation.replay.tuning import (
     DECODED,
     LOSSY,
-    PARALLEL,
     PROBE_SETTINGS,
     SAME_WHEN_GREEDY,
     SLIM,
     TYPICAL,
+    VARIANTS,
     Choice,
     Space,
     frontier,
@@ -35,7 +35,7 @@ from ....decode.evaluation.replay.tuning import (
     tuned_methods,
     with_costs,
 )
-from ....decode.methods import METHODS, Parts, build_method
+from ....decode.methods import Parts, build_method, needs_of
 from ....decode.proposers.ngrams import TableSource
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import Case, open_case
@@ -274,7 +274,7 @@ def _methods_to_tune(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -
         same = {
             name: f"at temperature 0 it does the same as {other}"
             for name, other in SAME_WHEN_GREEDY.items()
-            if name not in known and all(getattr(parts, part) is not None for part in METHODS[name].needs)
+            if name not in known and all(getattr(parts, part) is not None for part in needs_of(name, {}))
         }
         return {name: {} for name in known}, same
     first = [row.options.get("drafter", 1) == 1 for row in rows]
@@ -301,9 +301,11 @@ def _methods_to_tune(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -
 
 
 def _tuned_as(row: MethodSection, sampling: Sampling) -> str:
-    typical = row.method == "medusa" and row.options.get("acceptance") == "typical" and not sampling.greedy
-    parallel = row.method == "speculative" and bool(row.options.get("parallel"))
-    return TYPICAL if typical else PARALLEL if parallel else row.method
+    for name, (method, options) in VARIANTS.items():
+        chosen = method == row.method and all(row.options.get(key) == value for key, value in options.items())
+        if chosen and not (name == TYPICAL and sampling.greedy):
+            return name
+    return row.method
 
 
 def _named(row: MethodSection) -> str:

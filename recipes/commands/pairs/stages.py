@@ -10,7 +10,7 @@ from typing import Any
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.verify.model_files import is_adapter, load_config
-from ....decode.methods import METHODS, method_options, needs_of
+from ....decode.methods import method_options, needs_of
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import find_recipe, parse_recipe, read_extended
@@ -21,28 +21,28 @@ from .rules import Candidate, Kind, Measured, Place
 PROPOSED = 8192
 """Tokens that drafts are chosen of, where the vocabulary is larger."""
 Row = tuple[str, dict[str, Any]]
-UNTRAINED: list[Row] = [("prompt-lookup", {"shortest": 2}), ("suffix", {})]
-WITH_TEXTS: list[Row] = [("suffix", {"store": "table"}), ("suffix", {"store": "table", "nodes": 4})]
+UNTRAINED: list[Row] = [("prompt-lookup", {"min_ngram": 2}), ("suffix", {})]
+WITH_TEXTS: list[Row] = [("suffix", {"datastore": "table"}), ("suffix", {"datastore": "table", "max_nodes": 4})]
 _CHAINS: list[Row] = [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4)]
 ROWS: dict[Kind, list[Row]] = {
-    "drafter": [*_CHAINS, ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2})],
+    "drafter": [*_CHAINS, ("suffix", {"fallback": "drafter", "datastore": "table", "max_nodes": 6, "draft_depth": 2})],
     "parallel": [
         *(("speculative", {"gamma": gamma, "parallel": True}) for gamma in (2, 4)),
-        ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2}),
+        ("suffix", {"fallback": "drafter", "datastore": "table", "max_nodes": 6, "draft_depth": 2}),
     ],
     "eagle": [
         *_CHAINS[:2],
         ("dynamic-tree", {}),
-        ("suffix-drafter", {"store": "table", "nodes": 6, "draft_depth": 2, "least": 0.15}),
+        ("suffix", {"fallback": "drafter", "datastore": "table", "max_nodes": 6, "draft_depth": 2, "min_prob": 0.15}),
     ],
     "heads": [
         ("medusa", {"tree": "2x1"}),
-        ("slim-s", {"sequences": 8, "least": 0.05}),
-        ("suffix-heads", {"store": "table"}),
+        ("slim-s", {"num_sequences": 8, "min_prob": 0.05}),
+        ("suffix", {"fallback": "heads", "datastore": "table"}),
     ],
 }
 """By what a candidate is, the settings that it is measured with."""
-_LENGTHS = {"nodes": (2, 3, 4, 6, 8, 12, 16), "gamma": (1, 2, 3, 4, 6, 8), "sequences": (4, 8, 16, 32)}
+_LENGTHS = {"max_nodes": (2, 3, 4, 6, 8, 12, 16), "gamma": (1, 2, 3, 4, 6, 8), "num_sequences": (4, 8, 16, 32)}
 """Of drafts, by option, that the fastest row is tuned over."""
 
 
@@ -74,7 +74,7 @@ def row_named(label: str) -> Row:
 def rows_near(row: Row) -> list[Row]:
     """A row with a shorter draft, and with two longer ones."""
     method, options = row
-    name = next((name for name in _LENGTHS if name in METHODS[method].defaults), None)
+    name = next((name for name in _LENGTHS if name in method_options(method, {})), None)
     if name is None:
         return []
     at, lengths = method_options(method, options)[name], _LENGTHS[name]

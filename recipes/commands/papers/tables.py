@@ -59,7 +59,8 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     counts = {name: summed_by_text(flags_TH & within_TH, recording) for name, flags_TH in flags.items()}
     rows = _correlation_rows(counts, np.ones(len(texts), dtype=bool), "")
     for row, correlated in zip(rows, ("table", "none"), strict=True):
-        options = {"candidates": settings.candidates, "correlation": correlated, "unseen": settings.unseen}
+        options = {"num_candidates": settings.candidates, "correlation": correlated}
+        options["unseen_correlation"] = settings.unseen
         options["lengths"] = "full"  # with r = 1 the shortest of all lengths is always the likeliest
         options["add_k"] = settings.add_k
         replayed = predict(recording, parts, "slim-ss", options)
@@ -163,7 +164,7 @@ def _tokens_and_steps(
 ) -> tuple[list[float], list[float]]:
     """Tokens and steps of each prompt."""
     sampling, parts = Sampling(temperature), Parts(heads=bench.opened.parts.heads, table=table)
-    options: dict[str, Any] = {"sequences": settings.sequences, "candidates": settings.candidates}
+    options: dict[str, Any] = {"num_sequences": settings.sequences, "num_candidates": settings.candidates}
     lengths = [{"correlation": "none", "lengths": lengths} for lengths in ("all", "full")] if table is None else [{}]
     found: list[tuple[list[float], list[float]]] = []
     for more in lengths:

@@ -10,7 +10,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.methods import Parts, build_method, method_variants
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.loading import wrap_model
@@ -21,7 +21,8 @@ from pretend_device import PretendCuda
 VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
 LIMITS = Limits(24)
-NAMES = [name for name in METHODS if name != "beam"]  # whose one step is a whole text
+ROWS = {" ".join([name, *options.values()]): (name, options) for name, options in method_variants() if name != "beam"}
+"""Variants of methods by label, but `beam`, whose one step is a whole text."""
 
 
 def with_eagle(make_llama: Any, make_eagle: Any, device: str) -> tuple[Any, Parts]:

@@ -16,14 +16,14 @@ from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.loading import wrap_model
 from pretend_device import PretendCuda
-from steps import NAMES, VOCAB, built, decode, with_eagle
+from steps import ROWS, VOCAB, built, decode, with_eagle
 from transformers import GPT2Config, GPT2LMHeadModel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 LAUNCHES = {
     "autoregressive": 18, "mjgd": 100, "speculative": 58, "unigram": 51, "bigram": 93, "prompt-lookup": 32,
-    "dynamic-tree": 121, "lookup-drafter": 57, "suffix": 30, "suffix-heads": 33, "multi-candidate": 346,
-    "naive-multi-candidate": 132, "suffix-drafter": 193,
+    "dynamic-tree": 121, "prompt-lookup drafter": 57, "suffix": 30, "suffix heads": 33, "multi-candidate": 346,
+    "naive-multi-candidate": 132, "suffix drafter": 193,
     "batch-speculative": 269, "spectr": 592, "specinfer": 377, "bild": 38, "mjsd": 184, "adaptive": 57,
     "relaxed-opt": 58, "relaxed-uno": 49, "bpd": 79, "medusa": 83, "slim-ss": 117, "slim-s": 128, "slim-l": 127,
 }  # fmt: skip
@@ -45,34 +45,36 @@ def cuda() -> Iterator[PretendCuda]:
         pytest.param(4, 1.0, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, name: str, batch: int, temperature: float) -> None:
-    _, steps = decode(*built(make_llama, "cuda"), name, batch, temperature, cuda)
+@pytest.mark.parametrize("label", ROWS)
+def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, label: str, batch: int, temperature: float) -> None:
+    name, options = ROWS[label]
+    _, steps = decode(*built(make_llama, "cuda"), name, batch, temperature, cuda, **options)
     waits = [len(syncs) for syncs, _ in steps]
     assert set(waits) == {1}, steps
     if batch == 1 and temperature:
-        assert statistics.mean(launches for _, launches in steps) <= 1.05 * LAUNCHES[name]
+        assert statistics.mean(launches for _, launches in steps) <= 1.05 * LAUNCHES[label]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_texts_are_those_of_the_cpu(cuda: PretendCuda, make_llama: Any, name: str) -> None:
+@pytest.mark.parametrize("label", ROWS)
+def test_texts_are_those_of_the_cpu(cuda: PretendCuda, make_llama: Any, label: str) -> None:
     """Two rows at temperature 1: with a vocabulary of 64 and 24 tokens each a difference would not stay hidden."""
-    on_device, _ = decode(*built(make_llama, "cuda"), name, 2, 1.0, cuda)
-    assert decode(*built(make_llama, "cpu"), name, 2, 1.0, None)[0] == on_device
+    name, options = ROWS[label]
+    on_device, _ = decode(*built(make_llama, "cuda"), name, 2, 1.0, cuda, **options)
+    assert decode(*built(make_llama, "cpu"), name, 2, 1.0, None, **options)[0] == on_device
 
 
-@pytest.mark.parametrize("name", ["dynamic-tree", "suffix-drafter"])
+@pytest.mark.parametrize("name", ["dynamic-tree", "suffix"])
 def test_eagle_in_trees_of_fewer_nodes_than_levels(
     cuda: PretendCuda, make_llama: Any, make_eagle: Any, name: str
 ) -> None:
     """Up to the last slot of the cache."""
-    options = {"nodes": 2, "least": 0.001}
+    options = {"max_nodes": 2, "min_prob": 0.001} | ({"fallback": "drafter"} if name == "suffix" else {})
     found = decode(*with_eagle(make_llama, make_eagle, "cuda"), name, 1, 0.0, cuda, **options)[0]
     assert found == decode(*with_eagle(make_llama, make_eagle, "cpu"), name, 1, 0.0, None, **options)[0]
 
 
 def test_a_policy_that_lets_the_drafter_rest_waits_to_know(cuda: PretendCuda, make_llama: Any) -> None:
-    options = {"policy": "expected-gain", "cost": 0.4}
+    options = {"policy": "expected-gain", "draft_cost": 0.4}
     on_device, steps = decode(*built(make_llama, "cuda"), "adaptive", 4, 1.0, cuda, **options)
     assert {len(syncs) for syncs, _ in steps} == {2}
     assert decode(*built(make_llama, "cpu"), "adaptive", 4, 1.0, None, **options)[0] == on_device

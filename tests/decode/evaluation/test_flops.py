@@ -148,7 +148,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in METHODS if name != "beam"),  # beam search has one step, with the prompt's reading in it
     ("multi-candidate", {"k_config": "3x2x1", "attention": "batch"}),
     ("speculative", {"gamma": 7}),
-    ("specinfer", {"gamma": 2, "drafts": 3}),
+    ("specinfer", {"gamma": 2, "num_drafts": 3}),
 ]
 
 

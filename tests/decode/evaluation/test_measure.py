@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 ENTRIES = [
     Entry("plain", "autoregressive"),
     Entry("chain", "speculative", {"gamma": 3}),
-    Entry("beam", "beam", {"beams": 2}),
+    Entry("beam", "beam", {"num_beams": 2}),
     Entry("drawn", "autoregressive", sampling=Sampling(1.0)),
     Entry("drawn chain", "speculative", {"gamma": 2}, Sampling(1.0)),
 ]

@@ -19,17 +19,17 @@ ENTRIES = [Entry("autoregressive", "autoregressive")] + [
     Entry(f"{name} {options}", name, options)
     for name, options in (
         ("speculative", {"gamma": 3}),
-        ("adaptive", {"threshold": 0.3}),
+        ("adaptive", {"confidence_threshold": 0.3}),
         ("adaptive", {"policy": "oracle"}),
         ("multi-candidate", {"k_config": "3x2"}),
         ("multi-candidate", {"k_config": "2x2", "attention": "batch"}),
         ("medusa", {"tree": "3x2"}),
-        ("slim-s", {"sequences": 6, "candidates": 3, "correlation": "none"}),
-        ("prompt-lookup", {"gamma": 3, "ngram": 1}),
-        ("mjsd", {"gamma": 3, "beams": 2}),
-        ("bild", {"gamma": 4, "fallback": 0.2}),
-        ("beam", {"beams": 2}),
-        ("mjgd", {"gamma": 2, "beams": 3}),
+        ("slim-s", {"num_sequences": 6, "num_candidates": 3, "correlation": "none"}),
+        ("prompt-lookup", {"gamma": 3, "max_ngram": 1}),
+        ("mjsd", {"gamma": 3, "num_beams": 2}),
+        ("bild", {"gamma": 4, "fallback_threshold": 0.2}),
+        ("beam", {"num_beams": 2}),
+        ("mjgd", {"gamma": 2, "num_beams": 3}),
     )
 ]
 LIMITS = Limits(15, (9,))
@@ -110,7 +110,7 @@ def test_an_iteration_of_beams_is_all_its_forwards_of_the_target(models: tuple[A
         assert counts.steps == (depth + 1) * counts.iterations
         kept = counts.tokens / counts.iterations
         assert row["ideal"] == pytest.approx(kept / (depth + 1), rel=1e-6)
-        beams = row["options"]["beams"]
+        beams = row["options"]["num_beams"]
         read = 1 + beams * (depth - 1) + depth + 1  # tokens that an iteration runs the target on
         assert 1 < row["flops_per_token"]["total"] / (alone * read / kept) < 1.2  # attention sees the draft as well
 

@@ -21,14 +21,14 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("multi-candidate", {"k_config": "3x2x1"}),
     ("multi-candidate", {"k_config": "2x2", "replacement": True}),
     ("naive-multi-candidate", {"k_config": "3x2"}),
-    ("spectr", {"gamma": 3, "drafts": 3}),
-    ("specinfer", {"gamma": 3, "drafts": 2}),
-    ("adaptive", {"threshold": 0.3}),
-    ("prompt-lookup", {"gamma": 3, "ngram": 1}),
+    ("spectr", {"gamma": 3, "num_drafts": 3}),
+    ("specinfer", {"gamma": 3, "num_drafts": 2}),
+    ("adaptive", {"confidence_threshold": 0.3}),
+    ("prompt-lookup", {"gamma": 3, "max_ngram": 1}),
     ("medusa", {"tree": "3x2"}),
-    ("mjsd", {"gamma": 3, "beams": 3, "threshold": 0.05}),
-    ("bild", {"gamma": 4, "fallback": 0.2, "rollback": 2.0}),
-    ("mjgd", {"gamma": 2, "beams": 2}),
+    ("mjsd", {"gamma": 3, "num_beams": 3, "likelihood_threshold": 0.05}),
+    ("bild", {"gamma": 4, "fallback_threshold": 0.2, "rollback_threshold": 2.0}),
+    ("mjgd", {"gamma": 2, "num_beams": 2}),
 ]
 
 

@@ -94,7 +94,11 @@ def test_factors_are_their_product(
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("speculative", {"gamma": 3}), ("multi-candidate", {"k_config": "3x2x1"}), ("spectr", {"drafts": 3, "gamma": 2})],
+    [
+        ("speculative", {"gamma": 3}),
+        ("multi-candidate", {"k_config": "3x2x1"}),
+        ("spectr", {"num_drafts": 3, "gamma": 2}),
+    ],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_text_stays_the_targets(

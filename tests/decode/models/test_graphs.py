@@ -179,11 +179,11 @@ def test_a_replay_equals_the_plain_forward(
         ("multi-candidate", {"k_config": "3x2x1"}),
         ("multi-candidate", {"k_config": "3x1x2", "replacement": False}),
         ("multi-candidate", {"k_config": "2x2", "attention": "batch"}),
-        ("specinfer", {"drafts": 2}),
+        ("specinfer", {"num_drafts": 2}),
         ("adaptive", {"policy": "oracle"}),
         ("medusa", {}),
-        ("mjsd", {"threshold": 0.1}),
-        ("mjgd", {"beams": 3}),
+        ("mjsd", {"likelihood_threshold": 0.1}),
+        ("mjgd", {"num_beams": 3}),
     ],
     ids=str,
 )
@@ -214,11 +214,17 @@ def kept(target: LanguageModel, name: str, drafter: LanguageModel, temperature: 
 @pytest.mark.parametrize(
     ("name", "of_two"),
     [
-        ("adaptive", ({"gamma": 6, "threshold": 0.2}, {"gamma": 3, "threshold": 0.2})),
-        ("bild", ({"gamma": 5, "fallback": 0.3}, {"gamma": 5, "fallback": 0.1})),
-        ("lookup-drafter", ({"draft_gamma": 4}, {"draft_gamma": 2})),
-        ("dynamic-tree", ({"least": 0.01}, {"least": 0.01, "nodes": 3, "depth": 5})),
-        ("suffix-drafter", ({"least": 0.01}, {"least": 0.01, "nodes": 12, "sure": 0.2})),
+        ("adaptive", ({"gamma": 6, "confidence_threshold": 0.2}, {"gamma": 3, "confidence_threshold": 0.2})),
+        ("bild", ({"gamma": 5, "fallback_threshold": 0.3}, {"gamma": 5, "fallback_threshold": 0.1})),
+        ("prompt-lookup", ({"fallback": "drafter", "draft_gamma": 4}, {"fallback": "drafter", "draft_gamma": 2})),
+        ("dynamic-tree", ({"min_prob": 0.01}, {"min_prob": 0.01, "max_nodes": 3, "max_depth": 5})),
+        (
+            "suffix",
+            (
+                {"fallback": "drafter", "min_prob": 0.01},
+                {"fallback": "drafter", "min_prob": 0.01, "max_nodes": 12, "confidence_threshold": 0.2},
+            ),
+        ),
     ],
 )
 def test_what_is_drafted_on_counts_for_nothing(

@@ -18,7 +18,7 @@ import torch
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, Step, generate
 from draftsmith.decode.evaluation.measure import decode_side_by_side
-from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.methods import METHODS, Parts, build_method, method_config, method_variants
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.models.seq2seq import Seq2SeqModel
@@ -33,8 +33,7 @@ START = 3
 COUNT = 20  # more than the largest relative distance
 SOURCES = [[5, 9, 3, 7, 1], [8], [0, 11, 0, 39, 2, 4, 17, 1], [6, 1]]  # 0, the padding token, is an ordinary one here
 FALSE_ALARM = 1e-6
-LOSSY = {"beam", "mjgd", "bild", "mjsd", "relaxed-opt", "relaxed-uno"}
-LOSSLESS = [name for name in METHODS if name not in LOSSY]
+LOSSLESS = [row for row in method_variants() if method_config(*row).is_lossless and "datastore" not in row[1]]
 SIZES = {
     "vocab_size": VOCAB,
     "d_model": 32,
@@ -163,24 +162,26 @@ def test_what_overflows_in_half_precision_is_cut_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [("flan-t5", name) for name in LOSSLESS]
-    + [(family, name) for family in ("t5", "umt5") for name in ("autoregressive", "speculative", "prompt-lookup")],
+    ("family", "name", "options"),
+    [("flan-t5", *row) for row in LOSSLESS]
+    + [(family, name, {}) for family in ("t5", "umt5") for name in ("autoregressive", "speculative", "prompt-lookup")],
 )
-def test_greedy_output_is_that_of_transformers(make_parts: Callable[..., Parts], family: str, name: str) -> None:
+def test_greedy_output_is_that_of_transformers(
+    make_parts: Callable[..., Parts], family: str, name: str, options: dict[str, Any]
+) -> None:
     """In a batch and alone, to the limit and to an end-of-sequence token that one row meets early."""
     target, parts = scorer(family), make_parts(family)
     full, stop, stopped = wanted(family)
     assert len(stopped[0]) <= 7
-    output, steps = run(target, name, parts)
+    output, steps = run(target, name, parts, **options)
     assert output == full
     if (family, name) == ("flan-t5", "speculative"):  # rows that accept different numbers of tokens are among them
         assert any(len({len(ids) for ids in step.new_ids}) >= 3 for step in steps)
-    assert run(target, name, parts, limits=Limits(COUNT, (stop,)))[0] == stopped
-    assert [run(target, name, parts, [source])[0][0] for source in SOURCES[:2]] == full[:2]
+    assert run(target, name, parts, limits=Limits(COUNT, (stop,)), **options)[0] == stopped
+    assert [run(target, name, parts, [source], **options)[0][0] for source in SOURCES[:2]] == full[:2]
 
 
-@pytest.mark.parametrize("name", sorted(LOSSY))
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.lossless])
 def test_the_methods_that_are_not_lossless_run(make_parts: Callable[..., Parts], name: str) -> None:
     output, _ = run(scorer("t5"), name, make_parts("t5"))
     assert [len(ids) for ids in output] == [COUNT] * len(SOURCES)
@@ -229,7 +230,11 @@ def p_value(model: PreTrainedModel, source: Sequence[int], output: Sequence[Sequ
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("speculative", {"gamma": 3}), ("multi-candidate", {"k_config": "3x2"}), ("adaptive", {"threshold": 0.5})],
+    [
+        ("speculative", {"gamma": 3}),
+        ("multi-candidate", {"k_config": "3x2"}),
+        ("adaptive", {"confidence_threshold": 0.5}),
+    ],
 )
 def test_three_tokens_follow_the_target(name: str, options: dict[str, object]) -> None:
     """For each source of a mixed batch; and with the sources confused, the same test finds it out."""

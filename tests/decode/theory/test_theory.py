@@ -205,7 +205,7 @@ def test_batch_speculative_rejections(make_markov: MakeMarkov, make_stream: Make
     """Formula 3. What other numbers of drafts would give lies five standard errors off or more."""
     target_TVV, draft_TVV = (table_TVV[:BATCH_TOKENS] for table_TVV in random_tables(0))
     parts = Parts(make_markov(draft_TVV))
-    method = build_method("batch-speculative", parts, SAMPLING, gamma=BATCH_TOKENS, drafts=drafts)
+    method = build_method("batch-speculative", parts, SAMPLING, gamma=BATCH_TOKENS, num_drafts=drafts)
     rows = ROWS if drafts < 8 else ROWS // 2
     mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(drafts, rows), rows, BATCH_TOKENS)
     expected = expected_batch_rejections(target_TVV, draft_TVV, drafts)
@@ -225,7 +225,7 @@ def test_batch_speculative_rejections_of_short_texts(
     """
     target_TVV, draft_TVV = (table_TVV[:tokens] for table_TVV in random_tables(2))
     rows = 40_000
-    method = build_method("batch-speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=tokens, drafts=drafts)
+    method = build_method("batch-speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=tokens, num_drafts=drafts)
     mean, error, counts_V = count_rejections(make_markov(target_TVV), method, make_stream(tokens, rows), rows, tokens)
     expected = expected_batch_rejections(target_TVV, draft_TVV, drafts)
     assert abs(mean - expected) < 3 * error
@@ -426,7 +426,7 @@ def test_k_seq_solves_its_equation() -> None:
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_k_seq_accepts_as_much_as_its_formula_says(make_markov: MakeMarkov, make_stream: MakeStream, k: int) -> None:
     p, q = list(random_distributions(6, 7, seed=1))[2]
-    whole, part = level_counts(make_markov, make_stream, "spectr", p, q, gamma=1, drafts=k)
+    whole, part = level_counts(make_markov, make_stream, "spectr", p, q, gamma=1, num_drafts=k)
     assert_share(part, whole, k_seq(p, q, k)[1])
 
 

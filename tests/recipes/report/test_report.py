@@ -33,7 +33,7 @@ NASTY = "spec <script>alert('x')</script> & \"more\""
 METHODS: list[dict[str, Any]] = [
     {"method": "autoregressive"},
     {"method": "speculative", "options": {"gamma": 2}},
-    {"method": "mjsd", "options": {"gamma": 3, "beams": 2, "threshold": 0.1}},
+    {"method": "mjsd", "options": {"gamma": 3, "num_beams": 2, "likelihood_threshold": 0.1}},
     {"method": "autoregressive", "temperature": 1.0},
     {"method": "speculative", "temperature": 1.0},
 ]

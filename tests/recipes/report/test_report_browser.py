@@ -26,7 +26,7 @@ ROWS: list[dict[str, Any]] = [
     {"method": "autoregressive"},
     {"method": "speculative", "label": "spec <script>document.title='broken'</script>", "options": {"gamma": 2}},
     {"method": "prompt-lookup"},
-    {"method": "mjsd", "options": {"gamma": 3, "beams": 2, "threshold": 0.1}},
+    {"method": "mjsd", "options": {"gamma": 3, "num_beams": 2, "likelihood_threshold": 0.1}},
     {"method": "autoregressive", "temperature": 1.0},
     {"method": "speculative", "temperature": 1.0},
 ]

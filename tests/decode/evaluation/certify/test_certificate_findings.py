@@ -142,7 +142,7 @@ def test_texts_end_where_they_should(
 def test_lossy_methods_are_measured_and_not_judged(make_llama: MakeLlama) -> None:
     target, drafter = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=1.5), check=False) for seed in (0, 1))
     for sampling in (GREEDY, PLAIN):
-        certificate = certify(target, "mjsd", sampling, Parts(drafter), options={"gamma": 3, "beams": 2})
+        certificate = certify(target, "mjsd", sampling, Parts(drafter), options={"gamma": 3, "num_beams": 2})
         assert certificate.verdict == "not claimed"
         assert not certificate.failed
         assert not certificate.early

@@ -58,16 +58,21 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
         assert (choice.found_by, choice.lossless) == ("decoding", name not in tuning.LOSSY)
         surprise = None if choice.lossless else pytest.approx(perplexity(target, prompts[:6], texts))
         assert choice.perplexity == surprise
-    knobs = {"bild": "rollback"} | dict.fromkeys(tuning.TREES, "least") | dict.fromkeys(tuning.CHAINS, "drafts")
-    knobs |= {tuning.PARALLEL: "gamma"} | dict.fromkeys(("mjsd", "adaptive", "lookup-drafter"), "threshold")
+    knobs = (
+        {"bild": "rollback_threshold"}
+        | dict.fromkeys(tuning.TREES, "min_prob")
+        | dict.fromkeys(tuning.CHAINS, "num_drafts")
+    )
+    knobs |= {tuning.PARALLEL: "gamma"} | dict.fromkeys(("adaptive", "prompt-lookup, drafter"), "confidence_threshold")
+    knobs |= {"mjsd": "likelihood_threshold"}
     by_knob: dict[float, list[float]] = {}
     for choice in choices:
-        if "cost" not in choice.options:  # of the policy that weighs gain against it
+        if "draft_cost" not in choice.options:  # of the policy that weighs gain against it
             by_knob.setdefault(choice.options[knobs.get(name, "epsilon")], []).append(choice.tokens_per_step)
     means = [np.mean(rates) for _, rates in sorted(by_knob.items())]
     assert means[0] != means[-1]
     if name not in (tuning.TYPICAL, *tuning.CHAINS):  # whose threshold is the higher the larger ε is
-        fewer = ("mjsd", "adaptive", "lookup-drafter", *tuning.TREES)  # tokens the higher the limit is
+        fewer = ("mjsd", "adaptive", "prompt-lookup, drafter", *tuning.TREES)  # tokens the higher the limit is
         assert (means[0] < means[-1]) == (name not in fewer)
 
 

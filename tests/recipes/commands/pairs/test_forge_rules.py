@@ -143,12 +143,12 @@ def test_rows_that_were_measured_apart_find_their_drafters() -> None:
     some = [
         Measured("look-up", "suffix", 0, 1.0, 1.0, (1.0, 1.0)),
         Measured("own", "speculative 2", 9, 1.0, 1.0, (1.0, 1.0)),
-        Measured("heads", "suffix-heads table", 9, 1.0, 1.0, (1.0, 1.0)),
+        Measured("heads", "suffix heads table", 9, 1.0, 1.0, (1.0, 1.0)),
         Measured("runs/given", "speculative 4", 0, 1.0, 1.0, (1.0, 1.0)),
     ]
     trained: dict[str, dict[str, Any]] = {"own": {"drafters": ["runs/own"]}, "heads": {"heads": "runs/heads"}}
     rows, given = together(some, trained, ["runs/given"])
-    assert [name for name, _ in rows] == ["suffix", "speculative", "suffix-heads", "speculative"]
+    assert [name for name, _ in rows] == ["suffix", "speculative", "suffix", "speculative"]
     assert [options.get("drafter") for _, options in rows] == [None, None, None, 2]
     assert given == {"drafters": ["runs/own", "runs/given"], "heads": "runs/heads", "table": True}
     assert together(some[:1], trained, [])[1] == {"drafters": [], "table": False}
@@ -163,7 +163,7 @@ def test_the_fastest_is_tuned_over_lengths_that_were_not_measured() -> None:
     assert [each.label for each in around(labelled)] == [f"speculative {n}" for n in (2, 4, 3, 1, 3)]
     assert {each.name for each in around(labelled)[3:]} == {"a"}
     _, *near = around([replace(close[0], label="suffix table 4")])
-    assert [row_named(each.label)[1]["nodes"] for each in near] == [3, 6, 8]
+    assert [row_named(each.label)[1]["max_nodes"] for each in near] == [3, 6, 8]
     assert around([replace(close[0], label="medusa 2x1")]) == [replace(close[0], label="medusa 2x1")]
 
 

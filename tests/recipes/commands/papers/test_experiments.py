@@ -111,13 +111,16 @@ def test_candidates_with_replacement_are_the_closed_form(pair: Row, known: Any, 
 
 def test_methods_are_decoded_as_an_evaluation_decodes_them(pair: Row, tmp_path: Path) -> None:
     methods = [{"method": "autoregressive"}, {"method": "speculative", "label": "chain", "options": {"gamma": 3}},
-               {"method": "mjsd", "options": {"gamma": 3, "beams": 2}}]  # fmt: skip
+               {"method": "mjsd", "options": {"gamma": 3, "num_beams": 2}}]  # fmt: skip
     evaluate = pair | {"methods": methods, "temperature": 1.0, "top_k": 20, "seed": 5}
     found = rows_of("acceptance", evaluate, tmp_path, sources=[])
     assert list(found) == ["chain", "mjsd"]
     bench = open_case(recipe_of("acceptance", evaluate).evaluate)
     sampling = Sampling(1.0, 20)
-    for label, name, options in (("chain", "speculative", {"gamma": 3}), ("mjsd", "mjsd", {"gamma": 3, "beams": 2})):
+    for label, name, options in (
+        ("chain", "speculative", {"gamma": 3}),
+        ("mjsd", "mjsd", {"gamma": 3, "num_beams": 2}),
+    ):
         method = build_method(name, bench.opened.parts, sampling, **options)
         tallies = [
             decode(bench.opened.target, method, sampling, 5 + place, prompt, bench.limits).tally
@@ -199,7 +202,7 @@ def test_saturation_is_decoding_with_tables_of_growing_parts(pair: Row, tiny_pai
         assert row["gain"] == pytest.approx(row["tokens_per_step"] / found["r = 1"]["tokens_per_step"] - 1)
         assert row["conversations"] == manifest.data["conversations"]
         parts = Parts(heads=bench.opened.parts.heads, table=BigramTable.load(folder))
-        method = build_method("slim-s", parts, Sampling(), sequences=2, candidates=4)
+        method = build_method("slim-s", parts, Sampling(), num_sequences=2, num_candidates=4)
         tallies = [
             decode(bench.opened.target, method, Sampling(), at, prompt, bench.limits).tally
             for at, prompt in enumerate(bench.prompts)

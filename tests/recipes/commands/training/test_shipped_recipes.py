@@ -125,7 +125,7 @@ def test_it_leaves_heads_that_decode_losslessly(
     parts = Parts(heads=heads, table=table or BigramTable.from_documents([], 320))
     scorer, greedy, limits = wrap_model(target), Sampling(temperature=0.0), Limits(24, ())
     plain = build_method("autoregressive", parts, greedy)
-    for method, options in (("medusa", {"tree": recipe.measure.tree}), ("slim-s", {"sequences": 8})):
+    for method, options in (("medusa", {"tree": recipe.measure.tree}), ("slim-s", {"num_sequences": 8})):
         ways = build_method(method, parts, greedy, **options), plain
         for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
             found, expected = (decode(scorer, way, greedy, 0, prompt, limits) for way in ways)

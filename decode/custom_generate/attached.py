@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checkpoints.artifact.locate import resolve_at
-from .custom_generate.method import CustomGenerate
-from .custom_generate.request import calling_generate
-from .custom_generate.saved import read_settings
+from ...checkpoints.artifact.locate import resolve_at
+from .method import CustomGenerate
+from .request import calling_generate
+from .saved import read_settings
 
 
 def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **asked: Any) -> Any:

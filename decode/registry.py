@@ -1,0 +1,208 @@
+"""Registry of decoding methods: their options, the artifacts they need, and how they are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from ..checkpoints.storage.messages import did_you_mean
+from ..checkpoints.table.table import BigramTable
+from .engine import Proposer, Verifier
+from .models.base import LanguageModel
+from .proposers.head_trees import HeadModule
+from .warpers import Sampling
+
+Options = dict[str, Any]
+Part = Literal["drafter", "heads", "table"]
+
+
+class Method(NamedTuple):
+    """Proposer and verifier, which `generate` takes after the target."""
+
+    proposer: Proposer
+    verifier: Verifier
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Artifacts that a method may be built from, apart from the target."""
+
+    drafter: LanguageModel | None = None
+    heads: HeadModule | None = None
+    table: BigramTable | None = None
+    more_drafters: tuple[LanguageModel, ...] = ()
+    """Further drafters. The option `drafter: 2` selects the first of them; `specinfer` uses all."""
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """Options of a decoding method; the docstring of a subclass says what it drafts.
+
+    An option is annotated with its type and its description. Integers are counts and must be at least 1; a `Literal`
+    lists the choices.
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[tuple[Part, ...]] = ()
+    lossless: ClassVar[bool] = True
+    """Whether the output follows the target's distribution, whatever the options."""
+    greedy_only: ClassVar[bool] = False
+    """Whether the method searches for likely text, so that a temperature means nothing to it."""
+
+    @property
+    def needs(self) -> tuple[Part, ...]:
+        """Artifacts that the method needs with these options."""
+        return self.requires
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the output follows the target's distribution with these options."""
+        return self.lossless
+
+    def build(self, parts: Parts, sampling: Sampling) -> Method:
+        """Return the proposer and the verifier. Raises ValueError for settings that do not fit each other."""
+        raise NotImplementedError
+
+
+METHODS: dict[str, type[MethodConfig]] = {}
+"""All methods by name. `decode/methods.py` registers them."""
+Config = TypeVar("Config", bound=MethodConfig)
+
+
+@dataclass_transform(frozen_default=True)
+def register(
+    name: str, requires: tuple[Part, ...] = (), *, lossless: bool = True, greedy_only: bool = False
+) -> Callable[[type[Config]], type[Config]]:
+    """Make a class a frozen dataclass and add it to `METHODS` under a name."""
+
+    def add(config: type[Config]) -> type[Config]:
+        config = dataclass(frozen=True)(config)
+        config.name, config.requires, config.lossless, config.greedy_only = name, requires, lossless, greedy_only
+        METHODS[name] = config
+        return config
+
+    return add
+
+
+def method_config(name: str, options: Mapping[str, Any]) -> MethodConfig:
+    """Return the options of a method with defaults filled in.
+
+    Raises:
+        ValueError: An unknown method, option or choice (the message names the nearest known one), a value of another
+            type, or a count below 1.
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
+    hints = _option_types(METHODS[name])
+    for key, value in options.items():
+        if key not in hints:
+            known = ", ".join(hints) or "none"
+            raise ValueError(f"method {name!r} has no option {key!r}.{did_you_mean(key, list(hints))} Known: {known}")
+        _check_value(f"option {key!r} of method {name!r}", value, hints[key])
+    return METHODS[name](**options)
+
+
+def _check_value(what: str, value: Any, hint: Any) -> None:
+    kinds = get_args(hint) or (hint,)
+    if get_origin(hint) is Literal:
+        if value not in kinds:
+            known = ", ".join(kinds)
+            raise ValueError(f"{what} cannot be {value!r}.{did_you_mean(str(value), list(kinds))} Known: {known}")
+    elif type(value) not in kinds and not (float in kinds and type(value) is int):
+        raise ValueError(f"{what} must be {kinds[0].__name__}, got {value!r}")
+    elif type(value) is int and int in kinds and value < 1:
+        raise ValueError(f"{what} must be at least 1, got {value}")
+
+
+def _option_types(config: type[MethodConfig]) -> dict[str, Any]:
+    hints = get_type_hints(config)
+    return {each.name: hints[each.name] for each in fields(config)}
+
+
+def method_options(name: str, options: Mapping[str, Any]) -> Options:
+    """Return all options of a method, defaults filled in; raises what `method_config` raises."""
+    return asdict(method_config(name, options))
+
+
+def needs_of(name: str, options: Mapping[str, Any]) -> tuple[Part, ...]:
+    """Return the artifacts that a method needs with these options; raises what `method_config` raises."""
+    return method_config(name, options).needs
+
+
+def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:
+    """Return the proposer and verifier of a method.
+
+    Raises:
+        ValueError: Wrong options, a missing artifact, or settings that do not fit each other.
+    """
+    config = method_config(name, options)
+    for part in config.needs:
+        if getattr(parts, part) is None:
+            raise ValueError(f"method {name!r} needs a {part}, and none was given")
+    if (number := getattr(config, "drafter", 1)) > 1:
+        if number > len(parts.more_drafters) + 1:
+            raise ValueError(f"`drafter` of method {name!r} is {number}: there are {len(parts.more_drafters) + 1}")
+        parts = replace(parts, drafter=parts.more_drafters[number - 2])
+    return config.build(parts, sampling)
+
+
+def method_variants() -> list[tuple[str, Options]]:
+    """Return every method with default options, then with each choice that needs more artifacts or makes it lossy."""
+    return [(name, options) for name in METHODS for options in ({}, *_choices_that_matter(name))]
+
+
+def _choices_that_matter(name: str) -> list[Options]:
+    config, types = METHODS[name](), _option_types(METHODS[name])
+    choices = [(key, choice) for key, hint in types.items() if get_origin(hint) is Literal for choice in get_args(hint)]
+    changed = [({key: choice}, replace(config, **{key: choice})) for key, choice in choices]
+    return [each for each, new in changed if set(new.needs) > set(config.needs) or new.is_lossless < config.is_lossless]
+
+
+def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Options]]:
+    """Return the variants of all methods that can be built from these artifacts and matter at a temperature."""
+    rows = [(name, options, method_config(name, options)) for name, options in method_variants()]
+    return [
+        (name, options)
+        for name, options, config in rows
+        if all(part in parts for part in config.needs)
+        and not (config.greedy_only if temperature else config.is_lossless < METHODS[name].lossless)
+    ]
+
+
+def methods_table() -> str:
+    """Return the Markdown table of all methods that `decode/README.md` shows."""
+    rows = ["| method | drafts | options (defaults) | lossless |", "|---|---|---|---|"]
+    for name, config in METHODS.items():
+        bases = [each for each in METHODS.values() if each is config.__mro__[1]]
+        known = {each.name: each.default for base in bases for each in fields(base)} or {"drafter": 1}
+        options = [f"as `{base.name}`" for base in bases]
+        hints = get_type_hints(config, include_extras=True)
+        options += [
+            _describe(each.name, each.default, *get_args(hints[each.name]))
+            for each in fields(config)
+            if each.name not in known or known[each.name] != each.default
+        ]
+        lossy = [each for each in _choices_that_matter(name) if not replace(config(), **each).is_lossless]
+        lossless = ["yes" if config.lossless else "no"]
+        lossless += [f"no with `{key}: {choice}`" for each in lossy for key, choice in each.items()]
+        summary = (config.__doc__ or "").partition("\n")[0].removesuffix(".")
+        rows.append(f"| `{name}` | {summary} | {'; '.join(options) or '–'} | {', '.join(lossless)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _describe(name: str, default: Any, hint: Any, doc: str) -> str:
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    values = ", ".join(f"**{choice}**" if choice == default else choice for choice in choices)
+    shown = values or (str(default).lower() if default is None or isinstance(default, bool) else default)
+    return f"`{name}` ({shown}): {doc}"
