@@ -1,4 +1,4 @@
-"""Heads or a table exported as one file for this engine inside transformers' `generate`."""
+"""Heads or a table exported for this engine inside transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.export.base import ExportOptions, Source, format_of
+from ...checkpoints.export.base import ExportOptions, Source, check_same_tensors, format_of
 from .method import CustomGenerate, method
-from .saved import stored_parts, write_method
 
 
 def _method_of(source: Source, options: ExportOptions) -> CustomGenerate:
@@ -20,19 +19,21 @@ def _method_of(source: Source, options: ExportOptions) -> CustomGenerate:
 
 
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
-    write_method(_method_of(source, options).stored(), folder)
+    _method_of(source, options).write(folder)
 
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    mine, theirs = _method_of(source, options), CustomGenerate.from_pretrained(folder)
-    (known, settings), (found, stored) = stored_parts(mine.stored()), stored_parts(theirs.stored())
-    same = known.keys() == found.keys() and all(torch.equal(known[name], found[name]) for name in known)
-    if not same or settings != stored or theirs.options != mine.options:
-        kind = source.manifest.kind
-        raise ValueError(f"the {kind} read back from {folder} differ from those of {source.folder}")
-    if mine.table is not None:
-        return [f"all {mine.table.entries:,} counts"]
-    return [f"all {len(known)} tensors of the heads"]
+    expected, found = _method_of(source, options), CustomGenerate.from_pretrained(folder)
+    check_same_tensors(_tensors(found), _tensors(expected), folder)
+    if expected.table is not None:
+        return [f"all {expected.table.entries:,} counts"]
+    return [f"all {len(_tensors(expected))} tensors of the heads"]
+
+
+def _tensors(custom: CustomGenerate) -> dict[str, torch.Tensor]:
+    if custom.table is None:
+        return custom.heads.state_dict()  # type: ignore[union-attr]
+    return {name: getattr(custom.table, name) for name in ("row_ptr", "col", "count", "unigram")}
 
 
 ATTACHED_FORMATS = (

@@ -8,9 +8,11 @@ Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -23,7 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from ...checkpoints.artifact.artifact import open_artifact
 from ...checkpoints.artifact.locate import model_source, resolve, resolve_at
 from ...checkpoints.heads.files import PredictionHeads, load_heads
-from ...checkpoints.storage.atomic import read_consistent
+from ...checkpoints.storage.atomic import atomic_dir, read_consistent
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
 from ..engine import generate
@@ -34,8 +36,8 @@ from ..models.lean import LeanDecoder
 from ..models.loading import load_model, wrap_model
 from ..proposers.head_trees import HeadModule, attach_projection, states_of
 from ..rng import Rng
-from .request import Replay, check_request, held_back, prompts_of, sampling_of
-from .saved import SETTINGS_FILE, StoredMethod, read_method, save_method
+from .request import Replay, calling_generate, check_request, held_back, prompts_of, sampling_of
+from .saved import SETTINGS_FILE, check_replaceable, read_method, read_settings, write_method
 
 Part = TypeVar("Part")
 
@@ -66,6 +68,7 @@ def method(
     """
     settings = method_options(name, options)
     needs = needs_of(name, settings)
+    settings.pop("drafter", None)  # of several drafters the first one drafts
     given = {"drafter": drafter, "heads": heads, "table": table}
     for part in needs:
         if given[part] is None:
@@ -99,35 +102,40 @@ class CustomGenerate:
     """The heads are nobody else's: they follow the target's device and dtype."""
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the method, its options and parts to a folder, whole or not at all; `from_pretrained` reads it.
+        """Write the method, its options and its parts to a folder, all or nothing; `from_pretrained` reads it.
 
         transformers runs it itself where code is trusted: `generate(custom_generate=FOLDER, trust_remote_code=True)`.
-        Raises ValueError: the folder holds other files; heads that are not `PredictionHeads`; a drafter with adapters.
-        """
-        save_method(self.stored(), Path(folder))
 
-    def stored(self) -> StoredMethod:
-        """What `save_pretrained` writes."""
+        Raises:
+            ValueError: The folder holds other files; heads other than `PredictionHeads`; a drafter with adapters.
+        """
+        check_replaceable(Path(folder))
+        with atomic_dir(Path(folder)) as unfinished:
+            self.write(unfinished)
+            check_replaceable(Path(folder))  # again: writing may have taken minutes
+
+    def write(self, folder: Path) -> None:
+        """Write the files of `save_pretrained` to an empty folder."""
         drafters = [drafter.hub_id or drafter.model for drafter in self.drafters]
-        return StoredMethod(self.name, self.options, drafters, self.heads, self.table)
+        write_method(folder, self.name, self.options, drafters, self.heads, self.table)
 
     @classmethod
     def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
-        """What `save_pretrained` wrote, from a folder or the hub's `user/name` at a revision. Nothing there is run.
-        Raises ValueError: there is no such thing, or it is damaged, or its parts do not fit each other."""
+        """Load a saved method from a folder, or from the hub's `user/name` at a revision. No code there is run.
+
+        Raises:
+            ValueError: There is no such method, it is damaged, or its parts do not fit each other.
+        """
         folder = resolve_at(source, revision)
         return read_consistent(folder, lambda: cls._read(folder))
 
     @classmethod
     def _read(cls, folder: Path) -> CustomGenerate:
-        stored = read_method(folder)
-        first, *more = stored.drafters or (None,)
-        parts: dict[str, Any] = {"drafter": first, "more_drafters": more, "heads": stored.heads, "table": stored.table}
+        name, options, parts = read_method(folder)
         try:
-            custom = method(stored.name, **parts, **stored.options)
+            return method(name, **parts, **options)
         except (ValueError, TypeError) as error:  # TypeError: an option named as one of `method`'s own arguments
             raise ValueError(f"{folder / SETTINGS_FILE}: {error}") from error
-        return replace(custom, loaded_heads=custom.heads is not None)
 
     def __call__(
         self,
@@ -189,6 +197,35 @@ class CustomGenerate:
                 self.heads.training
             )  # drops copies of weights, which do not follow writing through `.data`
         return Parts(drafters[0] if drafters else None, self.heads, self.table, tuple(drafters[1:]))
+
+
+def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **asked: Any) -> Any:
+    """Decode with the method that is saved where `generate`'s argument `custom_generate` points.
+
+    `custom_generate/generate.py` of a saved method calls this. A model loaded with `trust_remote_code` from a folder
+    with such a file has it for its `generate`: then the method is the one in the model's folder.
+
+    Raises:
+        ValueError: What `CustomGenerate.from_pretrained` and decoding raise.
+    """
+    caller = calling_generate(inspect.currentframe())
+    revision = asked.pop("revision", None)
+    source = None if caller is None else caller.get("custom_generate")
+    if not isinstance(source, str):
+        source, revision = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
+    folder = resolve_at(source, revision).resolve()
+    custom = _load_once(folder, json.dumps(read_settings(folder)), _changed(folder))
+    return type(model).generate(model, inputs, custom_generate=custom, **asked)
+
+
+def _changed(folder: Path) -> int:
+    """Return when the newest of a saved method's parts was written."""
+    return max((path.stat().st_mtime_ns for path in folder.glob("*/*.safetensors")), default=0)
+
+
+@lru_cache(maxsize=4)
+def _load_once(folder: Path, settings: str, changed: int) -> CustomGenerate:
+    return CustomGenerate.from_pretrained(folder)
 
 
 class _Drafter:
