@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ..storage.atomic import atomic_dir, check_writable, left_aside, read_consistent
+from ..storage.atomic import atomic_dir, check_writable
 from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
-from ..storage.safe_read import files_of, is_blob, known_hash, name_fault, read_text, stamp
+from ..storage.safe_read import file_entry, file_hash, files_of, is_blob, name_fault, read_text
 from .manifest import KINDS, Manifest, library_versions, to_json_safe
 
 Loaded = TypeVar("Loaded")
@@ -87,7 +87,7 @@ def _fill(folder: Path, manifest: Manifest, write: Callable[[Path], None], card:
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
     """An artifact's manifest; the other files are not looked at. Raises ValueError: none, a damaged one, another
     `kind`."""
-    manifest = read_consistent(directory, lambda: _read_manifest(directory))
+    manifest = _read_manifest(directory)
     if kind is not None and manifest.kind != kind:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
     if kind is not None and manifest.export is not None and not manifest.export["native"]:
@@ -101,9 +101,7 @@ def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
 def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     if not directory.is_dir():
-        aside = left_aside(directory)
-        hint = f"; a save that was killed has left the former one at {aside[0]}" if aside else ""
-        raise ValueError(f"there is no artifact at {directory}: no such folder{hint}")
+        raise ValueError(f"there is no artifact at {directory}: no such folder")
     if path.is_symlink() and not is_blob(directory, path):
         raise ValueError(f"{path} cannot be read: it is a link, expected a file")
     try:
@@ -129,20 +127,16 @@ def inside(directory: Path) -> str:
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
     """Check every file but hidden ones at the top. Raises ValueError: what `load_manifest` raises; `file_faults`."""
-
-    def verify() -> Manifest:
-        manifest = load_manifest(directory, kind)
-        if faults := file_faults(directory, manifest):
-            more = [f"and {len(faults) - _FAULTS_SHOWN} faults more"] if len(faults) > _FAULTS_SHOWN else []
-            raise ValueError("; ".join(faults[:_FAULTS_SHOWN] + more))
-        return manifest
-
-    return read_consistent(directory, verify)
+    manifest = load_manifest(directory, kind)
+    if faults := file_faults(directory, manifest):
+        more = [f"and {len(faults) - _FAULTS_SHOWN} faults more"] if len(faults) > _FAULTS_SHOWN else []
+        raise ValueError("; ".join(faults[:_FAULTS_SHOWN] + more))
+    return manifest
 
 
 def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
-    """Verify an artifact and load it: both of the same one, though writers replace it (`read_consistent`)."""
-    return read_consistent(directory, lambda: (verify_artifact(directory, kind), load(directory)))
+    """Verify an artifact and load it."""
+    return verify_artifact(directory, kind), load(directory)
 
 
 def file_faults(directory: Path, manifest: Manifest) -> list[str]:
@@ -171,7 +165,7 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
             is_pointer = size < _LARGEST_POINTER and path.read_bytes().startswith(_POINTER)
             hint = ": it is git's pointer to the file, which `git lfs pull` fetches" if is_pointer else ""
             return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}{hint}"
-        digest = known_hash(path)
+        digest = file_hash(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if digest != entry["sha256"]:
@@ -209,5 +203,5 @@ def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:
     for name, fault in sorted(files_of(directory)):
         if (wrong := fault or name_fault(name)) is not None:
             raise ValueError(f"{shown(name)} cannot be a file of an artifact: {wrong}")
-        entries[name] = stamp(directory / name)
+        entries[name] = file_entry(directory / name)
     return entries

@@ -162,7 +162,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     facts: dict[str, Any] = {"vocabulary": f"{manifest.vocab_size:,} tokens"}
     facts |= _scalars(manifest.shapes)
     facts |= {"made for": target.get("id"), "its revision": target.get("revision")}
-    facts |= {"its fingerprint": target.get("fingerprint"), "tokenizer fingerprint": manifest.tokenizer_fingerprint}
+    facts |= {"its sha256": target.get("sha256"), "tokenizer fingerprint": manifest.tokenizer_fingerprint}
     return {key: value for key, value in facts.items() if value is not None and key != "vocab_size"}
 
 

@@ -13,47 +13,56 @@ from pathlib import Path
 
 from ..storage.gguf import gguf_folder, is_gguf
 from ..storage.messages import shown
-from ..storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
+from ..storage.names import ADAPTER_FILE, CONFIG_FILE, DRAFT_VOCABULARY, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
 from ..storage.places import check_place, here, hub_place, is_path, out_of_reach, split_revision
 from ..storage.redaction import REDACTED, redacted
 from .artifact import load_manifest, verify_artifact
 
-_MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-_SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
+SETTINGS_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+"""Patterns of a model's configuration and tokenizer."""
+_MODEL_FILES = ("model*.safetensors", ADAPTER_FILE, DRAFT_VOCABULARY, *SETTINGS_FILES)
 _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 """What is fetched of repositories that hold no artifact; of other kinds `_MODEL_FILES`. Nothing pickled."""
 _LONGEST_REASON = 300
 
 
-def resolve(place: str | Path, kind: str | None = None) -> Path:
-    """The folder of an artifact, or of what others publish in its place: one that is here, unverified, or that of
-    `user/name[@revision]` on the hub, of which without `artifact.json` only the files of a `kind` are fetched. Raises
-    ValueError: no such folder, repository or revision; one that is gated or out of reach; a damaged artifact, or one of
-    another kind."""
+def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
+    """Return the folder of an artifact, or of what others publish in its place.
+
+    A folder on this machine is returned as it is. Of `user/name[@revision]` on the hub an artifact is downloaded and
+    verified; without `artifact.json` only the files of a `kind` are downloaded.
+
+    Raises:
+        ValueError: No such folder, repository or revision; one that is gated or out of reach; a folder with a
+            `revision`; a damaged artifact, or one of another kind.
+    """
     folder = here(place)
     if folder is not None:
+        if revision is not None:
+            raise ValueError(f"{place} is here, where it has no revisions: leave out {revision!r}")
         return folder
-    repo, revision = hub_place(str(place))
-    folder = fetch(repo, [MANIFEST_FILE], revision)
+    repo, named = hub_place(str(place) if revision is None else f"{place}@{revision}")
+    folder = fetch(repo, [MANIFEST_FILE], named)
     if not (folder / MANIFEST_FILE).is_file():
-        return fetch(repo, _PLAIN_FILES.get(str(kind), _MODEL_FILES), revision)
+        return fetch(repo, _PLAIN_FILES.get(str(kind), _MODEL_FILES), named)
     return fetch_artifact(repo, folder, kind)
 
 
-def resolve_at(source: str | Path, revision: str | None) -> Path:
-    """`resolve` where the revision is said apart. Raises ValueError, besides: a folder that is here, at a revision."""
-    if revision is None:
-        return resolve(source)
-    if here(source) is not None:
-        raise ValueError(f"{source} is here, where it has no revisions: leave out {revision!r}")
-    return resolve(f"{source}@{revision}")
+@cache
+def model_source(place: str, *, weights: bool = True) -> str:
+    """Return the path or hub id that transformers loads a model from, found once in a process.
 
+    A GGUF file is converted. `user/name@revision` and artifacts on the hub are downloaded; without `weights` only
+    configuration and tokenizer. Other hub ids are left to transformers.
 
-def model_source(place: str) -> str:
-    """What transformers is to load a model from: a folder here, that of an artifact on the hub (verified) or of a
-    revision, else the id. Raises what `resolve` raises."""
+    Raises:
+        ValueError: What `resolve` raises; a path at which there is nothing.
+    """
     if split_revision(place)[1] is not None:
-        return at_revision(place)
+        return str(resolve(place) if weights else find_folder(place, SETTINGS_FILES))
+    if is_gguf(place):
+        return str(gguf_folder(place))
+    check_place(place)
     if here(place) is not None or "/" not in place or is_path(place):
         return place
     try:
@@ -63,26 +72,9 @@ def model_source(place: str) -> str:
     return str(fetch_artifact(place, folder)) if (folder / MANIFEST_FILE).is_file() else place
 
 
-@cache
-def at_revision(place: str, *, weights: bool = True) -> str:
-    """What transformers is to load a model from: of `user/name@revision` the folder of that commit, fetched once in a
-    process, or of it configuration and tokenizer without the `weights`; of a GGUF file the folder that it was converted
-    to; anything else as it is. Raises what `resolve` raises; ValueError: a path at which nothing stands."""
-    repo, revision = split_revision(place)
-    if revision is None:
-        if is_gguf(place):
-            return str(gguf_folder(place))
-        check_place(place)
-        return place
-    return str(resolve(place) if weights else fetch(repo, _SETTINGS, revision))
-
-
-def settings_of(place: str) -> Path | None:
-    """The folder of a model's configuration and tokenizer, here, in the cache or on the hub; None where neither is."""
-    try:
-        return find_folder(place, _SETTINGS)
-    except ValueError:
-        return None
+def fetch_model(place: str) -> Path:
+    """Download a model's configuration, safetensors weights and tokenizer; return their folder."""
+    return find_folder(place, _MODEL_FILES)
 
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
@@ -94,14 +86,6 @@ def find_folder(source: str, files: Sequence[str]) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{source} is a file: a model is a folder")
     return folder
-
-
-def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:
-    """A target as manifests name it: id, fingerprint and, where one was named, the revision, by its commit."""
-    name, revision = split_revision(place)
-    if revision is None:
-        return {"id": place, "fingerprint": fingerprint}
-    return {"id": name, "revision": Path(at_revision(place, weights=False)).name, "fingerprint": fingerprint}
 
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:

@@ -38,7 +38,7 @@ class Manifest:
     tokenizer_fingerprint: str | None
     """What `tokenizer_fingerprint` gives for the tokenizer it was made with."""
     target: dict[str, Any] | None
-    """The model it was made for: id, revision, fingerprint."""
+    """The model it was made for: id, revision, sha256."""
     shapes: dict[str, Any]
     """Sizes by name."""
     recipe: dict[str, Any]

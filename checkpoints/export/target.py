@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..artifact.fingerprints import model_fingerprint
-from ..artifact.locate import at_revision
+from ..artifact.locate import model_source
+from ..artifact.model_ref import resolve_model
 from ..pairs.checks import examine
 from ..pairs.sides import REFUSED, open_side
 from ..storage.messages import first_line
@@ -70,10 +70,10 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
     """The target's output projection [V, D] as its files have it; nothing else of them is read. Raises ValueError:
     another target than the one that the artifact `source` was made for; no configuration, or no safetensors files that
     hold it."""
-    folder = at_revision(target)
-    wanted = ((source.manifest.target if source else None) or {}).get("fingerprint")
+    folder = model_source(target)
+    wanted = ((source.manifest.target if source else None) or {}).get("sha256")
     if source is not None and wanted is not None and any(Path(folder).glob("model*.safetensors")):
-        found = model_fingerprint(Path(folder))
+        found = resolve_model(target, folder).sha256 or ""
         if found != wanted:
             raise ValueError(f"{source.folder} was made for {wanted[:16]}…, {target} is {found[:16]}…: see --target")
     config = load_config(target).get_text_config(decoder=True)

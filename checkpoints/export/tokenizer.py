@@ -9,8 +9,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ..artifact.compat import CONFIG_FILE, patch_tokenizer, read_config, write_config
-from ..artifact.fingerprints import tokenizer_fingerprint
-from ..artifact.locate import settings_of
+from ..artifact.locate import SETTINGS_FILES, find_folder
+from ..artifact.model_ref import tokenizer_fingerprint
 from ..storage.messages import first_line
 from ..storage.names import TOKENIZER_FILES
 
@@ -55,8 +55,8 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
 
 def copy_tokenizer(target: str, folder: Path) -> None:
     """Copy a target's tokenizer to a folder, if it can be had: of `user/name[@revision]` from the hub or its cache."""
-    found = settings_of(target)
-    if found is None or not has_tokenizer(found):
+    found = _find_tokenizer(target)
+    if found is None:
         return
     for name in TOKENIZER_FILES:
         if (found / name).is_file():
@@ -68,9 +68,17 @@ def copy_tokenizer(target: str, folder: Path) -> None:
     patch_tokenizer(folder)
 
 
+def _find_tokenizer(target: str) -> Path | None:
+    try:
+        folder = find_folder(target, SETTINGS_FILES)
+    except ValueError:
+        return None
+    return folder if has_tokenizer(folder) else None
+
+
 def compare_copy(target: str, folder: Path) -> list[str]:
     """What was found equal of a copy read back and the target's tokenizer, a line each; where there is none, that."""
-    found = settings_of(target)
+    found = _find_tokenizer(target)
     if found is None:
         return [f"not compared: the tokenizer, as that of the target {target} is neither here nor to be had"]
     return [f"of the target {line}" for line in compare_tokenizers(found, folder)]

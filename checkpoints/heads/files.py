@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..storage.atomic import read_consistent
 from ..storage.names import CONFIG_FILE, HEADS_FILE
 from ..storage.places import split_revision
 from .layouts import read_heads
@@ -73,7 +72,7 @@ def load_heads(
     raises. Form and sizes are counted from the tensors; of the config only `states` and `scale` are believed, with a
     warning where it says something else. `lm_head` [V, D] is the target's output projection, for heads that reuse it;
     it may also be attached later."""
-    stored = read_consistent(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
+    stored = read_heads(Path(directory), unpickle=unpickle)
     for disagreement in stored.disagreements:
         warnings.warn(disagreement, stacklevel=2)
     heads = stored.build().to(device=device, dtype=dtype).requires_grad_(True).eval()

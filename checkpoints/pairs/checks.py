@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..artifact.artifact import file_faults
-from ..artifact.fingerprints import tokenizer_fingerprint
+from ..artifact.model_ref import tokenizer_fingerprint
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import here
 from ..verify.tensors import describe

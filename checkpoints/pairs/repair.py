@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..artifact.artifact import file_faults, save_artifact
 from ..artifact.compat import patch_model, patch_tokenizer
-from ..artifact.fingerprints import tokenizer_fingerprint
-from ..artifact.locate import find_folder, target_record
+from ..artifact.locate import find_folder
+from ..artifact.model_ref import target_record, tokenizer_fingerprint
 from ..storage.draft_vocabulary import OUTER, TOKENS, read_vocabulary, write_vocabulary
 from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
@@ -286,7 +286,7 @@ def _manifest_of(plan: Repairs, target: Side, drafter: Side, *, is_merged: bool)
     fingerprint = None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer)
     about: dict[str, Any] = {"kind": "drafter", "recipe": {}, "data": {}, "training": {"repaired_from": drafter.source}}
     about |= {"shapes": {"vocab_size": size, "model_type": drafter.config.model_type}}
-    about["target"] = target_record(target.source, None)
+    about["target"] = target_record(target.source)
     if known is not None:
         size, fingerprint = known.vocab_size, known.tokenizer_fingerprint
         # an adapter's shapes count the adapter's parameters

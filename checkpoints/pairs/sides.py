@@ -14,9 +14,9 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from ..artifact.artifact import inside, load_manifest
-from ..artifact.fingerprints import weight_files
 from ..artifact.locate import find_folder
 from ..artifact.manifest import Manifest
+from ..artifact.model_ref import weight_files
 from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.places import here, hub_place

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole, or not at all; and reading a folder that a writer may replace meanwhile."""
+"""Files and folders that are there whole, or not at all."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TypeVar
+from typing import IO
 
-from .locks import locked, still_stands
+from .locks import locked
 
-Found = TypeVar("Found")
-
-_READS = 100
-"""Of a folder that is replaced each time."""
 _UNFINISHED = re.compile(r"(\.(?P<name>.+)\.\d+-[0-9a-f]{8})\.(old|saving|saving\.lock)")
 
 
@@ -56,8 +52,8 @@ def atomic_dir(out: Path) -> Iterator[Path]:
     """An empty folder to write to. It stands at `out`, on the disk, when the block ends, in place of what stood there;
     where that fails, this stays. Of two writers at once the last one wins.
 
-    What stood there is renamed aside first, and `read_consistent` waits for the moment between the two renames. What
-    killed writers left beside it is removed, or put back if nothing stands in its place."""
+    What stood there is renamed aside first. What killed writers left beside it is removed, or put back if nothing
+    stands in its place."""
     out = out.resolve()  # a link to a folder stays a link
     with _unfinished(out) as unfinished:
         unfinished.mkdir()
@@ -126,12 +122,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def left_aside(out: Path) -> list[Path]:
-    """Former folders that stood at `out` and were moved aside by writers that have not finished."""
-    found = _unfinished_in(out.parent)
-    return sorted(path for path, its in found if its["name"] == out.name and path.suffix == ".old")
-
-
 def _unfinished_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
     with suppress(OSError):
         names = ((name, _UNFINISHED.fullmatch(name)) for name in os.listdir(folder) if name.startswith("."))
@@ -149,44 +139,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def read_consistent(folder: Path, read: Callable[[], Found], state: Callable[[], object] = lambda: None) -> Found:
-    """What `read` finds in a folder that writers may replace at any time: all of one state of it. Where it was replaced
-    meanwhile, or what `state` says of its files has changed, it is read again. Raises ValueError, OSError: what these
-    two raise of a folder that stayed; a folder that is replaced all the time."""
-    for _ in range(_READS):
-        held = _opened(folder)
-        if held is None:
-            return read()  # which says in its own words what is wrong
-        try:
-            before, found = state(), read()
-            if still_stands(held, folder) and state() == before:
-                return found
-        except (ValueError, OSError):
-            if still_stands(held, folder):
-                raise
-        finally:
-            os.close(held)
-    raise ValueError(f"{folder} was replaced {_READS} times while it was read: read it when its writer has finished")
-
-
-def stands(path: Path) -> bool:
-    """Whether something stands at a path, also where a writer is between its two renames."""
-    if path.exists():
-        return True
-    with suppress(OSError), _locked(path.absolute().parent):
-        return path.exists()
-    return False
-
-
-def _opened(folder: Path) -> int | None:
-    """A descriptor, so that no other folder gets this one's number; None where there is no folder."""
-    with suppress(OSError):
-        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError), _locked(folder.resolve().parent):
-        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    return None
 
 
 def sync(path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .atomic import stands
 from .gguf import PACKAGE, gguf_folder, is_gguf
 from .messages import nearest_name, words
 
@@ -47,7 +46,7 @@ def here(place: str | Path) -> Path | None:
         folder = Path(place).expanduser()
     except RuntimeError as error:
         raise ValueError(f"there is no folder {place}: {error}") from error
-    if not stands(folder):
+    if not folder.exists():
         return None
     return gguf_folder(folder) if is_gguf(folder) else folder
 

@@ -118,33 +118,19 @@ def open_file(path: Path) -> int:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 (hex) of a regular file. Raises what `open_file` raises."""
+    """Return the SHA-256 (hex) of a regular file, read once in a process as long as the file is not changed."""
+    about = path.stat()
+    return _hash_once(path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+
+
+@lru_cache(maxsize=1 << 14)
+def _hash_once(path: Path, *state: int) -> str:
     with os.fdopen(open_file(path), "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def file_state(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file does, without reading it; None where it is not there. The time of the last change to its
-    entry, the last of these, can be set back by nobody."""
-    try:
-        about = path.stat()
-    except OSError:
-        return None
-    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
-
-
-def known_hash(path: Path) -> str:
-    """`file_hash`, read once in a process as long as the file stays as it is."""
-    return _hash_in_state(path, file_state(path))
-
-
-@lru_cache(maxsize=1 << 14)
-def _hash_in_state(path: Path, state: tuple[int, ...] | None) -> str:
-    return file_hash(path)
-
-
-def stamp(path: Path) -> dict[str, Any]:
-    """A file's `sha256` (hex) and `bytes`. Raises what `open_file` raises."""
+def file_entry(path: Path) -> dict[str, Any]:
+    """Return a file's `sha256` (hex) and `bytes`, as manifests have them."""
     return {"sha256": file_hash(path), "bytes": path.stat().st_size}
 
 

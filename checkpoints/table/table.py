@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from ..storage.atomic import read_consistent
 from ..storage.names import TABLE_FILE
 from ..storage.safe_read import UNREADABLE
 from .file import check_counts, write_table
@@ -64,7 +63,7 @@ class BigramTable:
         Raises:
             ValueError: A file is missing, damaged or contradicts itself.
         """
-        table = read_consistent(Path(directory), lambda: cls.read(Path(directory) / TABLE_FILE))
+        table = cls.read(Path(directory) / TABLE_FILE)
         table.texts = TextStore.load(directory, table.vocab_size)
         return table
 

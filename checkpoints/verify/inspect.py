@@ -9,7 +9,6 @@ from safetensors import safe_open
 
 from ..artifact.artifact import file_faults, load_manifest
 from ..artifact.manifest import Manifest
-from ..storage.atomic import read_consistent
 from ..storage.messages import first_line
 from ..storage.names import (
     ADAPTER_CONFIG,
@@ -39,18 +38,14 @@ _NUMBERS_AT_ONCE = 1 << 24
 
 def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | None, list[str]]:
     """The manifest, where it can be read, and a sentence for each fault: files, tensors, shards that are not there."""
-
-    def find() -> tuple[Manifest | None, list[str]]:
-        try:
-            manifest = load_manifest(directory, kind)
-        except ValueError as error:
-            return None, [str(error)]
-        faults = file_faults(directory, manifest)
-        faults += [*_kind_faults(directory, manifest), *_unreadable(directory, manifest)]
-        faults += _vocabulary_faults(directory, manifest)
-        return manifest, faults + tensor_faults(directory, manifest)
-
-    return read_consistent(directory, find)
+    try:
+        manifest = load_manifest(directory, kind)
+    except ValueError as error:
+        return None, [str(error)]
+    faults = file_faults(directory, manifest)
+    faults += [*_kind_faults(directory, manifest), *_unreadable(directory, manifest)]
+    faults += _vocabulary_faults(directory, manifest)
+    return manifest, faults + tensor_faults(directory, manifest)
 
 
 def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:

@@ -24,8 +24,8 @@ from transformers.utils import cached_file, logging
 
 from ..artifact.artifact import inside
 from ..artifact.compat import read_config
-from ..artifact.fingerprints import is_parameter
-from ..artifact.locate import at_revision
+from ..artifact.locate import model_source
+from ..artifact.model_ref import is_parameter
 from ..storage.messages import first_line, install_hint
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
 from ..storage.places import adapter_base, here, out_of_reach, split_revision
@@ -94,7 +94,7 @@ def model_class(config: Any) -> Any:
 def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
     """A causal LM or an encoder-decoder in evaluation mode, with `settings` of transformers' `from_pretrained`; never
     with remote code, unasked pickles or weights that are made up. Raises ValueError: it cannot be loaded."""
-    source = at_revision(str(source))
+    source = model_source(str(source))
     config = load_config(source)
     try:
         safe = {"use_safetensors": only_safetensors(source, config), "trust_remote_code": False}
@@ -185,7 +185,7 @@ def is_adapter(folder: Path) -> bool:
 
 def load_config(source: str | Path) -> Any:
     """A model's configuration. Raises ValueError where there is none, or none of a model."""
-    place = at_revision(str(source), weights=False)
+    place = model_source(str(source), weights=False)
     try:
         check_config(Path(place) / "config.json")
         return AutoConfig.from_pretrained(place, trust_remote_code=False)

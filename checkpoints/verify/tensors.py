@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..artifact.fingerprints import weight_files
 from ..artifact.manifest import Manifest
+from ..artifact.model_ref import weight_files
 from ..storage.messages import shown
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from ..storage.safe_read import check_safetensors, read_json

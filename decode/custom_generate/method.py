@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ...checkpoints.artifact.artifact import open_artifact
-from ...checkpoints.artifact.locate import model_source, resolve, resolve_at
+from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.heads.files import PredictionHeads, load_heads
-from ...checkpoints.storage.atomic import atomic_dir, read_consistent
+from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
 from ..engine import generate
@@ -126,8 +126,7 @@ class CustomGenerate:
         Raises:
             ValueError: There is no such method, it is damaged, or its parts do not fit each other.
         """
-        folder = resolve_at(source, revision)
-        return read_consistent(folder, lambda: cls._read(folder))
+        return cls._read(resolve(source, revision=revision))
 
     @classmethod
     def _read(cls, folder: Path) -> CustomGenerate:
@@ -213,7 +212,7 @@ def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **as
     source = None if caller is None else caller.get("custom_generate")
     if not isinstance(source, str):
         source, revision = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
-    folder = resolve_at(source, revision).resolve()
+    folder = resolve(source, revision=revision).resolve()
     custom = _load_once(folder, json.dumps(read_settings(folder)), _changed(folder))
     return type(model).generate(model, inputs, custom_generate=custom, **asked)
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoints.artifact.locate import at_revision
-from ...checkpoints.storage.atomic import read_consistent
+from ...checkpoints.artifact.locate import model_source
 from ...checkpoints.verify.model_files import is_adapter, load_language_model, with_adapter
 from ..tree import Tree
 from .base import LanguageModel, TransformersModel, bare_model
@@ -152,20 +151,16 @@ def load_model(
     Raises ValueError: no such folder or model on the hub; an attention kernel that is not there; an adapter without
     peft; weights that its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1`.
     """
-    source = at_revision(source)
+    source = model_source(source)
     folder = Path(source)
     held = held_as(dtype, "several" if device_map else device) if isinstance(dtype, str) else dtype
     options = {"dtype": held, "device": device, "device_map": device_map, "attention": attention} | settings
     if not folder.is_dir():
         return _rounded(_load(source, **options), dtype)
-
-    def load() -> PreTrainedModel:
-        adapted = is_adapter(folder)
-        model = with_adapter(folder, partial(load_model, **options)) if adapted else _load(source, **options)
-        load_vocabulary(model, folder)
-        return _rounded(model, dtype)
-
-    return read_consistent(folder, load)
+    adapted = is_adapter(folder)
+    model = with_adapter(folder, partial(load_model, **options)) if adapted else _load(source, **options)
+    load_vocabulary(model, folder)
+    return _rounded(model, dtype)
 
 
 def held_as(dtype: str, device: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
-from ...checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
-from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.artifact.manifest import to_json_safe
+from ...checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from ...data.blocks.prepared import PreparedData
 from ...train.loop.fit import FitConfig, FitResult, Task, fit
 from ...train.parallel.interrupts import TrainingError
 from ...train.parallel.processes import StoppedError, on_main, together
-from ..schema.loading import parse_recipe, write_recipe
+from ..schema.loading import write_recipe
 from ..schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
 from ..session.terminal import log
 from ..session.typed import typed_command
@@ -119,8 +117,6 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
             raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
         return
     recorded = load_manifest(out).recipe
-    with suppress(ValueError):  # keys of older versions become today's
-        recorded = parse_recipe(dict(recorded), "artifact.json").model_dump(mode="json")
     mine = to_json_safe(recipe.model_dump(mode="json"))  # secrets do not stand in manifests either
     ignored = _NO_EFFECT_ON_TABLES if recipe.kind == "table" else set()
     for key, difference in differences(to_json_safe(recorded), mine):
@@ -130,8 +126,8 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
                 "that folder"
             )
     made_for = verify_artifact(out).target or {}
-    folder, fingerprint = Path(str(made_for.get("id"))), made_for.get("fingerprint")
-    if fingerprint and folder.is_dir() and model_fingerprint(folder) != fingerprint:
+    folder, expected = Path(str(made_for.get("id"))), made_for.get("sha256")
+    if expected and folder.is_dir() and resolve_model(str(folder)).sha256 != expected:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
 
 
@@ -142,13 +138,6 @@ def differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, st
             yield from differences(theirs.get(name), mine.get(name), f"{key}.{name}" if key else name)
     elif theirs != mine:
         yield key, f"{theirs!r} there, {mine!r} here"
-
-
-def fingerprint_of(source: str, model: PreTrainedModel) -> str:
-    """Which model a folder or hub id is, by its files where they are here: it may have been loaded in another type."""
-    folder = Path(at_revision(source))
-    whole = (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
-    return model_fingerprint(folder if whole else model)
 
 
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str) -> None:

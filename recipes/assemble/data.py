@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ...checkpoints.artifact.fingerprints import tokenizer_fingerprint
+from ...checkpoints.artifact.model_ref import tokenizer_fingerprint
 from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writable
 from ...checkpoints.storage.messages import pictured
 from ...checkpoints.storage.redaction import without_secrets

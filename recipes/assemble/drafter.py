@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ...checkpoints.artifact.compat import save_tokenizer
-from ...checkpoints.artifact.identity import load_identified
-from ...checkpoints.artifact.locate import at_revision, target_record
+from ...checkpoints.artifact.locate import model_source
+from ...checkpoints.artifact.model_ref import target_record
 from ...checkpoints.pairs.speculation import save_speculation
 from ...checkpoints.storage.draft_vocabulary import MASK_TOKEN, mask_token
 from ...checkpoints.storage.messages import first_line
@@ -30,10 +29,10 @@ from ...train.parallel.processes import on_main, together
 from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.selection import Selection
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
-from ..schema.training import DrafterRecipe, ModelSection, TeacherSection, TrainSection, VocabularySection, role_of
+from ..schema.training import DrafterRecipe, ModelSection, TrainSection, VocabularySection, role_of
 from ..session.terminal import log
 from .acceptance import drafter_measure
-from .artifact import Run, check_target, fingerprint_of, prepare_once
+from .artifact import Run, check_target, prepare_once
 from .data import Prepared
 from .models import TrainableModel, build_model, check_vocabulary
 from .teacher import open_cache
@@ -49,7 +48,7 @@ class DrafterParts:
     task: DrafterTask
     target: PreTrainedModel | None
     """Where it is in memory: to teach, or to measure acceptance."""
-    fingerprint: str | None
+    target_sha256: str | None
     """Of the target as it was loaded."""
     measured: bool
     """Whether evaluations decode."""
@@ -78,7 +77,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
             save_speculation(folder)
 
     def finish() -> None:
-        target = None if recipe.target is None else target_record(recipe.target, parts.fingerprint)
+        target = None if recipe.target is None else target_record(recipe.target, parts.target_sha256)
         run.save(result, write, trained.shapes(), target)
 
     on_main(accelerator, finish)
@@ -108,13 +107,13 @@ def drafter_parts(
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     target = measure = None
     eval_teacher: ModelTeacher | None = None
-    fingerprint: str | None = None
+    target_sha256: str | None = None
     known: dict[str, Any] = {}
     if recipe.target is not None and (taught_by_target or recipe.measure.prompts):
-        load = partial(_load_target, recipe.target, recipe.teacher, device)
-        identity, (loaded, fingerprint) = load_identified(recipe.target, load, content=True)
-        known["hash of the target"] = identity.hash
-        eval_teacher, target = loaded, loaded.model
+        section = recipe.teacher
+        eval_teacher = load_teacher(recipe.target, section.dtype, section.load_in_8bit, device)
+        known["hash of the target"] = target_sha256 = eval_teacher.settings["target"]
+        target = eval_teacher.model
         check_target(target, model, recipe.target)
         if recipe.measure.prompts:
             measure = drafter_measure(recipe, target, model, tokenizer, prepared)
@@ -150,7 +149,7 @@ def drafter_parts(
     own = {} if vocabulary is None else {"vocabulary": vocabulary.model_dump(exclude_none=True)}
     task.settings["model"] = model_settings | own
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
-    return DrafterParts(trained, task, target, fingerprint, measure is not None)
+    return DrafterParts(trained, task, target, target_sha256, measure is not None)
 
 
 def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: Prepared, name: str) -> None:
@@ -162,12 +161,6 @@ def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: 
         keep_tokens(model, frequent_tokens(section.tokens, vocab, prepared, name))
     if section.rank is not None:
         factorise(model, section.rank)
-
-
-def _load_target(source: str, section: TeacherSection, device: Any) -> tuple[ModelTeacher, str]:
-    """A target and its fingerprint."""
-    teacher = load_teacher(source, section.dtype, section.load_in_8bit, device)
-    return teacher, fingerprint_of(source, teacher.model)
 
 
 def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> Tensor:
@@ -211,7 +204,7 @@ def complete_section(recipe: DrafterRecipe) -> ModelSection:
     if section.config is None or recipe.target is None:
         return section
     try:
-        theirs = AutoConfig.from_pretrained(at_revision(recipe.target, weights=False)).get_text_config()
+        theirs = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
     except OSError as error:
         raise ValueError(f"there is no target {recipe.target!r}: {first_line(error)}") from error
     given = {name: getattr(theirs, name, None) for name in _FROM_TARGET}

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ...checkpoints.artifact.artifact import check_target, load_manifest, open_artifact
-from ...checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
-from ...checkpoints.artifact.identity import Identity, load_identified
-from ...checkpoints.artifact.locate import at_revision, model_source, resolve
+from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.artifact.manifest import Manifest
+from ...checkpoints.artifact.model_ref import ModelRef, resolve_model, tokenizer_fingerprint
 from ...checkpoints.heads.eagle import eagle_layers, load_eagle
 from ...checkpoints.heads.files import load_heads
 from ...checkpoints.heads.layouts import is_eagle
@@ -56,12 +55,12 @@ class LoadedPair:
     target: LanguageModel
     parts: Parts
     device: str
-    identities: dict[str, Identity]
-    """Of the target ("target") and of each part ("drafter", "drafter 2", "heads", "table"), taken as it was loaded."""
+    refs: dict[str, ModelRef]
+    """Files of the target ("target") and of each part ("drafter", "drafter 2", "heads", "table")."""
 
     def artifacts(self) -> dict[str, Any]:
-        """What was loaded, as results and certificates name it: source, hash, and hashes of files."""
-        return {name: asdict(identity) for name, identity in sorted(self.identities.items())}
+        """Return what was loaded, as results and certificates name it."""
+        return {name: ref.record() for name, ref in sorted(self.refs.items())}
 
 
 def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
@@ -73,14 +72,12 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
                 raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
     device = device_of(recipe)
     load = partial(load_model, dtype=recipe.drafter_dtype or recipe.dtype, device=device)
-    identities: dict[str, Identity] = {}
-    identities["target"], (tokenizer, model) = load_identified(
-        recipe.target, lambda: (load_tokenizer(recipe.target), load_target(recipe)), content=True
-    )
+    refs = {"target": resolve_model(recipe.target)}
+    tokenizer, model = load_tokenizer(recipe.target), load_target(recipe)
     heads = table = None
     if recipe.heads is not None:  # which decide what hidden states the target must give
         folder = Path(place_of(recipe.heads, "heads"))
-        identities["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
+        refs["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
     sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
     target = wrap_model(model, states=states_of(heads), given_layers=_layers_read(sources.values()))
@@ -96,13 +93,13 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
         attach_projection(heads, model, target.device)
     drafters = []
     for name, source in sources.items():
-        identities[name], drafter = _open_drafter(recipe, source, target, fits, load, model, tokenizer)
+        refs[name], drafter = _open_drafter(recipe, source, target, fits, load, model, tokenizer)
         drafters.append(drafter)
     if recipe.table is not None:
-        identities["table"], (made, table) = _open_part(recipe.table, "table", _table_of)
+        refs["table"], (made, table) = _open_part(recipe.table, "table", _table_of)
         fits(made, what=f"the table {recipe.table}")
     parts = Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
-    return LoadedPair(tokenizer, model, target, parts, device, identities)
+    return LoadedPair(tokenizer, model, target, parts, device, refs)
 
 
 def _narrow(recipe: EvaluateRecipe, target: LanguageModel) -> torch.dtype | None:
@@ -124,16 +121,12 @@ def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
 
 def _open_part(
     source: str, kind: str, load: Callable[[Path], Any], place: str | None = None
-) -> tuple[Identity, tuple[Any, Any]]:
-    """A part and its manifest, which of drafters may be missing; its identity names the `source`."""
+) -> tuple[ModelRef, tuple[Any, Any]]:
+    """Load a part and its manifest, which a drafter may lack."""
     place = place or place_of(source, kind)
     is_artifact = kind != "drafter" or (Path(place) / MANIFEST_FILE).is_file()
-
-    def opened() -> tuple[Any, Any]:
-        return open_artifact(Path(place), load, kind) if is_artifact else (None, load(Path(place)))
-
-    identity, loaded = load_identified(place, opened)
-    return replace(identity, source=source), loaded
+    ref = resolve_model(source, place)
+    return ref, open_artifact(Path(place), load, kind) if is_artifact else (None, load(Path(place)))
 
 
 def _table_of(folder: Path) -> BigramTable:
@@ -149,11 +142,11 @@ def _open_drafter(
     load: Callable[[str], Any],
     model: PreTrainedModel,
     tokenizer: Any,
-) -> tuple[Identity, LanguageModel]:
+) -> tuple[ModelRef, LanguageModel]:
     """A drafter of this target (`model`), or EAGLE-3 heads; `fits` looks at the manifest, where it is an artifact."""
     drafter: LanguageModel
     if is_eagle(Path(place := place_of(source, "drafter"))):
-        identity, (made, heads) = _open_part(source, "heads", load_eagle, place)
+        ref, (made, heads) = _open_part(source, "heads", load_eagle, place)
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         heads = heads.to(target.device, _narrow(recipe, target) or target.weights_dtype).attach(*weights)
         if (recipe.drafter_dtype or recipe.dtype) == "int8":
@@ -162,11 +155,11 @@ def _open_drafter(
         if isinstance(target, GraphedModel):
             drafter = GraphedModel(drafter)
     else:
-        identity, (made, loaded) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
+        ref, (made, loaded) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
         drafter = wrap_model(loaded.requires_grad_(False))
         drafter.translation = _translation(recipe, source, made, tokenizer)
     if drafter.translation is not None:
-        return identity, drafter
+        return ref, drafter
     try:
         check_same_vocabulary(target, drafter, f"drafter {source}")
         if made is not None:
@@ -174,7 +167,7 @@ def _open_drafter(
     except ValueError as error:
         hint = f"draftsmith doctor {recipe.target} {source} says what can be done; speculative alone drafts by its text"
         raise ValueError(f"{error}; {hint}") from error
-    return identity, drafter
+    return ref, drafter
 
 
 def _translation(recipe: EvaluateRecipe, source: str, made: Manifest | None, tokenizer: Any) -> TextTranslation | None:
@@ -239,12 +232,10 @@ def other_target(artifact: Path, target: str) -> str | None:
     """The target that an artifact was trained on, or with (Medusa-2), if that is known to be another folder's than
     `target`."""
     made_for, base = load_manifest(artifact).target or {}, artifact / "base"
-    named, theirs = made_for.get("id"), made_for.get("fingerprint")
+    named, theirs = made_for.get("id"), made_for.get("sha256")
     if (base / "config.json").is_file():
-        named, theirs = str(base), model_fingerprint(base)
-    here = Path(at_revision(target))
-    same = theirs is None or not (here / "config.json").is_file() or model_fingerprint(here) == theirs
-    return None if same else str(named)
+        named, theirs = str(base), resolve_model(str(base)).sha256
+    return None if theirs is None or resolve_model(target).sha256 in (theirs, None) else str(named)
 
 
 @dataclass(frozen=True)
@@ -288,7 +279,7 @@ def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], opened: LoadedPair) -> dict[str, Any]:
     """What finished runs belong to: they may only be used again where all of it is the same."""
     settings = recipe.recorded(exclude={"out", "show_categories", "energy", "predict"})
-    settings |= {f"hash of the {name}": identity.hash for name, identity in opened.identities.items()}
+    settings |= {f"hash of the {name}": ref.sha256 for name, ref in opened.refs.items()}
     return settings | {"prompts read": prompts_digest(prompts), "machine": machine(opened.device)}
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoints.artifact.compat import save_tokenizer
-from ...checkpoints.artifact.identity import load_identified
-from ...checkpoints.artifact.locate import target_record
+from ...checkpoints.artifact.model_ref import resolve_model, target_record
 from ...checkpoints.heads.eagle import EagleHeads, save_eagle
 from ...checkpoints.heads.files import PredictionHeads, save_heads
 from ...data.blocks.packing import PADDING
@@ -30,7 +29,7 @@ from ...train.tasks.heads import HeadsTask
 from ...train.tasks.medusa2 import Medusa2Task
 from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import check_measure, heads_measure
-from .artifact import Run, fingerprint_of, prepare_once
+from .artifact import Run, prepare_once
 from .data import Prepared
 from .drafter import frequent_tokens
 from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
@@ -48,7 +47,7 @@ class HeadsParts:
     task: HeadsTask
     base: TrainableModel | None
     """The target, where it is trained too."""
-    fingerprint: str
+    target_sha256: str | None
     """Of the target as it was."""
 
 
@@ -95,7 +94,7 @@ def _save(run: Run, parts: HeadsParts, result: FitResult) -> None:
             base.save(folder / BASE)
             save_tokenizer(run.tokenizer, folder / BASE)
 
-    run.save(result, write, shapes, target_record(made_for, parts.fingerprint if base is None else None))
+    run.save(result, write, shapes, target_record(made_for, parts.target_sha256 if base is None else None))
 
 
 def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
@@ -112,12 +111,8 @@ def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> Non
 
 def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device: Any) -> HeadsParts:
     """Load the target, and make heads for it."""
-
-    def load() -> tuple[Any, str]:
-        target = load_trainable(recipe.target, decoder=True, device=str(device), dtype=recipe.target_dtype)
-        return target, fingerprint_of(recipe.target, target)
-
-    identity, (target, fingerprint) = load_identified(recipe.target, load, content=True)
+    ref = resolve_model(recipe.target)
+    target = load_trainable(ref.path, decoder=True, device=str(device), dtype=recipe.target_dtype)
     check_vocabulary(len(tokenizer), target, recipe.target)
     states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
     heads: Any = _new_heads(recipe, target, prepared)
@@ -148,14 +143,14 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     if recipe.train.compile:
         task.module.compile()
     # what changes the training, or what its evaluations are compared by
-    task.settings |= {"target": fingerprint, "hash of the target": identity.hash}
+    task.settings["hash of the target"] = ref.sha256
     task.settings["target_dtype"] = str(target.dtype)
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
     if recipe.vocabulary is not None:
         task.settings["vocabulary"] = recipe.vocabulary.tokens
     task.settings["hidden"] = None if states is None else states.settings
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
-    return HeadsParts(heads, task, base, fingerprint)
+    return HeadsParts(heads, task, base, ref.sha256)
 
 
 def runs_no_target(recipe: HeadsRecipe) -> bool:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...checkpoints.artifact.compat import patch_model
-from ...checkpoints.artifact.locate import target_record
+from ...checkpoints.artifact.model_ref import target_record
 from ...checkpoints.storage.messages import did_you_mean, install_hint
 from ...checkpoints.verify.model_files import model_class
 from ...decode.models.draft_vocabulary import LowRankHead, kept_tokens, state_of_whole, take_vocabulary
@@ -254,6 +254,6 @@ def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )
     wrapper = get_peft_model(model, config)
-    named = target_record(str(source), None)
+    named = target_record(str(source))
     config.base_model_name_or_path, config.revision = named["id"], named.get("revision")
     return wrapper

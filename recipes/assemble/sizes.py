@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.artifact.locate import model_source
 from ...checkpoints.heads.eagle import EagleHeads
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.storage.messages import first_line
@@ -130,8 +130,8 @@ def _meta_trainable(section: ModelSection) -> tuple[TrainableModel, int]:
 def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrainedModel:
     """A model of a folder or hub id on the meta device, without its weights; `dtype` auto takes that of its
     configuration, or float32. Raises ValueError: there is no such model, or its configuration makes none."""
-    folder = at_revision(source, weights=False)
-    path = at_revision(base_of(Path(folder)), weights=False) if is_adapter(Path(folder)) else folder
+    folder = model_source(source, weights=False)
+    path = model_source(base_of(Path(folder)), weights=False) if is_adapter(Path(folder)) else folder
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):

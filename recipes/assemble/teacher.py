@@ -3,8 +3,6 @@ read; opened for a run, written, resumed, and made again where it is damaged."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -17,12 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ...checkpoints.artifact.fingerprints import model_fingerprint
-from ...checkpoints.artifact.identity import identify, load_identified
-from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.artifact.locate import model_source
+from ...checkpoints.artifact.model_ref import resolve_model
 from ...checkpoints.heads.eagle import default_layers
 from ...checkpoints.storage.atomic import check_writable
-from ...checkpoints.storage.messages import first_line
 from ...data.blocks.prepared import PreparedData
 from ...data.tokenizers import load_tokenizer
 from ...decode.models.final_norm import layers_in
@@ -43,7 +39,6 @@ from .artifact import prepare_once
 from .data import Prepared
 
 _ENOUGH_MASS = 0.9  # with 0.54 of it a drafter was taught to be worse than it had been (tests/bench/objectives.py)
-_OF_NO_EFFECT = ("_name_or_path", "architectures", "transformers_version", "use_cache", "id2label", "label2id")
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ def states_read(recipe: HeadsRecipe) -> str:
     """The target's hidden states that heads read, as `PackedForward` names them."""
     if recipe.architecture == "medusa":
         return recipe.states
-    config = AutoConfig.from_pretrained(at_revision(recipe.target, weights=False)).get_text_config()
+    config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
     layers = default_layers(config.num_hidden_layers) if recipe.layers is None else recipe.layers
     return "-".join(["layers", *map(str, layers)])
 
@@ -201,23 +196,23 @@ def _prepare(cache: _TargetCache, prepared: Prepared, state: Any) -> Path:
 
 def _parts(cache: _TargetCache, prepared: Prepared) -> list[_Part]:
     assert isinstance(prepared.train, PreparedData)
-    fingerprints = _fingerprints(cache.target)
+    sha256 = resolve_model(cache.target).sha256
     parts = []
     for name, data in (("training", prepared.train), ("held-out", prepared.heldout)):
-        known = [cache.source(each, data_fingerprint(data)) for each in fingerprints]
-        known += _wider(cache.folder, known)
+        own = cache.source(str(sha256), data_fingerprint(data))
+        known = [own, *_wider(cache.folder, own)]
         source = next((each for each in known if (cache.folder / each.key / each.manifest).is_file()), known[0])
         parts.append(_Part(name, data, source, cache.folder / source.key))
     return parts
 
 
-def _wider(folder: Path, known: Sequence[Source]) -> list[Source]:
-    """The caches in a folder that hold, beside the inner layers that EAGLE-3 reads, what the known ones would hold."""
+def _wider(folder: Path, own: Source) -> list[Source]:
+    """Return the caches in a folder that hold what `own` would hold, besides the inner layers that EAGLE-3 reads."""
     found: list[Source] = []
-    if any(isinstance(each, HiddenSource) and each.states == "after-norm" for each in known):
+    if isinstance(own, HiddenSource) and own.states == "after-norm":
         for manifest in sorted(folder.glob(f"*/{HiddenSource.manifest}")):
             source = HiddenSource(**read_manifest(manifest.parent, HiddenSource)["source"])
-            if layers_in(source.states) and replace(source, target=known[0].target, states="after-norm") in known:
+            if layers_in(source.states) and replace(source, target=own.target, states="after-norm") == own:
                 found.append(source)
     return found
 
@@ -233,33 +228,6 @@ def _opened(cache: _TargetCache, prepared: Prepared) -> list[Any]:
     return [cache.cache_type(part.folder) for part in parts]
 
 
-def _fingerprints(target: str) -> list[str]:
-    """Which model it is, without loading it: a hash of a folder's weights, and, as caches of 0.1 have it, of their
-    fingerprint, with all settings that decide what it computes; or a hub id with its commit."""
-    folder = Path(at_revision(target)).expanduser()
-    if folder.is_dir():
-        settings = AutoConfig.from_pretrained(folder).to_dict()
-        decisive = {name: value for name, value in settings.items() if name not in _OF_NO_EFFECT}
-        files = identify(str(folder), content=True).files
-        weights = [files[name] for name in sorted(files) if name.endswith((".safetensors", ".bin"))]
-        texts = [
-            json.dumps([each, decisive], sort_keys=True, default=str) for each in (weights, model_fingerprint(folder))
-        ]
-        return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
-    try:
-        config = AutoConfig.from_pretrained(target)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"there is no target {target!r}: {first_line(error)}") from error
-    return [f"{target}@{getattr(config, '_commit_hash', None)}"]
-
-
-def _check_unchanged(cache: _TargetCache, parts: Sequence[_Part]) -> None:
-    """Raises ValueError where what was loaded is not the target that the cache is called after."""
-    before, now = parts[0].source.fingerprint, _fingerprints(cache.target)
-    if before not in now:
-        raise ValueError(f"{cache.target} was changed meanwhile: its hash was {before}, now it is {now[0]}")
-
-
 def _discard_damage(cache: _TargetCache, part: _Part) -> None:
     """Read a finished cache; where it is damaged, keep its other files for the writer."""
     with locked(part.folder), bar(f"{cache.word}: reading the {part.name} cache", "files") as advance:
@@ -269,9 +237,7 @@ def _discard_damage(cache: _TargetCache, part: _Part) -> None:
 
 
 def _write(cache: _TargetCache, parts: Sequence[_Part], prepared: Prepared, state: Any) -> None:
-    load = partial(load_identified, cache.target, partial(cache.load, state.device, prepared), content=True)
-    _, (make_rows, size) = together(state, load)
-    together(state, partial(_check_unchanged, cache, parts))
+    make_rows, size = together(state, partial(cache.load, state.device, prepared))
     writers = [CacheWriter(part.folder, part.source, part.data, size) for part in parts]
     with ExitStack() as locks:
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.artifact.identity import is_unchanged
+from ...checkpoints.artifact.model_ref import is_unchanged
 from ...checkpoints.storage.safe_read import read_document
 from .tables import DASH, Cell, Column, Table, number_cell, render
 
@@ -42,7 +42,7 @@ def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any
         if theirs != here and not (name == "dtype" and None in (theirs, here)):  # older recipes have none
             notes.append(f"This certificate is of something else than the results: {name} {theirs}, here {here}.")
     for name, one in certificate["artifacts"].items():
-        if not is_unchanged(one, content=name == "target"):
+        if not is_unchanged(one):
             notes.append(f"This certificate is stale: {name} {one['source']} changed since it was made. Certify again.")
     if not certificate["complete"]:
         notes.append("The certificate is not complete: certifying was stopped before all methods were judged.")

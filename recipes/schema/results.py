@@ -140,7 +140,7 @@ class MethodRow(Metrics):
 
 class Results(_Checked):
     """The whole file. Newer files also have `created` (UTC, ISO 8601) and `artifacts`: of target, drafter, heads and
-    table, as far as there are, source, hash and files of what was loaded (`Identity`)."""
+    table, as far as there are, what was loaded (`ModelRef.record`)."""
 
     kind: Literal["evaluation"]
     schema_: int = Field(alias="schema")

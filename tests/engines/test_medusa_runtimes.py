@@ -33,7 +33,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import resolve_model
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.export.heads import HEADS_FORMATS
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.slow
 def save(heads: PredictionHeads, target: Path, folder: Path) -> Path:
     about: dict[str, Any] = {name: {} for name in ("shapes", "recipe", "data", "training")}
     about |= {"vocab_size": VOCAB, "tokenizer_fingerprint": None}
-    about |= {"target": {"id": str(target), "fingerprint": model_fingerprint(target)}}
+    about |= {"target": {"id": str(target), "sha256": resolve_model(str(target)).sha256}}
     save_artifact(folder, kind="heads", write=lambda place: save_heads(heads, place, str(target)), **about)
     return folder
 

@@ -32,7 +32,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
@@ -118,7 +118,7 @@ class Works:
         about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
         about |= {"vocab_size": VOCAB, "tokenizer_fingerprint": tokenizer_fingerprint(self.tokenizer)}
         place = self.folder / target
-        about["target"] = {"id": str(place), "fingerprint": model_fingerprint(place)}
+        about["target"] = {"id": str(place), "sha256": resolve_model(str(place)).sha256}
         save_artifact(self.folder / name, kind=kind, write=write, **about)
 
     def export(self, name: str, form: str, **options: Any) -> Path:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from draftsmith.checkpoints.artifact.artifact import save_artifact
-from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.rendering.templates import CHATML_JINJA

@@ -22,14 +22,13 @@ from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
 
 from ...checkpoints.storage.atomic import atomic_text, remove, sync
-from ...checkpoints.storage.safe_read import load_json, parse_json, stamp
+from ...checkpoints.storage.safe_read import file_entry, load_json, parse_json
 from ..parallel.accelerate import zero_stage
 from ..parallel.processes import from_main, on_main
 from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimizer, scatter_weights
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
 _SUMMARY = "checkpoint.json"
-_HASH = ".hash of "  # in the name of a task's setting that tells what files hold
 _FULL, _NO_SPACE = 1 << 16, "No space left on device"  # a disk with fewer bytes
 _ZIP_WRITER = "inline_container"  # in what torch's zip writer raises
 
@@ -193,8 +192,6 @@ class StateFolder:
             raise ValueError(f"{error}: delete the folder {self.folder}") from error
         now = json.loads(json.dumps(settings))
         changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
-        # No hash is known of what is not in files here.
-        changed = [key for key in changed if _HASH not in key or None not in (before.get(key), now.get(key))]
         if changed:
             found = (
                 "other data" if key == "data" else f"{key}: {before.get(key)} before, {now.get(key)} now"
@@ -232,7 +229,7 @@ class StateFolder:
             **asdict(replace(position, lines=self._logged)),
             "processes": self._accelerator.num_processes,
             "parallelism": f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value),
-            "files": {path.name: stamp(path) for path in files},
+            "files": {path.name: file_entry(path) for path in files},
         }
         atomic_text(temporary / _SUMMARY, json.dumps(summary, indent=2) + "\n")
         for path in [*files, temporary]:
@@ -283,7 +280,7 @@ def _position_of(folder: Path) -> Position:
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{name} is missing")
-        if path.stat().st_size != size or stamp(path) != known:
+        if path.stat().st_size != size or file_entry(path) != known:
             raise ValueError(f"{name} is damaged")
     return position
 

@@ -64,7 +64,7 @@ class CachedHidden:
         inner = 0 if layers_in(self.states) else len(layers_in(source.states))
         self.hidden_size = caches[0].size // (1 + inner)
         self.settings: dict[str, Any] = {
-            "target": source.fingerprint,
+            "target": source.sha256,
             "target_dtype": source.target_dtype,
             "states": self.states,
             "cached_states": source.dtype,

@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ...checkpoints.storage.safe_read import read_document, stamp
+from ...checkpoints.storage.safe_read import file_entry, read_document
 from ...data.blocks.packing import IGNORED, PADDING, Batch
 from ..losses.drafter import shifted_labels
 
@@ -53,7 +53,7 @@ class Source(ABC):
     not compared; `data` is `loop.checkpoints.data_fingerprint`."""
 
     target: str
-    fingerprint: str
+    sha256: str
     data: str
 
     manifest: ClassVar[str]
@@ -151,7 +151,7 @@ class RowCache:
     def _opened(self, name: str) -> Any:
         path = self.folder / name
         if name in self._unchecked:
-            if stamp(path) != self.manifest["files"][name]:
+            if file_entry(path) != self.manifest["files"][name]:
                 raise ValueError(f"{path} is damaged, its SHA-256 is not the manifest's: {_REMEDY}")
             self._unchecked.remove(name)
         if name not in self._open:
@@ -193,7 +193,7 @@ def stamps(
     """Size and SHA-256 of files by name, None of one that is missing."""
     found: dict[str, Any] = {}
     with ThreadPoolExecutor(_READERS) as readers:
-        made = readers.map(lambda name: stamp(folder / name) if (folder / name).is_file() else None, names)
+        made = readers.map(lambda name: file_entry(folder / name) if (folder / name).is_file() else None, names)
         for name, each in zip(names, made, strict=True):
             found[name] = each
             progress(len(found), len(names))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig
 
-from ...checkpoints.artifact.fingerprints import model_fingerprint
+from ...checkpoints.artifact.model_ref import resolve_model
 from ...data.blocks.packing import Batch
 from ...decode.models.loading import load_model
 from ..forward.packed import make_forward
@@ -24,9 +24,10 @@ class ModelTeacher:
     """The target in this process: frozen, in evaluation mode, no module that would be wrapped or stored. Raises
     ValueError: a model that packed blocks are refused for (`forward.make_forward`)."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, sha256: str | None = None) -> None:
         self.model = model.requires_grad_(False).eval()
-        self.settings: dict[str, Any] = {"target": model_fingerprint(model)}
+        quantised = getattr(model, "quantization_method", None)
+        self.settings: dict[str, Any] = {"target": sha256, "dtype": str(quantised or model.dtype)}
         """What a resumed run must find unchanged, as JSON."""
         self._forward = make_forward(model)
         self.vocab_size = self._forward.vocab_size
@@ -71,7 +72,7 @@ class CachedTeacher:
         self.top_k = first.top_k
         self.vocab_size = caches[0].size
         self.settings: dict[str, Any] = {
-            "target": first.fingerprint,
+            "target": first.sha256,
             "dtype": first.dtype,
             "load_in_8bit": first.load_in_8bit,
             "cached_top_k": first.top_k,
@@ -103,11 +104,12 @@ def load_teacher(
     """The target from a folder or a hub id, ready to teach on `device`; with `load_in_8bit` its matrices but the output
     projection are in 8 bits (LLM.int8: Dettmers et al. 2022, arXiv 2208.07339), the rest in float16 by default. Raises
     ValueError: no such model; 8 bits without what they need; what `ModelTeacher` raises."""
+    ref = resolve_model(source)
     if not load_in_8bit:
-        return ModelTeacher(load_model(source, dtype=dtype, device=str(device)))
+        return ModelTeacher(load_model(ref.path, dtype=dtype, device=str(device)), ref.sha256)
     dtype, eight_bit = "float16" if dtype == "auto" else dtype, BitsAndBytesConfig(load_in_8bit=True)
     try:
-        model = load_model(source, dtype=dtype, device_map={"": str(device)}, quantization_config=eight_bit)
+        model = load_model(ref.path, dtype=dtype, device_map={"": str(device)}, quantization_config=eight_bit)
     except ValueError as error:
         raise ValueError(f"in 8 bits on {device}: {error}; try it without `teacher.load_in_8bit`") from error
-    return ModelTeacher(model)
+    return ModelTeacher(model, ref.sha256)

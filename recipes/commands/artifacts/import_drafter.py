@@ -12,8 +12,8 @@ from typing import Any
 
 from ....checkpoints.artifact.artifact import save_artifact
 from ....checkpoints.artifact.compat import patch_model, patch_tokenizer, read_config
-from ....checkpoints.artifact.fingerprints import tokenizer_fingerprint
-from ....checkpoints.artifact.locate import find_folder, target_record
+from ....checkpoints.artifact.locate import find_folder
+from ....checkpoints.artifact.model_ref import record_target, tokenizer_fingerprint
 from ....checkpoints.heads.layouts import holds_heads
 from ....checkpoints.heads.published import is_published_eagle
 from ....checkpoints.pairs.checks import examine
@@ -37,7 +37,7 @@ from ....data.tokenizers import load_tokenizer
 from ....decode.models.loading import load_model
 from ...session.terminal import log
 from ...session.typed import typed_command
-from .import_heads import check_new, fingerprint_of_files, import_heads
+from .import_heads import check_new, import_heads
 
 _SMALL = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 _FETCHED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*")
@@ -177,7 +177,7 @@ def _save(whole: Path, out: Path, target: Side, drafter: Side, source: str) -> N
         write=lambda folder: copy_files(whole, folder, files),
         vocab_size=size,
         tokenizer_fingerprint=_fingerprint(drafter),
-        target=target_record(target.source, fingerprint_of_files(target.source)),
+        target=record_target(target.source),
         shapes={"vocab_size": size, "model_type": drafter.config.model_type},
         training={"imported_from": source},
         command=typed_command(),

@@ -6,8 +6,8 @@ import glob
 from pathlib import Path
 
 from ....checkpoints.artifact.artifact import save_artifact
-from ....checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
-from ....checkpoints.artifact.locate import fetch, find_folder, target_record
+from ....checkpoints.artifact.locate import fetch, find_folder
+from ....checkpoints.artifact.model_ref import record_target, tokenizer_fingerprint
 from ....checkpoints.heads.eagle import save_eagle
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads
@@ -45,7 +45,7 @@ def import_heads(
         write=lambda folder: save_heads(heads, folder, target),
         vocab_size=vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
-        target=target_record(target, fingerprint_of_files(target)),
+        target=record_target(target),
         shapes={name: getattr(heads, name) for name in _SHAPES},
         training={"imported_from": source, "imported_file": stored.path.name},
         command=typed_command(),
@@ -73,7 +73,7 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
         write=lambda folder: save_eagle(heads, folder),
         vocab_size=heads.vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
-        target=target_record(target, fingerprint_of_files(target)),
+        target=record_target(target),
         shapes=shapes,
         training={"imported_from": source},
         command=typed_command(),
@@ -127,12 +127,6 @@ def _check_target(target: str, stored: StoredHeads) -> int:
             theirs = getattr(text, name, None)
             raise ValueError(f"{name} of the heads in {stored.path} is {size}, of the target {target} {theirs}")
     return int(text.vocab_size)
-
-
-def fingerprint_of_files(target: str) -> str | None:
-    """The target's, where its weights lie here."""
-    folder = Path(target)
-    return model_fingerprint(folder) if any(folder.glob("model*.safetensors")) else None
 
 
 def _folder(source: str, unpickle: bool) -> Path:

@@ -68,12 +68,11 @@ def _name_in(evaluated: Any, artifact: Path, manifest: Manifest, path: Path) -> 
     """Under which name results have this artifact. Its card may be another than it was: it says nothing of weights."""
     if not isinstance(evaluated, dict):
         raise ValueError(f"{path} does not say of which files it is, as results of older versions: evaluate again")
-    hashes = {name: entry["sha256"] for name, entry in manifest.files.items()}
-    mine = {name: each for name, each in (manifest.export or {"of": hashes})["of"].items() if name != _CARD}
+    mine = (manifest.export or {"of": {name: entry["sha256"] for name, entry in manifest.files.items()}})["of"]
     evaluated = {name: one for name, one in evaluated.items() if name != "target"}  # rows are about what drafts
     for name, one in evaluated.items():
-        theirs = {file: digest for file, digest in (one.get("files") or {}).items() if file != _CARD}
-        if theirs and theirs == mine:
+        theirs = one.get("files") or {}
+        if theirs and theirs == {file: mine.get(file) for file in theirs}:
             return str(name)
     named = ", ".join(f"{name} {one.get('source')}" for name, one in evaluated.items())
     raise ValueError(f"{path} is not of {artifact} as it is now but of {named or 'nothing'}: evaluate it again")
@@ -98,7 +97,7 @@ def _certificates(path: Path, evaluated: Mapping[str, Any], name: str, labels: s
         return []
     found = load_certificate(file)
     certified = found["artifacts"].get(name) or {}
-    if certified.get("hash") is None or certified["hash"] != evaluated.get("hash"):
+    if certified.get("sha256") is None or certified["sha256"] != evaluated.get("sha256"):
         log(f"push: {file} is of other files than {path}: the card leaves it out")
         return []
     return [one for one in found["certificates"] if one["label"] in labels]

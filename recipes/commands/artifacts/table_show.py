@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoints.artifact.artifact import open_artifact
-from ....checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from ....checkpoints.artifact.manifest import Manifest
+from ....checkpoints.artifact.model_ref import tokenizer_fingerprint
 from ....checkpoints.table.facts import table_facts
 from ....checkpoints.table.table import BigramTable
 from ....data.tokenizers import load_tokenizer

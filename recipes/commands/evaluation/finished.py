@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .... import __version__
-from ....checkpoints.artifact.identity import source_state
+from ....checkpoints.artifact.model_ref import source_hash
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.safe_read import load_json
 from ...assemble.evaluation import device_of
@@ -50,7 +50,7 @@ def certified(recipe: EvaluateRecipe, tokens: int) -> dict[str, str]:
 
 def identity_of(settings: Any, sources: Sequence[str], evaluation: EvaluateRecipe) -> str:
     """What results belong to: they may only be used again where all of it is the same."""
-    states = {source: source_state(source) for source in sources}
+    states = {source: source_hash(source) for source in sources}
     known = [__version__, settings, states, machine(device_of(evaluation))]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....checkpoints.artifact.identity import source_state
+from ....checkpoints.artifact.model_ref import source_hash
 from ....decode.evaluation.replay.recording import Recording
 from ...schema.loading import parse_recipe
 from ...schema.papers import PaperEvaluation
@@ -36,7 +36,7 @@ def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit:
     """The folder of the table of a corpus, or of its first `limit` rows, counted as the evaluation's target and
     template read it into `folder/counted-…` unless it is there. The name goes with what is counted: a corpus that has
     changed is counted again."""
-    states = [source, source_state(source), evaluation.target, source_state(evaluation.target), evaluation.template]
+    states = [source, source_hash(source), evaluation.target, source_hash(evaluation.target), evaluation.template]
     digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
     out = folder / (f"counted-{digest}" if limit is None else f"counted-{digest}-{limit}")
     data = {"source": source, "limit": limit, "template": evaluation.template, "cache": str(folder / "prepared")}

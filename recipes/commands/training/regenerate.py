@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.artifact.identity import identify
+from ....checkpoints.artifact.model_ref import resolve_model
 from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.messages import install_hint
 from ....checkpoints.storage.redaction import redacted
@@ -88,7 +88,7 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
         target: dict[str, Any] = {"server.model": recipe.server.model}
     else:
         target = {"target": recipe.target, "dtype": recipe.dtype}
-        target |= {"target's hash": identify(str(recipe.target), content=True).hash}
+        target |= {"target's hash": resolve_model(str(recipe.target)).sha256}
     names = {"template", "system", "max_new_tokens", "on_length", "temperature", "top_k", "top_p", "seed", "sampled"}
     return target | recipe.model_dump(mode="json", include=names)
 

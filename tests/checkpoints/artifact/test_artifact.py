@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from draftsmith.checkpoints.artifact.manifest import Manifest, to_json_safe
-from tokenizers import Tokenizer, models
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def save(out: Path, content: str = "weights", **overrides: Any) -> Manifest:
@@ -28,7 +24,7 @@ def save(out: Path, content: str = "weights", **overrides: Any) -> Manifest:
         "write": write,
         "vocab_size": 64,
         "tokenizer_fingerprint": "ab" * 32,
-        "target": {"id": "some/model", "revision": "1234", "fingerprint": "cd"},
+        "target": {"id": "some/model", "revision": "1234", "sha256": "cd"},
         "shapes": {"entries": 3},
         "recipe": {"kind": "table", "data": {"block_tokens": 512, "source": Path("x.jsonl")}},
         "data": {"rows": 2, "sha256": {"tokens": "00"}},
@@ -80,37 +76,3 @@ def test_secrets_are_redacted_and_only_they() -> None:
     )
     for secret in ("sk-" + "a1" * 20, "ghp_" + "b2" * 18, "github_pat_" + "c3" * 20, "AKIA" + "D4" * 8):
         assert secret not in to_json_safe(f"say {secret}.")
-
-
-def make_tokenizer(order: list[str]) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(order)}, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
-
-
-def test_tokenizer_fingerprints_tell_vocabularies_apart() -> None:
-    words = ["<unk>", "</s>", "a", "b"]
-    mine = tokenizer_fingerprint(make_tokenizer(words))
-    assert mine == tokenizer_fingerprint(make_tokenizer(words))
-    assert mine != tokenizer_fingerprint(make_tokenizer(["<unk>", "</s>", "b", "a"]))
-    other = make_tokenizer(words)
-    other.pad_token = other.eos_token
-    assert mine == tokenizer_fingerprint(other)
-    other.eos_token = "a"
-    assert mine != tokenizer_fingerprint(other)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_and_its_folder_have_one_fingerprint(
-    tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM], tied: bool
-) -> None:
-    model = make_llama(tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path / "whole")
-    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
-    fingerprint = model_fingerprint(model)
-    assert len(list((tmp_path / "parts").glob("model-*"))) > 1
-    assert fingerprint == model_fingerprint(tmp_path / "whole") == model_fingerprint(tmp_path / "parts")
-    assert fingerprint == model_fingerprint(LlamaForCausalLM.from_pretrained(tmp_path / "whole"))
-    assert fingerprint != model_fingerprint(make_llama(tie_word_embeddings=tied, seed=1))
-    with torch.no_grad():
-        model.model.norm.weight[0] += 1
-    assert fingerprint != model_fingerprint(model)

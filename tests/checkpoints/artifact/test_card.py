@@ -46,7 +46,7 @@ def make_manifest(**changes: Any) -> Manifest:
     known: dict[str, Any] = {
         "kind": "drafter", "vocab_size": 32000, "tokenizer_fingerprint": "cd" * 32,
         "shapes": {"parameters": 68_000_000},
-        "target": {"id": "lmsys/vicuna-7b-v1.3", "revision": "abc123", "fingerprint": "ef" * 32},
+        "target": {"id": "lmsys/vicuna-7b-v1.3", "revision": "abc123", "sha256": "ef" * 32},
         "recipe": {"model": {"source": "JackFram/llama-68m"}}, "data": data, "training": {"steps": 5},
         "evaluation": {"tokens_per_step": 2.25}, "versions": {"draftsmith": "0.1.0", "torch": "2.13.0", "peft": None},
         "files": {}, "created": "2026-01-02T03:04:05+00:00",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from draftsmith.checkpoints.artifact.compat import patch_model, patch_tokenizer, save_tokenizer
-from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.data.tokenizers import train_bpe
 from transformers import AutoConfig, AutoTokenizer, GPTNeoXConfig, LlamaConfig, Phi3Config, PreTrainedTokenizerFast
 

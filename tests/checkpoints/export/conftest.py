@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.storage.draft_vocabulary import write_vocabulary
@@ -51,7 +51,7 @@ def save(tmp_path: Path, target: Path) -> Make:
     def build(write: Callable[[Path], Any], kind: str = "drafter", **about: Any) -> Path:
         settings: dict[str, Any] = {name: {} for name in ("shapes", "data", "training")}
         settings |= {"recipe": {"kind": kind, "steps": 3}, "evaluation": {"tokens_per_step": 2.5}}
-        settings |= {"target": {"id": str(target), "fingerprint": model_fingerprint(target)}}
+        settings |= {"target": {"id": str(target), "sha256": resolve_model(str(target)).sha256}}
         settings |= {"vocab_size": VOCAB, "tokenizer_fingerprint": None} | about
         save_artifact(tmp_path / "artifact", kind=kind, write=write, **settings)
         return tmp_path / "artifact"

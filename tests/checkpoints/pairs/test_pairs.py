@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
-from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.repair import Repairs, repair
 from draftsmith.checkpoints.pairs.sides import CONSUMERS, Diagnosis, open_side

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
-from draftsmith.checkpoints.artifact.identity import identify
+from draftsmith.checkpoints.artifact.model_ref import resolve_model
 from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.artifact import Run, prepare_once
@@ -34,10 +33,9 @@ def target(tiny_pair: Path, tmp_path: Path) -> Path:
 
 
 def flip_bits(target: Path) -> tuple[str, str]:
-    """Flip forty exponent bits of rows that the target's fingerprint has no sample of, at an unchanged time: its hashes
-    before and after."""
-    path, before = target / "model.safetensors", identify(str(target), content=True).hash
-    fingerprint, content, about = model_fingerprint(target), bytearray(path.read_bytes()), path.stat()
+    """Flip forty exponent bits of the target at an unchanged time; return its hashes before and after."""
+    path, before = target / "model.safetensors", resolve_model(str(target)).sha256
+    content, about = bytearray(path.read_bytes()), path.stat()
     start = 8 + int.from_bytes(content[:8], "little")
     embeddings = json.loads(content[8:start])["model.embed_tokens.weight"]
     first = start + embeddings["data_offsets"][0] + 5 * 4 * embeddings["shape"][1]  # row 5
@@ -45,8 +43,7 @@ def flip_bits(target: Path) -> tuple[str, str]:
         content[place + 3] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert model_fingerprint(target) == fingerprint
-    now = identify(str(target), content=True).hash
+    now = resolve_model(str(target)).sha256
     assert before is not None
     assert now is not None
     return before, now

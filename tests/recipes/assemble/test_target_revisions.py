@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint
-from draftsmith.checkpoints.artifact.locate import at_revision
+from draftsmith.checkpoints.artifact.locate import model_source
+from draftsmith.checkpoints.artifact.model_ref import resolve_model
 from draftsmith.checkpoints.storage.places import is_path, split_revision
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
@@ -41,7 +41,7 @@ def target(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for known in (at_revision, place_of):
+    for known in (model_source, place_of):
         known.cache_clear()
     return tiny_pair / "target"
 
@@ -52,9 +52,7 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
         assert split_revision(plain) == (plain, None)
         if is_path(plain):  # at which nothing stands
             with pytest.raises(ValueError, match="there is no folder"):
-                at_revision(plain)
-        else:
-            assert at_revision(plain) == plain
+                model_source(plain)
     assert load_tokenizer(TARGET).get_vocab() == load_tokenizer(str(target)).get_vocab()
     with pytest.raises(ValueError, match="me/target@v9"):
         load_tokenizer("me/target@v9")
@@ -101,7 +99,7 @@ def test_what_is_trained_for_it_names_its_commit(
     done = draftsmith("train", drafter_recipe, *changes)
     assert done.exit_code == 0, (done.output, done.exception)
     made_for: Any = load_manifest(tmp_path / "drafter").target
-    assert made_for == {"id": "me/target", "revision": COMMIT, "fingerprint": model_fingerprint(target)}
+    assert made_for == {"id": "me/target", "revision": COMMIT, "sha256": resolve_model(str(target)).sha256}
     exported = draftsmith("export", tmp_path / "drafter", "--to", "transformers", "--out", "exported")
     assert exported.exit_code == 0, (exported.output, exported.exception)
     assert f"--revision {COMMIT}" in Path("exported/SERVING.md").read_text()

@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def make_source(dtype: str = "float32", **changed: str) -> HiddenSource:
-    return HiddenSource(**({"target": "nowhere", "fingerprint": "a model", "data": "data", "dtype": dtype} | changed))
+    return HiddenSource(**({"target": "nowhere", "sha256": "a model", "data": "data", "dtype": dtype} | changed))
 
 
 def write_cache(

@@ -138,15 +138,13 @@ def test_damage_is_named_and_what_is_damaged_alone_is_written_again(
 
 
 def test_a_file_of_other_rows_is_not_taken_for_a_written_one(kind: str, cache: RowCache, worker: ModuleType, data: Any):
-    before, unfinished = contents(cache.folder), cache.folder.with_name(f".{cache.folder.name}.unfinished")
+    before = contents(cache.folder)
     (cache.folder / cache.source.manifest).unlink()
     shorter, fewer = (cache.folder / f"rows-0000{number}.safetensors" for number in (1, 3))
     shorter.write_bytes(shorter.read_bytes()[:-1])
     save_file({name: rows[1:].contiguous() for name, rows in load_file(fewer).items()}, fewer)
-    unfinished.mkdir()
     write(cache.folder, data, kind, worker.make_model())
     assert contents(cache.folder) == before
-    assert not unfinished.exists(), "what 0.1 had not finished is removed"
 
 
 def test_one_writer_at_a_time_that_stops_between_batches_when_asked(

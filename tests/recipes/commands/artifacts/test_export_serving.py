@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
-from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
 from draftsmith.checkpoints.artifact.markdown import python, shell, span
+from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.commands.artifacts.import_drafter import import_published
@@ -62,7 +62,7 @@ def test_a_drafter_from_elsewhere_is_one_of_ours(plain: Path, target: Path, corp
     done = draftsmith("import", plain, "--target", target, "--out", out)
     assert done.exit_code == 0, (done.output, done.exception)
     manifest = verify_artifact(out, "drafter")
-    assert manifest.target == {"id": str(target), "fingerprint": model_fingerprint(target)}
+    assert manifest.target == {"id": str(target), "sha256": resolve_model(str(target)).sha256}
     assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(str(target)))
     assert manifest.training == {"imported_from": str(plain)}
     assert (out / "LICENSE").read_text() == "yours"

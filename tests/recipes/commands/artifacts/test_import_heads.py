@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.commands.artifacts.import_heads import import_heads
@@ -57,7 +57,7 @@ def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys
     assert "says medusa_num_heads 2, the tensors have 5" in logged
     manifest = verify_artifact(tmp_path / "heads", "heads")
     assert manifest.vocab_size == VOCAB
-    assert manifest.target == {"id": str(target), "fingerprint": model_fingerprint(target)}
+    assert manifest.target == {"id": str(target), "sha256": resolve_model(str(target)).sha256}
     assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(str(target)))
     assert manifest.shapes == {
         "num_heads": 5,
@@ -100,13 +100,16 @@ def test_heads_inside_a_whole_model_belong_to_it(
     assert "inside the whole model model.safetensors" in said
     assert "they belong to it, and not to the model that it was made from" in said
     assert "warning" not in said
-    assert verify_artifact(tmp_path / "heads").target == {"id": source, "fingerprint": model_fingerprint(Path(source))}
-    assert model_fingerprint(Path(source)) not in (None, model_fingerprint(target))
+    assert verify_artifact(tmp_path / "heads").target == {"id": source, "sha256": resolve_model(source).sha256}
+    assert resolve_model(source).sha256 not in (None, resolve_model(str(target)).sha256)
     written = load_file(tmp_path / "heads" / HEADS_FILE)
     assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
     import_heads(source, tmp_path / "other", str(target))
     assert f"warning: --target {target} is not that model" in " ".join(capsys.readouterr().err.split())
-    assert verify_artifact(tmp_path / "other").target == {"id": str(target), "fingerprint": model_fingerprint(target)}
+    assert verify_artifact(tmp_path / "other").target == {
+        "id": str(target),
+        "sha256": resolve_model(str(target)).sha256,
+    }
 
 
 @pytest.mark.parametrize("case", ["hidden_size", "vocab_size", "no target", "states", "no model"])

@@ -130,7 +130,7 @@ def test_the_rows_of_heads_and_of_an_export(
     for name in ("results.json", "certificate.json"):
         shutil.copy(evaluated.with_name(name), tmp_path / name)
     told = json.loads((tmp_path / "certificate.json").read_text())
-    told["artifacts"]["drafter"]["hash"] = "00"
+    told["artifacts"]["drafter"]["sha256"] = "00"
     (tmp_path / "certificate.json").write_text(json.dumps(told))
     drafter = load_manifest(tiny_pair / "drafter")
     assert measured_of(tiny_pair / "drafter", drafter, tmp_path / "results.json").certificates == []

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
@@ -112,7 +112,7 @@ class Workshop:
     def save(self, kind: str, out: Path, write: Any, recipe: dict[str, Any], metrics: Any, shapes: Any) -> None:
         save_artifact(
             out, kind=kind, write=write, vocab_size=VOCAB, tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer),
-            target={"id": str(self.target), "fingerprint": model_fingerprint(self.target)}, shapes=shapes,
+            target={"id": str(self.target), "sha256": resolve_model(str(self.target)).sha256}, shapes=shapes,
             recipe=recipe | {"data": self.section.model_dump(mode="json")}, data=self.prepared.summary(),
             training={"metrics": metrics},
         )  # fmt: skip

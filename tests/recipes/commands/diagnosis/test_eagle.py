@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from draftsmith.checkpoints.artifact.artifact import save_artifact
-from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
@@ -91,7 +91,7 @@ class Lesson:
 
         save_artifact(
             out, kind="heads", write=write, vocab_size=VOCAB, shapes={"num_heads": heads.num_heads},
-            target={"id": str(self.folder / "target"), "fingerprint": model_fingerprint(self.folder / "target")},
+            target={"id": str(self.folder / "target"), "sha256": resolve_model(str(self.folder / "target")).sha256},
             tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer),
             **({"recipe": {}, "data": {}, "training": {}} | known),
         )  # fmt: skip

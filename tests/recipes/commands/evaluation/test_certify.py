@@ -48,7 +48,7 @@ def test_a_certificate_of_a_recipe(recipe: Path, cli: Command) -> None:
     assert (written["schema"], written["kind"], written["complete"]) == (1, "certificate", True)
     assert written["not_lossless"] == []
     assert set(written["artifacts"]) == {"target", "drafter"}
-    assert all(len(artifact["hash"]) == 64 for artifact in written["artifacts"].values())
+    assert all(len(artifact["sha256"]) == 64 for artifact in written["artifacts"].values())
     assert written["machine"]["device"] == "cpu"
     rows = {row["label"]: row for row in written["certificates"]}
     assert list(rows) == ["autoregressive", "speculative", "bild", "autoregressive T=1", "speculative T=1"]

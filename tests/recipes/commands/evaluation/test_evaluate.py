@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
-from draftsmith.checkpoints.artifact.fingerprints import tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import SkippedPrompts, load_prompts

@@ -1,0 +1,173 @@
+"""References to models and artifacts: where their files lie, and the hashes by which they are told apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..storage.names import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    DRAFT_VOCABULARY,
+    MANIFEST_FILE,
+    PREFIX,
+    TOKENIZER_FILES,
+    WHOLE_FILES,
+)
+from ..storage.places import adapter_base, here, is_path, split_revision
+from ..storage.safe_read import file_hash, read_json, shards_of
+from .artifact import load_manifest
+from .locate import fetch_model, model_source
+
+_SETTINGS = (CONFIG_FILE, "generation_config.json", ADAPTER_CONFIG, DRAFT_VOCABULARY, *TOKENIZER_FILES)
+_DESCRIPTIONS = ("README.md", "recipe.yaml")
+_READERS = 8  # files at a time; hashing lets other threads run
+_NO_PARAMETER = re.compile(r"(?:^|\.)(?:rotary_emb\.inv_freq|(?:attn|attention)\.masked_bias)$")
+_MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.bias$")
+"""Buffers that older transformers stored with the parameters: tables of positions, and causal masks [1, 1, T, T]."""
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """Reference to a model, adapter, heads or table, resolved to its files."""
+
+    source: str
+    """Folder, GGUF file or hub id as the recipe names it."""
+    path: str
+    """Folder that the files are loaded from, or the hub id that transformers downloads."""
+    revision: str | None
+    """Commit of a model on the hub that was named with a revision."""
+    sha256: str | None
+    """Hash of `files`; None for a model that is not on this machine."""
+    files: dict[str, str]
+    """SHA-256 by name of the files that decide what the model computes: configuration, weights and tokenizer, of an
+    adapter also its base model's. For an artifact: all files but its descriptions."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the reference as results and certificates store it, without the path."""
+        return {name: value for name, value in asdict(self).items() if name != "path"}
+
+
+def resolve_model(source: str, path: str | None = None) -> ModelRef:
+    """Find and hash the files of a model or an artifact.
+
+    Args:
+        source: Folder, GGUF file, or `user/name[@revision]` on the hub, which is downloaded.
+        path: Folder of the files, where it is known already.
+
+    Raises:
+        ValueError: There is no such model, or a file differs from the artifact's manifest.
+    """
+    path = path or model_source(source)
+    revision = Path(path).name if split_revision(source)[1] is not None else None
+    folder = here(path)
+    if folder is None and "/" in path and not is_path(path):
+        folder = fetch_model(path)
+        path = str(folder) if _weights(folder) else path  # pickled weights, if any, are left to transformers
+    if folder is None or not folder.is_dir():
+        return ModelRef(source, path, revision, None, {})
+    paths = _deciding_files(folder)
+    with ThreadPoolExecutor(_READERS) as readers:
+        files = dict(zip(paths, readers.map(file_hash, paths.values()), strict=True))
+    entries = load_manifest(folder).files if (folder / MANIFEST_FILE).is_file() else {}
+    for name, digest in files.items():
+        if name in entries and (expected := entries[name]["sha256"]) != digest:
+            raise ValueError(f"{paths[name]} has the hash {digest}, its {MANIFEST_FILE} says {expected}")
+    whole = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return ModelRef(source, path, revision, whole, files)
+
+
+def source_hash(source: str) -> Any:
+    """Return the hash of a model or an artifact, else those of a file or of all files in a folder."""
+    folder = Path(source)
+    if any((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)):
+        return resolve_model(source).sha256
+    paths = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
+    return [[str(path.relative_to(folder)), file_hash(path)] for path in paths]
+
+
+def target_record(source: str, sha256: str | None = None) -> dict[str, str | None]:
+    """Return a target as manifests name it: id, hash and, where one was named, the revision by its commit."""
+    name, revision = split_revision(source)
+    commit = {} if revision is None else {"revision": Path(model_source(source, weights=False)).name}
+    return {"id": name, **commit, "sha256": sha256}
+
+
+def record_target(source: str) -> dict[str, str | None]:
+    """Return `target_record` with the hash of a target whose weights are in a folder on this machine."""
+    is_here = any(Path(source).glob("model*.safetensors"))
+    return target_record(source, resolve_model(source).sha256 if is_here else None)
+
+
+def is_unchanged(record: dict[str, Any]) -> bool:
+    """Return whether the files that a `ModelRef.record` describes are the same now, or are not on this machine."""
+    folder = here(str(record["source"]))
+    if folder is None or record["sha256"] is None:
+        return True
+    try:
+        return resolve_model(str(folder)).sha256 == record["sha256"]
+    except ValueError:
+        return False
+
+
+def _deciding_files(folder: Path) -> dict[str, Path]:
+    if (folder / MANIFEST_FILE).is_file():
+        names = [name for name in load_manifest(folder).files if name not in _DESCRIPTIONS]
+        found = {name: folder / name for name in sorted(names)}
+    else:
+        settings = [folder / name for name in _SETTINGS] + sorted(folder.glob("*.index.json"))
+        found = {path.name: path for path in (*settings, *_weights(folder)) if path.is_file()}
+    if ADAPTER_CONFIG in found and CONFIG_FILE not in found:
+        base = adapter_base(read_json(folder / ADAPTER_CONFIG))
+        path = None if base is None else here(model_source(base)) or fetch_model(base)
+        if path is not None and path.resolve() != folder.resolve():
+            found |= {f"base/{name}": each for name, each in _deciding_files(path).items()}
+    return found
+
+
+def _weights(folder: Path) -> list[Path]:
+    try:
+        return weight_files(folder)
+    except ValueError:
+        return sorted([*folder.glob("adapter_model.*"), *folder.glob("pytorch_model*.bin")])
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that transformers would load; raise ValueError if there are none or one is lost."""
+    whole, index = (directory / name for name in WHOLE_FILES)
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        shards = sorted(set(shards_of(index).values()))
+        for shard in shards:
+            if not (directory / shard).is_file():
+                raise ValueError(f"{index} names {shard!r}, which is not beside it")
+        return [directory / shard for shard in shards]
+    if files := sorted(directory.glob("model*.safetensors")):
+        return files
+    raise ValueError(f"there are no safetensors weights at {directory}: it has no model*.safetensors")
+
+
+def is_parameter(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a stored tensor belongs to its model: not a buffer of older transformers, nor heads beside it."""
+    buffer = _NO_PARAMETER.search(name) or (_MASK.search(name) and len(shape) == 4)
+    return not buffer and not name.startswith(PREFIX)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return the SHA-256 (hex) of a tokenizer's vocabulary, sorted by id, and of its special tokens' ids.
+
+    Two tokenizers with the same fingerprint give every id the same text. Padding that reuses another special token
+    does not change it.
+    """
+    pairs = sorted((int(number), token) for token, number in tokenizer.get_vocab().items())
+    special = sorted({int(number) for number in tokenizer.all_special_ids})
+    ends = [getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
+    text = json.dumps({"vocab": pairs, "special": special, "ends": ends}, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

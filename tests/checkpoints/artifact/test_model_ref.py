@@ -1,0 +1,125 @@
+"""References to models: which files decide their hash."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.artifact.model_ref import (
+    is_parameter,
+    is_unchanged,
+    resolve_model,
+    source_hash,
+    tokenizer_fingerprint,
+    weight_files,
+)
+from draftsmith.checkpoints.storage.draft_vocabulary import write_vocabulary
+from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
+from draftsmith.checkpoints.storage.safe_read import file_hash
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+WEIGHTS = "model.safetensors"
+Make = Callable[..., LlamaForCausalLM]
+
+
+@pytest.fixture
+def model(tmp_path: Path, make_llama: Make) -> Path:
+    """A folder with a model and files that do not belong to it."""
+    make_llama(320).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "README.md", "results.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    return tmp_path / "model"
+
+
+def flip(path: Path) -> None:
+    """Change the last byte in place and set the file's time back."""
+    before = path.stat()
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 0x40]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_files_that_decide_what_a_model_computes_decide_its_hash(model: Path) -> None:
+    write_vocabulary({"d2t": torch.arange(4)}, model)
+    first = resolve_model(str(model))
+    assert {WEIGHTS, "config.json", "tokenizer.json", DRAFT_VOCABULARY} <= set(first.files)
+    assert first.files[WEIGHTS] == file_hash(model / WEIGHTS)
+    for name in ("README.md", "results.json"):
+        flip(model / name)
+    assert resolve_model(str(model)) == first
+    for name in (WEIGHTS, "config.json", "tokenizer.json", DRAFT_VOCABULARY):
+        flip(model / name)
+        changed = resolve_model(str(model))
+        assert {file for file in first.files if first.files[file] != changed.files[file]} == {name}
+        assert changed.sha256 != first.sha256
+        assert not is_unchanged(first.record())
+        flip(model / name)
+        assert is_unchanged(first.record())
+    assert is_unchanged(first.record() | {"source": "user/name"})
+    assert source_hash(str(model)) == first.sha256
+
+
+def test_the_hash_of_an_adapter_covers_its_base_model(model: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model)}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"1")
+    first = resolve_model(str(adapter))
+    assert first.files[f"base/{WEIGHTS}"] == file_hash(model / WEIGHTS)
+    flip(model / WEIGHTS)
+    assert resolve_model(str(adapter)).sha256 != first.sha256
+
+
+def test_an_artifact_has_the_hash_of_its_content(tmp_path: Path, make_llama: Make) -> None:
+    about: dict[str, Any] = {"vocab_size": 320, "tokenizer_fingerprint": None, "target": None}
+    folder = tmp_path / "artifact"
+    save_artifact(folder, kind="drafter", write=make_llama(320).save_pretrained, **about)
+    first = resolve_model(str(folder))
+    save_artifact(folder, kind="drafter", write=make_llama(320).save_pretrained, command="again", **about)
+    assert resolve_model(str(folder)) == first
+    flip(folder / WEIGHTS)
+    with pytest.raises(ValueError, match=rf"{WEIGHTS} has the hash .*{first.files[WEIGHTS]}"):
+        resolve_model(str(folder))
+
+
+def test_weights_are_those_that_transformers_loads(tmp_path: Path, make_llama: Make) -> None:
+    make_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*"))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model-of-another.safetensors")
+    assert len(shards) > 1
+    assert weight_files(tmp_path) == shards
+    shutil.copy(shards[0], tmp_path / WEIGHTS)
+    assert weight_files(tmp_path) == [tmp_path / WEIGHTS]
+
+
+def test_buffers_of_older_transformers_are_no_parameters() -> None:
+    assert is_parameter("transformer.h.0.attn.c_attn.bias", (24,))
+    assert not is_parameter("transformer.h.0.attn.bias", (1, 1, 16, 16))
+    assert not is_parameter("model.layers.0.self_attn.rotary_emb.inv_freq", (4,))
+    assert not is_parameter("medusa_head.0.0.linear.weight", (4, 4))
+
+
+def make_tokenizer(order: list[str]) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(order)}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+def test_tokenizer_fingerprints_tell_vocabularies_apart() -> None:
+    words = ["<unk>", "</s>", "a", "b"]
+    mine = tokenizer_fingerprint(make_tokenizer(words))
+    assert mine == tokenizer_fingerprint(make_tokenizer(words))
+    assert mine != tokenizer_fingerprint(make_tokenizer(["<unk>", "</s>", "b", "a"]))
+    other = make_tokenizer(words)
+    other.pad_token = other.eos_token
+    assert mine == tokenizer_fingerprint(other)
+    other.eos_token = "a"
+    assert mine != tokenizer_fingerprint(other)
