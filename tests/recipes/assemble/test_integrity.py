@@ -82,7 +82,7 @@ def test_answers_of_two_targets_are_not_mixed(corpus: Path, target: Path, tmp_pa
     run_regenerate(RegenerateRecipe(**values, limit=2))
     before, now = flip_bits(target)
     written = out.read_bytes()
-    with pytest.raises(ValueError, match=rf"hash of the target '{before}', now it is '{now}'"):
+    with pytest.raises(ValueError, match=rf"target's hash '{before}', but it is now '{now}'"):
         run_regenerate(RegenerateRecipe(**values, limit=6))
     assert out.read_bytes() == written
 
