@@ -73,14 +73,6 @@ def test_identical_rows_are_as_many_as_in_the_source(tmp_path: Path) -> None:
     assert sorted(row["id"] for row in rows(out)) == ["a", "a", "a", "b"]
 
 
-def test_long_conversations_begin_first_and_the_others_in_their_order(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    asked = {"a": "x", "b": "xy", "c": "x", "d": "xyz", "e": "xy"}
-    talks = [conversation(name, *questions) for name, questions in asked.items()]
-    run(out, [*talks, Conversation("f", talks[0].turns[:1])])  # without the answer it is no shorter
-    assert [row["id"] for row in rows(out)] == ["d", "b", "e", "a", "c", "f"]
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_answer_cut_by_the_token_limit_goes_with_all_after_it_unless_it_is_kept(tmp_path: Path, keep: bool) -> None:
     def limited(question: Question) -> Answer:
@@ -165,14 +157,6 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         Store(out, SETTINGS | {"system": "be kind"})
     with pytest.raises(ValueError, match=r"temperature 0\.0.* None"):
         Store(out, {"target": "echo"})
-
-
-def test_a_second_writer_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    with Store(out, SETTINGS), pytest.raises(ValueError, match=str(out)):
-        Store(out, SETTINGS)
-    with Store(out, SETTINGS):
-        pass
 
 
 def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -48,10 +48,3 @@ def test_every_block_is_used_exactly_once_an_epoch(blocks: int, batch_blocks: in
     assert len(stream) == steps * batch_blocks
     epochs = stream[: len(stream) // blocks * blocks].reshape(-1, blocks)
     assert all(sorted(epoch) == list(range(blocks)) for epoch in epochs.tolist())
-
-
-def test_epochs_and_seeds_differ() -> None:
-    first, second = global_batch(50, 50, 0, seed=1).tolist(), global_batch(50, 50, 1, seed=1).tolist()
-    assert first != second
-    assert first != global_batch(50, 50, 0, seed=2).tolist()
-    assert first != list(range(50))

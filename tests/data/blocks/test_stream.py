@@ -143,12 +143,3 @@ def test_a_mixture_uses_rows_as_often_as_their_weight_says() -> None:
     first = Counter(name[0] for name in rows[:100])
     assert 5 < first["a"] < 60
     assert 35 < first["b"] < 90
-
-
-def test_workers_do_not_wait_for_threads_of_their_parent(
-    rows_file: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    assert len(list(Renderer(CHATML, bpe, BLOCK)(open_epoch(rows_file, 0)))) == ROWS  # threads have been started
-    data = stream(rows_file, bpe, workers=1)
-    assert data.step_batch(0, 2, 0)[1].tokens_BT.shape == (2, BLOCK)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from draftsmith.data.cleaning.cleaner import ROLES, Cleaner, Cleaning
+from draftsmith.data.cleaning.cleaner import ROLES, Cleaner, Cleaning, EvaluationTexts
 from draftsmith.data.conversations import CorpusReport, Dialogue
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -244,3 +244,23 @@ def test_every_exchange_that_is_kept_was_one(source: Pairs, unknown_roles: str) 
     for (asker, question), (answerer, answer) in pairwise(kept or []):
         if (asker, answerer) == ("user", "assistant"):
             assert adjacent(question, answer, source)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), max_size=9), max_size=4),
+    st.lists(st.sampled_from("abc"), max_size=14),
+    st.integers(4, 6),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_the_index_finds_what_a_plain_search_finds(texts: list[list[str]], words: list[str], run: int) -> None:
+    def inside(part: list[str]) -> bool:
+        return any(words[i : i + len(part)] == part for i in range(len(words) - len(part) + 1))
+
+    expected = any(
+        words == text
+        if 0 < len(text) < 4
+        else any(inside(text[i : i + run]) for i in range(max(1, len(text) - run + 1)))
+        for text in texts
+        if text
+    )
+    assert EvaluationTexts(map(" ".join, texts), run).found_in(" ".join(words)) is expected

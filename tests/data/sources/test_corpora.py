@@ -12,7 +12,6 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from draftsmith.data.cleaning.cleaner import Cleaning
 from draftsmith.data.conversations import CorpusReport, Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
@@ -130,17 +129,6 @@ def test_broken_rows_are_part_of_the_report(tmp_path: Path) -> None:
     assert len(kept) == report.kept == 2
     assert report.dropped == {"broken: not valid JSON": 2, "broken: no known form": 1, "no whole exchange": 1}
     assert report.rows == report.kept + sum(report.dropped.values()) == 6
-
-
-def test_contamination_is_looked_for_in_the_named_sets(tmp_path: Path) -> None:
-    question = "How many apples do I have left if I eat three of my twelve apples before noon and two after it?"
-    evaluation = jsonl(tmp_path / "evaluation.jsonl", {"turns": ["first?", question]})
-    source = jsonl(tmp_path / "a.jsonl", {"prompt": f"Hello! {question}", "response": "Seven."},
-                   {"prompt": "Something else entirely, please.", "response": "Yes."})  # fmt: skip
-    report = CorpusReport()
-    kept = list(read_conversations(source, report=report, cleaning=Cleaning(contamination=(evaluation,))))
-    assert [c.turns[1].text for c in kept] == ["Yes."]
-    assert sum(report.dropped.values()) == 1
 
 
 def message(role: str, content: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from draftsmith.data.conversations import Dialogue
 from draftsmith.data.sources.files import Row
-from draftsmith.data.sources.forms import read_dialogue, usable_columns
+from draftsmith.data.sources.forms import read_dialogue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,19 +23,13 @@ def read(value: Any) -> Dialogue:
 @pytest.mark.parametrize(
     ("row", "form", "messages"),
     [
-        ({"conversations": MESSAGES}, "conversations", ASKED),
         ({"conversation": MESSAGES, "turn": 1, "openai_moderation": []}, "conversation", ASKED),
         ({"prompt": "hello", "messages": MESSAGES}, "messages", ASKED),
-        ({"prompt": "hello", "completion": "hi"}, "prompt + completion", ASKED),
-        ({"question": "hello", "answer": "hi"}, "question + answer", ASKED),
         ({"user_query": "hello", "chatgpt_response": "hi"}, "user_query + chatgpt_response", ASKED),
-        ({"human_prompt": "hello", "chatgpt_response": "hi"}, "human_prompt + chatgpt_response", ASKED),
         ({"instruction": "hello", "input": " ", "output": "hi", "text": "…"}, "instruction + output + input", ASKED),
         ({"prompt": ["one?", "two?"], "category": "math"}, "prompt", (("user", "one?"), ("user", "two?"))),
-        ({"prompt": "one?"}, "prompt", (("user", "one?"),)),
         ({"goal": "one?", "sol1": "a", "sol2": "b"}, "goal", (("user", "one?"),)),
         ({"qText": "one?", "answers": ["a"]}, "qtext + answers", (("user", "one?"),)),
-        ({"instruction": "Translate.", "input": "hi"}, "instruction + input", (("user", "Translate.\n\nhi"),)),
         ({"messages": [{"role": "user", "content": PARTS}]}, "messages", (("user", "hel\nlo"),)),
         # nulls: a table of mixed forms, texts that are missing, a tool call
         ({"messages": None, "prompt": "hello", "response": "hi", "text": None}, "prompt + response", ASKED),
@@ -49,12 +43,6 @@ def test_every_form_is_told_by_its_columns(row: Any, form: str, messages: tuple[
     dialogue = read(row)
     assert dialogue.messages == messages
     assert dialogue.form == form
-
-
-def test_what_is_not_text_is_left_for_cleaning() -> None:
-    mixed = [*PARTS, {"type": "image_url", "image_url": {}}]
-    for content in (mixed, [{"type": "text", "text": None}], {"a": 1}, 5):
-        assert read({"messages": [{"role": "user", "content": content}]}).messages == (("user", content),)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +68,6 @@ def test_references_and_category(columns: dict[str, Any], references: tuple[str,
     assert dialogue.references == references
     assert dialogue.category == "math"
     assert read({"question": "q", "category": 5}).category == ""
-
-
-def test_only_usable_columns_of_a_table_are_read() -> None:
-    lmsys = ["conversation_id", "model", "conversation", "turn", "language", "openai_moderation", "redacted"]
-    assert list(usable_columns(lmsys)) == ["conversation_id", "conversation"]
-    assert list(usable_columns(["id", "body", "score"])) == ["id", "body", "score"], "an error must name them all"
 
 
 JSON = st.recursive(

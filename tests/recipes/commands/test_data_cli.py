@@ -209,12 +209,3 @@ def test_columns_are_named_by_the_user_and_those_not_used_by_us(
         assert all(needle in str(failed.exception) for needle in needles)
     unknown = run("prepare", *options, "data.columns={passage: contxt}")
     assert all(needle in str(unknown.exception) for needle in ("columns", "'contxt'", "'context'"))
-
-
-def test_what_was_prepared_before_columns_were_counted_is_prepared_again(
-    corpus: Path, tokenizer: Any, tmp_path: Path
-) -> None:
-    report = prepare_data(section(corpus, tmp_path), tokenizer).report
-    (file,) = tmp_path.glob("prepared/*/report.json")
-    file.write_text(json.dumps({key: value for key, value in report.items() if key != "unused_columns"}))
-    assert prepare_data(section(corpus, tmp_path), tokenizer).report == report
