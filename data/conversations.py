@@ -1,4 +1,4 @@
-"""What a conversation is, what became of a corpus's rows, and conversations written to a file."""
+"""Conversations, reports on the rows of a corpus, and files of conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEW_OBJECTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message: `role` is "system", "user" or "assistant"."""
+    """Message of the role "system", "user" or "assistant"."""
 
     role: str
     text: str
@@ -27,24 +27,20 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns that alternate user, assistant, …, end with an assistant turn, and may begin with one system turn.
-
-    A row of bare text is one assistant turn alone: everything in it is to be learned.
-    """
+    """Turns [system], user, assistant, …, assistant; a bare text is one assistant turn, which is trained on."""
 
     id: str
     turns: tuple[Turn, ...]
     tools: str = ""
-    """What it may call, as JSON of a list ("[]": it calls, of what is not said), shown by the tokenizer's own chat
-    template; "" where it calls nothing."""
+    """JSON of a list of tools; "[]" if there are calls of unknown tools, "" if there are no calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A row as it was written, before any cleaning.
+    """Row before cleaning.
 
-    `messages` are (role, content) pairs of whatever stood there; a row of bare text is one message of the role
-    "text". `form` names the columns that they were read from, `unused` those that hold something and were not.
+    `messages` are (role, content) pairs, unchanged; a bare text is one message of the role "text". `form` names the
+    columns that were read, `unused` the others that are not empty.
     """
 
     id: str
@@ -58,8 +54,7 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A question to decode an answer to: `turns` are [system], user; `follow_ups` are asked after the model's own
-    answers; `references` are right or other people's answers, where the source has any."""
+    """Prompt of an evaluation: turns [system], user; later questions, and reference answers, if there are any."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -70,11 +65,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class CorpusReport:
-    """What became of every row and of every exchange (a question directly before an answer):
-    `rows == kept + sum(dropped.values())` and `exchanges == exchanges_kept + sum(exchanges_lost.values())`.
+    """Counts of rows and of exchanges (a question directly before an answer).
 
-    `changed` counts kept conversations by what was cut from them or rewritten, `unmapped_roles` conversations by the
-    first role the table does not know, `unused_columns` rows by the columns that hold something and are not read.
+    `rows == kept + sum(dropped.values())` and `exchanges == exchanges_kept + sum(exchanges_lost.values())`. `changed`
+    counts kept conversations by what was cut or rewritten, `unmapped_roles` conversations by their first unknown role,
+    `unused_columns` rows by their columns that are not empty and not read.
     """
 
     rows: int = 0
@@ -88,17 +83,17 @@ class CorpusReport:
     unused_columns: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: CorpusReport) -> None:
-        """Add the counts of another part of the corpus (another rank, another worker)."""
+        """Add the counts of another part of the corpus."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers, ready for JSON."""
+        """Return the counts as JSON values."""
         values = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: dict(sorted(value.items())) if isinstance(value, Counter) else value for name, value in values}
 
     def summary(self) -> str:
-        """One line: `987 of 1000 rows kept; dropped 13 (8 no whole exchange, …); exchanges lost 40 (…); changed: …`."""
+        """Return one line: `987 of 1000 rows kept; dropped 13 (8 no whole exchange, …); …`."""
         parts = [f"{self.kept} of {self.rows} rows kept"]
         for word, counts in (("dropped", self.dropped), ("exchanges lost", self.exchanges_lost)):
             if counts:
@@ -111,7 +106,7 @@ class CorpusReport:
         return "; ".join(parts)
 
     def nothing_kept(self) -> str:
-        """Why no row is left, and what can be done about each reason."""
+        """Return why no row is left, and what can be done about each reason."""
         advice = {REMEDIES[word] for reason in self.dropped for word in REMEDIES if reason.startswith(word)}
         return "; ".join([self.summary() if self.rows else "there are no rows", *sorted(advice)])
 
@@ -130,7 +125,7 @@ REMEDIES = {
     "language": "`clean: {languages: []}` keeps these",
     "broken": "without `skip_broken` the first such row is shown",
 }
-"""By how a reason for dropping begins: what can be done about it."""
+"""What can be done about a reason for dropping, by its beginning."""
 
 
 def _reasons(counts: Counter[str]) -> str:
@@ -138,7 +133,7 @@ def _reasons(counts: Counter[str]) -> str:
 
 
 def encodable(text: str) -> str:
-    """Half an emoji has no UTF-8: what cannot be encoded becomes the replacement character."""
+    """Replace what has no UTF-8 encoding, as half an emoji, by the replacement character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -147,13 +142,12 @@ def encodable(text: str) -> str:
 
 
 def tool_text(tag: str, text: str) -> str:
-    """A tool's call or result in its tags, as Hermes and Qwen write them."""
+    """Return a tool call or result in its tags, as Hermes and Qwen write them."""
     return text if text.lstrip().startswith(f"<{tag}>") else f"<{tag}>\n{text}\n</{tag}>"
 
 
 def write_conversations(conversations: Iterable[Conversation], path: str | os.PathLike[str]) -> int:
-    """Write JSON lines `{"id": …, "messages": [{"role": …, "content": …}]}`, with `tools` where there are any, whole or
-    not at all; returns how many."""
+    """Write JSON lines `{"id": …, "messages": [{"role": …, "content": …}]}` atomically; return their number."""
     count = 0
     with atomic_file(Path(path)) as out:
         for conversation in conversations:
@@ -167,7 +161,7 @@ def write_conversations(conversations: Iterable[Conversation], path: str | os.Pa
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Collect garbage rarely: rows are freed by their reference counts."""
+    """Collect garbage rarely; rows are freed by their reference counts."""
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])
     try:

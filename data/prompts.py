@@ -1,4 +1,4 @@
-"""Prompts of an evaluation: which are asked, and how they are presented."""
+"""Prompts of an evaluation, rendered for a model."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from .rendering.templates import get_template
 from .sources.reading import read_prompts
 from .sources.registry import find_corpus
 
-_NAMED = 20  # of prompts that were too long; of the others only the number is kept
+_MAX_NAMES = 20
 
 
 @dataclass
 class SkippedPrompts:
-    """Prompts that were read and not asked, up to the last that was."""
+    """Prompts that were read and not used: the ids of those that are too long, and the others counted by reason."""
 
     too_long: list[str] = field(default_factory=list)
-    """Their names."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """How many others, by reason."""
 
     def __bool__(self) -> bool:
         return bool(self.too_long or self.skipped)
 
     def words(self) -> str:
-        """For people."""
+        """Return the counts as text."""
         counts = Counter({"too long": len(self.too_long)}) + self.skipped
         return ", ".join(f"{count} prompts ({reason})" for reason, count in counts.items())
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers by reason, and the first names of those that were too long."""
+        """Return the counts by reason, and the first ids of prompts that are too long."""
         counts = {"too long": len(self.too_long)} | dict(self.skipped)
-        return {"counts": counts, "too_long": self.too_long[:_NAMED]}
+        return {"counts": counts, "too_long": self.too_long[:_MAX_NAMES]}
 
 
 def load_prompts(
@@ -51,9 +49,11 @@ def load_prompts(
     groups: Sequence[str] | None = None,
     skipped: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
-    """Questions of an evaluation set or of conversations with their token ids, in the order of the set, from fixed
-    groups in turn. `skipped` gets those that were read and left out. Raises ValueError: there is no prompt, or none is
-    short enough."""
+    """Return questions of an evaluation set or of conversations with their token ids, from fixed groups in turn.
+
+    Raises:
+        ValueError: There is no prompt, or none has at most `max_tokens` tokens.
+    """
     encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
     lengths: list[int] = []
     skipped = SkippedPrompts() if skipped is None else skipped
@@ -79,7 +79,7 @@ def load_prompts(
 def load_questions(
     source: str, limit: int, *, path: str | None = None, groups: Sequence[str] | None = None
 ) -> list[Prompt]:
-    """The same for one who knows no tokens, however long they are. Raises ValueError: there is none."""
+    """Return questions without token ids, of any length. Raises ValueError: there is none."""
     read = ((prompt, list[int]()) for prompt in read_prompts(source, path=path, groups=groups, skipped=Counter()))
     prompts = [prompt for prompt, _ in islice(_in_turn(source, read), limit)]
     if not prompts:
@@ -89,7 +89,7 @@ def load_questions(
 
 
 def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
-    """Prompts of a set with groups, one of each group after the other."""
+    """Yield the prompts of a set with groups, one of each group in turn."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
         yield from prompts
@@ -102,5 +102,5 @@ def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterat
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer."""
+    """Return the tokens that end an answer."""
     return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)

@@ -188,19 +188,10 @@ async def regenerate(
 ) -> RegenerationReport:
     """Answer every conversation that is not in the store.
 
-    An answer that is empty, or cut by the token limit, is dropped with everything after it. A conversation without an
-    answer before it has failed. Conversations with most questions are answered first.
-
-    Args:
-        conversations: Their user turns are the questions.
-        store: Receives the conversations.
-        answer: Answers one question.
-        concurrency: Number of conversations answered at a time.
-        seed: Seed of the run.
-        system: System text of conversations that have none.
-        keep_cut: Keep answers that the token limit cut.
-        stopping: Returns True to abandon the run.
-        progress: Called with the number of conversations of this run that are finished.
+    `concurrency` conversations are answered at a time, those with most questions first; `system` is the system text of
+    those that have none. An answer that is empty, or cut by the token limit (unless `keep_cut`), is dropped with
+    everything after it; a conversation without an answer before it has failed. The run is abandoned when `stopping`
+    returns True. `progress` is called with the number of finished conversations.
     """
     source = _longest_first(item for item in keyed(conversations) if item[0] not in store)
     work = _Work(store, answer, seed, system, keep_cut, stopping, progress)

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE, or load the tokenizer a model came with."""
+"""Training of byte-level BPE tokenizers, and loading of the tokenizer of a model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _BYTES = 256
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of exactly `vocab_size` tokens: `special_tokens` first (ids 0, 1, …), all 256 bytes, then merges.
+    """Train a byte-level BPE with ids of special tokens first, then of all bytes, then of merges.
 
-    The first special token is padding and beginning of sequence (never added by itself), the last is the end of
-    sequence.
+    The first special token is used for padding and beginning of sequence, the last for the end of sequence.
 
-    Raises ValueError: no or repeated special tokens; a `vocab_size` too small for bytes and special tokens, or too
-    large for the texts.
+    Raises:
+        ValueError: Special tokens are missing or repeated, or `vocab_size` is too small, or too large for the texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -89,7 +88,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any:
-    """The tokenizer, its merges in the order of their scores if only a sentencepiece model says what they are."""
+    """Return the tokenizer, with merges ordered by score if there is only a sentencepiece model."""
     from transformers.utils import cached_file
 
     def file(file_name: str) -> str | None:
@@ -118,8 +117,10 @@ def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any
 
 
 def _scored_merges(model_file: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, best score first: what sentencepiece's BPE merges first. Of one score,
-    which only runs of spaces have, it takes the leftmost, so that a run grows from its left: longest piece first."""
+    """Return all pairs of pieces that make a piece, in the order of sentencepiece: by score, then longest first.
+
+    Only runs of spaces have equal scores; they are merged from the left.
+    """
     from sentencepiece import SentencePieceProcessor
 
     model = SentencePieceProcessor(model_file=model_file)

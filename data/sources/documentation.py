@@ -99,14 +99,9 @@ def documentation_conversations(
     """Build training and held-out conversations from the standard library and top-level packages.
 
     Each documented public module, class or function gives one conversation of one to three exchanges. An object is
-    held out by a hash of its name inside its module. Repeated texts are used once.
-
-    Args:
-        packages: Names of top-level packages; those that are not installed are skipped.
-        heldout_share: Share of the objects that are held out.
-        max_megabytes: Stop after this much text (10^6 bytes of UTF-8), spread evenly over the packages.
-        seed: Seed of the order of the files.
-        progress: Called with the number of source files read and of all source files.
+    held out by a hash of its name inside its module. Repeated texts are used once. At most `max_megabytes` (10^6 bytes
+    of UTF-8) are read, in an order drawn from `seed` and spread evenly over the packages. `progress` is called with the
+    numbers of files read and of all files.
 
     Returns:
         The training conversations, the held-out conversations and a report for JSON.

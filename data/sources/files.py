@@ -90,15 +90,10 @@ def local_rows(
     skip_broken: bool = False,
     skipped: Counter[str] | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows of a file, or of the data files of a folder.
+    """Yield the rows of a file, or of the data files of a folder (see `data_files`), that are in the shard.
 
-    Args:
-        path: File or folder.
-        shard: Part of the rows to yield.
-        split: Part of the files to read, see `data_files`.
-        columns: Selects among the column names of a Parquet or Arrow file.
-        skip_broken: Count rows that cannot be read in `skipped`, by reason, instead of raising.
-        skipped: Receives these counts.
+    `columns` selects among the column names of a Parquet or Arrow file. With `skip_broken` rows that cannot be read are
+    counted in `skipped`, by reason.
 
     Raises:
         ValueError: There is nothing to read, or a row cannot be read and broken rows are not skipped.

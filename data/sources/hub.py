@@ -47,15 +47,9 @@ def hub_rows(
     near: str = "",
     **options: Any,
 ) -> Iterator[Row]:
-    """Yield the rows of a hub dataset.
+    """Yield the rows of a hub dataset that are in the shard; `options` are those of `datasets.load_dataset`.
 
-    Args:
-        hub: Id of the dataset.
-        shard: Part of the rows to yield.
-        columns: Selects among the column names.
-        streaming: Read the rows as they arrive instead of from the cache of `datasets`.
-        near: Hint for error messages, about what else may have been meant.
-        options: Options of `datasets.load_dataset`: `name`, `split`, `revision`, `data_files`.
+    With `streaming` rows are read as they arrive, not from the cache of `datasets`. `near` is a hint for errors.
 
     Raises:
         ValueError: `datasets` is not installed, or the dataset cannot be loaded.

@@ -58,9 +58,7 @@ class Opening(TypedDict, total=False):
 def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue]:
     """Yield the rows of a source as dialogues, unchanged, in constant memory.
 
-    Args:
-        source: A local file or folder, else the name or hub id of a registered corpus, else any other hub id.
-        opening: See `Opening`.
+    A source is a local file or folder, else the name or hub id of a registered corpus, else any other hub id.
 
     Raises:
         ValueError: There is no such source (with the nearest name), the hub cannot be reached, or a row cannot be read
@@ -155,16 +153,9 @@ def read_conversations(
     questions: bool = False,
     **opening: Unpack[Opening],
 ) -> Iterator[Conversation]:
-    """Yield the clean conversations of a source, at most `limit` of them.
+    """Yield the clean conversations of a source, at most `limit`; `tools` and `questions` are as for `Cleaner`.
 
-    Args:
-        source: As for `open_dialogues`.
-        limit: Maximum number of conversations.
-        report: Filled while the iterator is consumed; skipped rows are added at its end.
-        cleaning: Options of cleaning; the sets that `contamination` names are read as prompts.
-        tools: As for `Cleaner`.
-        questions: As for `Cleaner`.
-        opening: See `Opening`.
+    `report` is filled while the iterator is consumed; skipped rows are added at its end.
 
     Raises:
         ValueError: As `open_dialogues`.

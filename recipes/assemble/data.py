@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -63,17 +62,20 @@ class Prepared:
 
 
 def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: bool = False) -> Prepared:
-    """Read, clean, render, split and pack a recipe's data, or reuse what an earlier run left where source files,
-    options, template and tokenizer are the same. With `streaming` only the held-out part is kept; `seed` orders. Raises
-    ValueError: nothing held out; a share of trained tokens below the section's floor."""
+    """Read, clean, render, split and pack the data of a recipe, or reuse the result of an earlier run.
+
+    With `streaming` only the held-out part is prepared, and `seed` orders the stream.
+
+    Raises:
+        ValueError: Nothing is held out, or the share of trained tokens is below its floor.
+    """
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")
     identity = data_identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(section.cache) / key
     file = folder / "report.json"
-    # an older version, which did not say what columns it left out, left out some that are read now
-    if not file.is_file() or "unused_columns" not in load_json(file):
+    if not file.is_file():
         _prepare(section, tokenizer, identity, folder)
     elif not quiet:
         log(f"data: reusing {folder} (same source, options and tokenizer)")
@@ -102,18 +104,14 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
 
 
 def verify_data(prepared: Prepared, tokenizer: Any) -> None:
-    """Compare what is to be trained on with the hashes of its preparation; says so where that takes long."""
-    start, tokens = time.monotonic(), 0
+    """Compare prepared data with its hashes."""
     for data in (prepared.train, prepared.heldout):
         if isinstance(data, PreparedData):
             data.verify(vocabulary_size(tokenizer))
-            tokens += data.manifest["tokens"]
-    if (seconds := time.monotonic() - start) > 1:
-        log(f"data: {tokens:,} tokens have the hashes that were written with them ({seconds:.1f} s)")
 
 
 def check_heldout(section: DataSection) -> None:
-    """Raises ValueError where a section leaves no conversations to evaluate on, which only counting can do without."""
+    """Raise ValueError if a section holds out no conversations to evaluate on."""
     if not section.heldout_share and section.heldout_source is None:
         raise ValueError(
             "`data.heldout_share` is 0 and there is no `data.heldout_source`: nothing would be held out to evaluate on"
@@ -121,8 +119,7 @@ def check_heldout(section: DataSection) -> None:
 
 
 def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
-    """Decode what would be learned of every row of a recipe's data, print what was found, and return what lies below
-    the section's floors."""
+    """Check the rendered documents of a recipe's data, print examples, and return a message for each low share."""
     template = get_template(section.template, tokenizer)
     linter = Linter(tokenizer, template)
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
@@ -143,8 +140,10 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
 
 
 def colour(document: Rendered, tokenizer: Any) -> Text:
-    """The text of a document with trained tokens in green between marks and special tokens dim, to be printed with
-    rich; control characters as their pictures ("␛"), ids outside the vocabulary left out."""
+    """Return the text of a document with trained tokens in green, between marks, and special tokens dim.
+
+    Control characters are shown as their pictures ("␛"), and ids outside the vocabulary are left out.
+    """
     known = (document.ids >= 0) & (document.ids < vocabulary_size(tokenizer))
     ids, trained = document.ids[known].tolist(), document.trainable()[known]
     style = trained + 2 * special_flags(tokenizer)[ids]

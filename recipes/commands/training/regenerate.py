@@ -41,8 +41,6 @@ _RETRIES = 4
 _REACTION = 0.0005
 """Seconds in which the next questions are asked, once answers are there: so that no row runs idle."""
 _MOST_FAILURES_IN_A_ROW = 32
-_MOST_CHARACTERS = 256
-"""Of a token: the longest of vocabularies in use are runs of 128 spaces or signs."""
 _STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are TGI's
 
 
@@ -262,12 +260,12 @@ class _Server:
         except openai.APIError as error:
             cause = self._in_one_line(error.__cause__ or error)
             if type(error.__cause__).__name__ == "ConnectError":  # of httpx, or of what openai has in its place
-                raise ConnectionError(
-                    f"{url} does not answer ({cause}); what is complete is written, the same command resumes once the "
-                    "server is there"
-                ) from None
+                raise ConnectionError(f"{url} does not answer ({cause}); the same command resumes") from None
             if isinstance(error, self._refusals) and not self._has_answered:
-                raise self._refused(error) from None
+                raise ValueError(
+                    f"{url} refuses: {cause}; check `server.url`, which usually ends in /v1, `server.model` "
+                    f"({self._server.model}) and the environment variable {self._server.key_variable}"
+                ) from None
             outcome = Failure(cause)
         self._has_answered = self._has_answered or isinstance(outcome, Answer)
         self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(outcome, Failure) else 0
@@ -278,31 +276,19 @@ class _Server:
         return outcome
 
     def _read(self, reply: bytes) -> Answer | Failure:
-        """Return the answer of a reply; one over the token limit fails, since it cannot be cut without its tokens."""
+        """Return the answer of a reply, or why it has none."""
         try:
             found = parse_json(reply.decode())
         except ValueError as error:
             return Failure(f"the reply cannot be read: {self._in_one_line(error)}")
         match found:
-            case {"choices": [{"message": {"content": str() | None as content}, "finish_reason": finish}, *_]}:
-                text = encodable(content or "")  # JSON can carry half an emoji
+            case {"choices": [{"message": {"content": str() | None as content}, "finish_reason": str() as finish}, *_]}:
+                text = encodable(content or "")  # JSON can contain half an emoji
             case _:
                 return Failure(f"no answer in the reply: {self._in_one_line(found)}")
-        tokens = len(text) // _MOST_CHARACTERS
-        match found:
-            case {"usage": {"completion_tokens": int(counted)}}:
-                tokens = max(tokens, counted)
-        if tokens > self._settings["max_tokens"] + 1:  # servers may count the token that ends the answer
-            return Failure(f"the answer has {tokens} tokens or more, max_new_tokens is {self._settings['max_tokens']}")
         if finish != "length" and finish not in _STOPPED:
-            return Failure(f"the answer ended by {self._in_one_line(repr(finish))}")
+            return Failure(f"the answer ended by {finish!r}")
         return Answer(text.removeprefix(" ") if self._spaced else text, "length" if finish == "length" else "stop")
-
-    def _refused(self, error: Any) -> ValueError:
-        return ValueError(
-            f"{self._server.url} refuses: {self._in_one_line(error)}; look at `server.url`, which mostly ends in /v1, "
-            f"`server.model` ({self._server.model}) and the environment variable {self._server.key_variable}"
-        )
 
     def _in_one_line(self, what: object) -> str:
         """Return a message in one line of limited length, without the key, which some servers repeat."""
