@@ -23,7 +23,7 @@ from ..artifact.locate import fetch, fetch_artifact, hub_errors
 from ..artifact.manifest import Manifest
 from ..storage.atomic import atomic_dir
 from ..storage.names import MANIFEST_FILE
-from ..storage.places import check_repository_name, check_revision
+from ..storage.places import check_repository_name, check_revision, hub_place
 from ..storage.redaction import SECRET_VALUE
 from ..verify.tensors import check_tensors
 
@@ -178,36 +178,34 @@ class Pulled(NamedTuple):
     """False where that very artifact stood there already."""
 
 
-def pull(repo: str, out: Path, revision: str | None = None, *, replace_other: bool = False) -> Pulled:
-    """Fetch an artifact from the hub to `out`, whole and with every hash checked, or not at all.
+def pull(source: str, out: Path) -> Pulled:
+    """Download an artifact, `user/name[@revision]`, to `out`, whole and with every hash checked, or not at all.
 
-    With `replace_other` also where another artifact stands at `out`; other files are never replaced.
-    Raises ValueError: a name or revision that is none, an `out` that holds something else, a repository without an
-    artifact, files that differ from their manifest, a hub that cannot be asked.
+    Raises:
+        ValueError: A malformed name or revision; an `out` that holds something else; a repository without an artifact;
+            files that differ from their manifest; a hub that is out of reach.
     """
-    check_repository_name(repo)
-    if revision is not None:
-        check_revision(revision)
+    repo, revision = hub_place(source)
     check_replaceable(out)
     folder = fetch(repo, [MANIFEST_FILE], revision)
     if not (folder / MANIFEST_FILE).is_file():
         raise ValueError(f"{repo} has no {MANIFEST_FILE}: `draftsmith import {repo} --out OUT` makes an artifact of it")
     manifest = load_manifest(folder)
-    if _stands(out, manifest, replace_other):
+    if _is_there(out, manifest):
         return Pulled(manifest, folder.name, is_new=False)
     folder = fetch_artifact(repo, folder)
     with atomic_dir(out) as unfinished:
         for name in (MANIFEST_FILE, *manifest.files):
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, unfinished / name)
-        _stands(out, manifest, replace_other)  # again: fetching may have taken minutes
+        _is_there(out, manifest)  # again: fetching may have taken minutes
     return Pulled(manifest, folder.name, is_new=True)
 
 
-def _stands(out: Path, manifest: Manifest, replace_other: bool) -> bool:
-    """Whether an artifact with these very files is at `out`. Raises ValueError: another that is not to be replaced."""
+def _is_there(out: Path, manifest: Manifest) -> bool:
+    """Return whether an artifact with these files is at `out`; raise ValueError if another one is."""
     check_replaceable(out)
-    if replace_other or not (out / MANIFEST_FILE).is_file():
+    if not (out / MANIFEST_FILE).is_file():
         return False
     what = "another artifact, or this one changed"
     try:
@@ -215,7 +213,7 @@ def _stands(out: Path, manifest: Manifest, replace_other: bool) -> bool:
             return True
     except ValueError as error:
         what = f"an artifact that cannot be read ({error})"
-    raise ValueError(f"{out} holds {what}: choose another folder, or add --replace")
+    raise ValueError(f"{out} holds {what}: choose another folder")
 
 
 def _api() -> HfApi:

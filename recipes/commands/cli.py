@@ -23,8 +23,8 @@ from ...train.parallel.processes import StoppedError, lost_another
 from ..session.launch import destroy_process_group, is_first, refuse_several, run_on_all
 from ..session.terminal import console, log
 from ..session.typed import typed_command
-from .artifacts.cli import artifact_app, table_app
-from .artifacts.shipping import doctor, export, pull, push, serve
+from .artifacts.shipping import doctor, export, push, serve
+from .artifacts.show import show
 from .evaluation_cli import MethodsCommand, Overrides, certify, diagnose, energy, evaluate, papers, report, trace, tune
 
 app = typer.Typer(
@@ -36,8 +36,6 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="List and copy the recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
-app.add_typer(table_app, name="table")
-app.add_typer(artifact_app, name="artifact")
 
 _ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ")
 RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one.")]
@@ -189,7 +187,7 @@ def train(
     run_train(loaded)
 
 
-for _command in (evaluate, papers, certify, tune, energy, report, trace, diagnose, doctor, export, serve, push, pull):
+for _command in (evaluate, papers, certify, tune, energy, report, trace, diagnose, doctor, export, serve, push, show):
     app.command(cls=MethodsCommand)(_command)
 
 

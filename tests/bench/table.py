@@ -45,7 +45,6 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.table.count import run_table
 from draftsmith.recipes.commands.training.train import accelerator_for
 from draftsmith.recipes.schema.training import TableRecipe
-from draftsmith.recipes.session.restart import restart_where_sorting_is_slow
 from draftsmith.train.table.counting import PairCounter
 from draftsmith.train.table.run_files import merge_counts
 
@@ -237,7 +236,6 @@ def text(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    restart_where_sorting_is_slow()  # as `draftsmith train` does
     ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text}
     parser = parser_of(__doc__, "some minutes; leaves out the billion tokens")
     parser.add_argument("--parts", nargs="+", choices=ways, default=list(ways))

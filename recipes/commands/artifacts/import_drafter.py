@@ -20,7 +20,8 @@ from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, Side, open_side
 from ....checkpoints.storage.atomic import atomic_dir
 from ....checkpoints.storage.gguf import convert_gguf, gguf_file, is_gguf
-from ....checkpoints.storage.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_FILES
+from ....checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TOKENIZER_FILES
+from ....checkpoints.storage.places import here
 from ....checkpoints.storage.safe_read import UNPICKLE, copy_files
 from ....checkpoints.verify.model_files import (
     ADAPTER_CONFIG,
@@ -52,7 +53,10 @@ def import_published(
     if is_gguf(source):
         import_gguf(gguf_file(source), out, target)
         return
-    folder = find_folder(source, [CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", "medusa_lm_head.safetensors"])
+    folder = find_folder(source, [MANIFEST_FILE, CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", HEADS_FILE])
+    if here(source) is None and (folder / MANIFEST_FILE).is_file():
+        _import_artifact(source, out)
+        return
     is_model = _may_be_model(folder) and not is_published_eagle(folder) and not holds_heads(folder, unpickle=unpickle)
     if is_model:
         folder = find_folder(source, [*_FETCHED, *([PICKLED] if unpickle else [])])
@@ -63,6 +67,17 @@ def import_published(
     if states is not None:
         raise ValueError(f"--states is for heads, and {source} holds a model")
     import_drafter(source, folder, out, target, unpickle=unpickle)
+
+
+def _import_artifact(source: str, out: Path) -> None:
+    """Download an artifact from the hub and check the hash of every file."""
+    from ....checkpoints.hub.push_pull import pull
+
+    manifest, commit, is_new = pull(source, out)
+    total = sum(entry["bytes"] for entry in manifest.files.values())
+    done = "wrote" if is_new else "nothing to do, there is"
+    log(f"import: {done} {out}: the {manifest.role} of {source} at {commit}")
+    log(f"import: {len(manifest.files)} files, {total:,} bytes, each with the hash that its {MANIFEST_FILE} says")
 
 
 def import_gguf(file: Path, out: Path, target: str | None = None) -> None:

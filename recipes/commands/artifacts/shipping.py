@@ -1,4 +1,4 @@
-"""Commands about serving and publishing: `doctor`, `export`, `serve`, `push`, `pull`."""
+"""Commands about serving and publishing: `doctor`, `export`, `serve`, `push`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: the pair's findings as JSON.")] = False,
 ) -> None:
-    """What this machine has and lacks; or, of TARGET and DRAFTER, whether they are a pair.
+    """What this machine has and lacks; what is wrong with an artifact; or whether TARGET and DRAFTER are a pair.
 
     Of a pair the exit code is 0 where transformers and this engine take it as it is, 1 where one of them refuses it or
     takes it with a "but". With --fix that is said of the repaired drafter.
@@ -32,6 +32,10 @@ def doctor(
         from .pair import examine_pair
 
         raise typer.Exit(0 if examine_pair(target, drafter, fix, as_json, prompts) else 1)
+    if target is not None and fix is None and prompts is None and not as_json:
+        from .show import verify_artifact
+
+        raise typer.Exit(0 if verify_artifact(target) else 1)
     if target is not None or fix is not None or prompts is not None or as_json:
         raise ValueError("a pair is two, and options are for pairs: draftsmith doctor TARGET DRAFTER")
     from ...session.machine import findings
@@ -131,19 +135,3 @@ def push(
     done = "made" if plan.changes_files else "nothing to do, it stands at"
     there = f"{address()}/{repo}/commit/{commit}"
     log(f"push: {done} {there}; the hub lists all {len(plan.files)} files as they are here")
-
-
-def pull(
-    repo: Annotated[str, typer.Argument(help="The repository on the hub: user/name, or user/name@revision.")],
-    out: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
-    replace: Replace = False,
-) -> None:
-    """Fetch an artifact from the hub: with the hash of every file as it should be, or not at all."""
-    from ....checkpoints.hub.push_pull import pull as download
-
-    name, _, revision = repo.partition("@")
-    manifest, commit, is_new = download(name, out, revision or None, replace_other=replace)
-    total = sum(entry["bytes"] for entry in manifest.files.values())
-    done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
-    log(f"pull: {done} the {manifest.role} of {name} at {commit}")
-    log(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its artifact.json says")

@@ -110,7 +110,7 @@ def test_a_card_says_what_is_known() -> None:
 def test_each_kind_is_used_in_its_way(kind: str, part: str) -> None:
     card = model_card(make_manifest(kind=kind), "me/x", Evidence(base_model="a/b"))
     assert part in card
-    assert ("draftsmith pull me/x x" in card) == (kind in ("heads", "table"))
+    assert ("draftsmith import me/x --out x" in card) == (kind in ("heads", "table"))
     assert head_of(card)["library_name"] == ("transformers" if kind == "target" else "draftsmith")
     assert head_of(card).get("base_model_relation") == ("adapter" if kind == "heads" else None)
 

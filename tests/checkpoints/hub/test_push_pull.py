@@ -109,9 +109,10 @@ def test_branches_and_revisions(hub: Any, artifact: Path, make_artifact: Make, t
     newer = make_artifact(tmp_path / "newer", seed=3)
     second = pushed(newer, branch="trial")
     assert hub.repos[REPO].branches == {"main": first, "trial": second}
-    for revision, source in ((None, artifact), ("trial", newer), (first, artifact), (second, newer)):
-        pull(REPO, tmp_path / "out", revision, replace_other=True)
-        assert (tmp_path / "out" / LARGE[0]).read_bytes() == (source / LARGE[0]).read_bytes()
+    for revision, source in (("main", artifact), ("trial", newer), (first, artifact), (second, newer)):
+        out = tmp_path / f"out-{revision}"
+        pull(f"{REPO}@{revision}", out)
+        assert (out / LARGE[0]).read_bytes() == (source / LARGE[0]).read_bytes()
 
 
 def test_what_stands_there_is_not_replaced_unasked(
@@ -120,22 +121,21 @@ def test_what_stands_there_is_not_replaced_unasked(
     pushed(artifact)
     out = make_artifact(tmp_path / "trained", seed=9)
     before = stand_in.files_of(out)
-    with pytest.raises(ValueError, match=r"trained.*--replace"):
+    with pytest.raises(ValueError, match=r"trained.*another folder"):
         pull(REPO, out)
     assert stand_in.files_of(out) == before
     assert not set(LARGE) & set(hub.got), "nothing large was fetched for it"
-    pull(REPO, out, replace_other=True)
+    out = tmp_path / "out"
+    assert pull(REPO, out).is_new
     theirs = hub.repos[REPO].head()
     assert stand_in.files_of(out) == theirs
     assert not pull(REPO, out).is_new
     (out / LARGE[0]).write_bytes(b"x" * len(theirs[LARGE[0]]))
-    with pytest.raises(ValueError, match="--replace"):
+    with pytest.raises(ValueError, match="another folder"):
         pull(REPO, out)
     (out / "artifact.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"cannot be read.*--replace"):
+    with pytest.raises(ValueError, match=r"cannot be read.*another folder"):
         pull(REPO, out)
-    assert pull(REPO, out, replace_other=True).is_new
-    assert stand_in.files_of(out) == theirs
     assert hub.got.count(LARGE[0]) == 1, "what is in the cache is not fetched again"
 
 

@@ -23,8 +23,8 @@ LIGHT = [
     ("--help",),
     ("recipes", "ls"),
     ("export",),
-    ("artifact", "show", "{pair}/drafter"),
-    ("artifact", "show", "{pair}/table", "--json"),
+    ("show", "{pair}/drafter"),
+    ("show", "{pair}/table", "--json"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`draftsmith push` and `draftsmith pull`: what is shown, what is done, and results that are of other files."""
+"""`draftsmith push` and `draftsmith import`: what is shown, what is done, and results that are of other files."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_a_push_is_shown_and_not_made(
     assert re.search(r"\d+ files, [\d,]+ bytes to send, in one commit", said)
 
 
-def test_push_and_pull_are_whole(
+def test_push_and_import_are_whole(
     hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: ModuleType
 ) -> None:
     run("push", tiny_pair / "drafter", REPO, "--yes", "--results", evaluated, "--message", "first try")
     (commit,) = re.findall(rf"push: made {hub.url}/{REPO}/commit/(\w+)", "".join(capsys.readouterr().err.split("\n")))
-    run("pull", f"{REPO}@{commit}", tmp_path / "out")
+    run("import", f"{REPO}@{commit}", "--out", tmp_path / "out")
     said = capsys.readouterr().err
-    assert f"pull: wrote {tmp_path / 'out'}: the drafter of {REPO} at {commit}" in said
+    assert f"import: wrote {tmp_path / 'out'}: the drafter of {REPO}@{commit} at {commit}" in said
     manifest = verify_artifact(tmp_path / "out", "drafter")
     mine = load_manifest(tiny_pair / "drafter")
     assert {name: entry for name, entry in manifest.files.items() if name != "README.md"} == {

@@ -76,9 +76,9 @@ def test_a_target_is_called_one(drafter_recipe: Path, tmp_path: Path, capsys: py
         str(tmp_path / "drafter"),
     }
     names = ("drafter", "own")
-    verified = CliRunner().invoke(app, ["artifact", "verify", *(str(tmp_path / name) for name in names)]).stdout
-    assert [line.partition(": ")[2].split(",")[0] for line in verified.splitlines()] == ["target", "drafter"]
-    shown = CliRunner().invoke(app, ["artifact", "show", str(tmp_path / "drafter")]).stdout
+    verified = [CliRunner().invoke(app, ["doctor", str(tmp_path / name)]).stdout for name in names]
+    assert [line.partition(": ")[2].split(",")[0] for line in verified] == ["target", "drafter"]
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "drafter")]).stdout
     assert shown.split()[:2] == ["what", "target,"]
     cards = [(tmp_path / name / "README.md").read_text() for name in names]
     assert [("draft-model" in card, "assistant_model" in card) for card in cards] == [(False, False), (True, True)]

@@ -1,0 +1,110 @@
+"""`draftsmith show`, and the verification of artifacts that `draftsmith doctor` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Column, Table
+
+from ...session.terminal import console, gigabytes, write_json
+
+if TYPE_CHECKING:
+    from ....checkpoints.artifact.manifest import Manifest
+
+_SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "versions")
+
+
+def show(
+    place: Annotated[str, typer.Argument(help="Artifact directory, or user/name[@revision] on the hub.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer that prints a table's tokens (default: the recipe's, if it is here).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Show what an artifact is and what it was made from; of a table also its statistics."""
+    from ....checkpoints.artifact.artifact import load_manifest
+    from ....checkpoints.artifact.locate import resolve
+
+    folder = resolve(place)
+    manifest = load_manifest(folder)
+    if as_json:
+        write_json(manifest.to_json())
+        return
+    table = Table(Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False, box=None)
+    for name, value in _facts(place, manifest):
+        table.add_row(name, value)
+    console().print(table)
+    if manifest.kind == "table" and manifest.export is None:
+        _show_table(folder, tokenizer)
+    elif tokenizer is not None:
+        raise ValueError(f"--tokenizer is for tables, and {place} is of kind {manifest.kind}")
+
+
+def verify_artifact(place: str) -> bool:
+    """Print everything that is wrong with an artifact; return whether nothing is."""
+    from ....checkpoints.artifact.locate import resolve
+    from ....checkpoints.verify.inspect import find_faults
+
+    manifest, faults = find_faults(resolve(place))
+    for fault in faults:
+        console().print(f"fault: {fault}", soft_wrap=True)
+    if manifest is not None and not faults:
+        size = gigabytes(sum(entry["bytes"] for entry in manifest.files.values()))
+        whole = f"{manifest.role}, {len(manifest.files)} files of {size}, nothing wrong"
+        console().print(f"{place}: {whole}", soft_wrap=True)
+    return not faults
+
+
+def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    total = sum(entry["bytes"] for entry in manifest.files.values())
+    made = f", an export in the format {manifest.export['format']}" if manifest.export is not None else ""
+    yield "what", f"{manifest.role}{made}, {len(manifest.files)} files of {gigabytes(total)} in {place}"
+    yield "created", manifest.created or "not known"
+    yield "command", manifest.command or "not known"
+    yield "vocabulary", f"{manifest.vocab_size:,} tokens"
+    yield "tokenizer", manifest.tokenizer_fingerprint or "not known"
+    for section in _SECTIONS:
+        values = (getattr(manifest, section) or {}).items()
+        plain = [f"{key}: {value}" for key, value in values if isinstance(value, (str, int, float)) and value != ""]
+        for number, line in enumerate(plain):
+            yield "" if number else section, line
+    for number, (name, entry) in enumerate(manifest.files.items()):
+        yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
+    yield "", "recipe, nested and empty values: --json"
+
+
+def _show_table(folder: Path, tokenizer: str | None) -> None:
+    from ....checkpoints.artifact.artifact import open_artifact
+    from ....checkpoints.table.facts import table_facts
+    from ....checkpoints.table.table import BigramTable
+    from ...report.terminal.table import show_facts
+
+    manifest, table = open_artifact(folder, BigramTable.load, "table")
+    texts = _table_tokenizer(folder, manifest, tokenizer)
+    source = manifest.recipe.get("tokenizer") or "MODEL"
+    hint = f"tokens are shown by their ids: --tokenizer {source} shows their texts" if texts is None else None
+    show_facts(folder, manifest, table_facts(table, texts), hint)
+
+
+def _table_tokenizer(folder: Path, manifest: Manifest, given: str | None) -> Any:
+    """Return the given tokenizer, or the recipe's if it is here and the one that the table was counted with."""
+    from ....checkpoints.artifact.model_ref import tokenizer_fingerprint
+    from ....data.tokenizers import load_tokenizer
+
+    source = given or manifest.recipe.get("tokenizer")
+    if source is None or (given is None and not Path(source).is_dir()):
+        return None
+    expected = manifest.tokenizer_fingerprint
+    tokenizer = load_tokenizer(source)
+    found = tokenizer_fingerprint(tokenizer)
+    if expected is None or expected == found:
+        return tokenizer
+    if given is None:
+        return None
+    raise ValueError(
+        f"{folder} was counted with another tokenizer than {given}: the fingerprints are {expected[:16]}… and "
+        f"{found[:16]}…"
+    )
