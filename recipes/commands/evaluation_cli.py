@@ -1,4 +1,4 @@
-"""Commands that decode with finished artifacts: evaluate, papers, certify, tune, energy, report, trace, diagnose."""
+"""Commands that decode with finished artifacts: evaluate, certify, tune, energy, report, trace, diagnose."""
 
 from __future__ import annotations
 
@@ -45,10 +45,6 @@ EngineName = Annotated[
     str | None, typer.Option(help="Instead, start this one with an export (--drafter or --heads), and one without.")
 ]
 EngineOptions = Annotated[str, typer.Option(help="More for the engine, such as '--dtype float32'.")]
-Pair = Annotated[
-    str | None,
-    typer.Option(metavar="NAME[=FOLDER]", help="On a finished pair, by default in runs/NAME, at small size."),
-]
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Evaluation:
         return {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
 
     def load(
-        self, command: str, method: list[str] | None = None, every: bool = False, **more: str | None
+        self, command: str, method: list[str] | None = None, every: bool = False, **more: str | bool | None
     ) -> EvaluateRecipe:
         from .evaluation.recipe import Rows, evaluate_recipe
 
@@ -99,7 +95,6 @@ def evaluate(
     out: ResultsFile = None,
     categories: Annotated[bool, typer.Option("--categories", help="Also print a table by category.")] = False,
     predict: Annotated[bool, typer.Option("--predict", help="Also predict tokens per step by replay.")] = False,
-    pair: Pair = None,
     method: Methods = None,
     every: Every = False,
     plan: Plan = False,
@@ -109,8 +104,8 @@ def evaluate(
     engine: EngineName = None,
     engine_options: EngineOptions = "",
 ) -> None:
-    """Decode held-out prompts with several methods and compare them, or run a paper's table again; resumes where it
-    was stopped. Without a recipe: plain decoding and one method of each artifact. Or measure a server."""
+    """Decode held-out prompts with several methods and compare them; resumes where it was stopped. Without a recipe:
+    plain decoding and one method of each artifact. Or measure a server."""
     from .serving.served import run_served, served_recipe
 
     asking = {"server": server, "baseline": baseline, "concurrency": concurrency, "prompts": asked.prompts, "out": out}
@@ -125,39 +120,15 @@ def evaluate(
     if served is not None:
         run_served(served)
         return
-    from ..schema.papers import PaperRecipe
-    from .evaluation.recipe import Rows, evaluation_or_paper, find_pair
-
-    found = None if pair is None else find_pair(pair)
-    given = asked.given | {"out": out, "show_categories": categories, "predict": predict}
-    loaded = evaluation_or_paper(
-        asked.recipe, asked.overrides or [], given, found, rows=Rows(tuple(method or ()), every)
-    )
+    loaded = asked.load("evaluate", method, every, out=out, show_categories=categories, predict=predict)
     if plan:
         from .evaluation.estimate import show_plan
 
-        show_plan(loaded, found)
-    elif isinstance(loaded, PaperRecipe):
-        from .papers.papers import run_paper, short_name
-
-        run_paper(loaded, short_name(str(asked.recipe)), found, Path(out) if out else None)
+        show_plan(loaded)
     else:
         from .evaluation.evaluate import run_evaluate
 
         run_evaluate(loaded)
-
-
-def papers(
-    names: Annotated[list[str] | None, typer.Argument(help="Recipes of kind paper; by default all shipped.")] = None,
-    pair: Pair = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
-) -> None:
-    """Run the papers' tables again and say which of their claims held; what is finished is kept."""
-    from .evaluation.recipe import find_pair
-    from .papers.papers import run_papers
-
-    if run_papers(names or [], None if pair is None else find_pair(pair), out):
-        raise typer.Exit(1)
 
 
 @_takes_evaluation

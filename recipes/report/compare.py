@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...decode.evaluation.bootstrap import FEWEST, percentile_interval, resample_weights
-from ..schema.claims import ratio_of
 from .tables import DASH, Cell, Column, Table, number_cell
 
 BASELINE = "autoregressive"
@@ -100,12 +99,15 @@ def change(metric: str, key: Key, first: Results, second: Results) -> Change | N
             pairs = _pairs(metric, results, key)
             if pairs is None or len(pairs["over"]) < FEWEST:
                 return Change(ratio)
-            drawn.append(ratio_of(pairs, resample_weights(len(pairs["over"]), 0 if paired else seed)))
+            weights_RP = resample_weights(len(pairs["over"]), 0 if paired else seed)
+            sums = {name: weights_RP @ np.asarray(column, float) for name, column in pairs.items()}
+            base = sums["base_over"] / sums["base_under"] if "base_over" in sums else 1.0
+            drawn.append(sums["over"] / sums["under"] / base)
         return Change(ratio, percentile_interval(drawn[1] / drawn[0]))
 
 
 def _pairs(metric: str, results: Results, key: Key) -> dict[str, list[Any]] | None:
-    """What a metric is a quotient of, prompt by prompt, as `ratio_of` takes it; None where that is not known."""
+    """Return the numerators and denominators of a metric by prompt, or None where they are unknown."""
     rows = _rows(results)
     sources = {"": rows[key]}
     if metric == "speedup":

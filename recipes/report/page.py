@@ -16,7 +16,6 @@ from ..session.terminal import console, log
 from .certificate import KIND, certificate_section, load_certificate
 from .charts import Point, missing_matplotlib, scatter_with_diagonal, scatter_with_frontier, stacked_bars
 from .compare import Comparison, compare
-from .papers import paper_section
 from .tables import (
     BASELINE,
     PREDICTED,
@@ -130,7 +129,6 @@ def _context(results: Mapping[str, Any]) -> dict[str, Any]:
         "cards": [_card(temperature, [row for _, row in group]) for temperature, group in groups.items()],
         "unsteady": [row["label"] for row in rows if row.get("steady") is False],
         "mark": UNSTEADY,
-        "paper": paper_section(results["paper"], rows) if "paper" in results else "",
         "tables": tables,
         "charts": _charts(groups) if missing_matplotlib() is None else [],
         "no_charts": missing_matplotlib(),

@@ -13,8 +13,6 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..schema.claims import metric_of
-
 if TYPE_CHECKING:
     from jinja2 import Environment
 
@@ -108,6 +106,15 @@ def interval_cell(pair: Any, digits: int = 2) -> Cell:
     if not pair:
         return Cell(DASH)
     return Cell(f"{number(pair[0], digits)}–{number(pair[1], digits)}", pair[0])
+
+
+def metric_of(row: Row, metric: str) -> float | None:
+    """Return a number of a row by its path, such as `flops_per_token.total`, or None if there is none."""
+    value: Any = row
+    for part in metric.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None
 
 
 class Metric(NamedTuple):

@@ -20,7 +20,6 @@ from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from .forge import ForgeRecipe
-from .papers import PaperRecipe
 from .serving import ServedRecipe
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 
@@ -31,7 +30,6 @@ Recipe = (
     | EvaluateRecipe
     | RegenerateRecipe
     | QuickstartRecipe
-    | PaperRecipe
     | ServedRecipe
     | ForgeRecipe
 )
@@ -42,7 +40,6 @@ RECIPES: dict[str, type[Section]] = {
     "evaluate": EvaluateRecipe,
     "regenerate": RegenerateRecipe,
     "quickstart": QuickstartRecipe,
-    "paper": PaperRecipe,
     "served": ServedRecipe,
     "forge": ForgeRecipe,
 }

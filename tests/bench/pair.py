@@ -17,8 +17,25 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.pairs.quickstart import resolve
-from draftsmith.recipes.schema.evaluation import QuickstartRecipe
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe, QuickstartRecipe
 from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
+
+
+def recipe_of_pair(folder: Path) -> QuickstartRecipe:
+    """Return the recipe of a finished quickstart, with its folder filled in."""
+    found = parse_recipe(read_recipe(folder / "quickstart.yaml"), "quickstart")
+    assert isinstance(found, QuickstartRecipe)
+    return resolve(found.model_copy(update={"out": str(folder)}))
+
+
+def on_pair(recipe: EvaluateRecipe, folder: Path, **changes: Any) -> EvaluateRecipe:
+    """Return an evaluation with the target, parts, prompts and template of a pair in place of its own."""
+    asked = recipe_of_pair(folder).evaluate
+    own = {part: str(folder / part) for part in ("target", "drafter", "heads", "table")}
+    own |= {"prompts": asked.prompts, "template": asked.template, "dtype": "auto", "device_map": None}
+    own |= {"more_drafters": [], "prompts_path": None, "groups": []}
+    own["max_prompt_tokens"] = min(recipe.max_prompt_tokens, 512)
+    return EvaluateRecipe.model_validate(recipe.model_dump() | own | changes)
 
 
 class Pair:
@@ -36,9 +53,7 @@ class Pair:
 
     @cached_property
     def recipes(self) -> Any:
-        found = parse_recipe(read_recipe(self.folder / "quickstart.yaml"), "quickstart")
-        assert isinstance(found, QuickstartRecipe)
-        return resolve(found.model_copy(update={"out": str(self.folder)}))
+        return recipe_of_pair(self.folder)
 
     @cached_property
     def target_model(self) -> Any:

@@ -58,14 +58,13 @@ from draftsmith.recipes.commands.evaluation.estimate import evaluation_runs, tim
 from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError
 from draftsmith.recipes.commands.evaluation.finished import evaluated
 from draftsmith.recipes.commands.evaluation.journal import Journal, Kept
-from draftsmith.recipes.commands.evaluation.recipe import find_pair
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from draftsmith.recipes.schema.papers import PARTS, pair_values
 from draftsmith.recipes.schema.results import load_results
 from draftsmith.recipes.session.machine import machine
 from draftsmith.recipes.session.stopping import Stoppable
 from draftsmith.train.parallel.interrupts import Interrupted
 from engines import vllm_ways
+from pair import on_pair
 from peers import GAMMAS, TUNED, Peer, of_format, print_peers, ways
 from pydantic import TypeAdapter
 
@@ -162,9 +161,9 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
         "drafter_dtype": options.drafter_dtype,
         "dtype": options.dtype,
     }
-    if (eagle := Path(options.found.folder) / "eagle").is_dir():
+    if (eagle := options.pair / "eagle").is_dir():
         asked |= {"more_drafters": [str(eagle)]}
-    return EvaluateRecipe.model_validate(pair_values(first, options.found, PARTS) | asked | more)
+    return on_pair(first, options.pair, **asked | more)
 
 
 def title_of(options: argparse.Namespace, temperature: float) -> str:
@@ -227,7 +226,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
     """Every row at every temperature."""
     found = {}
     for temperature in options.temperatures:
-        recipe = recipe_of(options, temperature, rows_of(options.rows, Path(options.found.folder)))
+        recipe = recipe_of(options, temperature, rows_of(options.rows, options.pair))
         if options.plan:
             case = open_case(recipe)
             said_first(options, f"methods, T={temperature:g}", case, evaluation_runs(recipe, len(case.prompts)))
@@ -293,13 +292,13 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     with tempfile.TemporaryDirectory() as scratch, Stoppable("peers") as signals:
         exported = Path(scratch) / "drafter"
-        source = Path(options.found.folder) / "drafter"
+        source = options.pair / "drafter"
         digest = file_hash(source / MANIFEST_FILE)
         export_artifact(source, "transformers", exported, FORMATS, ExportOptions(target=case.recipe.target))
         with journal_of(options, "peers", case) as journal:
             kept = Kept(journal, signals)
             for dtype in options.dtypes:
-                known = ways(Path(options.found.folder), exported, dtype, options.gammas)
+                known = ways(options.pair, exported, dtype, options.gammas)
                 context, threads = options.prompt_tokens + options.tokens + 64, torch.get_num_threads()
                 with ExitStack() as held:
                     if options.gguf is not None:
@@ -443,7 +442,6 @@ def main() -> None:
         options.limit, options.tokens = 2, 16
     if options.threads:
         torch.set_num_threads(options.threads)
-    options.found = find_pair(f"{options.pair.name}={options.pair}")
     options.work = options.work or options.pair / "bench"
     part = curve if options.curve else peers if options.peers else methods
     try:

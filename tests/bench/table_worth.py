@@ -6,7 +6,7 @@ Tables are counted on ShareGPT with LLaMA's vocabulary; Vicuna-7B's own answers 
 small Llama, trained for some minutes on ShareGPT and nine tenths of the answers, stands for the target's layers, with
 heads that learn from those answers; what it would say is replaced by the recorded answer, so that tokens per step are
 those of decoding Vicuna's text at temperature 0. Heads of a 7B model are better: what is compared here are tables. (Of
-a pair of one's own, the papers' recipes evaluate/slim/… say it.)
+a pair of one's own, see tests/bench/papers.py.)
 
 Intervals: 95 %, bootstrap over prompts, paired for gains. `--work` keeps what was trained. The last line is one JSON
 object.

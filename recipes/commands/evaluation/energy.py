@@ -25,13 +25,11 @@ from ....decode.models.base import LanguageModel
 from ....decode.models.loading import wrap_model
 from ....train.parallel.interrupts import is_out_of_memory
 from ...assemble.evaluation import load_target
-from ...schema.claims import show
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import load_recipe
-from ...schema.papers import PARTS
 from ...session.machine import machine
 from ...session.terminal import bar, console, log
-from .recipe import BASE, BASELINE, evaluate_recipe
+from .recipe import BASE, BASELINE, PARTS, evaluate_recipe
 
 
 def run_energy(recipe: EvaluateRecipe, out: Path, *, batches: Sequence[int], runs: int, context: int) -> dict[str, Any]:
@@ -128,8 +126,15 @@ def _show(results: dict[str, Any]) -> None:
     for row in results["rows"]:
         joules = (row[f"joules_per_{name}"] for name in ("run", "input", "run_above_idle"))
         times = (1e3 * row[f"seconds_per_{name}"] for name in ("run", "input"))
-        table.add_row(str(row["batch"]), *("–" if value is None else show(value) for value in (*joules, *times)))
+        table.add_row(str(row["batch"]), *map(_three_digits, (*joules, *times)))
     console().print(title, soft_wrap=True)
     console().print(table)
     counted = f"joules of {results['covers']}, by {results['source']}"
     console().print(counted if results["source"] else f"no joules: {results['covers']}", soft_wrap=True)
+
+
+def _three_digits(value: float | None) -> str:
+    """Format a number with three significant digits."""
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

@@ -12,7 +12,6 @@ from ....decode.models.loading import wrap_model
 from ...assemble.evaluation import load_target
 from ...report.tables import Cell, Column, Table, options_text
 from ...schema.evaluation import EvaluateRecipe
-from ...schema.papers import Pair, PaperRecipe
 from ...session.terminal import console, duration
 
 _CONTEXT = 64  # tokens of a prompt, where none has been read
@@ -45,25 +44,10 @@ def evaluation_runs(recipe: EvaluateRecipe, prompts: int) -> int:
     return rows * prompts * recipe.repeats + len(recipe.methods) * min(PROFILED, prompts)
 
 
-def show_plan(recipe: EvaluateRecipe | PaperRecipe, pair: Pair | None = None) -> None:
-    """Print models, prompts, rows, the most tokens that they decode and the time."""
-    if isinstance(recipe, EvaluateRecipe):
-        _show_evaluation("", recipe)
-        return
-    used = recipe.on_pair(pair) if pair is not None else recipe
-    lines = [f"{recipe.where} of {recipe.paper}: experiment {recipe.experiment}, {len(recipe.claims)} claims"]
-    lines += [f"not run again: {used.not_rerun}"] if used.not_rerun else []
-    if used.experiment != "evaluate":
-        lines += [f"{key}: {value}" for key, value in used.settings.items()]
-    console().print("\n".join(lines))
-    for name, evaluation in (used.evaluations() if used.experiment == "evaluate" else {"": used.evaluate}).items():
-        _show_evaluation(name, evaluation)
-
-
-def _show_evaluation(name: str, recipe: EvaluateRecipe) -> None:
-    prompts = f"{name}: {recipe.limit} prompts" if name else f"{recipe.limit} prompts"
+def show_plan(recipe: EvaluateRecipe) -> None:
+    """Print models, prompts, rows, the largest number of decoded tokens and the estimated time."""
     sizes = f"{recipe.max_new_tokens} new tokens each at most, {recipe.repeats} run(s)"
-    about = f"{prompts} of {recipe.prompts}, template {recipe.template}, {sizes}"
+    about = f"{recipe.limit} prompts of {recipe.prompts}, template {recipe.template}, {sizes}"
     console().print(about, soft_wrap=True)
     columns = [Column(heading, numeric=False) for heading in ("row", "method", "options")]
     rows = []

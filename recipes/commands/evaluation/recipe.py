@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import check_place
-from ...schema.evaluation import EvaluateRecipe, MethodSection, QuickstartRecipe, every_row
-from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, read_recipe
-from ...schema.papers import PARTS, Pair, PaperRecipe, filled, pair_values
+from ...schema.evaluation import EvaluateRecipe, MethodSection, every_row
+from ...schema.loading import find_recipe, parse_recipe, read_extended
 from ...session.terminal import log
 
-EVALUATIONS = "evaluate/"
-BASE = f"{EVALUATIONS}all-methods"
+BASE = "evaluate/all-methods"
+PARTS = ("drafter", "heads", "table")
 PROMPTS = "spec-bench"
 BASELINE = "autoregressive"
 
@@ -44,30 +43,19 @@ def evaluate_recipe(
     command: str = "evaluate",
     rows: Rows = AS_IT_IS,
 ) -> EvaluateRecipe:
-    """The recipe of an evaluation, with changes: `given` (by key; None: not given), then `overrides`
-    (`key.path=value`). Without a `name`, or with a change in its place, there must be a target; `evaluate/all-methods`
-    is then run with the parts that are given, on `spec-bench` and with the tokenizer's chat template unless others are
-    given."""
-    recipe = evaluation_or_paper(name, overrides, given, None, command, ["evaluate"], rows)
-    assert isinstance(recipe, EvaluateRecipe)
-    return recipe
+    """Return the recipe of an evaluation with changes.
 
+    Args:
+        name: File or name of a recipe. Without one, or with a change in its place, `evaluate/all-methods` is run with
+            the given parts, on `spec-bench` and with the tokenizer's chat template unless others are given.
+        overrides: Changes of the form `key.path=value`; they take precedence.
+        given: Changes by key; None and False are ignored.
+        command: Name of the command in messages.
+        rows: Methods to run.
 
-def evaluation_or_paper(
-    name: str | None,
-    overrides: Sequence[str],
-    given: Mapping[str, str | bool | None],
-    pair: Pair | None,
-    command: str = "evaluate",
-    kinds: Sequence[str] = ("evaluate", "paper"),
-    rows: Rows = AS_IT_IS,
-) -> EvaluateRecipe | PaperRecipe:
-    """What `draftsmith evaluate` runs: as `evaluate_recipe`, with a `pair` in place of an evaluation's own models;
-    or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`. Raises
-    ValueError: `pair` beside models or prompts of one's own; `rows` of a paper; neither a recipe nor a target."""
-    own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
-    if pair is not None and own:
-        raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
+    Raises:
+        ValueError: Neither a recipe nor a target is given.
+    """
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None and value is not False}
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
@@ -77,27 +65,14 @@ def evaluation_or_paper(
     values = read_extended(path)
     if name is None:
         changes = _direct(changes, rows) | changes
-    elif values.get("kind") == "paper":
-        changes = {key if key == "out" else f"evaluate.{key}": value for key, value in changes.items()}
     where = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
-    recipe = parse_recipe(values, where, overrides, given=changes, kinds=kinds)
-    assert isinstance(recipe, EvaluateRecipe | PaperRecipe)
-    if isinstance(recipe, PaperRecipe):
-        if rows != AS_IT_IS:
-            raise ValueError(
-                f"{name} is a paper's table, whose claims need all of its rows: leave out --method and --all"
-            )
-        return recipe
+    recipe = parse_recipe(values, where, overrides, given=changes, kinds=["evaluate"])
+    assert isinstance(recipe, EvaluateRecipe)
     recipe = recipe.model_copy(update={"methods": chosen_rows(recipe, rows)})
     if name is None:
         more = "; --all: every method of these artifacts; --method NAME: one" if rows == AS_IT_IS else ""
         log(f"{command}: {', '.join(recipe.labels())}; prompts in the template {recipe.template!r}{more}")
-    if pair is None:
-        return recipe
-    parts = [part for part in PARTS if getattr(recipe, part) is not None]
-    out = Path(recipe.out)
-    moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{pair.name}{out.suffix}"))
-    return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
+    return recipe
 
 
 def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
@@ -139,35 +114,6 @@ def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSecti
                 raise ValueError(f"--method {name} needs {part}, and there is none: give --{part}")
         chosen[name] = row
     return list(chosen.values())
-
-
-def find_pair(words: str) -> Pair:
-    """What `--pair NAME[=FOLDER]` means: the finished quickstart in a folder, by default `runs/NAME`, whose recipe says
-    template, prompts and stages. Raises ValueError: none lies there."""
-    name, _, place = words.partition("=")
-    folder = Path(place or f"runs/{name}")
-    wanted = [folder / "quickstart.yaml", folder / "target" / "config.json"]
-    wanted += [folder / part / "artifact.json" for part in PARTS]
-    missing = [path for path in wanted if not path.is_file()]
-    if not name or "/" in name:
-        raise ValueError(f"--pair {words!r}: results are named after it: --pair NAME=FOLDER, without a slash in NAME")
-    if missing:
-        raise ValueError(
-            f"--pair {words!r}: no finished pair lies in {folder} (no {missing[0]}): run `draftsmith quickstart` "
-            "first, or name its folder: --pair NAME=FOLDER"
-        )
-    recipe = parse_recipe(read_recipe(wanted[0]), str(wanted[0]), kinds=["quickstart"])
-    assert isinstance(recipe, QuickstartRecipe)
-    prompts = filled(recipe.evaluate.prompts, "{out}", str(folder))
-    first = "drafter" if recipe.distilled is None else "drafter-stage1"
-    return Pair(name, str(folder), prompts, recipe.evaluate.template, f"{folder}/{first}", recipe.heads.num_heads)
-
-
-def paper_recipe(name: str, overrides: Sequence[str] = ()) -> PaperRecipe:
-    """A recipe of kind `paper` by its file or name, of which `evaluate/` may be left out."""
-    recipe = load_recipe(name, overrides, kinds=["paper"])
-    assert isinstance(recipe, PaperRecipe)
-    return recipe
 
 
 def template_of(target: str) -> str:

@@ -27,7 +27,6 @@ from ....data.tokenizers import train_bpe
 from ...assemble.teacher import prepare_teacher
 from ...schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ...schema.loading import parse_recipe, read_recipe, write_recipe
-from ...schema.papers import filled
 from ...session.machine import has_bfloat16
 from ...session.terminal import bar, log
 from ..artifacts.import_drafter import import_gguf
@@ -101,6 +100,15 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     resolved = parse_recipe(values, "quickstart")
     assert isinstance(resolved, QuickstartRecipe)
     return resolved
+
+
+def filled(value: Any, mark: str, folder: str) -> Any:
+    """Return a value of a recipe with a folder in place of a mark in its strings."""
+    if isinstance(value, str):
+        return value.replace(mark, folder)
+    if isinstance(value, dict):
+        return {key: filled(item, mark, folder) for key, item in value.items()}
+    return [filled(item, mark, folder) for item in value] if isinstance(value, list) else value
 
 
 def find_target(name: str) -> Path:

@@ -19,7 +19,6 @@ from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.trace import run_trace
 from draftsmith.recipes.commands.evaluation.tune import run_tune
 from draftsmith.recipes.commands.pairs.quickstart import run_quickstart
-from draftsmith.recipes.commands.papers.papers import run_paper
 from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe
@@ -42,7 +41,6 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
     "trace": lambda out: run_trace(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "diagnose": lambda out: run_diagnose(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "energy": lambda out: energy_command("evaluate/all-methods", [f"out={out}/r.json"], None, "1", 1, 1),
-    "papers": lambda out: run_paper(recipe("evaluate/slim/heads", f"out={out}/paper"), "slim/heads"),
     "train": lambda out: run_train(recipe("drafter/vicuna-68m", f"out={out}/drafter")),
     "train a table": lambda out: run_train(recipe("table/any-corpus", f"out={out}/table", "tokenizer=a/b")),
     "prepare": prepare,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
+from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
 from draftsmith.recipes.commands.pairs.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import QuickstartRecipe
 from draftsmith.recipes.schema.loading import dump_recipe, load_recipe, load_training, read_extended, shipped_recipes
@@ -26,8 +26,7 @@ LOADERS: dict[str, Callable[[str], Any]] = {
     "drafter": load_training,
     "heads": load_training,
     "table": load_training,
-    "evaluate": lambda name: evaluation_or_paper(name, [], {}, None),
-    "paper": paper_recipe,
+    "evaluate": lambda name: evaluate_recipe(name, [], {}),
     "regenerate": partial(load_recipe, kinds=["regenerate"]),
     "quickstart": partial(load_recipe, kinds=["quickstart"]),
 }

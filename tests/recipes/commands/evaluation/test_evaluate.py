@@ -20,7 +20,7 @@ from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.methods import METHODS, needs_of
 from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe, evaluation_or_paper
+from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
@@ -162,10 +162,7 @@ def test_options_change_a_recipe(artifacts: Path) -> None:
     loaded = evaluate_recipe("evaluate/all-methods", ["limit=2"], {"target": "a: b, [c]", "drafter": None})
     assert (loaded.target, loaded.drafter, loaded.limit) == ("a: b, [c]", "runs/quickstart/drafter", 2)
     assert evaluate_recipe("all-methods", ["limit=2"], {}) == evaluate_recipe("evaluate/all-methods", ["limit=2"], {})
-    assert evaluation_or_paper("all-methods.yaml", [], {}, None) == load_recipe("evaluate/all-methods")
-    paper = evaluation_or_paper("slides/alpha", [], {}, None)
-    assert paper == evaluation_or_paper("evaluate/slides/alpha", [], {}, None)
-    assert paper.kind == "paper"
+    assert evaluate_recipe("slim/heads.yaml", [], {}) == load_recipe("evaluate/slim/heads")
 
 
 def test_prompts_are_reproducible_and_those_skipped_are_named(corpus: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from draftsmith.recipes.commands.evaluation.energy import energy_command
-from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe, evaluation_or_paper
+from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
 
 REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
     ("energy: an empty batch", lambda target: energy_command(None, [], target, "1,0", 1, 4), ("--batch", "0")),
@@ -26,11 +26,6 @@ REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
     ("--method: unknown", lambda target: _rows(target, "speculatve"), ("--method speculatve", "'speculative'")),
     ("--method: no part", lambda target: _rows(target, "medusa"), ("--method medusa", "--heads")),
     ("--method, --all", lambda target: _rows(target, "beam", every=True), ("--method beam", "--all")),
-    (
-        "--all of a paper",
-        lambda _: evaluation_or_paper("slim/heads", [], {}, None, rows=Rows(every=True)),
-        ("slim/heads", "--all"),
-    ),
     ("no target", lambda _: evaluate_recipe("limit=3", [], {"target": None, "drafter": "D"}), ("--target T",)),
 ]
 

@@ -1,0 +1,343 @@
+"""Run the papers' recipes on a trained pair and check what the papers claim of their tables.
+
+    python tests/bench/papers.py [--pair runs/quickstart] [--only slim/heads …] [--limit 24] [--tokens 48] [--quick]
+    python tests/bench/papers.py --out tests/bench/results/papers-cpu.json
+
+The pair replaces models and prompts of each recipe of `recipes/evaluate/`: the first drafter is that before
+distillation, the second the distilled one, the third the target itself; rows that need more heads than the pair has are
+left out. A claim is a predicate over the rows' metrics. It has `held` where 95 % of the bootstrap resamples of the
+prompts (paired between rows) agree with it, `not held` where at most 5 % do; else it is `noise`.
+
+Shape letters: P prompts, R resamples, the first of which is the sample itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from common import finish, parser_of
+from draftsmith.checkpoints.storage.atomic import atomic_text
+from draftsmith.decode.evaluation.bootstrap import resample_weights
+from draftsmith.recipes.commands.evaluation.energy import run_energy
+from draftsmith.recipes.commands.evaluation.finished import evaluated
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.loading import load_recipe, parse_recipe
+from draftsmith.recipes.schema.training import TableRecipe
+from pair import on_pair, recipe_of_pair
+
+Rows = Mapping[str, Any]
+"""Metrics by label; each metric is an array [R]."""
+Predicate = Callable[[Rows], Any]
+SAMPLED = {"temperature": 0.25}
+"""For heads: greedy text of a small target repeats itself, and every head predicts it."""
+
+
+# --- predicates -------------------------------------------------------------------------------------------------------
+
+
+def rising(metric: str, *labels: str) -> Predicate:
+    """Return the claim that a metric rises from row to row."""
+
+    def holds(rows: Rows) -> Any:
+        values = [getattr(rows[label], metric) for label in labels]
+        return np.all([low < high for low, high in pairwise(values)], axis=0)
+
+    return holds
+
+
+def close(metric: str, label: str, other: str, tolerance: float) -> Predicate:
+    """Return the claim that two rows agree within a tolerance; of perplexities the logarithms are compared."""
+
+    def holds(rows: Rows) -> Any:
+        value, reference = getattr(rows[label], metric), getattr(rows[other], metric)
+        return np.abs(value - reference) <= tolerance * (1 if metric == "log_perplexity" else np.abs(reference))
+
+    return holds
+
+
+def closed_form(label: str, gamma: int) -> Predicate:
+    """Return the claim that tokens per step are (1 - α^(γ+1)) / (1 - α) within a tenth."""
+
+    def holds(rows: Rows) -> Any:
+        expected = sum(rows[label].acceptance_rate ** depth for depth in range(gamma + 1))
+        return np.abs(rows[label].tokens_per_step / expected - 1) < 0.1
+
+    return holds
+
+
+def gain(rows: Rows, label: str, base: str) -> Any:
+    """Return how many more tokens per step one row has than another."""
+    return rows[label].tokens_per_step - rows[base].tokens_per_step
+
+
+STEP, RATE, SPEED, PERPLEXITY, FLOPS = (
+    "tokens_per_step", "acceptance_rate", "tokens_per_second", "log_perplexity", "flops_per_token"
+)  # fmt: skip
+CLAIMS: dict[str, dict[str, Predicate]] = {
+    "speculative/gamma": {
+        "more draft tokens, more tokens per step": rising(STEP, "γ=1", "γ=3", "γ=7"),
+        "each further draft token adds less": lambda r: gain(r, "γ=2", "γ=1") > gain(r, "γ=3", "γ=2"),
+        "tokens per step follow from α, γ = 3": closed_form("γ=3", 3),
+        "tokens per step follow from α, γ = 7": closed_form("γ=7", 7),
+        "the oracle wastes fewer draft tokens than a fixed length": rising(RATE, "γ=7", "oracle"),
+    },
+    "speculative/speedups": {
+        "a larger drafter is accepted more often, greedily": rising(RATE, "small T=0", "large T=0"),
+        "a larger drafter is accepted more often, sampling": rising(RATE, "small T=1", "large T=1"),
+        "the smallest drafter is faster than the largest, greedily": rising(SPEED, "large T=0", "small T=0"),
+        "the smallest drafter is faster than the largest, sampling": rising(SPEED, "large T=1", "small T=1"),
+    },
+    "speculative/acceptance": {
+        "a drafter is accepted more often than bigrams, greedily": rising(RATE, "bigram T=0", "small T=0"),
+        "a drafter is accepted more often than bigrams, sampling": rising(RATE, "bigram T=1", "small T=1"),
+        "bigrams are accepted more often than unigrams, greedily": rising(RATE, "unigram T=0", "bigram T=0"),
+        "bigrams are accepted more often than unigrams, sampling": rising(RATE, "unigram T=1", "bigram T=1"),
+    },
+    "multi-candidate/main": {
+        "more tokens per step than SD with the same γ, greedily": rising(STEP, "same γ T=0", "candidates T=0"),
+        "more tokens per step than SD with the same γ, sampling": rising(STEP, "same γ T=1", "candidates T=1"),
+        "more tokens per step than SD with the best γ, sampling": rising(STEP, "best γ T=1", "candidates T=1"),
+        "faster than SD with the best γ, greedily": rising(SPEED, "best γ T=0", "candidates T=0"),
+        "faster than SD with the best γ, sampling": rising(SPEED, "best γ T=1", "candidates T=1"),
+    },
+    "multi-candidate/ablation": {
+        "more tokens per step than naive sampling": rising(STEP, "MCNS", "with replacement"),
+        "more tokens per step without replacement than with": rising(STEP, "with replacement", "without replacement"),
+        "the gain of drawing without replacement is small": close(STEP, "without replacement", "with replacement", 0.1),
+        "tree attention keeps the tokens per step": close(STEP, "without replacement", "without tree attention", 0.05),
+        "tree attention is faster than a batch": rising(SPEED, "without tree attention", "without replacement"),
+    },
+    "multi-candidate/k-configurations": {
+        **{f"falling beats rising: {a}x{b}": rising(STEP, f"{b}x{a}", f"{a}x{b}")
+           for a, b in ((4, 1), (4, 2), (8, 2), (16, 1), (8, 4), (16, 2))},
+        "falling configurations of 16 candidates are alike": close(STEP, "16x1", "8x2", 0.1),
+        "32 candidates make more tokens per step than 16": rising(STEP, "8x2", "16x2"),
+        "32 candidates are slower than 16": rising(SPEED, "16x2", "8x2"),
+    },
+    "multi-candidate/acceptance": {
+        "acceptance rises with k, greedily": rising(STEP, "k=1 T=0", "k=4 T=0", "k=16 T=0"),
+        "acceptance rises with k, sampling": rising(STEP, "k=1 T=1", "k=4 T=1", "k=16 T=1"),
+        "beyond 16 it has almost converged": lambda r: (
+            gain(r, "k=64 T=1", "k=16 T=1") < gain(r, "k=4 T=1", "k=1 T=1") / 4
+        ),
+        "without replacement beats with replacement": rising(STEP, "with replacement k=4 T=1", "k=4 T=1"),
+        "with replacement beats naive sampling": rising(STEP, "naive k=4 T=1", "with replacement k=4 T=1"),
+        "sampling is accepted less often than argmax": rising(STEP, "k=1 T=1", "k=1 T=0"),
+        "a fine-tuned drafter is accepted more often, greedily": rising(STEP, "k=1 T=0", "fine-tuned k=1 T=0"),
+        "a fine-tuned drafter is accepted more often, sampling": rising(STEP, "k=1 T=1", "fine-tuned k=1 T=1"),
+        "candidates help a fine-tuned drafter": rising(STEP, "fine-tuned k=1 T=1", "fine-tuned k=4 T=1"),
+    },
+    "mjsd/main": {
+        "MJSD is faster than plain decoding": rising(SPEED, "autoregressive", "mjsd"),
+        "MJSD is faster than speculative decoding": rising(SPEED, "speculative", "mjsd"),
+        "MJSD accepts more tokens per step": rising(STEP, "speculative", "mjsd"),
+        "MJSD is faster than BiLD": rising(SPEED, "bild", "mjsd"),
+        "MJSD is faster than SpecTr": rising(SPEED, "spectr", "mjsd"),
+        "MJSD has the lower perplexity": rising(PERPLEXITY, "mjsd", "autoregressive"),
+        "MJSD has a lower perplexity than BiLD": rising(PERPLEXITY, "mjsd", "bild"),
+        "speculative decoding keeps the perplexity": close(PERPLEXITY, "speculative", "autoregressive", 0.1),
+        "SpecTr keeps the perplexity": close(PERPLEXITY, "spectr", "autoregressive", 0.1),
+    },
+    "mjsd/threshold": {
+        "a stricter threshold accepts less": rising(STEP, "τ=1", "τ=0.9", "τ=0.5", "τ=0"),
+        "a stricter threshold is slower": rising(SPEED, "τ=1", "τ=0.9", "τ=0"),
+        "at 1 every draft is rejected": lambda r: np.abs(r["τ=1"].tokens_per_step - 1) < 1e-3,
+        "at 1 the perplexity is that of plain decoding": close(PERPLEXITY, "τ=1", "autoregressive", 0.1),
+        "at 0 the perplexity is lower than at 1": rising(PERPLEXITY, "τ=0", "τ=1"),
+    },
+    "mjsd/beams": {
+        "more beams accept more tokens per step": rising(STEP, "2 beams", "8 beams"),
+        "more beams give a lower perplexity": rising(PERPLEXITY, "8 beams", "2 beams"),
+        "more beams are faster": rising(SPEED, "2 beams", "8 beams"),
+    },
+    "mjsd/joint-greedy": {
+        "K = 1 is greedy decoding": close(PERPLEXITY, "K=1", "autoregressive", 1e-3),
+        "two joint tokens lower the perplexity": rising(PERPLEXITY, "K=2", "K=1"),
+        "it falls with K": rising(PERPLEXITY, "K=5", "K=2"),
+        "ROUGE-L rises with K": rising("rouge_l", "K=1", "K=5"),
+    },
+    "energy": {
+        "sixteen inputs take less than a quarter longer than one": lambda r: (
+            r["batch 16"].seconds_per_run < 1.25 * r["batch 1"].seconds_per_run
+        ),
+        "time per input falls with the batch": rising("seconds_per_input", "batch 16", "batch 4", "batch 1"),
+        "energy per input falls with the batch": rising("joules_per_input", "batch 16", "batch 4", "batch 1"),
+    },
+    "slim/main": {
+        "SLiM-S is faster than Medusa": rising(SPEED, "medusa", "slim-s"),
+        "Medusa is faster than BPD": rising(SPEED, "bpd", "medusa"),
+        "BPD is faster than plain decoding": rising(SPEED, "autoregressive", "bpd"),
+        "SLiM-S makes as many tokens per step as Medusa": close(STEP, "slim-s", "medusa", 0.1),
+        "more sequences make more tokens per step": rising(STEP, "bpd", "slim-ss", "slim-s", "slim-l"),
+        "correlation makes up for the reduction": rising(STEP, "reduction only", "slim-s"),
+        "SLiM-S takes half of Medusa's computation": lambda r: (
+            r["slim-s"].flops_per_token < r["medusa"].flops_per_token / 2
+        ),
+        "BPD takes less computation than SLiM": rising(FLOPS, "autoregressive", "bpd", "slim-s"),
+    },
+    "slim/budget": {
+        "computation grows with the sequences": rising("flops_per_step", "1", "10", "95"),
+        "time grows less than computation": lambda r: (
+            r["95"].seconds_per_step / r["1"].seconds_per_step < r["95"].flops_per_step / r["1"].flops_per_step
+        ),
+        "correlation chooses 5 sequences better": rising(STEP, "5 without table", "5"),
+        "correlation chooses 10 sequences better": rising(STEP, "10 without table", "10"),
+        "10 sequences beat a fixed tree of 8": rising(STEP, "tree 4x2x1x1", "10"),
+        "and take less computation": rising(FLOPS, "10", "tree 4x2x1x1"),
+    },
+    "slim/heads": {
+        "further heads make more tokens per step": rising(STEP, "SLiM 1", "SLiM 2", "SLiM 3"),
+        "each further head adds less": lambda r: gain(r, "SLiM 3", "SLiM 2") < gain(r, "SLiM 2", "SLiM 1"),
+        "four heads beat Medusa with four": rising(STEP, "Medusa 4", "SLiM 4"),
+        "fewer heads take less computation": rising(FLOPS, "SLiM 1", "SLiM 2"),
+        "correlation makes heads more accurate": rising(STEP, "without correlation", "with correlation"),
+    },
+    "slim/speculative": {
+        "BPD is faster than SD with the smallest drafter": rising(SPEED, "SD-SS", "bpd"),
+        "SLiM-S is faster than SD with the smallest drafter": rising(SPEED, "SD-SS", "slim-s"),
+        "a large drafter makes the most tokens per step": rising(STEP, "SD-SS", "SD-L"),
+        "but is the slowest": rising(SPEED, "SD-L", "SD-SS"),
+    },
+    "slim/saturation": {
+        "a table of the whole corpus beats none": rising(STEP, "r = 1", "table"),
+        "one of too little text is worse": rising(STEP, "table of 5", "r = 1"),
+        "more text helps": rising(STEP, "table of 5", "table of 50", "table"),
+        "beyond a point it helps little": lambda r: (
+            r["table"].tokens_per_step < 1.02 * r["table of 50"].tokens_per_step
+        ),
+    },
+    "theory/rejections": {
+        "rejections per token are E[TV]": lambda r: (
+            np.abs(r["speculative"].rejections + r["γ=1"].acceptance_rate - 1) < 0.05
+        ),
+        "four drafts are rejected less often than one": rising("rejections", "4 drafts", "speculative"),
+        "but not by more than half": lambda r: r["4 drafts"].rejections > r["speculative"].rejections / 2,
+        "OPT rejects less often than exact decoding": rising("rejections", "OPT ε=0.01", "speculative"),
+        "a larger ε rejects less often": rising("rejections", "OPT ε=0.1", "OPT ε=0.01"),
+        "OPT and UNO reject equally often": close("rejections", "OPT ε=0.01", "UNO ε=0.01", 0.25),
+    },
+}  # fmt: skip
+"""What the papers say of the table of each recipe."""
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def metrics_of(row: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the metrics of a row of results, resampled over its prompts."""
+
+    def column(name: str) -> np.ndarray:
+        return np.array([prompt[name] or 0 for prompt in row["by_prompt"]], float)
+
+    prompts = len(row["by_prompt"])
+    weights_RP = np.concatenate((np.ones((1, prompts)), resample_weights(prompts)))
+    tokens, steps, seconds = column("tokens"), column("steps"), column("seconds")
+    nats = tokens * np.log(np.maximum(column("perplexity"), 1e-9))
+    flops_per_step = row["flops_per_token"]["total"] * row["tokens_per_step"]
+    ratios = {
+        "tokens_per_step": (tokens, steps),
+        "acceptance_rate": (column("accepted"), column("examined")),
+        "tokens_per_second": (tokens, seconds),
+        "seconds_per_step": (seconds, steps),
+        "log_perplexity": (nats, tokens),
+        "rouge_l": (column("rouge_l"), np.ones(prompts)),
+        "rejections": (steps - 1, tokens),  # where a draft is as long as the text
+        "flops_per_token": (flops_per_step * steps, tokens),
+        "flops_per_step": (flops_per_step * steps, steps),
+    }
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return SimpleNamespace(**{name: (weights_RP @ over) / (weights_RP @ under)
+                                  for name, (over, under) in ratios.items()})  # fmt: skip
+
+
+def recipe_for(name: str, folder: Path, options: Any, **changes: Any) -> EvaluateRecipe:
+    """Return a shipped recipe on the pair at small size, without rows for drafters or heads that the pair lacks."""
+    recipe = load_recipe(f"evaluate/{name}", kinds=["evaluate"])
+    assert isinstance(recipe, EvaluateRecipe)
+    first = folder / "drafter-stage1"
+    drafters = [first if first.is_dir() else folder / "drafter", folder / "drafter", folder / "target"]
+    heads = recipe_of_pair(folder).heads.num_heads
+
+    def depth(row: Any) -> int:
+        wanted = row.options.get("max_depth", 0)
+        return max(wanted if isinstance(wanted, int) else 0, str(row.options.get("tree", "")).count("x") + 1)
+
+    sizes = {"limit": options.limit, "max_new_tokens": options.tokens, "compare_with_transformers": False}
+    sizes |= SAMPLED if name.startswith("slim/") else {}
+    kept = [row for row in recipe.methods if recipe.heads is None or depth(row) <= heads]
+    more = {"out": str(folder / "papers" / f"{name}.json"), "energy": "off", "methods": kept}
+    if recipe.drafter is not None:
+        more |= {"drafter": str(drafters[0]), "more_drafters": [*map(str, drafters[1:])]}
+    return on_pair(recipe, folder, **more | sizes | changes)
+
+
+def results_of(name: str, folder: Path, options: Any) -> dict[str, Any]:
+    """Run an evaluation, or read the finished one; return its rows."""
+    if name == "energy":
+        recipe = recipe_for("mjsd/main", folder, options)
+        runs = run_energy(recipe, folder / "papers" / "energy.json", batches=(1, 4, 16), runs=30, context=64)["rows"]
+        numbers = ({key: np.array([value]) for key, value in row.items() if isinstance(value, float)} for row in runs)
+        return {f"batch {row['batch']}": SimpleNamespace(**each) for row, each in zip(runs, numbers, strict=True)}
+    rows = evaluated(recipe_for(name, folder, options))["methods"]
+    if name == "slim/saturation":
+        for size in (5, 50):
+            table, out = partial_table(folder, size), str(folder / "papers" / f"{name}-{size}.json")
+            part = evaluated(recipe_for(name, folder, options, table=str(table), out=out))["methods"]
+            rows += [row | {"label": f"table of {size}"} for row in part if row["label"] == "table"]
+    return {row["label"]: metrics_of(row) for row in rows}
+
+
+def partial_table(folder: Path, limit: int) -> Path:
+    """Count the table of the pair's first conversations."""
+    table = recipe_of_pair(folder).table
+    values = table.model_dump(mode="json") | {"tokenizer": str(folder / "target")}
+    values["out"] = str(folder / "papers" / f"table-{limit}")
+    values["data"] |= {"limit": limit, "cache": str(folder / "papers" / "prepared")}
+    recipe = parse_recipe(values, "the table of a part")
+    assert isinstance(recipe, TableRecipe)
+    return run_train(recipe)
+
+
+def judge(predicate: Predicate, rows: Rows) -> str:
+    """Return whether a claim held on resampled rows."""
+    try:
+        held = np.asarray(predicate(rows), dtype=bool)
+    except (KeyError, AttributeError):
+        return "not measured"
+    share = held[1:].mean() if len(held) > 1 else held.mean()
+    return "held" if held[0] and share >= 0.95 else "not held" if not held[0] and share <= 0.05 else "noise"
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "two prompts of eight tokens", pair=True, limit=24, tokens=48)
+    parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS), metavar="RECIPE")
+    parser.add_argument("--out", type=Path, help="file (.json) of the results")
+    options = parser.parse_args()
+    if options.quick:
+        options.limit, options.tokens = 2, 8
+    found: dict[str, Any] = {}
+    for name in options.only:
+        rows = results_of(name, options.pair, options)
+        verdicts = {says: judge(predicate, rows) for says, predicate in CLAIMS[name].items()}
+        points = {label: {key: round(float(value[0]), 6) for key, value in vars(row).items()}
+                  for label, row in rows.items()}  # fmt: skip
+        found[name] = {"claims": verdicts, "rows": points}
+        print(f"\n{name}", *(f"  {verdict:12s} {says}" for says, verdict in verdicts.items()), sep="\n", flush=True)
+    statuses = [status for each in found.values() for status in each["claims"].values()]
+    counts = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
+    print(f"\n{len(statuses)} claims: {', '.join(f'{count} {status}' for status, count in counts.items())}")
+    if options.out:
+        written = json.dumps({"counts": counts, "recipes": found}, indent=1, ensure_ascii=False)
+        atomic_text(options.out, written.replace("NaN", "null") + "\n")
+    finish({"counts": counts})
+
+
+if __name__ == "__main__":
+    main()
