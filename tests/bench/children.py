@@ -71,27 +71,3 @@ def load_table(name: str) -> tuple[float, float]:
     held = (kilobytes("RssAnon") - before) / 1e3
     del table
     return seconds, held
-
-
-def read_prompt(way: str, length: int) -> dict[str, float]:
-    """Seconds to read a prompt of so many tokens, and the megabytes that it took, after one of 64 has prepared all."""
-    import torch
-    from common import peak_above, random_llama
-    from draftsmith.decode import engine
-    from draftsmith.decode.models.loading import wrap_model
-
-    model = random_llama((576, 1536, 30, 9, 49152, 3), length).eval().requires_grad_(False)
-    target, ids_1T = wrap_model(model, check=False), torch.randint(49152, (1, length))
-    if way == "at once":
-        engine.READ_AT_ONCE = length
-
-    def read(tokens: int) -> None:
-        if way == "transformers":
-            model(ids_1T[:, :tokens], use_cache=True, logits_to_keep=1)
-        else:
-            engine.prefill(target, target.new_cache(1, tokens), ids_1T[:, :tokens], [tokens])
-
-    with torch.inference_mode():
-        read(64)
-        timed, held = peak_above(lambda: read(length))
-    return {"sec": timed.wall, "mb": held / 1e6}

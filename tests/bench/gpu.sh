@@ -3,7 +3,6 @@
 #
 #     bash tests/bench/gpu.sh PART [--pretend]
 #
-#     versions    what is installed, and the time of attention by kernel and shape
 #     replays     a replayed forward beside the time in which its weights can be read, by rows and context
 #     tests       all that is marked gpu
 #     7b 13b 8b   decoding at real shapes: 7b-68m, 13b-160m, 8b-1b; batches, contexts, graphs, transformers beside
@@ -17,7 +16,7 @@
 # part fails for a typo.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-part=${1:?which part? versions, replays, tests, 7b, 13b, 8b, heads, real or all}
+part=${1:?which part? replays, tests, 7b, 13b, 8b, heads, real or all}
 pretend=${2:-}
 OUT=${OUT:-gpu-results} LIMIT=${LIMIT:-480}
 python=${PYTHON:-python3}
@@ -53,8 +52,6 @@ shapes() { # name, pair, contexts
 
 run() {
     case $1 in
-        versions)
-            bench versions attention.py ${pretend:+--device cpu --quick} ;;
         replays)
             # There is nothing to replay on a processor.
             [ -n "$pretend" ] || bench replays replays.py 7b 8b 135m 68m ;;
@@ -89,13 +86,13 @@ run() {
             bench real-bfloat16 realpair.py --pair "$pair" --alone --tokens 64 --dtype bfloat16 ${BENCH:-} || code=1
             return $code ;;
         *)
-            echo "there is no part $1: versions, replays, tests, 7b, 13b, 8b, heads, real or all" >&2
+            echo "there is no part $1: replays, tests, 7b, 13b, 8b, heads, real or all" >&2
             return 2 ;;
     esac
 }
 
 failed=()
-if [ "$part" = all ]; then parts="versions replays tests 7b 13b 8b heads"; else parts=$part; fi
+if [ "$part" = all ]; then parts="replays tests 7b 13b 8b heads"; else parts=$part; fi
 for each in $parts; do
     run "$each" || failed+=("$each")
 done

@@ -1,10 +1,8 @@
-"""How far three walks go through the package: files passed, and climbs back to a higher room.
+"""Count the files that three commands pass through, and the calls back into a higher room.
 
     python tests/bench/walks.py
 
-A walk runs a command on the tiny folder of `tests/golden.py` and notes each call from one file of the package into
-another. A climb is a call from a room into one above it (a callback, a generator that is handed down): the fewer, the
-easier a walk is to follow.
+Each command runs on tiny random models. A climb is a call from a room into a room above it, such as a callback.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import runpy
 import sys
 import tempfile
@@ -20,10 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import draftsmith
-import golden
 import yaml
+from draftsmith.data.rendering.templates import CHATML_JINJA
+from draftsmith.data.tokenizers import train_bpe
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(draftsmith.__file__).parent
 ROOMS = ("checkpoints", "data", "decode", "train", "recipes")
@@ -37,6 +37,25 @@ WALKS = {
     "a recipe to a drafter's artifact": ("train", DRAFTER | {"out": "trained"}),
     "an artifact to results and report": ("evaluate", EVALUATE | {"out": "results.json"}),
 }
+
+
+def make_folder() -> None:
+    """Write rows, a target and a drafter with their tokenizer into the current directory."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=5)) for _ in range(200)]
+    said = [" ".join(rng.choices(words, k=8)) for _ in range(240)]
+    roles = ("human", "gpt")
+    rows = [
+        {"conversations": [{"from": role, "value": said[2 * i + j]} for j, role in enumerate(roles)]}
+        for i in range(120)
+    ]
+    Path("rows.json").write_text(json.dumps(rows))
+    tokenizer = train_bpe(said, 320, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = CHATML_JINJA
+    sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    for name in ("target", "near"):
+        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2)).save_pretrained(name)
+        tokenizer.save_pretrained(name)
 
 
 def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
@@ -78,7 +97,7 @@ def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
 def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        golden.make_folder()
+        make_folder()
         for name, (command, recipe) in WALKS.items():
             found[name] = walk(command, recipe)
             print(f"{name:36s} {found[name]['files']:4d} files  {found[name]['climbs']:4d} climbs")
