@@ -8,6 +8,7 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,13 +166,15 @@ def tune(
     found lies beside the results file. Resumes where it was stopped. With --engine: how many tokens a step that should
     draft under each load."""
     if engine is not None:
-        from .serving.engines import measured_recipe
-        from .serving.lengths import run_lengths
+        from .serving.engines import commands_of, measured_recipe
+        from .serving.lengths import max_draft_tokens, tune_lengths
 
         asking = {"prompts": asked.prompts, "out": out or f"tune-{engine}.json", "concurrency": concurrency}
         served = measured_recipe(asked.recipe, asked.overrides or [], asking)
-        export = asked.drafter or asked.heads
-        run_lengths(served, engine, export, asked.target, shlex.split(engine_options))
+        export = asked.drafter or asked.heads or ""
+        commands = partial(commands_of, export or None, engine, asked.target)
+        commands()  # report what cannot be served first
+        tune_lengths(served, engine, commands, max_draft_tokens(export), shlex.split(engine_options), f"serve-{engine}")
         return
     loaded = asked.load("tune", method, every, out=out)
     from .evaluation.tune import run_tune, show_plan

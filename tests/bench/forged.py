@@ -23,22 +23,24 @@ from common import finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.checkpoints.storage.safe_read import load_json
-from draftsmith.recipes.assemble.teacher import prepare_teacher
+from draftsmith.decode.evaluation.metrics import speedup_interval
+from draftsmith.decode.evaluation.tuning.costs import Curve
+from draftsmith.decode.evaluation.tuning.plan import Candidate, ModelShape, list_candidates
+from draftsmith.decode.evaluation.tuning.tuner import Workload
 from draftsmith.recipes.commands.evaluation.finished import evaluated
-from draftsmith.recipes.commands.pairs.rules import Candidate, Place, Shape, candidates_of, share_of
+from draftsmith.recipes.commands.pairs.quickstart import run_stage
 from draftsmith.recipes.commands.pairs.stages import (
-    PROPOSED,
-    ROWS,
+    DRAFT_VOCABULARY,
     UNTRAINED,
-    WITH_TEXTS,
+    WITH_ANSWERS,
     Row,
     base_of,
     evaluation_of,
     kind_of,
     label_of,
+    list_rows,
     training_of,
 )
-from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
@@ -65,7 +67,7 @@ def opened(folder: Path) -> Forge:
     """A finished one."""
     recipe = load_recipe(str(folder / "forge.yaml"), kinds=("forge",))
     assert isinstance(recipe, ForgeRecipe)
-    return Forge(folder, recipe.model_copy(update={"out": str(folder)}), load_json(folder / "forge.json", "places"))
+    return Forge(folder, recipe.model_copy(update={"out": str(folder)}), load_json(folder / "forge.json", "workloads"))
 
 
 def trained(forge: Forge, candidate: Candidate, seconds: float) -> Path:
@@ -76,36 +78,44 @@ def trained(forge: Forge, candidate: Candidate, seconds: float) -> Path:
     def train(steps: int) -> Path:
         name = f"{candidate.kind}-{len(candidate.layers)}-{steps}"
         stage = training_of(base, candidate, vocabulary, steps, forge.folder / "exhaustive" / name)
-        prepare_teacher(stage)
-        return run_train(stage)
+        run_stage(stage)
+        return Path(stage.out)
 
     return train(max(TRIED, int(seconds / (float(load_manifest(train(TRIED)).training["seconds"]) / TRIED))))
 
 
 def known_ways(forge: Forge, args: argparse.Namespace) -> list[Way]:
-    """All that could be chosen."""
-    found = [Way("no training", row) for row in [*UNTRAINED, *WITH_TEXTS]]
-    if args.seconds:
-        costs = load_json(forge.folder / "costs.json", "shape")
-        for candidate in candidates_of(Shape(**costs["shape"]), PROPOSED, costs["eagle"]):
-            made = str(trained(forge, candidate, args.seconds))
-            part = {"heads" if candidate.kind == "heads" else "drafter": made}
-            found += [Way(candidate.name, row, **part) for row in ROWS[candidate.kind]]
+    """List all settings that could be chosen."""
+    costs = load_json(forge.folder / "costs.json", "shape")
+    shape, seconds = ModelShape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
+    found = [Way("no training", row) for row in [*UNTRAINED, *WITH_ANSWERS]]
+    for candidate in list_candidates(shape, DRAFT_VOCABULARY, costs["eagle"]) if args.seconds else ():
+        made = str(trained(forge, candidate, args.seconds))
+        part = {"heads" if candidate.kind == "heads" else "drafter": made}
+        rows = list_rows(candidate.kind, seconds, shape, candidate.cost)
+        found += [Way(candidate.name, row, **part) for row in rows]
     for folder in args.drafters:
-        found += [Way(str(folder), row, drafter=str(folder)) for row in ROWS[kind_of(folder)]]
-    found += [Way(given, row, heads=given) for given in map(str, args.heads) for row in ROWS["heads"]]
+        found += [Way(str(folder), row, drafter=str(folder)) for row in list_rows(kind_of(folder), seconds, shape)]
+    for given in map(str, args.heads):
+        found += [Way(given, row, heads=given) for row in list_rows("heads", seconds, shape)]
     return list({(way.row[0], str(way.row[1]), way.drafter, way.heads): way for way in found}.values())
 
 
-def chosen_way(forge: Forge, place: Place) -> Way | None:
+def share_of(row: dict[str, Any], other: dict[str, Any], batch: int) -> tuple[float, Any]:
+    """Return the speed of a row relative to another one measured in turns with it, and its 95 % interval."""
+    sides = [[each[key] for each in one["by_prompt"]] for one in (row, other) for key in ("tokens", "seconds")]
+    return speedup_interval(*([sum(side[at : at + batch]) for at in range(0, len(side), batch)] for side in sides))
+
+
+def chosen_way(forge: Forge, workload: Workload) -> Way | None:
     """What a forge chose; None: plain decoding. Raises ValueError: it did not look there."""
-    found = [each for each in forge.results["places"] if Place(each["batch"], each["temperature"]) == place]
+    found = [each for each in forge.results["workloads"] if Workload(each["batch"], each["temperature"]) == workload]
     if not found:
-        raise ValueError(f"{forge.folder} decided nothing for {place.words}")
+        raise ValueError(f"{forge.folder} decided nothing for {workload}")
     if found[0]["winner"] is None:
         return None
-    several = len(forge.results["places"]) > 1
-    file = forge.folder / (f"winner-{place.slug}.yaml" if several else "winner.yaml")
+    several = len(forge.results["workloads"]) > 1
+    file = forge.folder / (f"winner-{workload.slug}.yaml" if several else "winner.yaml")
     recipe = load_recipe(str(file), kinds=("evaluate",))
     assert isinstance(recipe, EvaluateRecipe)
     (row,) = recipe.methods[1:]
@@ -113,7 +123,7 @@ def chosen_way(forge: Forge, place: Place) -> Way | None:
 
 
 def measured(
-    forge: Forge, place: Place, ways: Sequence[Way], prompts: Path, limit: int, name: str
+    forge: Forge, workload: Workload, ways: Sequence[Way], prompts: Path, limit: int, name: str
 ) -> list[dict[str, Any]]:
     """The row of each, in turns; heads, of which an evaluation has one kind, in one of their own."""
     found: dict[int, dict[str, Any]] = {}
@@ -133,10 +143,10 @@ def measured(
             "heads": heads,
             "table": True,
             "labels": labels,
-            "asked": prompts.name,
+            "source": prompts.name,
         }
         recipe = evaluation_of(
-            base_of(forge.recipe), forge.recipe, f"{name}-{number}", rows, place, limit, **given
+            base_of(forge.recipe), forge.recipe, f"{name}-{number}", rows, workload, limit, **given
         ).model_copy(update={"table": str(table)})
         by_label = {row["label"]: row for row in evaluated(recipe)["methods"]}
         found |= {index: by_label[label] for index, label in zip(own, labels, strict=True)}
@@ -154,14 +164,16 @@ def halved(first: Forge, prompts: Path | None, limit: int) -> list[Path]:
     return halves
 
 
-def compared(forges: Sequence[Forge], place: Place, ways: Sequence[Way], args: argparse.Namespace) -> dict[str, Any]:
-    first, limit = forges[0], max(1, args.limit // place.batch) * place.batch
+def compared(
+    forges: Sequence[Forge], workload: Workload, ways: Sequence[Way], args: argparse.Namespace
+) -> dict[str, Any]:
+    first, limit = forges[0], max(1, args.limit // workload.batch) * workload.batch
     halves = halved(first, args.prompts, limit)
-    rows = measured(first, place, ways, halves[0], limit, f"known-{place.slug}")
+    rows = measured(first, workload, ways, halves[0], limit, f"known-{workload.slug}")
     ranked = sorted(zip(ways, rows, strict=True), key=lambda pair: -float(pair[1]["speedup"]))
-    choices = [chosen_way(forge, place) for forge in forges]
+    choices = [chosen_way(forge, workload) for forge in forges]
     rivals = [ranked[0][0], *(way for way in choices if way is not None)]
-    best, *finals = measured(first, place, rivals, halves[1], limit, f"choices-{place.slug}")
+    best, *finals = measured(first, workload, rivals, halves[1], limit, f"choices-{workload.slug}")
     names = {"name": ranked[0][0].name, "row": label_of(ranked[0][0].row)}
     known = [
         {"name": way.name, "row": label_of(way.row)}
@@ -175,11 +187,11 @@ def compared(forges: Sequence[Forge], place: Place, ways: Sequence[Way], args: a
         if row is not None and way is not None:
             part, interval = row["speedup"] / best["speedup"], None
             if way.heads == rivals[0].heads:
-                part, interval = share_of(row, best, place.batch)
+                part, interval = share_of(row, best, workload.batch)
         said: dict[str, Any] = {"forge": forge.folder.name, "row": label_of(way.row) if way else "autoregressive"}
         said |= {"share": part, "interval": interval, "speedup": row["speedup"] if row else 1.0}
         found["chosen"].append(said)
-        print(f"{place.words}: {said['forge']} {said['row']}, {part:.2f} of {names['name']} {names['row']}")
+        print(f"{workload}: {said['forge']} {said['row']}, {part:.2f} of {names['name']} {names['row']}")
     return found
 
 
@@ -193,15 +205,9 @@ def main() -> None:
     args.limit = 2 if args.quick else args.limit
     forges = [opened(folder) for folder in args.forges]
     ways = known_ways(forges[0], args)
-    places = [Place(each["batch"], each["temperature"]) for each in forges[0].results["places"]]
-    found = {place.words: compared(forges, place, ways, args) for place in places}
-    forecasts = [each for forge in forges for each in forge.results["forecasts"]]
-    held = {}
-    for name, trained in (("before training", False), ("from less", True)):
-        own = [each["low"] <= each["found"] <= each["high"] for each in forecasts if bool(each["trained"]) == trained]
-        held[name] = [sum(own), len(own)]
-    told = {"forges": [str(forge.folder) for forge in forges], "seconds": args.seconds, "forecasts_held": held}
-    finish(told | {"places": found})
+    workloads = [Workload(each["batch"], each["temperature"]) for each in forges[0].results["workloads"]]
+    found = {str(workload): compared(forges, workload, ways, args) for workload in workloads}
+    finish({"forges": [str(forge.folder) for forge in forges], "seconds": args.seconds, "workloads": found})
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.checkpoints.verify.model_files import load_config
 from draftsmith.decode.evaluation.profile import drafting_cost
-from draftsmith.decode.evaluation.replay.recording import record
-from draftsmith.decode.evaluation.replay.replay import predict
-from draftsmith.decode.evaluation.replay.steps import ratio_error
+from draftsmith.decode.evaluation.tuning.recording import record
+from draftsmith.decode.evaluation.tuning.replay import predict
+from draftsmith.decode.evaluation.tuning.steps import ratio_error
 from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe

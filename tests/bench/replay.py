@@ -18,10 +18,11 @@ import torch
 from common import finish, parser_of, per_step, timed
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import BASELINE, Entry, measure, sample_texts
-from draftsmith.decode.evaluation.replay.costs import measure_forwards, measure_overheads
-from draftsmith.decode.evaluation.replay.recording import Recording, record
-from draftsmith.decode.evaluation.replay.replay import predict
-from draftsmith.decode.evaluation.replay.tuning import Choice, Space, probes, tune_method, with_costs
+from draftsmith.decode.evaluation.tuning.costs import measure_forwards, measure_overheads
+from draftsmith.decode.evaluation.tuning.recording import Recording, record
+from draftsmith.decode.evaluation.tuning.replay import predict
+from draftsmith.decode.evaluation.tuning.search import apply_costs, search_by_replay, select_probes
+from draftsmith.decode.evaluation.tuning.space import Setting, Space
 from draftsmith.decode.warpers import Sampling
 from pair import Pair
 
@@ -66,8 +67,10 @@ def label_of(method: str, options: dict[str, Any]) -> str:
 def tuned(pair: Pair, recording: Recording, limits: Limits, count: int, repeats: int) -> dict[str, Any]:
     """The choice among the swept settings, and how far its measured speed lies behind the best's."""
     forwards, sampling = measure_forwards(pair.target, pair.parts, 100), recording.sampling
-    choices = {name: tune_method(recording, pair.parts, forwards, name, space=Space(nodes=32)) for name, _ in SWEPT}
-    probed = [(choice.method, choice.options) for tried in choices.values() for choice in probes(tried)]
+    choices = {
+        name: search_by_replay(recording, pair.parts, forwards, name, space=Space(nodes=32)) for name, _ in SWEPT
+    }
+    probed = [(choice.method, choice.options) for tried in choices.values() for choice in select_probes(tried)]
     costs = measure_overheads(
         forwards, pair.target, pair.parts, probed, pair.prompts[:6], limits, sampling, repeats=repeats
     )
@@ -75,10 +78,10 @@ def tuned(pair: Pair, recording: Recording, limits: Limits, count: int, repeats:
     entries += [Entry(label_of(name, options), name, options, sampling) for name, options in SWEPT]
     runs = measure(pair.target, pair.parts, entries, pair.prompts[:count], limits, repeats=repeats)
     speeds = {label: run.stepping_rate() / runs[BASELINE].stepping_rate() for label, run in runs.items()}
-    swept: list[Choice] = []
+    swept: list[Setting] = []
     for tried in choices.values():
         known = [choice for choice in tried if label_of(choice.method, choice.options) in speeds]
-        swept += with_costs(known, pair.parts, sampling, costs)
+        swept += apply_costs(known, pair.parts, sampling, costs)
     found = {}
     for name in (*choices, "all"):
         found[name] = judged([choice for choice in swept if name in (choice.method, "all")], speeds)
@@ -87,7 +90,7 @@ def tuned(pair: Pair, recording: Recording, limits: Limits, count: int, repeats:
     return found
 
 
-def judged(choices: list[Choice], speeds: dict[str, float]) -> dict[str, Any]:
+def judged(choices: list[Setting], speeds: dict[str, float]) -> dict[str, Any]:
     """The predicted best of what was swept, and the measured best."""
     ranked = {label_of(one.method, one.options): one for one in sorted(choices, key=lambda one: -one.speedup)}
     confirmed = list(ranked)[:CONFIRMED]

@@ -31,7 +31,7 @@ from ....decode.evaluation.certify.rescoring import chunks
 from ....decode.evaluation.diagnose.agreement import Passage, chains, given_states, proposed_logits
 from ....decode.evaluation.diagnose.stages import finding
 from ....decode.evaluation.measure import decode
-from ....decode.evaluation.replay.steps import ratio_error
+from ....decode.evaluation.tuning.steps import ratio_error
 from ....decode.methods import Parts, build_method
 from ....decode.models.base import LanguageModel, TransformersModel
 from ....decode.models.eagle import EagleDrafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....checkpoints.storage.places import here
 from ....checkpoints.verify.model_files import quietly
 from ....decode.evaluation.measure import PROFILED
-from ....decode.evaluation.replay.costs import measure_forwards
+from ....decode.evaluation.tuning.costs import measure_forwards
 from ....decode.methods import Parts, method_options
 from ....decode.models.base import LanguageModel
 from ....decode.models.loading import wrap_model

@@ -16,8 +16,8 @@ from ....checkpoints.storage.atomic import check_writable
 from ....data.prompts import SkippedPrompts
 from ....decode.evaluation.energy import CounterError, Energy, open_meter
 from ....decode.evaluation.measure import BASELINE, Entry, check_capacity, devices_of, energy_of, measure
-from ....decode.evaluation.replay.replay import predict_entries, record_entries
 from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
+from ....decode.evaluation.tuning.replay import predict_entries, record_entries
 from ...assemble.evaluation import Case, entries_of, open_case, prompts_digest
 from ...report.page import report_beside, write_report
 from ...report.tables import UNSTEADY, category_table, method_table

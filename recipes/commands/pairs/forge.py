@@ -1,7 +1,7 @@
-"""`draftsmith forge`: a target in, the fastest lossless set-up out, within a budget.
+"""`draftsmith forge`: find the fastest lossless setup for a target within a time budget.
 
-It writes recipes and runs them by the commands' own code; what it decides, and why, is in `rules.py`. All that it knows
-lies in the files of finished stages, so that a killed forge goes on, and decides as it would have.
+A forge writes recipes and runs them like the commands do. All its state is in the files of finished stages, so that an
+interrupted forge resumes and decides as it would have.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,35 @@ from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json
-from ....decode.evaluation.replay.costs import Curve
+from ....decode.evaluation.tuning.costs import Curve
+from ....decode.evaluation.tuning.plan import (
+    EVALUATION_OVERHEAD,
+    MIN_ANSWERS,
+    MIN_STEPS,
+    RACE,
+    RUNGS,
+    SHARES,
+    Candidate,
+    Kind,
+    ModelShape,
+    affordable_candidates,
+    count_batches,
+    count_rows,
+    is_worth_training,
+    list_candidates,
+)
+from ....decode.evaluation.tuning.tuner import (
+    DecodingBackend,
+    Measurement,
+    Workload,
+    choose_winner,
+    interleave_rankings,
+    rank_survivors,
+    tune,
+    within_interval_of_best,
+)
+from ....decode.methods import needs_of
 from ...assemble.evaluation import device_of
-from ...assemble.teacher import prepare_teacher
 from ...report.certificate import KIND
 from ...report.forge import write_forge_page
 from ...schema.forge import ForgeRecipe
@@ -38,61 +64,42 @@ from ...session.terminal import duration, log
 from ..artifacts.pair import pair_verdict
 from ..evaluation.evaluate import NotLosslessError
 from ..evaluation.finished import certified, evaluated
-from ..training.regenerate import run_regenerate
-from ..training.train import run_train
-from .budget import BESIDE, Ledger, measured_groups, race_rows
-from .in_engine import check_engine, drafts_of, worth_in_engine
-from .rules import (
-    LEAST_ANSWERS,
-    LEAST_STEPS,
-    RACE,
-    RUNGS,
-    SHARES,
-    Candidate,
-    Measured,
-    Place,
-    Shape,
-    affordable,
-    best_row,
-    candidates_of,
-    ceiling,
-    floor,
-    measured_of,
-    merged,
-    outlook,
-    rivals,
-    share_of,
-    survivors,
-    winner_of,
-    worth_training,
-)
+from ..evaluation.tune import search_settings
+from .in_engine import check_engine, drafts_of, tune_in_engine
+from .quickstart import run_stage
 from .stages import (
-    PROPOSED,
-    ROWS,
+    DRAFT_VOCABULARY,
     UNTRAINED,
-    WITH_TEXTS,
+    WITH_ANSWERS,
     Row,
+    affordable_space,
     answers_of,
-    around,
     base_of,
+    combine_rows,
     evaluation_of,
-    given_rows,
-    together,
+    kind_of,
+    label_of,
+    list_rows,
     training_of,
+    tuning_of,
 )
-from .start import FROM_THE_END, costs_of, prepared
+from .start import FROM_THE_END, Ledger, costs_of, prepared
 
-_LOOKED_UP = "the target's own answers, looked up"
-_GIVEN_ROWS = 3  # of a drafter that there is, at most
-_TRIED = 16  # steps of training that show what a step takes
-_CERTIFIED = range(1000, 4001)  # tokens of a certificate: fewer say nothing, more are not needed
-_CERTIFYING = 4  # forwards that a token of it takes, with the small pair's, about
+_MAX_ROWS = 3  # of a candidate
+_TRIED = 16  # training steps that show how long a step takes
+_CERTIFIED = range(1000, 4001)  # tokens of a certificate
+_CERTIFYING = 4  # forwards per token of a certificate, with those of the small pair
+_TUNED = 2  # searched settings of each finalist that are confirmed
 
 
 def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
-    """Look, collect, choose, race, finish: what was decided and measured, as `forge.json` beside `forge.html` has it.
-    With `plan_only` few answers are written, and nothing is trained: `plan.json`. Raises ValueError: as the
-    recipes that it writes, a folder of another forge, too few questions."""
+    """Find the fastest setup; return the decisions and measurements that `forge.json` and `forge.html` hold.
+
+    With `plan_only`, a few answers are generated and nothing is trained; the results are in `plan.json`.
+
+    Raises:
+        ValueError: As the recipes that it writes; a folder of another forge; too few prompts.
+    """
     out = Path(recipe.out)
     check_writable(out)
     check_engine(recipe)
@@ -103,158 +110,155 @@ def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
 
 
 class _Forge:
-    """One of them; methods in the order in which they run."""
+    """A forge; its methods are in the order in which they run."""
 
     def __init__(self, recipe: ForgeRecipe, out: Path) -> None:
         self.recipe, self.out, self.base = recipe, out, base_of(recipe)
         self.seconds = 3600 * recipe.hours
         self.ledger = Ledger(out / "spent.json")
-        self.story: dict[str, list[str]] = {}
-        """By chapter."""
+        self.decision_log: dict[str, list[str]] = {}
+        """Decisions and reasons by section."""
         batches, temperatures = dict.fromkeys(recipe.batch), dict.fromkeys(recipe.temperature)
-        self.places = [Place(batch, heat) for batch, heat in itertools.product(batches, temperatures)]
-        self.untrained: dict[Place, list[Measured]] = {place: [] for place in self.places}
-        self.history: dict[Place, dict[str, list[Measured]]] = {place: {} for place in self.places}
-        self.forecasts: list[dict[str, Any]] = []
-        """Of a candidate's speedup: by its ceiling, and from less training."""
-        self.ceilings: dict[str, float] = {}
-        self.prompts: dict[Place, int] = {}
-        self.side_by_side: dict[Place, list[Measured]] = {}
-        self.winners: dict[Place, Measured | None] = {}
-        self.verdicts: dict[Place, dict[str, str]] = {}
-        """Of a winner's certificate, by row."""
+        self.workloads = [Workload(*each) for each in itertools.product(batches, temperatures)]
+        self.untrained: dict[Workload, list[Measurement]] = {each: [] for each in self.workloads}
+        self.history: dict[Workload, dict[str, list[Measurement]]] = {each: {} for each in self.workloads}
+        self.confirmed: dict[Workload, list[Measurement]] = {}
+        self.winners: dict[Workload, Measurement | None] = {}
+        self.verdicts: dict[Workload, dict[str, str]] = {}
+        self.prompts: dict[Workload, int] = {}
+        self.trained: dict[str, dict[str, Any]] = {}
+        """Artifacts of trained candidates, by name and steps."""
 
     def run(self, plan_only: bool) -> dict[str, Any]:
+        """Run all stages."""
         with self.ledger.stage("corpus"):
             self.questions = prepared(self.recipe, self.base, self.out)
         with self.ledger.stage("costs"):
             costs = costs_of(self.base, self.out, self.questions.answered)
-        self.chapter = "What a token takes, what could be trained, and how far that could go"
-        self.shape, self.curve = Shape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
-        self._say(
-            f"a token takes {1e3 * self.curve(1):.1f} ms, three more in the same forward "
-            f"{1e3 * (self.curve(4) - self.curve(1)):.1f}"
-        )
-        chosen = self._choose(costs["eagle"])
-        self.reading = self.questions.tokens * costs["seconds"][-1] / costs["nodes"][-1]
+        self.section = "Plan: costs, candidates and budget"
+        self.shape, self.curve = ModelShape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
+        self.prefill = self.questions.tokens * costs["seconds"][-1] / costs["nodes"][-1]
         asked = min(self.questions.answered, int(SHARES["answers"] * self.seconds / costs["seconds_per_answer"]))
-        self._plan(chosen, asked, costs["seconds_per_answer"])
+        chosen = self._plan(costs["eagle"], asked, costs["seconds_per_answer"])
         if plan_only:
             return self._end("plan")
-        self._look()
-        left: list[tuple[Candidate, int]] = []
-        if asked < LEAST_ANSWERS:
-            self._say(f"nothing is trained: the budget pays for {asked} answers, to learn takes {LEAST_ANSWERS}")
+        self._measure_untrained()
+        finalists: list[tuple[Candidate, int]] = []
+        if asked < MIN_ANSWERS:
+            self._note(f"nothing is trained: the budget pays for {asked} answers, training needs {MIN_ANSWERS}")
         else:
-            counted = self.base.table.model_copy(update={"out": f"{self.out}/table-{asked}"})
-            self.base = self.base.model_copy(update={"table": counted})
+            table = self.base.table.model_copy(update={"out": f"{self.out}/table-{asked}"})
+            self.base = self.base.model_copy(update={"table": table})
             with self.ledger.stage("answers"):
-                run_regenerate(answers_of(self.base, asked, "answers"))
-                run_train(counted)
-            self._measure("table", WITH_TEXTS, _LOOKED_UP, 0, table=True)
-            left = self._race(chosen)
-        self._finish(left)
+                run_stage(answers_of(self.base, asked, "answers"))
+                run_stage(table)
+            self._measure("table", "suffix decoding over the target's answers", WITH_ANSWERS, table=True)
+            finalists = self._race(chosen)
+        self._finish(finalists)
         return self._end("forge")
 
-    def _say(self, text: str, place: Place | None = None) -> None:
-        text = self._at(place) + text
+    def _note(self, text: str, workload: Workload | None = None) -> None:
+        text = text if workload is None or len(self.workloads) == 1 else f"{workload}: {text}"
         log(f"forge: {text}")
-        self.story.setdefault(self.chapter, []).append(text)
+        self.decision_log.setdefault(self.section, []).append(text)
 
-    def _at(self, place: Place | None) -> str:
-        """What names one of several."""
-        return "" if place is None or len(self.places) == 1 else f"{place.words}: "
+    def _name(self, stem: str, workload: Workload) -> str:
+        return stem if len(self.workloads) == 1 else f"{stem}-{workload.slug}"
 
-    def _name(self, stem: str, place: Place) -> str:
-        return stem if len(self.places) == 1 else f"{stem}-{place.slug}"
+    def _forward_seconds(self, workload: Workload) -> Callable[[float], float]:
+        """Return the time of a forward by its number of tokens per sequence."""
+        return lambda tokens: self.curve(workload.batch * tokens)
 
-    def _costs_at(self, place: Place) -> Callable[[float], float]:
-        """Seconds of a forward over so many tokens of each text."""
-        return lambda tokens: self.curve(place.batch * tokens)
-
-    def _choose(self, has_eagle: bool) -> list[Candidate]:
-        """Candidates that could gain anything, with what look-up would have to leave them."""
-        chosen, batches = [], list(dict.fromkeys(self.recipe.batch))
-        self.known = {each.name: each for each in candidates_of(self.shape, PROPOSED, has_eagle)}
-        for candidate in self.known.values():
-            self.ceilings[candidate.name] = max(ceiling(candidate, self._costs_at(place)) for place in self.places)
-            found = [(each, *worth_training(candidate, self.curve, each)) for each in batches]
-            for batch, _, said in found:
-                self._say(said if len(batches) == 1 else f"{batch} at a time: {said}")
-            if any(able for _, able, _ in found):
-                chosen.append(candidate)
+    def _plan(self, supports_eagle: bool, asked: int, seconds_per_answer: float) -> list[Candidate]:
+        """Choose the candidates that could gain anything, and the number of prompts to measure with."""
+        more = self.curve(4) - self.curve(1)
+        self._note(f"a forward takes {1e3 * self.curve(1):.1f} ms, {1e3 * more:.1f} ms more with three more tokens")
+        chosen, batches = [], dict.fromkeys(self.recipe.batch)
+        for candidate in list_candidates(self.shape, DRAFT_VOCABULARY, supports_eagle):
+            found = {batch: is_worth_training(candidate, self.curve, batch) for batch in batches}
+            for batch, (_, reason) in found.items():
+                self._note(reason if len(batches) == 1 else f"batch {batch}: {reason}")
+            chosen += [candidate] if any(able for able, _ in found.values()) else []
+        looks = [len(UNTRAINED), len(WITH_ANSWERS), *(_MAX_ROWS for _ in self.recipe.drafters)]
+        rows = count_rows([_MAX_ROWS] * len(chosen), RUNGS, len(self.workloads)) + sum(looks) + len(looks)
+        for workload in self.workloads:
+            self.prompts[workload] = self._count_prompts(workload, "measure", rows)
+        parts = {"answers": asked * seconds_per_answer, "measuring": self._measuring(rows)}
+        parts["certificates"] = len(self.workloads) * self._certifying()
+        prompts = " or ".join(map(str, dict.fromkeys(self.prompts.values())))
+        self._note(f"{asked:,} of {self.questions.answered:,} prompts are answered, {prompts} held out for measuring")
+        costs = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items() if seconds)
+        extra = "; measuring in the engine is not included" if self.recipe.engine is not None else ""
+        self._note(f"of {duration(self.seconds)} about {costs}; the rest is for training{extra}")
         return chosen
 
-    def _plan(self, chosen: Sequence[Candidate], asked: int, seconds_per_answer: float) -> None:
-        """How many prompts each place is measured on, by what all evaluations will take; and what all costs."""
-        looks = [len(UNTRAINED), len(WITH_TEXTS), *(_GIVEN_ROWS for _ in self.recipe.drafters)]
-        race = race_rows([len(ROWS[each.kind]) for each in chosen], RUNGS, len(self.places))
-        rows = race + sum(looks) + len(looks)
-        for place in self.places:
-            share = SHARES["measure"] * self.seconds / len(self.places)
-            self.prompts[place] = self._prompts(place, share, rows)
-        parts = {"answers": asked * seconds_per_answer, "measuring": self._measuring(rows)}
-        parts |= {"certificates": len(self.places) * self._certifying()}
-        priced = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items() if seconds)
-        self._say(
-            f"{asked:,} of {self.questions.answered:,} questions can be answered, "
-            f"{' or '.join(map(str, dict.fromkeys(self.prompts.values())))} held out are measured on"
-        )
-        beside = f"; measuring in {self.recipe.engine} comes on top" if self.recipe.engine is not None else ""
-        self._say(f"of {duration(self.seconds)} about {priced}; the rest is for training{beside}")
+    def _count_prompts(self, workload: Workload, share: str, rows: int) -> int:
+        """Count the prompts with which so many rows can be measured in a share of the budget."""
+        seconds = SHARES[share] * self.seconds / len(self.workloads)
+        most = self.questions.held_out // workload.batch
+        return workload.batch * count_batches(seconds, rows, self._batch_seconds(workload), most)
 
-    def _prompts(self, place: Place, share: float, rows: int) -> int:
-        """That so many rows can be measured on in a share of the budget."""
-        each, held_out = self._seconds_at(place), self.questions.held_out
-        return place.batch * measured_groups(share, rows, each, held_out // place.batch)
-
-    def _seconds_at(self, place: Place) -> float:
-        """Of a batch in plain decoding: its questions, and an answer's tokens."""
-        return place.batch * self.reading + self.recipe.new_tokens * self.curve(place.batch)
+    def _batch_seconds(self, workload: Workload) -> float:
+        """Return the time of a batch in autoregressive decoding."""
+        return workload.batch * self.prefill + self.recipe.new_tokens * self.curve(workload.batch)
 
     def _measuring(self, rows: int) -> float:
-        """Seconds of so many rows at each place, and of what is measured side by side in the end."""
-        batches = (self.prompts[place] / place.batch * self._seconds_at(place) for place in self.places)
-        return BESIDE * rows * sum(batches) + SHARES["decide"] * self.seconds
+        """Return the time of so many rows on each workload, and of tuning and confirmation."""
+        batches = (self.prompts[each] / each.batch * self._batch_seconds(each) for each in self.workloads)
+        return EVALUATION_OVERHEAD * rows * sum(batches) + (SHARES["tune"] + SHARES["confirm"]) * self.seconds
 
-    def _best_untrained(self, place: Place) -> float:
-        """At least plain decoding."""
-        return max([1.0, *(each.speedup for each in self.untrained[place])])
+    def _certified_tokens(self) -> int:
+        """Return the tokens of each certificate that the budget pays for; 0 for no certificate."""
+        share = SHARES["certify"] * self.seconds / len(self.workloads)
+        tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
+        return tokens if tokens in _CERTIFIED else 0
 
-    def _look(self) -> None:
-        """What costs no training: look-up, and drafters that there are."""
-        self.chapter = "What costs no training"
-        self._measure("look", UNTRAINED, "look-up in the text", 0)
+    def _certifying(self) -> float:
+        return _CERTIFYING * self._certified_tokens() * self.curve(1)
+
+    def _measure_untrained(self) -> None:
+        """Measure prompt lookup and the drafters that are given."""
+        self.section = "Methods without training"
+        self._measure("look", "prompt lookup", UNTRAINED)
         reader = self.recipe.engine or "draftsmith"
         for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
             try:
-                if not is_eagle(folder_of(drafter)):
-                    minds = pair_verdict(str(self.out / "target"), drafter, reader)
-                    if minds is not None:
-                        self._say(f"{drafter}: doctor, for {reader}: {minds}")
-                self._measure(f"given-{number}", given_rows(folder_of(drafter)), drafter, 0, drafters=[drafter])
+                folder = folder_of(drafter)
+                doubts = None if is_eagle(folder) else pair_verdict(str(self.out / "target"), drafter, reader)
+                if doubts is not None:
+                    self._note(f"{drafter}: doctor, for {reader}: {doubts}")
+                self._measure(f"given-{number}", drafter, kind_of(folder), drafters=[drafter])
             except NotLosslessError:
                 raise
-            except ValueError as error:  # no pair with the target: that it is there was seen before anything
-                self._say(f"{drafter}: left out, {error}")
-                for place in self.places:
-                    self.untrained[place] = [each for each in self.untrained[place] if each.name != drafter]
+            except ValueError as error:  # the drafter does not fit the target
+                self._note(f"{drafter}: left out, {error}")
+                for workload, found in self.untrained.items():
+                    self.untrained[workload] = [each for each in found if each.name != drafter]
 
-    def _measure(self, name: str, rows: Sequence[Row], what: str, steps: int, **parts: Any) -> dict[Place, Measured]:
-        """By place."""
-        return {place: self._measure_at(place, name, rows, what, steps, **parts) for place in self.places}
-
-    def _measure_at(
-        self, place: Place, name: str, rows: Sequence[Row], what: str, steps: int, **parts: Any
-    ) -> Measured:
-        given = (self._name(name, place), rows, place, self.prompts[place])
-        with self.ledger.stage(self._name(name, place)):
-            results = evaluated(evaluation_of(self.base, self.recipe, *given, **parts))
-        found = best_row(what, steps, results)
-        self._say(f"{what}: {found.label}, {found.tokens_per_step:.2f} tokens a step, {found.speedup:.2f} x", place)
-        if not steps:
-            self.untrained[place].append(found)
-        return found
+    def _measure(
+        self, stage: str, name: str, what: Sequence[Row] | Kind, steps: int = 0, cost: float | None = None, **parts: Any
+    ) -> None:
+        """Measure rows, or the settings of a kind of drafter, on each workload; keep the fastest."""
+        for workload in self.workloads:
+            listed = what
+            if isinstance(listed, str):
+                listed = list_rows(listed, self._forward_seconds(workload), self.shape, cost)
+            rows = [row for row in listed if parts.get("table") or "table" not in needs_of(*row)]
+            recipe = evaluation_of(
+                self.base, self.recipe, self._name(stage, workload), rows, workload, self.prompts[workload], **parts
+            )
+            with self.ledger.stage(self._name(stage, workload)):
+                results = evaluated(recipe)
+            baseline, *others = [Measurement.of_row(name, row, steps) for row in results["methods"]]
+            # Without rows, their measurements could not be true.
+            best = max(others, key=lambda each: (each.is_steady, each.speedup), default=baseline)
+            self._note(
+                f"{name}: {best.label}, {best.tokens_per_step:.2f} tokens per step, {best.speedup:.2f}x", workload
+            )
+            if steps:
+                self.history[workload].setdefault(name, []).append(best)
+            else:
+                self.untrained[workload].append(best)
 
     def _train(self, candidate: Candidate, steps: int) -> Path:
         name = f"{candidate.slug}-{steps}"
@@ -262,15 +266,13 @@ class _Forge:
         stage = training_of(self.base, candidate, self.shape.vocabulary, steps, out, self.recipe.processes)
         with self.ledger.stage(f"training {name}"):
             if self.recipe.processes == 1:
-                if not (out / MANIFEST_FILE).is_file():
-                    prepare_teacher(stage)
-                return run_train(stage)
-            if not (out / MANIFEST_FILE).is_file():
+                run_stage(stage)
+            elif not (out / MANIFEST_FILE).is_file():
                 self._launch(stage, out.with_suffix(".yaml"))
         if (found := load_manifest(out).training["processes"]) != self.recipe.processes:
             raise ValueError(
-                f"{found} process trained, where `processes` says {self.recipe.processes}: accelerate finds no device "
-                "for each; `launch=--multi_gpu` insists, `launch='--config_file FILE'` says how"
+                f"{found} process trained, but `processes` is {self.recipe.processes}: accelerate finds no device "
+                "for each; set `launch=--multi_gpu`, or `launch='--config_file FILE'`"
             )
         return out
 
@@ -281,69 +283,59 @@ class _Forge:
         for words in (("prepare", str(file), "--teacher"), ("train", str(file))):
             run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *words)
 
-    def _parts(self, candidate: Candidate, artifact: Path) -> dict[str, Any]:
-        named = {"heads": str(artifact)} if candidate.kind == "heads" else {"drafters": [str(artifact)]}
-        return {"table": True, **named}
+    def _train_and_measure(self, candidate: Candidate, steps: int, stage: str) -> None:
+        artifact = str(self._train(candidate, steps))
+        named = {"heads": artifact} if candidate.kind == "heads" else {"drafters": [artifact]}
+        self.trained[f"{candidate.name}, {steps:,} steps"] = named
+        self._measure(stage, candidate.name, candidate.kind, steps, candidate.cost, table=True, **named)
 
     def _race(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
-        """Train all a little, the better half more; the first of each place, with the steps that finish it."""
-        # What EAGLE-3's layer reads of the target holds what the others read.
+        """Train by successive halving; return the first candidate of each workload with its remaining steps."""
+        # EAGLE-3 is first: the hidden states that it caches include those of the others.
         known = {each.name: each for each in sorted(candidates, key=lambda each: each.kind != "eagle")}
-        self.chapter = "What was trained a little, and what went on"
+        self.section = "Short training of all candidates, longer training of the better ones"
         if not known:
-            self._say("nothing is trained: no candidate could be faster than plain decoding")
+            self._note("nothing is trained: no candidate could be faster than autoregressive decoding")
             return []
         rates = {name: self._seconds_per_step(each) for name, each in known.items()}
-        rows = race_rows([len(ROWS[each.kind]) for each in known.values()], RUNGS, len(self.places))
-        seconds = self._left(self._spent("race"), rows)
-        names, said = affordable(rates, seconds)
-        if said:
-            self._say(said)
+        rows = count_rows([_MAX_ROWS] * len(known), RUNGS, len(self.workloads))
+        seconds = self._training_seconds(self._spent("race"), rows)
+        names, reason = affordable_candidates(rates, seconds)
+        if reason:
+            self._note(reason)
         known = {name: known[name] for name in names}
-        ends = {name: max(LEAST_STEPS, int((1 - RACE) * seconds / rates[name])) for name in known}
+        ends = {name: max(MIN_STEPS, int((1 - RACE) * seconds / rates[name])) for name in known}
         first: list[str] = []
         for rung in range(1, RUNGS + 1):
+            share = RACE * seconds / max(1, len(known) * RUNGS)
             for name, candidate in known.items():
-                each = RACE * seconds / (len(known) * RUNGS)
-                steps = min(ends[name], max(LEAST_STEPS, int(each / rates[name])))
-                artifact = self._train(candidate, steps)
-                given = f"rung-{rung}-{candidate.slug}", ROWS[candidate.kind], name, steps
-                self._forecast(candidate, self._measure(*given, **self._parts(candidate, artifact)))
-            ranked = []
-            for place in self.places if known else ():
-                own = {name: self.history[place][name] for name in known}
-                kept, said = survivors(own, ends, self._best_untrained(place))
-                self._say(said, place)
-                ranked.append(kept)
-            left = merged(ranked, -(-len(known) // 2))
+                steps = min(ends[name], max(MIN_STEPS, int(share / rates[name])))
+                self._train_and_measure(candidate, steps, f"rung-{rung}-{candidate.slug}")
+            rankings = []
+            for workload in self.workloads if known else ():
+                best = max([1.0, *(each.speedup for each in self.untrained[workload])])
+                own = {name: self.history[workload][name] for name in known}
+                ranked, reason = rank_survivors(own, ends, best)
+                self._note(reason, workload)
+                rankings.append(ranked)
+            left = interleave_rankings(rankings, -(-len(known) // 2))
             if left and rung < RUNGS:
-                self._say(f"{', '.join(left)} go{'es' * (len(left) == 1)} on")
-            first = merged([each[:1] for each in ranked], 0)
+                self._note(f"{', '.join(left)} continue")
+            first = list(dict.fromkeys(ranked[0] for ranked in rankings if ranked))
             known = {name: known[name] for name in left}
         if not first:
-            self._say("nothing is trained to the end")
+            self._note("nothing is trained further")
             return []
-        seconds = self._left(self._spent("finish"), race_rows([len(ROWS[known[name].kind]) for name in first], 0, 1))
-        each = (seconds + 3600 * self.recipe.more_hours) / len(first)
-        last = self.history[self.places[0]]  # where no more is left, that stands
-        return [(known[name], max(last[name][-1].steps, int(each / rates[name]))) for name in first]
+        seconds = self._training_seconds(self._spent("finish"), _MAX_ROWS * len(first))
+        share = (seconds + 3600 * self.recipe.more_hours) / len(first)
+        last = self.history[self.workloads[0]]
+        return [(known[name], max(last[name][-1].steps, int(share / rates[name]))) for name in first]
 
-    def _forecast(self, candidate: Candidate, found: dict[Place, Measured]) -> None:
-        """Keep measurements beside what was expected of them: before any training, from drafts of which nothing is kept
-        to the ceiling beside what look-up gains."""
-        for place, each in found.items():
-            known = self.history[place].setdefault(candidate.name, [])
-            costs = self._costs_at(place)
-            low, high = floor(candidate, costs), ceiling(candidate, costs) * self._best_untrained(place)
-            if known:
-                low, high = outlook(known, each.steps)
-            if not known or each.steps > known[-1].steps:
-                what = {"name": self._at(place) + candidate.name, "trained": known[-1].steps if known else 0}
-                self.forecasts.append(what | {"steps": each.steps, "low": low, "high": high, "found": each.speedup})
-            known.append(each)
+    def _seconds_per_step(self, candidate: Candidate) -> float:
+        return float(load_manifest(self._train(candidate, _TRIED)).training["seconds"]) / _TRIED
 
     def _spent(self, moment: str) -> float:
-        """What was spent when a moment came first under this budget: a forge that goes on decides as it would have."""
+        """Return what was spent when a moment was first reached, so that a forge that resumes decides the same."""
         path, budget = self.out / f"{moment}.json", f"{self.recipe.hours:g} hours"
         spent: dict[str, float] = load_json(path, "spent")["spent"] if path.is_file() else {}
         if budget not in spent:
@@ -351,148 +343,146 @@ class _Forge:
             atomic_text(path, json.dumps({"spent": spent}, indent=1) + "\n")
         return spent[budget]
 
-    def _seconds_per_step(self, candidate: Candidate) -> float:
-        return float(load_manifest(self._train(candidate, _TRIED)).training["seconds"]) / _TRIED
-
-    def _left(self, spent: float, rows: int) -> float:
-        """Seconds of the budget that are for training, where so many rows will be measured."""
-        measuring, certifying = self._measuring(rows), len(self.places) * self._certifying()
-        left = max(0.0, self.seconds - spent - measuring - certifying)
-        self._say(
-            f"of {duration(self.seconds)} {duration(spent)} are spent; measuring will take about "
-            f"{duration(measuring)}, which leaves {duration(left)} for training"
+    def _training_seconds(self, spent: float, rows: int) -> float:
+        """Return the time for training, if so many rows are still to be measured."""
+        measuring = self._measuring(rows)
+        left = max(0.0, self.seconds - spent - measuring - len(self.workloads) * self._certifying())
+        self._note(
+            f"of {duration(self.seconds)} {duration(spent)} are spent; measuring takes about {duration(measuring)}, "
+            f"which leaves {duration(left)} for training"
         )
         return left
 
-    def _certified(self) -> int:
-        """Tokens of each certificate that the budget pays for; 0: of none."""
-        share = SHARES["certify"] * self.seconds / len(self.places)
-        tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
-        return tokens if tokens in _CERTIFIED else 0
-
-    def _certifying(self) -> float:
-        """Seconds of a certificate, about."""
-        return _CERTIFYING * self._certified() * self.curve(1)
-
-    def _finish(self, left: Sequence[tuple[Candidate, int]]) -> None:
-        """Train those that lead somewhere to the end, and measure them beside all others as they were left."""
-        self.chapter = "What was trained to the end, and what was chosen"
-        finalists = {place: [*found] for place, found in self.untrained.items()}
-        for candidate, steps in left:
-            given = self._parts(candidate, self._train(candidate, steps))
-            name = f"final-{candidate.slug}-{steps}"
-            self._forecast(candidate, self._measure(name, ROWS[candidate.kind], candidate.name, steps, **given))
-        parts: dict[str, dict[str, Any]] = {}
-        for place, known in self.history.items():
-            for candidate, last in ((self.known[name], found[-1]) for name, found in known.items()):
-                name = f"{candidate.name}, {last.steps:,} steps"
-                finalists[place].append(replace(last, name=name))
-                parts[name] = self._parts(candidate, self.out / "trained" / f"{candidate.slug}-{last.steps}")
-        for place in self.places:
-            self.winners[place], said = winner_of(self._decided(place, finalists[place], parts))
-            self._say(said, place)
+    def _finish(self, finalists: Sequence[tuple[Candidate, int]]) -> None:
+        """Train the finalists, tune the settings that may be the fastest, and choose."""
+        self.section = "Full training, tuning and choice"
+        for candidate, steps in finalists:
+            if steps > self.history[self.workloads[0]][candidate.name][-1].steps:
+                self._train_and_measure(candidate, steps, f"final-{candidate.slug}-{steps}")
+        for workload in self.workloads:
+            trained = [found[-1] for found in self.history[workload].values()]
+            named = [replace(each, name=f"{each.name}, {each.steps:,} steps") for each in trained]
+            self.winners[workload], reason = choose_winner(self._tuned(workload, [*self.untrained[workload], *named]))
+            self._note(reason, workload)
         self._write()
-        for place, winner in self.winners.items():
-            (self.out / f"{self._name('winner', place)}.yaml").unlink(missing_ok=True)
+        for workload, winner in self.winners.items():
+            (self.out / f"{self._name('winner', workload)}.yaml").unlink(missing_ok=True)
             if winner is not None:
-                self._hand_over(place, winner, parts)
+                self._certify(workload, winner)
         if self.recipe.engine is not None:
-            self._serve(self.recipe.engine, left, parts)
+            best = [winner for winner in self.winners.values() if winner is not None]
+            final = [self.history[self.workloads[0]][candidate.name][-1] for candidate, _ in finalists]
+            self._serve([*best, *(replace(each, name=f"{each.name}, {each.steps:,} steps") for each in final)])
 
-    def _serve(
-        self, engine: str, left: Sequence[tuple[Candidate, int]], parts: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """What won, and what was trained to the end, in the engine that shall run them."""
-        self.chapter = f"What it is worth in {engine}"
-        best = [winner for winner in self.winners.values() if winner is not None]
-        for candidate, steps in left:
-            final = self.history[self.places[0]][candidate.name][-1]
-            best.append(replace(final, name=f"{candidate.name}, {steps:,} steps"))
-        for name, draft in drafts_of(best, parts, self.recipe.drafters).items():
-            self._write()  # should the engine not start
-            with self.ledger.stage(f"{engine} {name}"):
-                lines = worth_in_engine(self.recipe, name, draft, max(self.prompts.values()))
-            for line in lines:
-                self._say(line)
+    def _tuned(self, workload: Workload, measured: list[Measurement]) -> Sequence[Measurement]:
+        """Tune the settings that may be the fastest, and confirm them side by side on prompts that chose none."""
+        if not (close := within_interval_of_best(measured)):
+            return measured
+        predicted: dict[str, float] = {}
+        settings = {f"{each.label}, {each.name}": each for each in close}
+        for name in dict.fromkeys(each.name for each in close):
+            own = [each for each in close if each.name == name]
+            for each in self._search(workload, own):
+                label = f"{label_of((each.method, each.options))}, {name}"
+                predicted[label] = each.speedup
+                settings.setdefault(label, each)
+        rows, parts = combine_rows(list(settings.values()), self.trained, self.recipe.drafters)
+        prompts, name = self._count_prompts(workload, "confirm", len(rows) + 1), self._name("confirm", workload)
+        parts |= {"labels": list(settings), "source": FROM_THE_END}
+        recipe = evaluation_of(self.base, self.recipe, name, rows, workload, prompts, **parts)
 
-    def _decided(
-        self, place: Place, finalists: list[Measured], trained: dict[str, dict[str, Any]]
-    ) -> Sequence[Measured]:
-        """What may be the fastest, the first with other lengths of its drafts, measured again side by side on questions
-        that chose none of them, as far as there are."""
-        if not (first := rivals(finalists)):
-            return finalists
-        close = around(first)
-        rows, given = together(close, trained, self.recipe.drafters)
-        prompts = self._prompts(place, SHARES["decide"] * self.seconds / len(self.places), len(rows) + 1)
-        name, labels = self._name("decide", place), [f"{one.label}, {one.name}" for one in close]
-        given |= {"labels": labels, "asked": FROM_THE_END}
-        recipe = evaluation_of(self.base, self.recipe, name, rows, place, prompts, **given)
-        try:
+        def confirm(labels: Sequence[str]) -> dict[str, Measurement]:
             with self.ledger.stage(name):
-                found = {row["label"]: row for row in evaluated(recipe)["methods"]}
+                found = {row["label"]: row for row in evaluated(recipe)["methods"] if row["label"] in labels}
+            about = {label: (settings[label].name, row, settings[label].steps) for label, row in found.items()}
+            return {label: Measurement.of_row(*each) for label, each in about.items()}
+
+        try:
+            (ranked,) = tune(DecodingBackend(workload, predicted, list(settings), confirm), rounds=1).values()
         except NotLosslessError:
             raise
-        except ValueError as error:  # drafters that fit the target, not each other
-            self._say(f"{len(close)} may be the fastest, and cannot be measured side by side: {error}", place)
-            return finalists
-        self._say(f"{len(close)} may be the fastest: measured side by side on {prompts} questions", place)
-        able, base = [], found.get(labels[0])
-        self.side_by_side[place] = []
-        for number, (one, label) in enumerate(zip(close, labels, strict=True)):
-            if label not in found:  # a row that cannot be true is none
-                continue
-            self.side_by_side[place].append(replace(measured_of(one.name, one.steps, found[label]), label=one.label))
-            # Of many lengths some seem faster: one that is not surely faster does not take the place of the first.
-            if number < len(first) or (base and (share_of(found[label], base, place.batch)[1] or [0])[0] > 1):
-                able.append(self.side_by_side[place][-1])
-        return able or finalists
+        except ValueError as error:  # drafters that fit the target, but not each other
+            self._note(f"{len(settings)} settings cannot be measured side by side: {error}", workload)
+            return measured
+        self._note(f"{len(settings)} settings are confirmed side by side on {prompts} prompts", workload)
+        confirmed = [(each.measured, settings[each.setting]) for each in ranked if each.measured is not None]
+        self.confirmed[workload] = [
+            replace(found, label=label_of((own.method, own.options)), options=own.options) for found, own in confirmed
+        ]
+        return self.confirmed[workload] or measured
 
-    def _hand_over(self, place: Place, winner: Measured, trained: dict[str, dict[str, Any]]) -> None:
-        """The winner's recipe, and its certificate where there is time for one."""
-        rows, given = together([winner], trained, self.recipe.drafters)
-        name, tokens = self._name("winner", place), self._certified()
-        enough = min(self.questions.held_out, max(self.prompts[place], 2 * tokens // self.recipe.new_tokens))
-        recipe = evaluation_of(self.base, self.recipe, name, rows, place, enough, **given)
+    def _search(self, workload: Workload, close: Sequence[Measurement]) -> list[Measurement]:
+        """Return the settings of a candidate's methods that the tuner predicts to be the fastest."""
+        candidate = close[0].name
+        stem = f"tune-{'-'.join(candidate.rpartition('/')[2].split())}"
+        name = self._name("".join(each for each in stem if each.isalnum() or each in "-_."), workload)
+        recipe = tuning_of(self.base, self.recipe, name, close, self.trained, workload, self.prompts[workload])
+        seconds = SHARES["tune"] * self.seconds / len(self.workloads)
+        space = affordable_space(recipe, int(seconds / self._batch_seconds(replace(workload, batch=1))))
+        if space is None:
+            self._note(f"{candidate}: the budget pays for no tuning", workload)
+            return []
+        with self.ledger.stage(name):
+            search = search_settings(recipe, space)
+        self._note(f"{candidate}: {sum(search.tried.values())} settings were searched", workload)
+        found = [each for settings in search.settings.values() for each in settings[:_TUNED] if each.lossless]
+        return [
+            replace(close[0], label="", speedup=each.speedup, method=each.method, options=each.options)
+            for each in found
+        ]
+
+    def _certify(self, workload: Workload, winner: Measurement) -> None:
+        """Write the winner's recipe, and its certificate if the budget pays for one."""
+        rows, parts = combine_rows([winner], self.trained, self.recipe.drafters)
+        name, tokens = self._name("winner", workload), self._certified_tokens()
+        enough = min(self.questions.held_out, max(self.prompts[workload], 2 * tokens // self.recipe.new_tokens))
+        recipe = evaluation_of(self.base, self.recipe, name, rows, workload, enough, **parts)
         write_recipe(recipe, file := self.out / f"{name}.yaml")
-        self._say(f"to decode with it: draftsmith evaluate {file}", place)
+        self._note(f"to decode with it: draftsmith evaluate {file}", workload)
         if not tokens:
-            self._say(f"to certify it: draftsmith certify {file}", place)
+            self._note(f"to certify it: draftsmith certify {file}", workload)
             return
         with self.ledger.stage(f"certificate {name}"):
-            verdicts = self.verdicts[place] = certified(recipe, tokens)
-        self._say("; ".join(f"{label}: {verdict}" for label, verdict in verdicts.items()), place)
+            verdicts = self.verdicts[workload] = certified(recipe, tokens)
+        self._note("; ".join(f"{label}: {verdict}" for label, verdict in verdicts.items()), workload)
         if broken := [label for label, verdict in verdicts.items() if verdict == "not lossless"]:
             self._write()
             raise NotLosslessError(f"{broken[0]} is not lossless: {beside(Path(recipe.out), KIND)} has the evidence")
 
+    def _serve(self, best: Sequence[Measurement]) -> None:
+        """Tune the draft lengths of the winners and finalists in the engine that will run them."""
+        self.section = f"Draft lengths in {self.recipe.engine}"
+        for name, artifact in drafts_of(best, self.trained, self.recipe.drafters).items():
+            self._write()  # in case the engine does not start
+            with self.ledger.stage(f"{self.recipe.engine} {name}"):
+                lines = tune_in_engine(self.recipe, name, artifact, max(self.prompts.values()))
+            for line in lines:
+                self._note(line)
+
     def _write(self, name: str = "forge") -> dict[str, Any]:
         results = {
-            "schema": 2,
+            "schema": 3,
             "kind": "forge",
             "machine": machine(device_of(self.base.evaluate)),
             "recipe": self.recipe.recorded(),
-            "story": self.story,
+            "decision_log": self.decision_log,
             "spent": self.ledger.seconds,
-            "ceilings": self.ceilings,
-            "places": [
+            "workloads": [
                 {
-                    **asdict(place),
-                    "untrained": [asdict(each) for each in self.untrained[place]],
-                    "history": {name: [asdict(each) for each in found] for name, found in self.history[place].items()},
-                    "side_by_side": [asdict(each) for each in self.side_by_side.get(place, [])],
-                    "certificate": self.verdicts.get(place),
-                    "winner": None if (best := self.winners.get(place)) is None else asdict(best),
+                    **asdict(workload),
+                    "untrained": [asdict(each) for each in self.untrained[workload]],
+                    "history": {name: list(map(asdict, found)) for name, found in self.history[workload].items()},
+                    "confirmed": [asdict(each) for each in self.confirmed.get(workload, [])],
+                    "certificate": self.verdicts.get(workload),
+                    "winner": None if (best := self.winners.get(workload)) is None else asdict(best),
                 }
-                for place in self.places
+                for workload in self.workloads
             ],
-            "forecasts": self.forecasts,
         }
         atomic_text(self.out / f"{name}.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
         write_forge_page(results, self.out / f"{name}.html")
         return results
 
     def _end(self, name: str) -> dict[str, Any]:
-        took, page = duration(self.ledger.spent), self.out / f"{name}.html"
-        log(f"forge: {duration(self.seconds)} were given, it took {took}; {page} tells the story")
+        log(f"forge: budget {duration(self.seconds)}, spent {duration(self.ledger.spent)}; see {self.out}/{name}.html")
         return self._write(name)

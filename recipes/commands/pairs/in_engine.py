@@ -1,9 +1,7 @@
-"""What a forge's drafts are worth in the engine that shall run them."""
+"""Draft lengths and speedups of a forge's drafters in the serving engine that will run them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shlex
 import shutil
 import socket
@@ -11,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import resolve as folder_of
@@ -21,30 +19,20 @@ from ....checkpoints.export.gguf import find_converter
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.gguf import gguf_file, is_gguf
 from ....checkpoints.storage.names import MANIFEST_FILE
-from ....checkpoints.storage.safe_read import load_json
+from ....decode.evaluation.tuning.tuner import Measurement, Workload
 from ...schema.forge import ForgeRecipe
 from ..artifacts.export import FORMATS
 from ..artifacts.import_drafter import import_drafter
 from ..serving.asking import check_client
-from ..serving.engines import ENGINES, HOST, commands_of, measure_engine, measured_recipe
-from .rules import Measured, Place
-from .stages import row_named
+from ..serving.engines import ENGINES, HOST, commands_of, measured_recipe
+from ..serving.lengths import MAX_TOKENS, max_draft_tokens, tune_lengths
 
-OF_ENGINES = ("engine", "engine_options", "llama_cpp")
-"""Fields of a forge that may change when it goes on."""
-
-
-class Draft(NamedTuple):
-    """What an engine shall draft with."""
-
-    artifact: Path | None
-    """Or a model that was given as a drafter; None: the engine's own look-up in the text."""
-    tokens: int | None
-    """That it drafts a step; None: as many as the export says."""
+ENGINE_FIELDS = ("engine", "engine_options", "llama_cpp")
+"""Fields of a forge that may change when it resumes."""
 
 
 def check_engine(recipe: ForgeRecipe) -> None:
-    """Raises ValueError: the engine of a forge is not installed, or cannot serve its target; nothing can ask it."""
+    """Check that the engine of a forge is installed and can serve its target."""
     if recipe.engine is None:
         return
     check_client()
@@ -52,13 +40,13 @@ def check_engine(recipe: ForgeRecipe) -> None:
     program = ENGINES[recipe.engine].command(recipe.target, None)[0]
     if shutil.which(program) is None:
         raise ValueError(f"{program} is not on the PATH: install {recipe.engine}, or activate its environment")
-    if program == "python":  # which is there in any case
+    if program == "python":
         look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({recipe.engine!r}) is None)"
         if subprocess.run([program, "-c", look], check=False).returncode:
             raise ValueError(f"the python on the PATH has no {recipe.engine}: install it, or activate its environment")
     if recipe.engine == "llama.cpp" and (recipe.llama_cpp is None or not is_gguf(recipe.target)):
         raise ValueError(
-            f"llama.cpp serves a GGUF file, and its own converter writes drafts: the target is {recipe.target}, "
+            f"llama.cpp serves a GGUF file, and its own converter writes drafters: the target is {recipe.target}, "
             f"llama_cpp={recipe.llama_cpp or 'FOLDER'} should name a checkout"
         )
     if recipe.llama_cpp is not None:
@@ -66,65 +54,68 @@ def check_engine(recipe: ForgeRecipe) -> None:
 
 
 def drafts_of(
-    best: Sequence[Measured], trained: Mapping[str, Mapping[str, Any]], given: Sequence[str]
-) -> dict[str, Draft]:
-    """By name what was measured best, with the lengths of drafts that were best here."""
-    found: dict[str, Draft] = {}
+    best: Sequence[Measurement], trained: Mapping[str, Mapping[str, Any]], given: Sequence[str]
+) -> dict[str, Path | None]:
+    """Return the artifacts, or given drafters, of the best measurements by name; None is the engine's prompt lookup."""
+    found: dict[str, Path | None] = {}
     for each in best:
-        tokens = row_named(each.label)[1].get("gamma")
         if own := trained.get(each.name):
             artifact = Path(own["heads"] if "heads" in own else own["drafters"][0])
-            found.setdefault(artifact.name, Draft(artifact, tokens))
+            found[artifact.name] = artifact
         elif each.name in given:
-            found.setdefault(f"given-{1 + given.index(each.name)}", Draft(folder_of(each.name), tokens))
+            found[f"given-{1 + given.index(each.name)}"] = folder_of(each.name)
         else:
-            found.setdefault("look-up", Draft(None, None))
+            found["lookup"] = None
     return found
 
 
 def form_for(engine: str, artifact: Path) -> str | None:
-    """The form in which an engine reads an artifact; None: it reads none of its kind."""
+    """Return the form in which an engine reads an artifact; None if it reads none of its kind."""
     kind, eagle = load_manifest(artifact).kind, is_eagle(artifact)
     fitting = [form for form in ENGINES[engine].forms if FORMS[form].kind == kind]
     fitting = [form for form in fitting if kind != "heads" or form.startswith("eagle3") == eagle]
     return fitting[0] if fitting else None
 
 
-def worth_in_engine(recipe: ForgeRecipe, name: str, draft: Draft, prompts: int) -> list[str]:
-    """Export what drafts for a forge's engine, measure it there beside the engine alone at each temperature, and say
-    what came out; what was measured already is not measured again."""
+def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompts: int) -> list[str]:
+    """Export a drafter for the engine, tune its draft length at each temperature and batch, and describe the results.
+
+    Finished measurements are reused.
+    """
     assert recipe.engine is not None
-    out, engine = Path(recipe.out), ENGINES[recipe.engine]
-    target = str(gguf_file(recipe.target)) if recipe.engine == "llama.cpp" else f"{out}/target"
-    if draft.artifact is not None:
-        export = out / f"{name}-{recipe.engine}"
-        if refused := _export(recipe, draft.artifact, out / "trained" / name, export):
+    out, engine = Path(recipe.out), recipe.engine
+    target = str(gguf_file(recipe.target)) if engine == "llama.cpp" else f"{out}/target"
+    most, export = MAX_TOKENS, out / f"{name}-{engine}"
+    if artifact is not None:
+        if refused := _export(recipe, artifact, out / "trained" / name, export):
             return [refused]
-        sides = commands_of(export, recipe.engine, target, draft.tokens)
-        how = f"draftsmith serve {export} --engine {recipe.engine}"
-        how += f" --speculative-tokens {draft.tokens}" if draft.tokens else ""
-    elif engine.looks_up:
-        sides = [[*engine.command(target, None), *engine.looks_up], engine.command(target, None)]
-        how = shlex.join(sides[0])
-    else:
-        return [f"a look-up of {recipe.engine}'s own is not known here"]
-    lines = []
+        most = max_draft_tokens(export)
+    elif ENGINES[engine].lookup is None:
+        return [f"{engine} has no prompt lookup that is known here"]
+
+    def commands(tokens: int | None) -> list[list[str]]:
+        lookup, plain = ENGINES[engine].lookup, ENGINES[engine].command(target, None)
+        if artifact is not None or lookup is None:
+            return commands_of(export, engine, target, tokens)
+        return [[*plain, *lookup(tokens or most)], plain]
+
+    lines: dict[str, None] = {}
     for temperature in dict.fromkeys(recipe.temperature):
         asking = {"prompts": str(out / "corpus" / "heldout.jsonl"), "concurrency": ",".join(map(str, recipe.batch))}
+        asking["out"] = str(out / f"{name}-{engine}-{temperature:g}.json")
+        asking |= dict(zip(("server", "baseline"), _free_urls(2), strict=True))
         changes = [f"limit={prompts}", f"max_new_tokens={recipe.new_tokens}", f"temperature={temperature}"]
-        same = hashlib.sha256(json.dumps([sides, recipe.engine_options, asking, changes]).encode()).hexdigest()[:8]
-        served = out / f"{name}-{recipe.engine}-{same}.json"
-        if not served.is_file():
-            asking |= {"out": str(served)} | dict(zip(("server", "baseline"), _free_urls(2), strict=True))
-            asked = measured_recipe(None, changes, asking)
-            measure_engine(asked, sides, shlex.split(recipe.engine_options), str(out / f"serve-{recipe.engine}"))
-        what = f"{recipe.engine}, {name}"
-        lines += [f"{what}, {_said(load, temperature)}" for load in load_json(served, "loads")["loads"]]
-    return [*lines, f"to serve it: {how}"]
+        served = measured_recipe(None, changes, asking)
+        stem, more = str(out / f"serve-{engine}"), shlex.split(recipe.engine_options)
+        results = tune_lengths(served, engine, commands, most, more, stem)
+        for load in results["loads"]:
+            lines[f"{engine}, {name}, {_describe(load, temperature)}"] = None
+            lines[f"to serve it: {results['commands'][str(load['best'])]}"] = None
+    return list(lines)
 
 
 def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -> str | None:
-    """Write what an engine reads of an artifact, or of a model, which becomes one first; or why it cannot be."""
+    """Write the export of an artifact, or of a model, which is imported first; return why it cannot be written."""
     if (export / MANIFEST_FILE).is_file():
         return None
     assert recipe.engine is not None
@@ -135,16 +126,16 @@ def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -
                 import_drafter(str(artifact), artifact, imported, target)
             artifact = imported
         if (form := form_for(recipe.engine, artifact)) is None:
-            return f"{recipe.engine} reads no drafts such as {artifact}"
+            return f"{recipe.engine} reads no drafters such as {artifact}"
         checkout = Path(recipe.llama_cpp) if recipe.llama_cpp and recipe.engine == "llama.cpp" else None
         export_artifact(artifact, form, export, FORMATS, ExportOptions(target=target, llama_cpp=checkout))
-    except ValueError as error:  # such as a given drafter with a tokenizer of its own, which decodes here alone
+    except ValueError as error:  # such as a given drafter with another tokenizer
         return f"{recipe.engine} cannot draft with {artifact}: {error}"
     return None
 
 
 def _free_urls(count: int) -> list[str]:
-    """Addresses on this machine at which nothing listens."""
+    """Return addresses on this machine at which nothing listens."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -152,13 +143,11 @@ def _free_urls(count: int) -> list[str]:
         return [f"http://{HOST}:{each.getsockname()[1]}/v1" for each in sockets]
 
 
-def _said(load: dict[str, Any], temperature: float) -> str:
-    beside, kept = load["beside"], load["server"]["tokens_per_step"]
-    said = Place(load["concurrency"], temperature).words
-    if kept is not None:
-        said += f": {kept:.2f} tokens a step"
-    if beside["speedup"] is None:
-        return f"{said}; its answers say nothing of its speed"
-    low, high = beside["speedup_interval"] or (beside["speedup"], beside["speedup"])
-    pays = "" if beside["speedup"] > 1 else ": drafts do not pay there"
-    return f"{said}, {beside['speedup']:.2f} x ({low:.2f}–{high:.2f}) without drafts{pays}"
+def _describe(load: dict[str, Any], temperature: float) -> str:
+    workload = Workload(load["concurrency"], temperature)
+    if not load["best"]:
+        return f"{workload}: drafting does not pay"
+    best = load["lengths"][load["best"] - 1]
+    low, high = best["interval"] or (best["measured"],) * 2
+    words = f"{workload}: {load['best']} draft tokens, {best['tokens_per_step']:.2f} tokens per step"
+    return f"{words}, {best['measured']:.2f}x ({low:.2f}–{high:.2f})"

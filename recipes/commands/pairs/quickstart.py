@@ -1,7 +1,6 @@
-"""The main job on text that is already on the machine: corpus, tokenizer, target, answers, drafter, heads, table,
-evaluation.
+"""The pipeline of a target/drafter pair: corpus, tokenizer, target, answers, drafters, heads, table, evaluation.
 
-Each stage is a recipe of its own and runs through the same code as any other; a finished stage is reused.
+Each stage is a recipe of its own. Finished stages are reused. `draftsmith forge` runs the same stages.
 """
 
 from __future__ import annotations
@@ -36,24 +35,26 @@ from ..training.train import run_train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table")
-"""EAGLE-3's layer comes first: what it reads of the target holds what the others read."""
+"""EAGLE-3 comes first: the hidden states that it reads include those that the others read."""
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
-    """Run what is not finished yet, then measure; the results. Raises ValueError: `out` is that of other settings."""
-    out = Path(recipe.out)
-    resolved = resolve(recipe)
+    """Run the unfinished stages and the evaluation; return its results.
+
+    Raises:
+        ValueError: `out` holds a quickstart of other settings.
+    """
+    out, resolved, start = Path(recipe.out), resolve(recipe), time.monotonic()
     check_writable(out)
-    target, start = out / "target", time.monotonic()
     with sole_writer(out):
         _check_folder(out, recipe)
-        named = resolved.target if isinstance(resolved.target, str) and not target.is_dir() else None
-        found = None if named is None else find_target(named)
+        given = resolved.target if isinstance(resolved.target, str) and not (out / "target").is_dir() else None
+        if given is not None:
+            find_target(given)  # before anything is made
         write_recipe(recipe, out / "quickstart.yaml")
         make_corpus(recipe, out / "corpus")
-        if found is not None:
-            log(f"— target: {found} → {target}")
-            import_gguf(found, target) if is_gguf(found) else target.symlink_to(found.resolve())
+        if given is not None:
+            make_target(given, out / "target")
         if recipe.corpus.vocab_size is not None:
             make_tokenizer(recipe.corpus.vocab_size, out / "corpus", out / "tokenizer")
         for name in STAGES:
@@ -61,14 +62,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
             if stage is None or isinstance(stage, str):
                 continue
             log(f"\n— {name} → {stage.out}")
-            if isinstance(stage, RegenerateRecipe):
-                run_regenerate(stage)
-            else:
-                taught = {"drafter": "teacher", "heads": "hidden"}.get(stage.kind)
-                cached = taught is not None and getattr(stage, taught).cache is not None
-                if cached and not (Path(stage.out) / MANIFEST_FILE).is_file():
-                    prepare_teacher(stage)
-                run_train(stage)
+            run_stage(stage)
         log(f"\n— evaluation → {resolved.evaluate.out}")
         results = evaluated(resolved.evaluate)
     log(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
@@ -111,14 +105,36 @@ def filled(value: Any, mark: str, folder: str) -> Any:
     return [filled(item, mark, folder) for item in value] if isinstance(value, list) else value
 
 
+def run_stage(stage: Any) -> None:
+    """Run the recipe of a stage, with the cache of the teacher if it has one; reuse what is finished."""
+    if isinstance(stage, RegenerateRecipe):
+        run_regenerate(stage)
+        return
+    source = {"drafter": "teacher", "heads": "hidden"}.get(stage.kind)
+    has_cache = source is not None and getattr(stage, source).cache is not None
+    if has_cache and not (Path(stage.out) / MANIFEST_FILE).is_file():
+        prepare_teacher(stage)
+    run_train(stage)
+
+
 def find_target(name: str) -> Path:
-    """The GGUF file, or model folder, of a target by its name in a recipe. Raises ValueError: it is not there, or the
-    package which should hold it is not installed."""
+    """Return the GGUF file or model folder of a target by its name in a recipe.
+
+    Raises:
+        ValueError: It does not exist, or the package that should contain it is not installed.
+    """
     return gguf_file(name) if is_gguf(name) else folder_of(name)
 
 
+def make_target(name: str, folder: Path) -> None:
+    """Convert the target's GGUF file to a model folder, or link to its folder."""
+    found = find_target(name)
+    log(f"— target: {found} → {folder}")
+    import_gguf(found, folder) if is_gguf(found) else folder.symlink_to(found.resolve())
+
+
 def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
-    """train.jsonl, heldout.jsonl and report.json of the documentation of installed packages, and of files."""
+    """Write train.jsonl, heldout.jsonl and report.json from the documentation of installed packages and from files."""
     report_file = folder / "report.json"
     if report_file.is_file():
         report = load_json(report_file, "conversations")

@@ -1,116 +1,99 @@
-"""The recipes that a forge writes: of answers, of each candidate's training, of measurements."""
+"""Recipes that a forge writes: answers, each candidate's training, evaluations; and the settings that it measures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.verify.model_files import is_adapter, load_config
-from ....decode.methods import method_options, needs_of
+from ....decode.evaluation.tuning.plan import (
+    EXPECTED_ACCEPTANCE,
+    Candidate,
+    Kind,
+    ModelShape,
+    Seconds,
+    best_draft,
+)
+from ....decode.evaluation.tuning.space import Space
+from ....decode.evaluation.tuning.tuner import Measurement, Workload
+from ....decode.methods import needs_of
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import find_recipe, parse_recipe, read_extended
 from ...schema.training import DrafterRecipe, HeadsRecipe, ParallelSection
+from ..evaluation.tune import count_runs, sampling_of, tuned_as
 from .quickstart import resolve
-from .rules import Candidate, Kind, Measured, Place
 
-PROPOSED = 8192
-"""Tokens that drafts are chosen of, where the vocabulary is larger."""
+DRAFT_VOCABULARY = 8192
+"""Size of the draft vocabulary if that of the target is larger."""
 Row = tuple[str, dict[str, Any]]
 UNTRAINED: list[Row] = [("prompt-lookup", {"min_ngram": 2}), ("suffix", {})]
-WITH_TEXTS: list[Row] = [("suffix", {"datastore": "table"}), ("suffix", {"datastore": "table", "max_nodes": 4})]
-_CHAINS: list[Row] = [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4)]
-ROWS: dict[Kind, list[Row]] = {
-    "drafter": [*_CHAINS, ("suffix", {"fallback": "drafter", "datastore": "table", "max_nodes": 6, "draft_depth": 2})],
-    "parallel": [
-        *(("speculative", {"gamma": gamma, "parallel": True}) for gamma in (2, 4)),
-        ("suffix", {"fallback": "drafter", "datastore": "table", "max_nodes": 6, "draft_depth": 2}),
-    ],
-    "eagle": [
-        *_CHAINS[:2],
-        ("dynamic-tree", {}),
-        ("suffix", {"fallback": "drafter", "datastore": "table", "max_nodes": 6, "draft_depth": 2, "min_prob": 0.15}),
-    ],
-    "heads": [
-        ("medusa", {"tree": "2x1"}),
-        ("slim-s", {"num_sequences": 8, "min_prob": 0.05}),
-        ("suffix", {"fallback": "heads", "datastore": "table"}),
-    ],
-}
-"""By what a candidate is, the settings that it is measured with."""
-_LENGTHS = {"max_nodes": (2, 3, 4, 6, 8, 12, 16), "gamma": (1, 2, 3, 4, 6, 8), "num_sequences": (4, 8, 16, 32)}
-"""Of drafts, by option, that the fastest row is tuned over."""
+WITH_ANSWERS: list[Row] = [("suffix", {"datastore": "table"}), ("suffix", {"datastore": "table", "max_nodes": 4})]
+_MAX_LENGTH = 6
+
+
+def list_rows(kind: Kind, seconds: Seconds, shape: ModelShape, cost: float | None = None) -> list[Row]:
+    """List the settings with which a candidate is measured before they are tuned.
+
+    Args:
+        seconds: time of a forward of the target by its number of tokens.
+        cost: cost of a draft token in forwards of the target; by default that of a layer.
+    """
+    candidate = Candidate("", kind, (), shape.layer_parameters / shape.parameters if cost is None else cost)
+    length = best_draft(candidate, seconds, [EXPECTED_ACCEPTANCE] * _MAX_LENGTH)[0]
+    suffix = {"fallback": "drafter", "datastore": "table", "max_nodes": 6, "draft_depth": 2}
+    if kind == "drafter":
+        return [("speculative", {"gamma": length}), ("suffix", suffix)]
+    if kind == "parallel":
+        return [("speculative", {"gamma": max(2, length), "parallel": True}), ("suffix", suffix)]
+    if kind == "eagle":
+        chain = ("speculative", {"gamma": min(2, length)})
+        return [chain, ("dynamic-tree", {}), ("suffix", suffix | {"min_prob": 0.15})]
+    slim = ("slim-s", {"num_sequences": 8, "min_prob": 0.05})
+    return [("medusa", {"tree": "2x1"}), slim, ("suffix", {"fallback": "heads", "datastore": "table"})]
 
 
 def kind_of(drafter: Path) -> Kind:
-    """What the folder of a drafter holds. Raises ValueError: no model."""
+    """Return the kind of a given drafter. Raises ValueError if the folder holds no model."""
     if is_eagle(drafter):
         return "eagle"
     return "drafter" if is_adapter(drafter) or mask_token(load_config(drafter)) is None else "parallel"
 
 
-def given_rows(drafter: Path) -> list[Row]:
-    """The settings of a drafter before there are answers to look up. Raises ValueError: no model."""
-    return [row for row in ROWS[kind_of(drafter)] if "table" not in needs_of(*row)]
-
-
 def label_of(row: Row) -> str:
-    """The name of a row."""
+    """Return the label of a setting."""
     method, options = row
     return " ".join([method, *(name if value is True else str(value) for name, value in options.items())])
 
 
-def row_named(label: str) -> Row:
-    """The other way round."""
-    rows = [*UNTRAINED, *WITH_TEXTS, *(row for kind in ROWS.values() for row in kind)]
-    rows += [near for row in rows for near in rows_near(row)]
-    return next(row for row in rows if label_of(row) == label)
-
-
-def rows_near(row: Row) -> list[Row]:
-    """A row with a shorter draft, and with two longer ones."""
-    method, options = row
-    name = next((name for name in _LENGTHS if name in method_options(method, {})), None)
-    if name is None:
-        return []
-    at, lengths = method_options(method, options)[name], _LENGTHS[name]
-    near = [each for each in lengths if each < at][-1:] + [each for each in lengths if each > at][:2]
-    return [(method, options | {name: each}) for each in near]
-
-
-def around(close: Sequence[Measured]) -> list[Measured]:
-    """Rivals, the fastest first, and that one with other lengths of its drafts, of which nothing was measured yet."""
-    own = [row_named(each.label) for each in close if each.name == close[0].name]
-    known = [(method, method_options(method, options)) for method, options in own]
-    near = [row for row in rows_near(own[0]) if (row[0], method_options(*row)) not in known]
-    return [*close, *(replace(close[0], label=label_of(row)) for row in near)]
-
-
-def together(
-    some: Sequence[Measured], trained: Mapping[str, dict[str, Any]], drafters: Sequence[str]
+def combine_rows(
+    measurements: Sequence[Measurement], trained: Mapping[str, dict[str, Any]], given: Sequence[str]
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Rows that were measured apart, as rows of one evaluation, and the artifacts that it reads: of what was trained,
-    by name, or of drafters that were given."""
+    """Combine settings of several candidates into rows of one evaluation, and the artifacts that it opens.
+
+    Args:
+        trained: artifacts of trained candidates, by name.
+        given: drafters of the recipe.
+    """
     rows: list[Row] = []
-    read: list[str] = []
-    given: dict[str, Any] = {"drafters": read}
-    for each in some:
-        method, options = row_named(each.label)
-        own = {"drafters": [each.name]} if each.name in drafters else trained.get(each.name, {})
+    drafters: list[str] = []
+    parts: dict[str, Any] = {"drafters": drafters}
+    for each in measurements:
+        own = {"drafters": [each.name]} if each.name in given else trained.get(each.name, {})
+        options = {name: value for name, value in each.options.items() if name != "drafter"}
         for drafter in own.get("drafters", []):
-            read += [] if drafter in read else [drafter]
-            options = options | ({"drafter": number} if (number := 1 + read.index(drafter)) > 1 else {})
-        given |= {"heads": own["heads"]} if "heads" in own else {}
-        rows.append((method, options))
-    return rows, given | {"table": any("table" in needs_of(*row) for row in rows)}
+            drafters += [] if drafter in drafters else [drafter]
+            options |= {"drafter": number} if (number := 1 + drafters.index(drafter)) > 1 else {}
+        parts |= {"heads": own["heads"]} if "heads" in own else {}
+        rows.append((each.method, options))
+    return rows, parts | {"table": any("table" in needs_of(*row) for row in rows)}
 
 
 def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
-    """The stages of `realpair` for this target, its questions and this folder. Raises ValueError: as `parse_recipe`."""
+    """Return the stages of `realpair` for the recipe's target, prompts and folder."""
     values: dict[str, Any] = read_extended(find_recipe("realpair"))
     values |= {"out": recipe.out, "target": recipe.target, "seed": recipe.seed}
     for name in ("answers", "evaluate"):
@@ -126,26 +109,26 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
 
 
 def answers_of(base: QuickstartRecipe, count: int, name: str) -> RegenerateRecipe:
-    """The target's own answers to so many questions."""
+    """Return the recipe of the target's answers to so many prompts."""
     return base.answers.model_copy(update={"limit": count, "out": f"{base.out}/{name}.jsonl"})
 
 
 def training_of(
     base: QuickstartRecipe, candidate: Candidate, vocabulary: int, steps: int, out: Path, processes: int = 1
 ) -> DrafterRecipe | HeadsRecipe:
-    """A candidate's training with so many steps, each of as many blocks as there are processes."""
+    """Return the recipe of a candidate's training; the global batch grows with the number of processes."""
     stage = {"eagle": base.eagle, "heads": base.heads}.get(candidate.kind, base.drafter)
     assert stage is not None
     train = stage.train.model_copy(update={"steps": steps, "global_batch": stage.train.global_batch * processes})
     measure = stage.measure.model_copy(update={"prompts": 0})  # a forge measures by itself
     changes: dict[str, Any] = {"out": str(out), "train": train, "measure": measure}
-    whole = {} if vocabulary > PROPOSED else {"vocabulary": None}
+    full = {} if vocabulary > DRAFT_VOCABULARY else {"vocabulary": None}
     if isinstance(stage, DrafterRecipe):
-        model = stage.model.model_copy(update={"layers": list(candidate.layers), **whole})
+        model = stage.model.model_copy(update={"layers": list(candidate.layers), **full})
         teacher = stage.teacher.model_copy(update={"top_k": min(stage.teacher.top_k, vocabulary)})
         changes |= {"parallel": ParallelSection.model_validate({"tokens": 4})} if candidate.kind == "parallel" else {}
         return stage.model_copy(update=changes | {"model": model, "teacher": teacher})
-    return stage.model_copy(update=changes | whole)
+    return stage.model_copy(update=changes | full)
 
 
 def evaluation_of(
@@ -153,25 +136,52 @@ def evaluation_of(
     recipe: ForgeRecipe,
     name: str,
     rows: Sequence[Row],
-    place: Place,
+    workload: Workload,
     prompts: int,
     *,
     drafters: Sequence[str] = (),
     heads: str | None = None,
     table: bool = False,
     labels: Sequence[str] = (),
-    asked: str = "heldout.jsonl",
+    source: str = "heldout.jsonl",
 ) -> EvaluateRecipe:
-    """Plain decoding and rows beside it, on held-out questions; `labels` where those of the rows are not distinct."""
+    """Return the evaluation of the baseline and of settings on held-out prompts; `labels` if theirs are not unique."""
     values = base.evaluate.model_dump(mode="json")
-    labelled = [{"method": row[0], "label": label_of(row), "options": row[1]} for row in rows]
-    for row, label in zip(labelled, labels, strict=bool(labels)):
-        row["label"] = label
-    first, *more = [*drafters, None]
-    values |= {"out": f"{base.out}/{name}.json", "methods": [{"method": "autoregressive"}, *labelled]}
-    values |= {"drafter": first, "more_drafters": [each for each in more if each is not None], "heads": heads}
-    values |= {"limit": prompts, "temperature": place.temperature, "batch": place.batch}
+    methods = [
+        {"method": row[0], "label": label, "options": row[1]}
+        for row, label in zip(rows, labels or map(label_of, rows), strict=True)
+    ]
+    values |= {"out": f"{base.out}/{name}.json", "methods": [{"method": "autoregressive"}, *methods]}
+    values |= {"drafter": next(iter(drafters), None), "more_drafters": list(drafters[1:]), "heads": heads}
+    values |= {"limit": prompts, "temperature": workload.temperature, "batch": workload.batch}
     values |= {"max_new_tokens": recipe.new_tokens, "max_prompt_tokens": recipe.max_prompt_tokens}
-    values |= {"prompts": f"{base.out}/corpus/{asked}"}
+    values |= {"prompts": f"{base.out}/corpus/{source}"}
     values |= {"table": base.table.out if table else None, "compare_with_transformers": False}
     return EvaluateRecipe.model_validate(values)
+
+
+def tuning_of(
+    base: QuickstartRecipe,
+    recipe: ForgeRecipe,
+    name: str,
+    measured: Sequence[Measurement],
+    trained: Mapping[str, dict[str, Any]],
+    workload: Workload,
+    prompts: int,
+) -> EvaluateRecipe:
+    """Return the recipe that tunes the methods with which a candidate was measured."""
+    rows, parts = combine_rows(measured, trained, recipe.drafters)
+    kept = {"parallel", "fallback"}
+    fixed = [(method, {key: options[key] for key in kept & options.keys()}) for method, options in rows]
+    labels = [f"{number} {method}" for number, (method, _) in enumerate(fixed)]
+    return evaluation_of(base, recipe, name, fixed, workload, prompts, labels=labels, **parts)
+
+
+def affordable_space(recipe: EvaluateRecipe, answers: int) -> Space | None:
+    """Return the search space that decodes at most so many answers; None if there is none."""
+    names = [tuned_as(row, sampling_of(recipe)) for row in recipe.methods[1:]]
+    for prompts in (8, 4, 2, 1):
+        space = Space(nodes=32, decoded_prompts=prompts, probed_prompts=min(4, prompts))
+        if count_runs(names, recipe.limit, recipe, space) <= answers:
+            return space
+    return None

@@ -1,4 +1,4 @@
-"""What a forge begins with: the target's folder, questions, and what the target's forwards and answers take."""
+"""The start of a forge: the target's folder, the prompts, and the costs of the target's forwards and answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import gc
 import json
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,23 +16,20 @@ import torch
 
 from ....checkpoints.heads.eagle import EagleHeads
 from ....checkpoints.storage.atomic import atomic_text
-from ....checkpoints.storage.gguf import is_gguf
 from ....checkpoints.storage.safe_read import load_json
 from ....data.prompts import load_prompts
 from ....data.tokenizers import load_tokenizer
-from ....decode.evaluation.replay.costs import measure_forwards
+from ....decode.evaluation.tuning.costs import measure_forwards
+from ....decode.evaluation.tuning.plan import MIN_ANSWERS, MIN_BATCHES, ModelShape
 from ....decode.methods import Parts
 from ....decode.models.loading import wrap_model
 from ...assemble.evaluation import load_target
 from ...schema.evaluation import QuickstartRecipe
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import load_recipe, write_recipe
-from ..artifacts.import_drafter import import_gguf
 from ..training.regenerate import run_regenerate
-from .budget import FEWEST
-from .in_engine import OF_ENGINES
-from .quickstart import find_target, make_corpus
-from .rules import LEAST_ANSWERS, Shape
+from .in_engine import ENGINE_FIELDS
+from .quickstart import make_corpus, make_target
 from .stages import answers_of
 
 _PROBED = 24  # answers that show how fast the target answers
@@ -40,14 +39,37 @@ FROM_THE_END = "heldout-from-the-end.jsonl"
 
 
 class Questions(NamedTuple):
-    """What is asked."""
+    """Sizes of the prompts."""
 
     answered: int
-    """That the target may answer."""
+    """Number of prompts that the target may answer."""
     held_out: int
-    """That are measured on: those which are short enough."""
+    """Number of held-out prompts that are short enough to measure with."""
     tokens: float
-    """Of one that is held out, its template's included."""
+    """Mean length of a held-out prompt, with the template."""
+
+
+class Ledger:
+    """Seconds that each stage took, in all processes of a forge."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.seconds: dict[str, float] = load_json(path, "seconds")["seconds"] if path.is_file() else {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of a stage, however it ends."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+            atomic_text(self._path, json.dumps({"seconds": self.seconds}, indent=1) + "\n")
+
+    @property
+    def spent(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.seconds.values())
 
 
 def prepared(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Questions:
@@ -55,7 +77,7 @@ def prepared(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Question
     written = out / "forge.yaml"
     if known := written.is_file():
         theirs = load_recipe(str(written), kinds=("forge",)).model_dump()
-        mine, free = recipe.model_dump(), ("hours", "more_hours", "out", *OF_ENGINES)
+        mine, free = recipe.model_dump(), ("hours", "more_hours", "out", *ENGINE_FIELDS)
         if changed := [name for name in mine if name not in free and mine[name] != theirs[name]]:
             raise ValueError(
                 f"{out} holds a forge with another `{changed[0]}` ({theirs[changed[0]]!r}, not "
@@ -66,8 +88,7 @@ def prepared(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Question
     write_recipe(recipe, written)  # before anything that would be taken for another forge's
     if not target.is_dir():
         assert isinstance(base.target, str)
-        found = find_target(base.target)
-        import_gguf(found, target) if is_gguf(found) else target.symlink_to(found.resolve())
+        make_target(base.target, target)
     corpus = out / "corpus"
     make_corpus(base, corpus)
     try:
@@ -87,11 +108,11 @@ def _questions(recipe: ForgeRecipe, base: QuickstartRecipe, corpus: Path) -> Que
     asked = corpus / "heldout.jsonl"
     tokenizer, most = load_tokenizer(f"{recipe.out}/target"), recipe.max_prompt_tokens
     found = load_prompts(str(asked), base.evaluate.template, tokenizer, report["heldout"], most)
-    if answered < LEAST_ANSWERS or len(found) < FEWEST * batch:
+    if answered < MIN_ANSWERS or len(found) < MIN_BATCHES * batch:
         raise ValueError(
             f"{answered} questions, and {len(found)} of {report['heldout']} held out have at most {most} tokens: with "
-            f"`batch` {batch} at least {LEAST_ANSWERS} and {FEWEST * batch} are needed; `heldout_share` says how many "
-            f"are held out, {recipe.heldout_share:g}"
+            f"`batch` {batch} at least {MIN_ANSWERS} and {MIN_BATCHES * batch} are needed; `heldout_share` is "
+            f"{recipe.heldout_share:g}"
         )
     if not (turned := corpus / FROM_THE_END).is_file():  # what is measured on it would be measured again
         atomic_text(turned, "".join(reversed(asked.read_text().splitlines(keepends=True))))
@@ -111,7 +132,7 @@ def costs_of(base: QuickstartRecipe, out: Path, questions: int) -> dict[str, Any
     count = sum(weight.numel() for weight in model.parameters())
     count -= head.numel() + (0 if head is inner else inner.numel())
     layers = model.config.num_hidden_layers
-    shape = Shape(layers, count / layers, model.config.hidden_size, len(head))
+    shape = ModelShape(layers, count / layers, model.config.hidden_size, len(head))
     curve = measure_forwards(wrap_model(model), Parts(), _CONTEXT).target
     found: dict[str, Any] = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds}
     found["eagle"] = _has_eagle(model.config)

@@ -88,22 +88,31 @@ class Engine:
     """Which forms it reads, and what it calls the method."""
     command: Callable[[str, Draft | None], list[str]]
     """What starts it, with drafts or without; host and port follow."""
-    looks_up: tuple[str, ...] = ()
-    """What has it draft by its own look-up in the text; none: that is not known here."""
+    lookup: Callable[[int], list[str]] | None = None
+    """Returns the arguments of its own prompt lookup with so many draft tokens; None if it has none."""
 
 
-_NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+def _vllm_lookup(tokens: int) -> list[str]:
+    config = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    return ["--speculative-config", json.dumps(config)]
+
+
+def _llama_cpp_lookup(tokens: int) -> list[str]:
+    sizes = ["--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", str(tokens)]
+    return ["--spec-type", "ngram-simple", *sizes]
+
+
 ENGINES = {
     "vllm": Engine(
         {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa", "medusa-vllm": "medusa"},
         _vllm,
-        ("--speculative-config", json.dumps(_NGRAM)),
+        _vllm_lookup,
     ),
     "sglang": Engine({"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3"}, _sglang),
     "llama.cpp": Engine(
         {"gguf": "draft-simple", "eagle3-gguf": "draft-eagle3"},
         _llama_cpp,
-        ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "4"),
+        _llama_cpp_lookup,
     ),
 }
 

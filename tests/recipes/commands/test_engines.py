@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
+from draftsmith.decode.evaluation.tuning.lengths import DraftLengths, predict_lengths
+from draftsmith.decode.evaluation.tuning.tuner import tune
 from draftsmith.recipes.commands.serving.engines import commands_of
-from draftsmith.recipes.commands.serving.lengths import best_of, predicted
 
 
 @pytest.fixture
@@ -157,48 +158,46 @@ def test_one_command_says_how_many_tokens_to_draft(export: Path, cli: Callable[.
     assert (tmp_path / "lengths.1.json").stat().st_mtime_ns == before[tmp_path / "lengths.1.json"], "not measured again"
 
 
-def test_the_best_length_is_that_of_the_costs() -> None:
-    """Costs and acceptance as they were made up: times of a step that grow by 2 ms a token, of 10 ms without drafts."""
-    rates, plain, step = [0.8, 0.7, 0.5, 0.2, 0.1], 10.0, lambda tokens: 11.0 + 2.0 * tokens
+@pytest.mark.parametrize("slow", [1.0, 1.2, 2.0])
+def test_tuned_length_is_the_best_under_the_costs(slow: float) -> None:
+    """Steps take 11 ms and 2 ms per draft token, and 10 ms without drafts; the engine is measured at most thrice."""
+    rates, plain, measured = [0.8, 0.7, 0.5, 0.2, 0.1], 10.0, []
+    kept = [1 + sum(math.prod(rates[: i + 1]) for i in range(tokens)) for tokens in range(6)]
+    speedups = {tokens: kept[tokens] * plain / (slow * (11.0 + 2.0 * tokens)) for tokens in range(1, 6)}
 
-    def row(tokens: int, concurrency: int, slow: float) -> dict[str, Any]:
-        kept = 1 + sum(math.prod(rates[: i + 1]) for i in range(tokens))
-        side = {
-            "ms_per_token": slow * step(tokens) / kept,
-            "tokens_per_step": kept,
-            "acceptance_by_depth": rates[:tokens],
-        }
-        return {"concurrency": concurrency, "rate": None, "server": side, "baseline": {"ms_per_token": plain}}
+    def run(tokens: int) -> list[dict[str, Any]]:
+        measured.append(tokens)
+        side = {"ms_per_token": slow * (11.0 + 2.0 * tokens) / kept[tokens], "tokens_per_step": kept[tokens]}
+        side["acceptance_by_depth"] = rates[:tokens]
+        beside = {"speedup": speedups[tokens], "speedup_interval": None}
+        row = {"server": side, "baseline": {"ms_per_token": plain}, "beside": beside}
+        return [row | {"concurrency": 4, "rate": None}]
 
-    for slow in (1.0, 1.2, 2.0):
-        load = predicted(row(1, 4, slow), row(5, 4, slow), 5)
-        wanted = {
-            tokens: (1 + sum(math.prod(rates[: i + 1]) for i in range(tokens))) * plain / (slow * step(tokens))
-            for tokens in range(1, 6)
-        }
-        assert {each["tokens"]: each["speedup"] for each in load["lengths"]} == pytest.approx(wanted)
-        best = max(wanted, key=wanted.__getitem__)
-        assert best_of(load) == (best if wanted[best] > 1 else 0)
-    assert best_of(load) == 0, "twice as slow a step leaves nothing"
+    backend = DraftLengths(5, run)
+    (ranked,) = tune(backend).values()
+    assert backend.predict((4, None)) == pytest.approx({0: 1.0} | speedups)
+    best = max(speedups, key=speedups.__getitem__)
+    assert ranked[0].setting == (best if speedups[best] > 1 else 0)
+    assert ranked[0].measured is not None
+    assert measured == [1, 5, *({best} - {1, 5} if speedups[best] > 1 else ())]
 
 
-def test_what_was_measured_decides_and_a_slower_hour_is_none_of_it() -> None:
-    rates, short, long = [0.3, 0.2], *({"concurrency": 1, "rate": None} for _ in range(2))
-    for row, step, hour, kept in ((short, 12.0, 1.0, 1.3), (long, 18.0, 2.0, 1.36)):
-        row["server"] = {"ms_per_token": hour * step / kept, "tokens_per_step": kept, "acceptance_by_depth": rates}
-        row["baseline"] = {"ms_per_token": hour * 10.0}
-    load = predicted(short, long, 2)
+def test_measurements_outweigh_predictions_and_a_slower_run_has_its_own_baseline() -> None:
+    rates, rows = [0.3, 0.2], []
+    for _, step, hour, kept, speedup in ((1, 12.0, 1.0, 1.3, 0.97), (2, 18.0, 2.0, 1.36, 1.01)):
+        side = {"ms_per_token": hour * step / kept, "tokens_per_step": kept, "acceptance_by_depth": rates}
+        beside = {"speedup": speedup, "speedup_interval": None}
+        about = {"concurrency": 1, "rate": None, "beside": beside, "baseline": {"ms_per_token": hour * 10.0}}
+        rows.append({"server": side, **about})
+    load = predict_lengths(*rows, 2)
     assert [each["speedup"] for each in load["lengths"]] == pytest.approx([1.3 / 1.2, 1.36 / 1.8])
-    assert best_of(load) == 1
-    load["lengths"][0]["measured"] = 0.97
-    assert best_of(load) == 0
-    load["lengths"][1]["measured"] = 1.01
-    assert best_of(load) == 2
+    (ranked,) = tune(DraftLengths(2, lambda tokens: [rows[tokens - 1]])).values()
+    assert [each.setting for each in ranked] == [2, 0, 1]
 
 
 def test_an_engine_that_does_not_count_by_position_is_refused() -> None:
     row: dict[str, Any] = {"concurrency": 1, "rate": None, "server": {"ms_per_token": 1.0, "tokens_per_step": 1.0}}
     row["server"]["acceptance_by_depth"] = []
     row["baseline"] = {"ms_per_token": 1.0}
-    with pytest.raises(ValueError, match=r"1 at a time.*position"):
-        predicted(row, row, 5)
+    with pytest.raises(ValueError, match=r"concurrency 1.*position"):
+        predict_lengths(row, row, 5)

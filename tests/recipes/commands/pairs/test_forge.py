@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.recipes.commands.pairs.in_engine import Draft, check_engine, drafts_of, worth_in_engine
-from draftsmith.recipes.commands.pairs.rules import (
-    Measured,
-)
+from draftsmith.decode.evaluation.tuning.tuner import Measurement
+from draftsmith.recipes.commands.pairs.in_engine import check_engine, drafts_of, tune_in_engine
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -63,12 +61,12 @@ def test_it_runs_is_killed_and_decides_the_same(
     again = subprocess.run(forged(out), capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     second = json.loads((out / "forge.json").read_text())
-    assert first["story"] == second["story"]
-    assert first["places"] == second["places"]
-    assert any("look-up in the text" in line for line in lines_of(first))
+    assert first["decision_log"] == second["decision_log"]
+    assert first["workloads"] == second["workloads"]
+    assert any("prompt lookup" in line for line in lines_of(first))
     page = (out / "forge.html").read_text()
-    assert "How it was found" in page
-    if first["places"][0]["winner"] is not None:
+    assert "Decision log" in page
+    if first["workloads"][0]["winner"] is not None:
         assert load_recipe(str(out / "winner.yaml"), kinds=("evaluate",))
     other = subprocess.run(forged(out, "--temperature", "1"), capture_output=True, text=True, check=False)
     assert other.returncode == 2
@@ -79,7 +77,7 @@ def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float 
     """Costs of forwards, by default the same for any number of tokens, so that heads are worth training."""
     out.mkdir(parents=True)
     costs: dict[str, Any] = {
-        "shape": {"layers": 2, "of_layer": 1e6, "hidden": 64, "vocabulary": 1000},
+        "shape": {"layers": 2, "layer_parameters": 1e6, "hidden": 64, "vocabulary": 1000},
         "nodes": [1, 64],
     }
     costs |= {"seconds": seconds, "seconds_per_answer": answer, "eagle": True}
@@ -88,7 +86,7 @@ def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float 
 
 def lines_of(results: dict[str, Any]) -> list[str]:
     """Of its story."""
-    return list(itertools.chain(*results["story"].values()))
+    return list(itertools.chain(*results["decision_log"].values()))
 
 
 def told(command: list[str], out: Path) -> dict[str, Any]:
@@ -113,8 +111,8 @@ def test_a_budget_too_small_and_costs_too_high_train_nothing(
     planned(out := tmp_path / "forge", **costs)
     found = told(forged(out, hours=hours), out)
     assert any(said in line for line in lines_of(found))
-    assert not any(place["history"] for place in found["places"])
-    assert len(found["places"][0]["untrained"]) >= 1
+    assert not any(workload["history"] for workload in found["workloads"])
+    assert len(found["workloads"][0]["untrained"]) >= 1
     assert not list(out.glob("trained/*-3*"))
 
 
@@ -158,10 +156,10 @@ def test_planted_situations_are_decided_rightly(
     first_layers(tmp_path / "other", tokenizer, 1, 1)
     given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tmp_path / "given")]
     found = told(shallow(out, *given, "--temperature", "0,1", "--hours", "0.08"), out)
-    greedy, drawn = (place["winner"] for place in found["places"])
-    assert greedy["name"].startswith(("look-up", "the target's own answers"))
+    greedy, drawn = (workload["winner"] for workload in found["workloads"])
+    assert greedy["name"].startswith(("prompt lookup", "suffix decoding"))
     assert drawn["name"] == str(tmp_path / "given")
-    assert any(each["name"].endswith("drafter of 2 layers") for each in found["forecasts"]), "it was not alone"
+    assert "2-layer drafter" in found["workloads"][1]["history"], "it was not alone"
 
 
 @pytest.mark.slow
@@ -205,7 +203,7 @@ def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., lis
             copy(each, alone / each.relative_to(killed))
     left = subprocess.run(command, cwd=alone.parent, capture_output=True, text=True, check=False)
     assert left.returncode == 0, left.stderr
-    stories = [json.loads((folder / "forge.json").read_text())["story"] for folder in (killed, alone)]
+    stories = [json.loads((folder / "forge.json").read_text())["decision_log"] for folder in (killed, alone)]
     assert stories[0] == stories[1]
     weights = [
         {file.relative_to(folder): file.read_bytes() for file in folder.glob("trained/*/*.safetensors")}
@@ -222,8 +220,8 @@ def test_more_hours_train_what_was_chosen(shallow: Callable[..., list[str]], tmp
     out = tmp_path / "forge"
     first = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
     again = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
-    assert first["places"][0]["side_by_side"]
-    assert again["places"] == first["places"], "nothing was measured again"
+    assert first["workloads"][0]["confirmed"]
+    assert again["workloads"] == first["workloads"], "nothing was measured again"
     raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
     second = told(shallow(out, "--temperature", "1", "--hours", "0.05", "--more-hours", "0.005"), out)
     (new,) = {folder.name for folder in out.glob("trained/*-*[0-9]")} - raced
@@ -251,75 +249,65 @@ def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((out / "plan.json").read_text())
     assert not (out / "forge.json").exists()
-    assert found["places"][0]["winner"] is None
+    assert found["workloads"][0]["winner"] is None
     assert not (out / "trained").exists()
     assert not (out / "answers.jsonl").exists()
 
 
 @pytest.fixture
 def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """What a folder is worth in the stand-in of vLLM, which keeps three tokens a step."""
+    """Tunes a drafter in the stand-in of vLLM, which accepts two of its draft tokens per step."""
     (tmp_path / "target").symlink_to(tiny_pair / "target")
     asked = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "heldout.jsonl").write_text("\n".join(map(json.dumps, asked)))
     values: dict[str, Any] = {"kind": "forge", "target": str(tiny_pair / "target"), "out": str(tmp_path)}
 
-    def worth(artifact: Path | None, name: str, tokens: int | None = None, **more: Any) -> list[str]:
+    def tuned(artifact: Path | None, name: str, **more: Any) -> list[str]:
         recipe = ForgeRecipe.model_validate(values | {"engine": "vllm"} | more)
         check_engine(recipe)
-        return worth_in_engine(recipe, name, Draft(artifact, tokens), 8)
+        return tune_in_engine(recipe, name, artifact, 8)
 
-    return worth
+    return tuned
 
 
-def test_what_was_trained_is_exported_and_measured_in_its_engine(
+def test_trained_heads_are_exported_and_tuned_in_the_engine(
     in_vllm: Callable[..., list[str]], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """What was measured is not measured again."""
-    said = in_vllm(tiny_pair / "heads", "heads", batch=[1, 2], temperature=[0, 1])
-    assert [line.split(" tokens a step")[0] for line in said[:4]] == [
-        f"vllm, heads, {count} at a time, temperature {heat}: 3.00" for heat in (0, 1) for count in (1, 2)
+    """Finished measurements are reused."""
+    lines = in_vllm(tiny_pair / "heads", "heads", batch=[1, 2])
+    assert [line.split(": ")[0] for line in lines if not line.startswith("to serve")] == [
+        f"vllm, heads, batch {count}, temperature 0" for count in (1, 2)
     ]
-    assert said[4] == f"to serve it: draftsmith serve {tmp_path}/heads-vllm --engine vllm"
     assert load_manifest(tmp_path / "heads-vllm").export is not None
-    (log,) = tmp_path.glob("serve-vllm.log")
-    log.unlink()
-    assert in_vllm(tiny_pair / "heads", "heads", batch=[1, 2], temperature=[0, 1]) == said
-    assert not log.exists()
+    logs = list(tmp_path.glob("serve-vllm*.log"))
+    assert logs
+    for log in logs:
+        log.unlink()
+    assert in_vllm(tiny_pair / "heads", "heads", batch=[1, 2]) == lines
+    assert not list(tmp_path.glob("serve-vllm*.log"))
 
 
-def test_a_given_drafter_is_served_too(
+def test_a_drafter_with_another_vocabulary_is_reported(
     in_vllm: Callable[..., list[str]], make_llama: Callable[..., Any], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """One that is no artifact; one of other tokens, which decodes here alone, is not, and ends nothing."""
-    for name in ("fits", "other"):
-        shutil.copytree(tiny_pair / "target", tmp_path / name)
+    shutil.copytree(tiny_pair / "target", tmp_path / "other")
     make_llama(64).save_pretrained(tmp_path / "other")
-    said = in_vllm(tmp_path / "fits", "given-1", tokens=2)
-    assert "3.00 tokens a step" in said[0]
-    assert said[1].endswith("--speculative-tokens 2")
     (refused,) = in_vllm(tmp_path / "other", "given-2")
     assert refused.startswith(f"vllm cannot draft with {tmp_path}/other: ")
     assert "64" in refused
 
 
-def test_an_engine_is_measured_with_its_own_look_up(in_vllm: Callable[..., list[str]]) -> None:
-    said = in_vllm(None, "look-up")
-    assert said[0].startswith("vllm, look-up, 1 at a time, temperature 0: ")
-    assert "ngram" in said[1]
+def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Callable[..., list[str]]) -> None:
+    lines = in_vllm(None, "lookup")
+    assert lines[0].startswith("vllm, lookup, batch 1, temperature 0: ")
+    assert ("ngram" in lines[1]) == ("draft tokens" in lines[0])
 
 
-def test_what_was_best_is_what_an_engine_drafts_with(tmp_path: Path) -> None:
-    """With as many tokens as were best; each once."""
-    some = [("own", "speculative 2"), ("look-up in the text", "suffix"), (str(tmp_path), "speculative 4")]
-    best = [Measured(name, label, 0, 1.0, 1.0, (1.0, 1.0)) for name, label in [*some, ("own", "speculative 4")]]
+def test_each_of_the_best_drafters_is_served_once(tmp_path: Path) -> None:
+    best = [Measurement(name, "", 1.0, 1.0, (1.0, 1.0)) for name in ("own", "prompt lookup", str(tmp_path), "own")]
     drafts = drafts_of(best, {"own": {"drafters": ["trained/drafter-2-9"]}}, [str(tmp_path)])
-    assert drafts == {
-        "drafter-2-9": Draft(Path("trained/drafter-2-9"), 2),
-        "look-up": Draft(None, None),
-        "given-1": Draft(tmp_path, 4),
-    }
+    assert drafts == {"drafter-2-9": Path("trained/drafter-2-9"), "lookup": None, "given-1": tmp_path}
 
 
 @pytest.mark.parametrize(
@@ -351,4 +339,4 @@ def test_a_given_drafter_that_does_not_fit_is_left_out(
     found = json.loads((tmp_path / "out" / "forge.json").read_text())
     (left_out,) = (line for line in lines_of(found) if "left out" in line)
     assert "64" in left_out
-    assert str(tiny_pair / "drafter") in [each["name"] for each in found["places"][0]["untrained"]]
+    assert str(tiny_pair / "drafter") in [each["name"] for each in found["workloads"][0]["untrained"]]

@@ -16,9 +16,9 @@ import torch
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.measure import Entry, decode, sample_texts
-from draftsmith.decode.evaluation.replay.acceptance import Candidates
-from draftsmith.decode.evaluation.replay.recording import Recording, record
-from draftsmith.decode.evaluation.replay.replay import predict, predict_entries, record_entries
+from draftsmith.decode.evaluation.tuning.acceptance import Candidates
+from draftsmith.decode.evaluation.tuning.recording import Recording, record
+from draftsmith.decode.evaluation.tuning.replay import predict, predict_entries, record_entries
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model

@@ -77,16 +77,18 @@ class CostModel:
     """By method."""
     default: Overhead = Overhead()
     """Of methods that have none of their own."""
+    batch: int = 1
+    """Number of sequences decoded together: a forward of B sequences is taken to cost that of B times the nodes."""
 
     def forwards_seconds(self, method: Method, nodes: float) -> float:
         """The forwards of a step of `nodes` nodes, by parts whose cost is known."""
-        seconds = self.target(nodes)
+        seconds = self.target(self.batch * nodes)
         for model, count in method.proposer.forwards(nodes):
             if model is None:
-                seconds += self.target(count)
+                seconds += self.target(self.batch * count)
             elif isinstance(model, LanguageModel):
                 assert self.drafter is not None
-                seconds += self.drafter(count)
+                seconds += self.drafter(self.batch * count)
             else:
                 assert self.heads is not None
                 seconds += self.heads
@@ -101,12 +103,13 @@ class CostModel:
         """Of a chain, in forwards of the target: the drafter's forward, and what one token more makes the target's
         longer."""
         assert self.drafter is not None
-        longer = (self.target(1 + gamma) - self.target(1)) / gamma
-        return self.drafter(1) / self.target(1), longer / self.target(1)
+        plain = self.target(self.batch)
+        longer = (self.target(self.batch * (1 + gamma)) - plain) / gamma
+        return self.drafter(self.batch) / plain, longer / plain
 
     def plain_seconds(self) -> float:
         """A step of autoregressive decoding: a token."""
-        return self.target(1) + self.baseline
+        return self.target(self.batch) + self.baseline
 
     def speedup(self, tokens_per_step: float, step_seconds: float) -> float:
         """Over autoregressive decoding by this engine, the reading of prompts left out."""

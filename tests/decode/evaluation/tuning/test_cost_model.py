@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from draftsmith.decode.evaluation.replay.costs import (
+from draftsmith.decode.evaluation.tuning.costs import (
     CostModel,
     Curve,
     Overhead,

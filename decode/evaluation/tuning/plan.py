@@ -1,0 +1,144 @@
+"""The plan of a search for drafters: what could be trained for a target, how fast it could be, what a budget pays for.
+
+With draft tokens accepted at rates α_1, α_2, …, a step with γ draft tokens yields 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens.
+It costs a forward of the target over γ + 1 tokens of each sequence, and the drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Literal
+
+Kind = Literal["drafter", "parallel", "eagle", "heads"]
+Seconds = Callable[[float], float]
+"""Time of a forward of the target by its number of tokens."""
+
+SHARES = {"answers": 0.25, "measure": 0.14, "tune": 0.05, "confirm": 0.05, "certify": 0.05}
+"""Shares of the budget; the rest is for training."""
+RACE = 0.55
+"""Share of the training time in which candidates compete; the rest trains the best ones."""
+RUNGS = 2
+"""Rounds of successive halving."""
+MIN_ANSWERS, MIN_STEPS = 20, 32
+"""Minimum number of answers to train on, and of training steps."""
+MIN_BATCHES = 4
+"""Minimum number of batches to measure a method with."""
+EVALUATION_OVERHEAD = 1.5
+"""Time of an evaluation relative to the tokens that it decodes: prefill, repeated rows, profiles."""
+OPTIMISTIC_ACCEPTANCE: dict[Kind, tuple[float, ...]] = {
+    "drafter": (0.95, 0.95, 0.95, 0.95, 0.95),
+    "parallel": (0.95, 0.9, 0.85, 0.8),
+    "eagle": (0.95, 0.92, 0.89, 0.86, 0.83),
+    "heads": (0.9, 0.75, 0.6),
+}
+"""Optimistic acceptance rates by depth."""
+EXPECTED_ACCEPTANCE = 0.65
+"""Acceptance rate after little training, for which draft lengths are chosen before they are tuned."""
+_WORTH = 1.02  # minimum optimistic speedup of a candidate that is trained
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter, or heads, that can be trained."""
+
+    name: str
+    kind: Kind
+    layers: tuple[int, ...]
+    """Layers of the target from which a drafter is initialised."""
+    cost: float
+    """Cost of a draft token in one-token forwards of the target; of a parallel draft, the cost of all its tokens."""
+
+    @property
+    def slug(self) -> str:
+        """Name for files."""
+        return f"{self.kind}-{len(self.layers)}" if self.layers else self.kind
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes that decide the cost of a model."""
+
+    layers: int
+    layer_parameters: float
+    hidden: int
+    vocabulary: int
+
+    @property
+    def parameters(self) -> float:
+        """Number of parameters that a forward reads."""
+        return self.layers * self.layer_parameters + self.vocabulary * self.hidden
+
+
+def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bool) -> list[Candidate]:
+    """List what could be trained: drafters cut from the target's ends, a parallel one, EAGLE-3, Medusa heads."""
+    last, head = shape.layers - 1, min(draft_vocabulary, shape.vocabulary) * shape.hidden
+    found = []
+    for layers in ((0, last), (0, 1, last - 1, last)):
+        if len(layers) * 2 <= shape.layers:
+            cost = (len(layers) * shape.layer_parameters + head) / shape.parameters
+            found.append(Candidate(f"{len(layers)}-layer drafter", "drafter", layers, cost))
+    if found:
+        found.append(Candidate(f"{found[-1].name}, parallel (PARD)", "parallel", found[-1].layers, found[-1].cost))
+    if supports_eagle:  # its layer reads twice the width, and projects the target's hidden states
+        cost = (1.3 * shape.layer_parameters + head) / shape.parameters
+        found.append(Candidate("EAGLE-3", "eagle", (), cost))
+    blocks = 3 * (2 * shape.hidden**2 + head)
+    return [*found, Candidate("Medusa heads", "heads", (), blocks / shape.parameters)]
+
+
+def best_draft(candidate: Candidate, seconds: Seconds, acceptance: Sequence[float] | None = None) -> tuple[int, float]:
+    """Return the draft length with the largest speedup, and that speedup, by default for optimistic acceptance."""
+    rates = OPTIMISTIC_ACCEPTANCE[candidate.kind] if acceptance is None else acceptance
+    speedups = {}
+    for length, accepted in enumerate(accumulate(accumulate(rates, mul)), 1):
+        drafting = candidate.cost * (1 if candidate.kind in ("heads", "parallel") else length)
+        speedups[length] = (1 + accepted) / (seconds(length + 1) / seconds(1) + drafting)
+    best = max(speedups, key=lambda length: speedups[length])
+    return best, speedups[best]
+
+
+def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) -> tuple[bool, str]:
+    """Return whether a candidate could beat autoregressive decoding at a batch size, and why."""
+
+    def best_at(size: int) -> float:
+        return best_draft(candidate, lambda tokens: seconds(size * tokens))[1]
+
+    reason = f"{candidate.name}: at most {best_at(batch):.2f}x"
+    if best_at(batch) >= _WORTH:
+        return True, reason
+    halves = (batch >> times for times in range(1, batch.bit_length()))
+    smaller = next((size for size in halves if best_at(size) >= _WORTH), None)
+    hint = f"; with batch {smaller} up to {best_at(smaller):.2f}x" if smaller else ""
+    return False, f"{reason}: not trained, autoregressive decoding is as fast{hint}"
+
+
+def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
+    """Return the candidates whose minimum training fits into a time, and why others are left out, the slowest first."""
+    known = sorted(step_seconds, key=lambda name: step_seconds[name])
+    while known and MIN_STEPS * (RUNGS * sum(map(step_seconds.__getitem__, known)) + step_seconds[known[-1]]) > seconds:
+        known.pop()
+    left = [f"{name} {MIN_STEPS * step_seconds[name]:.0f} s" for name in step_seconds if name not in known]
+    reason = f"{seconds:.0f} s are left for training, {MIN_STEPS} steps take too long: {', '.join(left)}"
+    return known, reason if left else ""
+
+
+def count_rows(rows: Sequence[int], rungs: int, workloads: int) -> int:
+    """Count the rows, with baselines, of all evaluations of a race and its end; the slowest candidates survive.
+
+    Args:
+        rows: number of rows of each candidate.
+    """
+    largest = sorted((each + 1 for each in rows), reverse=True)
+    left, total = len(largest), 0
+    for rung in range(rungs + 1):
+        total += sum(largest[:left])
+        left = min(left, max(-(-left // 2), workloads) if rung < rungs - 1 else workloads)
+    return total
+
+
+def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) -> int:
+    """Return the number of batches with which so many rows can be measured in a time."""
+    return min(most, max(MIN_BATCHES, int(seconds / (EVALUATION_OVERHEAD * rows * batch_seconds))))
