@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.conversations import Conversation, CorpusReport, Turn, write_conversations
+from draftsmith.data.conversations import Conversation, Turn, write_conversations
 from draftsmith.data.sources.reading import open_dialogues, read_conversations
 
 
@@ -31,15 +31,6 @@ def test_a_row_is_called_by_its_number_in_every_form_and_shard(tmp_path: Path) -
     assert [(chat.id, len(chat.turns)) for chat in chats] == [("a-3", 2), ("a-5", 1), ("b-9", 2), ("b-11", 1)]
     summaries = _jsonl(tmp_path / "c.jsonl", *[{"article": "a", "highlights": "b"}] * 3)
     assert [dialogue.id for dialogue in open_dialogues("cnn-dailymail", path=summaries)] == ["c-1", "c-2", "c-3"]
-
-
-def test_limit_counts_conversations_not_rows(tmp_path: Path) -> None:
-    rows = [_roles(("user", "a")), *[{"prompt": str(i), "response": "x"} for i in range(5)]]
-    report = CorpusReport()
-    found = list(read_conversations(_jsonl(tmp_path / "a.jsonl", *rows), limit=2, report=report))
-    assert [c.turns[0].text for c in found] == ["0", "1"]
-    assert (report.rows, report.kept) == (3, 2)
-    assert list(read_conversations(str(tmp_path / "a.jsonl"), limit=0)) == []
 
 
 def test_written_conversations_read_back_equal(tmp_path: Path) -> None:

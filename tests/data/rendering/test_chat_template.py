@@ -112,11 +112,8 @@ def test_white_space_is_stripped_where_the_template_strips_it(tokenizer: Any) ->
             "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}",
             "1,000,000",
         ),
-        ("{% for i in range(10**9) %}{% endfor %}", "100000"),
-        ("{{ 'x' * 2000000 }}", "2,000,000.* 1,048,576"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{% for %}", "Expected an expression"),
-        ("{{ messages[0].content.no.such }}", "no"),
     ],
 )
 def test_a_template_is_a_program_and_has_limits(template: str, named: str) -> None:

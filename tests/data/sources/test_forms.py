@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
+import draftsmith
 import pytest
-from draftsmith.data.conversations import Dialogue
+from draftsmith.data.conversations import CorpusReport, Dialogue
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.forms import read_dialogue
+from draftsmith.data.sources.reading import read_conversations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,3 +99,22 @@ def test_no_row_makes_it_fail_otherwise_than_by_an_error_with_a_place(value: Any
     else:
         assert all(len(pair) == 2 for pair in dialogue.messages)
         assert isinstance(dialogue.id, str)
+
+
+README = Path(draftsmith.__path__[0]) / "data" / "README.md"
+LINES = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+TABLE = [line for line in LINES if line[1].startswith(('`{"', "`[{", '`"'))]
+
+
+@pytest.mark.parametrize(("form", "written", "turns"), TABLE, ids=[form for form, _, _ in TABLE])
+def test_a_row_of_the_table_is_read_as_it_says(form: str, written: str, turns: str, tmp_path: Path) -> None:
+    source, forms, report = tmp_path / "rows.jsonl", list[str](), CorpusReport()
+    rows = [span for span in re.findall(r"`(.+?)`", written) if span[0] in '{["']
+    source.write_text("".join(json.dumps(json.loads(row)) + "\n" for row in rows))
+    options = {"tools": True, "questions": True, "report": report, "on_form": forms.append}
+    (conversation,) = read_conversations(str(source), **options)
+    expected = [span.replace("\\n", "\n").partition(" ") for span in re.findall(r"`(.+?)`", turns)]
+    assert [(turn.role, turn.text) for turn in conversation.turns] == [(role, text) for role, _, text in expected]
+    assert forms == [form]
+    assert set(report.unused_columns) <= {"rejected"}
+    assert (report.rows, report.kept, report.exchanges) == (1, 1, report.exchanges_kept)

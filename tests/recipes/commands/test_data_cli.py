@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from draftsmith.data.blocks.prepared import PreparedData
+from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.prompts import load_prompts
-from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.assemble.data import prepare_data
+from draftsmith.data.rendering.render import render
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from draftsmith.recipes.assemble.data import colour, is_held_out, prepare_data
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.schema.data import DataSection
 from typer.testing import CliRunner, Result
@@ -136,14 +141,12 @@ UNUSABLE: dict[str, tuple[list[Any], dict[str, Any], tuple[str, ...]]] = {
     "neighbours": ([{"turns": ["b"], "messages": [{"role": "user", "content": "b"}] * 2
                      + [{"role": "assistant", "content": "c"}]}], {},
                    ("1 roles do not alternate", "non_alternating: merge", "turns (1 rows)")),
-    "short": ([PAIR], {"min_characters": 99}, ("1 too few characters", "min_characters: 0")),
-    "images": ([{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}], {}, ("1 content is not text",)),
     "blank": ([{"prompt": "b", "response": " "}], {}, ("1 no whole exchange", "columns")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-@pytest.mark.parametrize("command", ["prepare", "lint", "count"])
+@pytest.mark.parametrize("command", ["prepare", "count"])
 def test_nothing_to_train_on_says_why_and_what_can_be_done(
     name: str, command: str, run: Run, drafter_recipe: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -156,7 +159,7 @@ def test_nothing_to_train_on_says_why_and_what_can_be_done(
         )
         failed = run("train", str(table), *data)
     else:
-        failed = run("prepare", str(drafter_recipe), *data, *["--lint"][: command == "lint"])
+        failed = run("prepare", str(drafter_recipe), *data)
     assert isinstance(failed.exception, ValueError)
     for needle in ("mine.jsonl", *needles):
         assert needle in str(failed.exception)
@@ -209,3 +212,34 @@ def test_columns_are_named_by_the_user_and_those_not_used_by_us(
         assert all(needle in str(failed.exception) for needle in needles)
     unknown = run("prepare", *options, "data.columns={passage: contxt}")
     assert all(needle in str(unknown.exception) for needle in ("columns", "'contxt'", "'context'"))
+
+
+def share_of(ids: list[str]) -> float:
+    chosen = DataSection(source="any", heldout_share=0.2)
+    return sum(is_held_out(chosen, Conversation(name, ())) for name in ids) / len(ids)
+
+
+def test_rows_are_held_out_one_by_one_and_parts_of_one_conversation_together() -> None:
+    # 1000 independent rows at 0.2: outside [0.15, 0.25] with a probability under 1e-4.
+    assert 0.15 < share_of([f"alpaca_data-{number}" for number in range(1000)]) < 0.25
+    assert 0.15 < share_of([f"identity_{number}" for number in range(1000)]) < 0.25
+    for whole in ("QWJhYvA", "abcdefg", "0123456"):
+        assert share_of([f"{whole}_{part}" for part in range(50)]) in (0.0, 1.0)
+
+
+def test_what_is_trained_stands_between_marks_and_is_coloured_and_what_is_special_is_dim() -> None:
+    tokenizer = train_bpe(["The user asks and the assistant answers."], 280, ("<|im_start|>", "<|im_end|>"))
+    turns = [Turn("user", "\x1b[31mred\r\n"), Turn("assistant", "the 你好 " * 200)]
+    document = render(Conversation("long", tuple(turns)), get_template("chatml"), tokenizer)
+    whole = tokenizer.decode(document.ids).replace("\x1b", "␛").replace("\r", "␍")
+    trained = "the 你好 " * 200 + "<|im_end|>"
+    marked = whole.replace(trained, f"⟦{trained}⟧")
+    text = colour(document, tokenizer)
+    assert text.plain == marked != whole
+    green = [text.plain[span.start : span.end] for span in text.spans if "green" in span.style]
+    assert "".join(green) == f"⟦{trained}⟧"
+    dim = [text.plain[span.start : span.end] for span in text.spans if "dim" in span.style]
+    assert dim == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>⟧"]
+    (start, end), strange = document.spans[0], [-1, 10**6]
+    odd = replace(document, ids=np.insert(document.ids, 3, strange), spans=[(start + 2, end + 2)])
+    assert colour(odd, tokenizer).plain == marked

@@ -149,19 +149,6 @@ def test_a_share_of_the_questions_is_answered_by_chance(values: dict[str, Any]) 
     assert 0 < hot < len(told)
 
 
-def test_system_text_and_cuts(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    report = run(values, on_length="drop", system="be brief")
-    written = rows(values["out"]).values()
-    assert report.written == len(written) > 0
-    assert all(row["messages"][0] == {"role": "system", "content": "be brief"} for row in written)
-    assert {finish for row in written for finish in row["finish"]} == {"stop"}
-    assert report.failed == len(errors(values)) > 0
-    assert "answer 1: it reached the token limit" in {row["error"] for row in errors(values)}
-    shown = capsys.readouterr().err
-    assert "of them end early" in shown
-    assert f"error: {report.failed} conversations failed" in shown
-
-
 @pytest.mark.parametrize(
     ("changes", "needles"),
     [
