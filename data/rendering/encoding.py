@@ -1,7 +1,7 @@
-"""Text pieces to ids such that pieces joined as ids say what the same pieces joined as text say.
+"""Encoding of pieces of text, such that their joined ids are those of the joined text.
 
-Some sentencepiece models put a space ("▁") before a text, depending on what stands before it (transformers' `legacy`
-and `add_prefix_space`), so every piece is encoded with that (`After`). Letters: T tokens.
+Some sentencepiece models add a space ("▁") before a text, depending on what precedes it (transformers' `legacy` and
+`add_prefix_space`), so every piece is encoded with what precedes it (`After`). Letters: T tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROBES = (
 
 
 class After(Enum):
-    """What stands before a piece of text."""
+    """What precedes a piece of text."""
 
     NOTHING = "nothing"  # the document begins with it
     SPECIAL = "special"  # a special token
@@ -37,14 +37,14 @@ class After(Enum):
 
 
 def special_strings(tokenizer: Any) -> list[str]:
-    """The texts of all special tokens."""
+    """Return the texts of all special tokens."""
     return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 class PieceEncoder:
-    """Encodes pieces as plain text (special-token strings in them stay text) and knows the special ids.
+    """Encoder of pieces as plain text, in which special-token strings stay text.
 
-    With `own` it works on a copy of the tokenizer, so that another thread may use the original meanwhile.
+    With `own` it uses a copy of the tokenizer, so that another thread may use the original.
     """
 
     def __init__(self, tokenizer: Any, *, own: bool = False) -> None:
@@ -66,8 +66,7 @@ class PieceEncoder:
         self.bos: list[int] = [bos] if adds_bos else []
 
     def encode(self, texts: Sequence[str], after: Sequence[After]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of every piece by what stands before it, end to end, int32 [T], and where each begins, int64
-        [pieces + 1]."""
+        """Return the ids of all pieces int32 [T], and where each begins, int64 [pieces + 1]."""
         encoded = self._raw([self._prepared(*piece) for piece in zip(texts, after, strict=True)])
         if self._adds_space:
             for number, before in enumerate(after):
@@ -77,12 +76,11 @@ class PieceEncoder:
         return np.concatenate([_NOTHING, *encoded]), starts
 
     def one(self, text: str, after: After) -> list[int]:
-        """Ids of one piece; [] for ""."""
+        """Return the ids of one piece; [] for ""."""
         return list(self.encode([text], [after])[0].tolist()) if text else []
 
     def template(self, text: str, before: str = "") -> list[int]:
-        """Ids of a template's own text, in which special tokens are special, as the tokenizer writes it behind the
-        special token `before` (""; a document begins with it)."""
+        """Return the ids of a template's text, with special tokens, after the special token `before` (if not "")."""
         if not text:
             return []
         ids = list(self.tokenizer(before + text, add_special_tokens=False, split_special_tokens=False).input_ids)
@@ -92,7 +90,7 @@ class PieceEncoder:
         return ids[1:]
 
     def _raw(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids int32 of each text by itself, as at the start of a document, without special tokens."""
+        """Return the ids int32 of each text as at the start of a document, without special tokens."""
         if not texts:
             return []
         if self._pieces is not None and len(texts) > 1:
@@ -100,7 +98,7 @@ class PieceEncoder:
         if self._backend is None:
             encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
             return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-        # straight to the backend nothing is made that nobody reads; transformers sets these on its own calls too
+        # the backend skips what transformers adds to its results; transformers sets these on its calls, too
         if not self._backend.encode_special_tokens:
             self._backend.encode_special_tokens = True
         if self._backend.truncation is not None:
@@ -111,8 +109,7 @@ class PieceEncoder:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _sentencepiece(self) -> Callable[[list[str]], list[np.ndarray]] | None:
-        """Sentencepiece's own encoder, which gives arrays where `tokenizers` makes a Python number of every id; None
-        where its ids are not the tokenizer's."""
+        """Return an encoder by sentencepiece, which is faster; None if its ids differ from the tokenizer's."""
         file = getattr(self.tokenizer, "sentencepiece_file", None)
         if file is None or self._backend is None:
             return None
@@ -143,7 +140,7 @@ class PieceEncoder:
         return text
 
     def _bare(self, after: After) -> bool:
-        """Whether the piece gets no space that is not its own."""
+        """Return whether no space is added before the piece."""
         return after is After.TEXT or (after is After.SPECIAL and not self._adds_space_after_special)
 
     def _without_sentinel(self, ids: np.ndarray, text: str) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Conversations as token ids, with the stretches of them that are trained on.
+"""Rendering of conversations to token ids, with the spans that are trained on.
 
-Ids are built turn by turn and never found again in a re-tokenised string, so a label cannot slip. What people write is
-encoded as plain text: a message that contains "</s>" or "<|im_end|>" never becomes a special token. Letters: T tokens.
+Ids are built turn by turn and not searched in a re-tokenised string, so that labels are exact. Messages are encoded as
+plain text: "</s>" or "<|im_end|>" in a message never becomes a special token. Letters: T tokens.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could j
 
 @dataclass(slots=True)
 class Rendered:
-    """One document: `ids` int32 [T], and the `spans` [start, end) of the assistant's words with their end of turn.
+    """Document with `ids` int32 [T], and `spans` [start, end) of the answers with their end of turn.
 
-    It holds the exchanges of `conversation` from number `first` on. Of one exchange that is too long, `question_cut`
-    is how many tokens the question lost at its beginning, `answer_cut` how many the answer lost at its end.
+    It contains the exchanges of `conversation` from number `first`. Of one exchange that is too long, the question lost
+    `question_cut` tokens at its beginning, and the answer `answer_cut` tokens at its end.
     """
 
     ids: np.ndarray
@@ -46,7 +46,7 @@ class Rendered:
     answer_cut: int = 0
 
     def trainable(self) -> np.ndarray:
-        """Flags bool [T], True inside the spans."""
+        """Return flags bool [T], True inside the spans."""
         flags = np.zeros(len(self.ids), dtype=bool)
         for start, end in self.spans:
             flags[start:end] = True
@@ -55,8 +55,10 @@ class Rendered:
 
 @dataclass(slots=True)
 class RenderReport:
-    """What became of conversations and exchanges: `conversations == rendered + left_out`; the exchanges trained on are
-    `exchanges - no_room - context_only`, all of their answer but in `answers_cut` of them."""
+    """Counts of conversations and exchanges.
+
+    `conversations == rendered + left_out`, and `exchanges - no_room - context_only` exchanges are trained on.
+    """
 
     conversations: int = 0
     rendered: int = 0
@@ -73,25 +75,25 @@ class RenderReport:
 
 
 def render(conversation: Conversation, template: Template, tokenizer: Any) -> Rendered:
-    """Ids and spans of a whole conversation, however long; see `Renderer`."""
+    """Return ids and spans of a whole conversation, of any length."""
     return next(Renderer(template, tokenizer, None)([conversation]))
 
 
 def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Turn]], list[int]]:
-    """Gives the ids [T] to generate the next answer from: exactly those `render` gives before that answer's first."""
+    """Return a function from turns to the ids [T] that `render` puts before the next answer."""
     layout = Layout(template, PieceEncoder(tokenizer))
     return lambda turns: layout.prompt(tuple(turns))
 
 
 class Renderer:
-    """Renders conversations; threads tokenise the next ones while these are put together.
+    """Renderer of conversations, which tokenises ahead in threads.
 
-    A conversation over `max_tokens` becomes several documents, split between exchanges, each with the system text at
-    its start. Of an exchange too long by itself the question loses its beginning, down to half of the room where the
-    answer needs the rest, then the answer its end. With `max_tokens` None nothing is split. With `last_turn_only` a
-    conversation's last answer alone is trained on.
+    A conversation over `max_tokens` is split between exchanges, and each document begins with the system text. Of a
+    longer exchange the question loses its beginning, down to half of the room if the answer needs the rest, then the
+    answer its end. With `last_turn_only` only the last answer of a conversation is trained on.
 
-    Raises ValueError: turns that are not [system], user, assistant, …; a special token that the tokenizer lacks.
+    Raises:
+        ValueError: Turns are not [system], user, assistant, …, or the tokenizer lacks a special token.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Renderer:
         self._last_turn_only = last_turn_only
 
     def __call__(self, conversations: Iterable[Conversation], report: RenderReport | None = None) -> Iterator[Rendered]:
-        """The documents of conversations, in their order; `report` is filled on the way."""
+        """Yield the documents of conversations in order, and fill the report."""
         report = report if report is not None else RenderReport()
         encode = self._layout.encoder.encode
         waiting: deque[tuple[list[_Parts], Future[tuple[np.ndarray, np.ndarray]]]] = deque()
@@ -120,7 +122,7 @@ class Renderer:
     def _documents(
         self, batch: list[_Parts], encoded: Future[tuple[np.ndarray, np.ndarray]], report: RenderReport
     ) -> Iterator[Rendered]:
-        """The documents of conversations whose texts have been encoded."""
+        """Yield the documents of encoded conversations."""
         ids, starts = encoded.result()
         bounds = starts.tolist()
         piece = 0
@@ -153,7 +155,7 @@ class Renderer:
 
 @dataclass(slots=True)
 class _Parts:
-    """A conversation taken apart."""
+    """Messages of a conversation."""
 
     conversation: Conversation
     system: str | None
@@ -163,8 +165,10 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Lead:
-    """A constant before a message: the ids of its beginning, and the `tail` that is tokenised with the message because
-    the two may share a token; `after` is what stands before the tail."""
+    """Constant before a message: the ids of its beginning, and the `tail`, which may share a token with the message.
+
+    `after` is what precedes the tail.
+    """
 
     ids: np.ndarray  # int32
     tail: str
@@ -172,7 +176,7 @@ class _Lead:
 
 
 class Layout:
-    """A template with its constants as ids of one tokenizer."""
+    """Template with its constants as ids of a tokenizer."""
 
     def __init__(self, template: Template, encoder: PieceEncoder) -> None:
         template = filled(template, encoder.tokenizer)
@@ -193,7 +197,7 @@ class Layout:
         self.next = self._next(closing[0])
 
     def pieces(self, batch: Sequence[_Parts]) -> tuple[list[str], list[After]]:
-        """All texts of conversations, in order: question, answer, question …, and what stands before each."""
+        """Return all texts of conversations in order, and what precedes each."""
         texts: list[str] = []
         after: list[After] = []
         for parts in batch:
@@ -211,7 +215,7 @@ class Layout:
         return texts, after
 
     def parts(self, conversation: Conversation, *, ends_with: str) -> _Parts:
-        """Take a conversation apart."""
+        """Return the messages of a conversation."""
         turns = conversation.turns
         roles = [turn.role for turn in turns]
         if roles == ["assistant"] == [ends_with] and self.template.name == "plain":
@@ -230,7 +234,7 @@ class Layout:
         return _Parts(conversation, system, questions, answers)
 
     def prompt(self, turns: tuple[Turn, ...]) -> list[int]:
-        """Ids before the next answer."""
+        """Return the ids before the next answer."""
         parts = self.parts(Conversation("prompt", turns), ends_with="user")
         ids, starts = self.encoder.encode(*self.pieces([parts]))
         encoded = iter([ids[starts[i] : starts[i + 1]] for i in range(len(starts) - 1)])
@@ -242,7 +246,7 @@ class Layout:
         return list(np.concatenate(pieces).tolist())
 
     def first_lead(self, parts: _Parts) -> _Lead:
-        """What stands before the first question, tools and system text included."""
+        """Return what precedes the first question, with tools and system text."""
         return self._leads(parts.system, parts.conversation.tools)
 
     def _first_lead(self, system: str | None, tools: str) -> _Lead:
@@ -260,27 +264,26 @@ class Layout:
         return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
 
     def lead_tokens(self, parts: _Parts) -> int:
-        """How many ids of a document's first question are the template's."""
+        """Return how many ids of a document's first question are those of the template."""
         lead = self.first_lead(parts)
         return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
 
     def first_ids(self, parts: _Parts, number: int, question_ids: np.ndarray) -> np.ndarray:
-        """Ids of a question that begins a document after a split."""
+        """Return the ids of a question that begins a document after a split."""
         lead = self.first_lead(parts)
         if (lead.tail, lead.after) == (self.next.tail, self.next.after):
             return question_ids
         return self.encoder.encode([lead.tail + parts.questions[number] + self.behind_question], [lead.after])[0]
 
     def _head(self, text: str) -> tuple[str, str]:
-        """A constant behind a message: the text that is tokenised with the message, and the rest from its first
-        special token on (or the space that it leaves to the next message)."""
+        """Split a constant after a message at its first special token, or before the space at its end."""
         found = self._special.search(text)
         if found is not None:
             return text[: found.start()], text[found.start() :]
         return (text[:-1], " ") if text.endswith(" ") else (text, "")
 
     def _constant(self, rest: str) -> _Lead:
-        """What stands between a question and its answer: no token is shared with the answer, which is generated."""
+        """Return the constant between question and answer, which shares no token with the generated answer."""
         if rest in ("", " "):
             return _Lead(_NO_IDS, "", After.SPACE if rest else After.TEXT)
         space = rest.endswith(" ")
@@ -290,14 +293,14 @@ class Layout:
         return _Lead(_array(self.encoder.template(rest)), "", after)
 
     def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
-        """A constant before a message, behind `after` (the special token `before`, where there is one)."""
+        """Return a constant before a message, which follows `after` (the special token `before`, if there is one)."""
         ends = [found.end() for found in self._special.finditer(text)]
         if not ends:
             return _Lead(_NO_IDS, text, after)
         return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
 
     def _split_long(self, lead: _Lead) -> _Lead:
-        """A lead with a shorter tail: its beginning is tokenised once for all questions, where that changes nothing."""
+        """Shorten the tail of a lead, to tokenise its beginning once for all questions, if this changes no ids."""
         for found in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
             head, tail = lead.tail[: found.start()], lead.tail[found.end() :]
             ids = self.encoder.one(head, lead.after)
@@ -307,7 +310,7 @@ class Layout:
         return lead
 
     def _next(self, closing: str) -> _Lead:
-        """The lead of later questions, which follows `after`."""
+        """Return the lead of later questions, which follows `after`."""
         after = self.template.after
         lead = self.lead(after + self.template.next, After.SPECIAL, closing)
         if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):
@@ -326,7 +329,7 @@ def _array(ids: list[int]) -> np.ndarray:
 
 
 def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[list[_Parts]]:
-    """Conversations taken apart, about a megabyte of text at a time."""
+    """Yield the messages of conversations in batches of `_BATCH_CHARACTERS`."""
     batch: list[_Parts] = []
     characters = 0
     for conversation in conversations:
@@ -341,7 +344,7 @@ def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[
 
 
 class _Document:
-    """A document under construction."""
+    """Document under construction."""
 
     def __init__(self, layout: Layout, parts: _Parts, first: int) -> None:
         self.layout, self.parts = layout, parts
@@ -350,7 +353,7 @@ class _Document:
         self.length = len(self.pieces[0]) + len(self.pieces[1])
 
     def add(self, lead: np.ndarray, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add a whole exchange; False, and nothing done, where it does not fit."""
+        """Add a whole exchange, if it fits; return whether it does."""
         layout = self.layout
         start = self.length + len(lead) + len(question) + len(layout.answer.ids)
         end = start + len(answer) + len(layout.end)
@@ -362,7 +365,7 @@ class _Document:
         return True
 
     def add_cut(self, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add as much of an exchange as fits into an empty document; False where nothing does."""
+        """Add as much of an exchange as fits into an empty document; return False if nothing does."""
         layout = self.layout
         lead = layout.lead_tokens(self.parts)
         space = limit - self.length - len(layout.answer.ids) - len(layout.end)
@@ -388,7 +391,7 @@ class _Document:
 
 
 def _split(layout: Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
-    """One document, or several of at most `max_tokens`; one without spans has no room for its exchange."""
+    """Yield documents of at most `max_tokens`; one without spans has no room for its exchange."""
     limit = max_tokens if max_tokens is not None else 1 << 62
     document: _Document | None = None
     for number, (question, answer) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
@@ -408,7 +411,7 @@ def _split(layout: Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: i
 
 
 def _bare_text(layout: Layout, parts: _Parts, text: np.ndarray, max_tokens: int | None) -> Iterator[Rendered]:
-    """Text in documents of at most `max_tokens`: what a block cannot hold goes into the next."""
+    """Yield a text in documents of at most `max_tokens`."""
     opening = np.concatenate([layout.bos, layout.start.ids])
     ids = np.concatenate([text, layout.end])
     size = len(ids) if max_tokens is None else max(1, max_tokens - len(opening))

@@ -25,13 +25,13 @@ _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xT
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The constant texts around messages; get one by name from `get_template`.
+    """Constant texts around messages; get one by name from `get_template`.
 
-    A conversation reads `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …; with a
-    system text of its own `system[0]`, system text, `system[1]` replace `start`, and where `system` is
-    None that text goes before the first question, with a blank line. A text that ends in a space leaves that space to
-    the tokens of the message behind it. `{bos}` and `{eos}` are the tokenizer's own; a beginning of sequence that the
-    tokenizer adds by itself comes first, unless `writes_bos`. `special_tokens` must be special tokens of the tokenizer.
+    A conversation is `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …; for one with a
+    system text `system[0]`, system text, `system[1]` replace `start`, or, if `system` is None, the text and a blank
+    line precede the first question. A text that ends in a space leaves it to the tokens of the next message. `{bos}`
+    and `{eos}` are the tokenizer's; a beginning of sequence that the tokenizer adds comes first, unless `writes_bos`.
+    `special_tokens` must be special tokens of the tokenizer.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Template:
     middle: str
     end: str  # trained on, with the answer
     after: str = ""
-    strips: tuple[bool, bool] = (False, False)  # questions, answers: white space around them is taken off
+    strips: tuple[bool, bool] = (False, False)  # questions, answers: remove the white space around them
     writes_bos: bool = False
     special_tokens: tuple[str, ...] = ()
 
     def messages(self, turns: Sequence[Turn]) -> tuple[str | None, list[str], list[str]]:
-        """System text, questions and answers of turns [system], user, assistant, …, as they are written."""
+        """Return system text, questions and answers of turns [system], user, assistant, …, stripped as configured."""
         system = turns[0].text if turns and turns[0].role == "system" else None
         texts = [turn.text for turn in (turns if system is None else turns[1:])]
         questions, answers = texts[::2], texts[1::2]
@@ -123,9 +123,11 @@ CHATML_JINJA = (
 
 
 def get_template(name: str, tokenizer: Any = None) -> Template:
-    """The template of that name; `tokenizer` is asked for its own where the name is "tokenizer". Raises ValueError: no
-    such template (the message gives the nearest name and all of them); a tokenizer without a chat template, or with one
-    whose turns cannot be told apart."""
+    """Return the template of a name; "tokenizer" is the tokenizer's own.
+
+    Raises:
+        ValueError: There is no such template, or the tokenizer's own cannot be used.
+    """
     if name == OWN:
         return own_template(tokenizer)
     if name not in TEMPLATES:
@@ -135,7 +137,7 @@ def get_template(name: str, tokenizer: Any = None) -> Template:
 
 
 def filled(template: Template, tokenizer: Any) -> Template:
-    """The template with the tokenizer's own tokens for {eos} and {bos}. Raises ValueError: it lacks a special token."""
+    """Replace {eos} and {bos} by the tokenizer's tokens. Raises ValueError: it lacks a special token."""
     known = special_strings(tokenizer)
     if lacking := [text for text in template.special_tokens if text not in known]:
         raise ValueError(f"template {template.name} needs special tokens that this tokenizer lacks: {lacking}")
@@ -154,9 +156,12 @@ def filled(template: Template, tokenizer: Any) -> Template:
 
 
 def own_template(tokenizer: Any) -> Template:
-    """The chat template that `tokenizer` brings, for any number of exchanges. Raises ValueError: it has none, or one
-    that cannot be rendered, rewrites earlier turns, writes something before an answer that the prompt lacks, or ends an
-    answer without a special token."""
+    """Convert the chat template of a tokenizer.
+
+    Raises:
+        ValueError: There is none, or it cannot be rendered, rewrites earlier turns, writes something before an answer
+            that the prompt lacks, or ends an answer without a special token.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this one has none")
     if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(tokenizer.chat_template):
@@ -190,9 +195,12 @@ def own_template(tokenizer: Any) -> Template:
 
 
 def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
-    """A tokenizer's own template for conversations with these tools (JSON of a list), which it shows before the first
-    question. Raises ValueError: another template; one that shows no tools, or in another way in each exchange, or calls
-    in another form than `<tool_call>`, `<tool_response>`."""
+    """Return a tokenizer's own template for conversations with tools (JSON of a list).
+
+    Raises:
+        ValueError: It is another template, does not show the tools before the first question, or writes calls in
+            another form than `<tool_call>`, `<tool_response>`.
+    """
     given = json.loads(tools)
     if template.name != OWN:
         raise ValueError(f"template {template.name} shows no tools; `template: tokenizer` may")
@@ -215,7 +223,7 @@ def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
 
 
 def _check(template: Template, tokenizer: Any, tools: list[Any]) -> None:
-    """Raises ValueError where exchanges do not read as the constant texts have them."""
+    """Raise ValueError if the constant texts do not reproduce three exchanges."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
         rebuilt, whole = _rebuilt(template, system), _render(tokenizer, 3, prompt=False, system=system, tools=tools)
         if rebuilt != whole:
@@ -223,7 +231,7 @@ def _check(template: Template, tokenizer: Any, tools: list[Any]) -> None:
 
 
 def _rebuilt(template: Template, system: str | None) -> str:
-    """Three exchanges as the constant texts have them."""
+    """Return three exchanges by the constant texts."""
     text = template.start if system is None or template.system is None else system.join(template.system)
     for number in range(3):
         text += template.next if number else ""
@@ -251,7 +259,7 @@ def _around(text: str, mark: str) -> tuple[str, str]:
 
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
-    """What closes an answer, up to its first special token, and what follows that."""
+    """Split what follows an answer after its first special token."""
     found = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
     if not found:
         raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, no special token")

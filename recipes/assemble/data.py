@@ -1,4 +1,4 @@
-"""From a recipe's data section to blocks to train on: kept in a cache that knows when it is stale, or streamed."""
+"""Preparation of the data section of a recipe: blocks in a cache, or a stream."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from ..schema.data import DataSection, SourceSection
 from ..session.machine import version_of
 from ..session.terminal import console, counter, log
 
-# What a section says about how it is read, not about what comes of it.
+# fields that do not change prepared blocks
 _WITHOUT_EFFECT = {"cache", "workers", "min_clean_share", "min_trained_share"}
 NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing", "streaming", "window"}
-"""What a section says that changes no conversation."""
+"""Fields that do not change the conversations."""
 _STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
 _BEGIN, _END = "⟦⟧"  # around what is trained, for where there is no colour
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Blocks to train on, blocks and conversations held out, and what became of the source's rows."""
+    """Blocks to train on, held-out blocks and conversations, and the report on the rows."""
 
     train: PreparedData | StreamedData
     heldout: PreparedData
@@ -53,7 +53,7 @@ class Prepared:
     report: dict[str, Any]
 
     def summary(self) -> dict[str, Any]:
-        """For an artifact's manifest: where the data came from, and how much of it there is."""
+        """Return source and counts of the data for the manifest of an artifact."""
         manifest = self.train.manifest
         if isinstance(self.train, StreamedData):
             return {"source": manifest, "streamed": True}
@@ -158,8 +158,7 @@ def colour(document: Rendered, tokenizer: Any) -> Text:
 
 
 def _with_heldout(section: DataSection) -> DataSection:
-    """The section itself where its share holds a conversation out; else with the least share that does, if there are
-    two. It reads until it finds one."""
+    """Return the section, with the smallest share that holds out a conversation if its own holds out none of two."""
     if section.heldout_source is not None or not section.heldout_share:
         return section
     least, most = 1.0, 0.0
@@ -217,7 +216,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
 def _checked_heldout(
     section: DataSection, heldout: list[Conversation], reports: list[CorpusReport]
 ) -> list[Conversation]:
-    """The conversations to evaluate on: those of a source of their own, or those that were taken out."""
+    """Return the conversations to evaluate on, of `heldout_source` or of the source."""
     if section.heldout_source is not None:
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit, columns=section.columns)
         heldout = list(_read_part(section, part, report := CorpusReport()))
@@ -233,7 +232,7 @@ def _checked_heldout(
 
 
 def all_reports(parts: Sequence[SourceSection], reports: Sequence[CorpusReport]) -> dict[str, Any]:
-    """What became of the rows of all corpora together, and of each."""
+    """Return the counts of all corpora, and of each."""
     total = CorpusReport()
     for corpus in reports:
         total.merge(corpus)
@@ -251,9 +250,11 @@ def training_conversations(
     seed: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Conversation]:
-    """The conversations to train on, always the same in the same order (`seed` orders a mixture): cleaned, and without
-    those held out, which `hold` gets. `reports`, one a corpus, are filled; `log_forms` logs the form of each;
-    `shard` chooses among the rows of each corpus, see `open_dialogues`."""
+    """Yield the clean conversations to train on, always in the same order (`seed` orders a mixture).
+
+    `hold` is called with those held out. `reports`, one for each corpus, are filled; `log_forms` logs the forms of
+    rows; `shard` selects rows of each corpus.
+    """
 
     def open_pass(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
@@ -269,7 +270,7 @@ def training_conversations(
 
 
 def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
-    """Raises ValueError where no row was kept, with the reasons and what can be done about each."""
+    """Raise ValueError if no row was kept, with the reasons and what can be done about each."""
     if not any(report.kept for report in reports):
         parts = zip(section.parts(), reports, strict=True)
         found = "; ".join(f"{part.source}: {report.nothing_kept()}" for part, report in parts)
@@ -277,7 +278,7 @@ def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
 
 
 def _some(section: DataSection, reports: list[CorpusReport], **options: Any) -> Iterator[Conversation]:
-    """`training_conversations`, of which there must be some."""
+    """Yield `training_conversations`; raise ValueError if there are none."""
     yield from training_conversations(section, reports, **options)
     refuse_none(section, reports)
 
@@ -293,7 +294,7 @@ def _read_part(
     on_form: Any = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Conversation]:
-    """The clean conversations of one corpus of a section; see `open_dialogues`."""
+    """Read the clean conversations of one corpus of a section."""
     options = part.model_dump(exclude={"weight"}) | section.model_dump(include={"streaming", "skip_broken"})
     # what may be called, and calls, only where a chat template shows them, and not where that column is not to be read
     options["tools"] = section.template == OWN and part.columns.get("tools", "") is not None
@@ -302,7 +303,7 @@ def _read_part(
 
 
 def is_held_out(section: DataSection, conversation: Conversation) -> bool:
-    """Whether a conversation of a section's corpora is not to train on, by its id alone."""
+    """Return whether a conversation is held out, by its id only."""
     if section.heldout_source is not None:
         return False
     return _draw(conversation) < section.heldout_share
@@ -315,9 +316,8 @@ def _draw(conversation: Conversation) -> float:
 
 
 def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
-    """All that decides what comes of a section, but for the options that are `ignored`: sources with their hashes,
-    options, cleaning, template, tokenizer, and what decides which of its ids a text gets (merges, normalizer …; ""
-    where that cannot be asked)."""
+    """Return what determines the result of a section: hashes of sources, options that are not `ignored`, cleaning,
+    template, tokenizer and the settings of its encoder."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     file = Path(section.cache) / "hashes.json"
     known: dict[str, list[Any]] = {}
@@ -341,7 +341,7 @@ def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> di
 
 
 def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]:
-    """What a source is: its files' hashes where it is local, its name where it is on the hub."""
+    """Return the hashes of the files of a local source, or the name of a hub dataset."""
     path = Path(source).expanduser()
     if path.exists():
         files = data_files(path, None) if path.is_dir() else [path]
@@ -354,7 +354,7 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
 
 
 def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
-    """A file's hash, remembered by size and time of change: a large corpus is not read at every start."""
+    """Return a file's hash, cached by size and time of change."""
     stat, name = path.stat(), str(path.resolve())
     found = known.get(name)
     if found is None or found[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:

@@ -1,11 +1,10 @@
-"""The sections of a recipe that say where data comes from."""
+"""Sections of a recipe that describe data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...checkpoints.storage.redaction import without_secrets
 from ...data.cleaning.cleaner import Cleaning
@@ -14,17 +13,17 @@ from .errors import describe
 
 
 class Section(BaseModel):
-    """Strict: an unknown key or a value of another type is refused."""
+    """Base of sections, which refuse unknown keys and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     def recorded(self, **parts: Any) -> dict[str, Any]:
-        """Its values as files may hold them: plain, without secrets. `parts`: pydantic's `include` and `exclude`."""
+        """Return JSON values without secrets; `parts` are `include` and `exclude` of pydantic."""
         return dict(without_secrets(self.model_dump(mode="json", **parts)))
 
 
 def check_cleaning(options: dict[str, Any]) -> None:
-    """Raises ValueError for an option or value that `Cleaning` does not have, with the nearest that it has."""
+    """Raise ValueError for an unknown option or value of `Cleaning`, with the nearest known one."""
     try:
         Cleaning(**options)
     except ValidationError as error:
@@ -32,85 +31,80 @@ def check_cleaning(options: dict[str, Any]) -> None:
 
 
 class PlaceSection(Section):
-    """Where the rows of a corpus lie."""
+    """Location of the rows of a corpus."""
 
     path: str | None = None
-    """A local copy that stands in for the hub."""
+    """Local copy that replaces the hub."""
     config: str | None = None
-    """Configuration of a hub data set; by default what is known of the corpus, as for the next three."""
+    """Configuration of a hub dataset (default: that of the registry, as for the next three)."""
     split: str | None = None
-    """Split of a hub data set; of a folder, the files with that name."""
+    """Split of a hub dataset, or part of the files of a folder."""
     revision: str | None = None
-    """Revision of a hub data set."""
+    """Revision of a hub dataset."""
     file: str | None = None
-    """One data file inside a hub repository."""
+    """Data file of a hub repository."""
     limit: int | None = Field(None, ge=1)
-    """Read at most this many conversations."""
+    """Maximum number of conversations."""
     columns: dict[str, str | None] = {}
-    """What columns of the source, and of `heldout_source`, are called here, if not by our names (data/README.md):
-    {question: instruction, reply: output}; null: not read."""
+    """Known names (data/README.md) of columns of the source and of `heldout_source`: {question: instruction, reply:
+    output}; null: the column is not read."""
 
     @model_validator(mode="after")
     def _known_columns(self) -> Self:
         check_renames(self.columns)
         return self
 
-    @model_serializer(mode="wrap")
-    def _without_empty(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Without renamed columns a section is what it was before there were any: finished work is known by it."""
-        return {name: value for name, value in dump(self).items() if name != "columns" or value}
-
 
 class SourceSection(PlaceSection):
     """One corpus."""
 
     source: str
-    """A local file or folder (.json, .jsonl, .parquet, .arrow, .txt, packed with gzip or Zstandard too), the name of a
-    known corpus (`draftsmith prepare --list`), or a hub id."""
+    """Local file or folder (.json, .jsonl, .parquet, .arrow, .txt, optionally compressed with gzip or Zstandard), name
+    of a known corpus (`draftsmith prepare --list`), or hub id."""
     weight: float = Field(1.0, gt=0)
-    """How often each row is used in an epoch; 0.25: a quarter of the rows."""
+    """How often each row is used in an epoch; 0.25 uses a quarter of the rows."""
 
 
 class DataSection(PlaceSection):
-    """Where conversations come from and how they become token blocks."""
+    """Source of conversations, and how they become token blocks."""
 
     source: str | None = None
     """A corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file`, `limit` and `columns` are for it."""
     mixture: list[SourceSection] = []
     """Several corpora instead."""
     skip_broken: bool = False
-    """Pass over rows that cannot be read, and count them."""
+    """Skip and count rows that cannot be read."""
     clean: dict[str, Any] = {}
-    """What is cut, dropped and rewritten: the options of `draftsmith.data.cleaning.cleaner.Cleaning`."""
+    """Options of cleaning, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     template: str = "vicuna-v1.1"
-    """Chat template by name; `tokenizer`: its own."""
+    """Name of the chat template; `tokenizer`: the tokenizer's own."""
     last_turn_only: bool = False
-    """Train on the last answer of a conversation alone."""
+    """Train on the last answer of a conversation only."""
     block_tokens: int = Field(2048, ge=8)
     """Length of a training block; longer conversations are split between exchanges."""
     packing: Literal["best-fit", "pad"] = "best-fit"
     """Fill blocks with whole documents, or pad one document each to the longest of a batch."""
     streaming: bool = False
-    """Render while training, and keep nothing on disk: for corpora larger than that."""
+    """Render while training, without prepared data on disk."""
     window: int = Field(2048, ge=1)
-    """Conversations that are packed together and shuffled, when streaming."""
+    """Number of conversations that are packed and shuffled together, when streaming."""
     workers: int = Field(1, ge=0)
-    """Processes that render ahead, when streaming; 0 renders in the training process."""
+    """Number of processes that render ahead, when streaming; 0 renders in the training process."""
     heldout_source: str | None = None
-    """Conversations to evaluate on; without it `heldout_share` of the source is held out."""
+    """Conversations to evaluate on (default: `heldout_share` of the source)."""
     heldout_share: float = Field(0.01, ge=0, lt=1)
-    """Share of the conversations held out, chosen by a hash of their ids; 0 holds none out, for counting a table."""
+    """Share of the conversations held out, by a hash of their ids; 0 is allowed for counting a table."""
     heldout_limit: int = Field(256, ge=1)
-    """Use at most this many held-out conversations."""
+    """Maximum number of held-out conversations."""
     min_clean_share: float = Field(0.98, ge=0, le=1)
-    """`draftsmith prepare --lint` fails where a smaller share of documents is without fault."""
+    """Minimum share of documents without faults for `draftsmith prepare --lint`."""
     min_trained_share: float = Field(0.01, ge=0, le=1)
-    """Refuse data of which a smaller share of tokens is trained on."""
+    """Minimum share of trained tokens."""
     cache: str = "runs/prepared"
-    """Folder that keeps prepared blocks; they are reused when nothing that matters has changed."""
+    """Folder of prepared blocks, which are reused while source, options, template and tokenizer are unchanged."""
 
     def parts(self) -> list[SourceSection]:
-        """The corpora."""
+        """Return the corpora."""
         if self.source is None:
             return self.mixture
         return [SourceSection(source=self.source, **{name: getattr(self, name) for name in PlaceSection.model_fields})]
