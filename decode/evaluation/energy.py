@@ -3,8 +3,8 @@
 Counted is the whole of a device, whoever uses it: a GPU's board with its memory, or a processor's packages and the
 memory behind them where the machine counts that too; never fans, disks and power supplies.
 
-The rules are the three of Yang, Adámek and Armour (arXiv 2312.02741), which `mjsd.txt` follows in appendix B. Sensors
-of GPUs show a mean over a window, a new one every period; the A100's and H100's look at 25 ms of every 100 ms.
+The rules are the three of Yang, Adámek and Armour (arXiv 2312.02741), as in arXiv 2407.09722, appendix B. Sensors of
+GPUs show a mean over a window, a new one every period; the A100's and H100's look at 25 ms of every 100 ms.
 
 1. Long: at least `Timing.seconds`, many periods. Where the sensor does not look all the time, eight pauses of its
    window's length shift the work against it; their energy at idle power is taken off: joules are too high by 4 % at

@@ -201,7 +201,7 @@ def decode_side_by_side(
     sampling: Sampling,
     rng: Rng,
 ) -> DecodedTexts:
-    """Decode all prompts in one batch, and count rejections as `theory.md` does (Yin et al. 2024)."""
+    """Decode all prompts in one batch, and count rejections as arXiv 2411.00841 does."""
     rejections_B = np.zeros(len(prompts))
     texts: list[list[int]] = [[] for _ in prompts]
     tallies = [Tally() for _ in prompts]

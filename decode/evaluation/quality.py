@@ -36,7 +36,7 @@ def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int
 
 
 def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
-    """exp of the mean surprisal of a token, over all texts (`mjsd.txt`, eq. 1), of each text's nats and tokens.
+    """exp of the mean surprisal of a token, over all texts (arXiv 2407.09722, eq. 1), of each text's nats and tokens.
 
     None where there are no tokens, or where a text is impossible; nan where the target gave no numbers.
     """

@@ -60,7 +60,7 @@ class Policy(ABC):
 
 
 class Confidence(Policy):
-    """Stop where the drafter's most likely token falls below a threshold (BiLD's fallback, `mjsd.txt`, table 5, τ₁)."""
+    """Stop where the drafter's most likely token falls below a threshold (BiLD, arXiv 2302.07863)."""
 
     def __init__(self, threshold: float) -> None:
         if not 0 <= threshold <= 1:
@@ -75,8 +75,8 @@ class Confidence(Policy):
 class ExpectedGain(Policy):
     """Go on while one more token raises the expected tokens per unit of time.
 
-    With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (slides,
-    "Choosing γ" and "Oracle Factor"): the next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so far yields a
+    With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (arXiv
+    2211.17192, section 3.5): the next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so far yields a
     forward. c is the drafter's forward, `cost`, and what one token more makes the target's longer, `width`, in forwards
     of the target. Once the drafter has run only the latter is still to be decided, by β, the share accepted in this row
     before, by class of the drafter's confidence. Whether it runs is decided before, by what looking at that level has
@@ -153,9 +153,10 @@ class ExpectedGain(Policy):
 
 
 class Oracle(ExpectedGain):
-    """The same rule with the true acceptance, Σ min(p, q): an upper bound for analysis (slides, "Oracle Factor").
+    """The same rule with the true acceptance, Σ min(p, q): an upper bound for analysis.
 
-    It runs the target beside the drafter to know p, which is not counted among the proposal's forwards.
+    See arXiv 2211.17192, section 3.5. It runs the target with the drafter to know p, which is not
+    counted among the proposal's forwards.
     """
 
     def start(self, context: Context, gamma: int) -> None:

@@ -31,7 +31,7 @@ class _Beam(Proposer):
 
 
 class DraftBeam(_Beam):
-    """The most likely of a beam of draft sequences (`mjsd.txt`, Algorithm 1: beam sample).
+    """The most likely of a beam of draft sequences (arXiv 2407.09722, Algorithm 1: beam sample).
 
     Each level samples its beams without replacement in proportion to the warped joint probability. At temperature 0,
     where Algorithm 1 samples too, this is a beam search over the drafter's unwarped probabilities, without chance, and
@@ -60,8 +60,8 @@ class DraftBeam(_Beam):
 class TargetBeam(_Beam):
     """Beam search over the target itself: `gamma` tokens a step by their joint likelihood, 0: all at once.
 
-    Multi-token joint greedy decoding (`mjsd.txt`, definition 3.1). A beam that has ended keeps its likelihood. It takes
-    γ forwards of the target to propose, and one more that fills the cache: a reference for quality.
+    Multi-token joint greedy decoding (arXiv 2407.09722, definition 3.1). A beam that has ended keeps its likelihood. It
+    takes γ forwards of the target to propose, and one more that fills the cache: a reference for quality.
     """
 
     def __init__(self, gamma: int, beams: int) -> None:

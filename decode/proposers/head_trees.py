@@ -35,7 +35,7 @@ class HeadModule(Protocol):
 class HeadTree(Proposer):
     """A fixed tree, see `tree.parse_tree`: each node holds the candidate of a given rank of its depth's head.
 
-    Source: Medusa, as in `slim.txt`, sections 2 and 4.1. One candidate a level is blockwise parallel decoding. Raises
+    Source: Medusa (arXiv 2401.10774). One candidate a level is blockwise parallel decoding. Raises
     ValueError: a shape that does not parse, or that is deeper than there are heads; at the start of decoding, heads of
     another target or of other states of it.
     """
@@ -73,7 +73,9 @@ class HeadTree(Proposer):
 
 
 class PrunedHeadTree(Proposer):
-    """Of all sequences that the heads' candidates allow, those of the highest posterior (SLiM: `slim.txt`, eq. 2, 3).
+    """Tree of the sequences with the highest posterior among the heads' candidates.
+
+    Source: Lin et al., SLiM, Findings of NAACL 2024, eq. 2 and 3.
 
     The posterior of a sequence is the product of its tokens' head probabilities and of the correlations r of its
     neighbours, the root included. Without a table r is 1.

@@ -30,9 +30,9 @@ class _Level:
 class Lattice:
     """Finds the `wanted` paths of highest score among those of all lengths 1..K, merged into a tree by their prefixes.
 
-    The score of a path is the sum of its edges' (`slim.txt`, eq. 3, in logarithms). At each level the best `wanted`
-    paths into each candidate are kept: a better path's prefix is among the best into its own candidate, so the result
-    is exact. Memory grows with K · C² · wanted, not with C to the power of K. A score of minus infinity is never
+    The score of a path is the sum of its edges' (SLiM, Lin et al. 2024, eq. 3, in logarithms). At each level the best
+    `wanted` paths into each candidate are kept: a better path's prefix is among the best into its own candidate, so the
+    result is exact. Memory grows with K · C² · wanted, not with C to the power of K. A score of minus infinity is never
     wanted.
 
     Kept paths are numbered level by level, after the root, which is 0. Their scores and the paths that they extend lie

@@ -61,7 +61,7 @@ class TableSource(NamedTuple):
 class TableChain(Proposer):
     """A chain of `gamma` tokens from a table of counts.
 
-    The n-gram baselines of the speculative-decoding slides ("Empirical α values"), warped as any drafter is. Raises
+    The n-gram baselines of arXiv 2211.17192 (table 3), warped as any drafter is. Raises
     ValueError: a setting that cannot be; at the start of decoding, a table of another vocabulary.
     """
 

@@ -28,8 +28,8 @@ class Sample(Verifier):
 class GreedyMatch(Verifier):
     """Keep the longest path on which each token is the target's most likely one after its parent.
 
-    Exact at temperature 0 for any proposal: what is kept is what greedy decoding would have written (`slim.txt`, eq. 1;
-    blockwise parallel decoding and Medusa verify the same way).
+    Exact at temperature 0 for any proposal: what is kept is what greedy decoding would have written (SLiM, Lin et al.
+    2024, eq. 1; blockwise parallel decoding and Medusa verify the same way).
     """
 
     judges = "logits"
@@ -59,7 +59,7 @@ class GreedyMatch(Verifier):
 class ExactChain(Verifier):
     """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else draw from [p - q]+.
 
-    Source: speculative-decoding slides, Algorithm 1 and its proof (Leviathan et al.; Chen et al.). A proposal without
+    Source: arXiv 2211.17192, Algorithm 1 and appendix A.1; arXiv 2302.01318. A proposal without
     `draft_probs_BMV` was not drawn at all: q is 1 at its tokens.
     """
 
@@ -286,7 +286,7 @@ class SeveralDrafters(Verifier):
     """One chain a drafter, verified token by token: the chains' candidates are tried in turn, each against its own q.
 
     Algorithm 1 of the multi-candidate paper with q replaced by q_m for the m-th candidate, as SpecInfer verifies (its
-    multi-step speculative sampling; `mjsd.txt`, section 6). Chains that agree with the accepted token stay in play.
+    multi-step speculative sampling, arXiv 2305.09781). Chains that agree with the accepted token stay in play.
     """
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
@@ -330,7 +330,7 @@ class KSequential(SeveralDrafters):
     """SpecTr's k-SEQ: of k independent chains' tokens the first x with u < p(x) / (ρ q(x)) is accepted.
 
     ρ is the smallest at which what is left of p is a distribution (`k_seq_rho`). With one chain in play, ρ is 1 and the
-    rule is speculative sampling's. Source: Sun et al. 2023, Algorithm 2 (the baseline `Spectr` of `mjsd.txt`, 5.1).
+    rule is speculative sampling's. Source: arXiv 2310.15141, Algorithm 2.
     """
 
     def pick(

@@ -20,7 +20,7 @@ from .lossless import ExactChain, at, chain_verdict, count_prefix, normalise, wa
 class JointLikelihood(Verifier):
     """Keep the longest prefix of a chain whose joint likelihood passes: min(1, p(x1..j)/q(x1..j)) > threshold.
 
-    Source: `mjsd.txt`, section 3.2 and Algorithm 1. A prefix may pass although a shorter one failed.
+    Source: arXiv 2407.09722, section 3.2 and Algorithm 1. A prefix may pass although a shorter one failed.
     """
 
     lossless = False
@@ -49,7 +49,7 @@ class JointLikelihood(Verifier):
 class Rollback(Verifier):
     """Keep draft tokens up to the first one that the target finds too unlikely: -log p(x) > threshold.
 
-    Source: BiLD's rollback policy (`mjsd.txt`, section 6 and table 5, τ₂).
+    Source: BiLD's rollback policy (arXiv 2302.07863).
     """
 
     lossless = False
@@ -71,7 +71,7 @@ class OverAcceptance(ExactChain):
     """Accept x with probability b = min(1, (p(x) + ε)/q(x)): fewer rejections, at the price of a bias.
 
     `optimal` draws the token in place of a refused one from [p - b q]+, which gives the smallest bias that b allows;
-    otherwise from p (Decoding-OPT and Decoding-UNO of `theory.md`, points 4 and 6). [p - b q]+ is [p - q]+: where b is
+    otherwise from p (Decoding-OPT and Decoding-UNO of arXiv 2411.00841, section 4). [p - b q]+ is [p - q]+: where b is
     1 they are the same, elsewhere both are 0.
     """
 

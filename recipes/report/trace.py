@@ -1,6 +1,6 @@
 """A trace for people: each token shown as what it was, accepted, rejected, corrected, added or cut off.
 
-As in the slides' illustration (speculative-decoding slides, "Speculative Decoding Illustrated"): a line a step. Where a
+As in figure 1 of Leviathan et al. (arXiv 2211.17192): a line a step. Where a
 terminal has no colour, `»[-rejected-]{+corrected+}` is written out.
 """
 

@@ -22,8 +22,8 @@ class MethodSection(Section):
     """Options of the method, such as gamma; `decode/README.md` lists them. Two defaults of SLiM are not
     its paper's: `lengths: full` is its eq. 2 (`all` is its appendix C), `unseen_correlation: 0` its eq. 5."""
     temperature: float | None = Field(None, ge=0)
-    """By default the recipe's. At 0 `mjsd` searches its beams where Algorithm 1 of `mjsd.txt` samples them: the paper
-    has temperature 1 with `top_k: 20` and `top_p: 0.9` (appendix D)."""
+    """By default the recipe's. At 0 `mjsd` searches its beams where Algorithm 1 of arXiv 2407.09722 samples them: the
+    paper has temperature 1 with `top_k: 20` and `top_p: 0.9` (appendix D)."""
 
 
 def every_row(parts: Container[str], at: float, temperature: float | None) -> list[MethodSection]:

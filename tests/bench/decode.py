@@ -5,7 +5,7 @@
 Needs a trained pair (`make quickstart`); models of real shapes: shapes.py. Batch 1, all runs in turns prompt by prompt,
 medians of each prompt's runs. Speeds hold the reading of the prompt; efficiency is the share of the steps that their
 forwards take. The assistant of transformers is the same drafter with the same constant number of draft tokens and no
-confidence threshold; `published` is the loop of the slides with transformers and its caches. The last line is one JSON
+confidence threshold; `published` is the published loop with transformers and its caches. The last line is one JSON
 object.
 """
 
@@ -60,7 +60,7 @@ def assisted(target: Any, drafter: Any, gamma: int) -> Job:
 
 
 def published(target: Any, drafter: Any, gamma: int) -> Job:
-    """Greedy speculative decoding as the slides' code has it: both models' caches cut back after each block."""
+    """Greedy speculative decoding as published: both models' caches are cut back after each block."""
 
     @torch.inference_mode()
     def run(prompt: Sequence[int], limits: Limits) -> Decoded:

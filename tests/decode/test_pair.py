@@ -77,7 +77,7 @@ def test_every_lossless_method_writes_the_greedy_text(pair: Pair, name: str, bat
 
 
 def test_joint_decoding_writes_likelier_text(pair: Pair) -> None:
-    """`mjsd.txt`, table 2: perplexity of MJSD (8 beams, threshold 0.1) below that of greedy and speculative sampling.
+    """arXiv 2407.09722, table 2: perplexity of MJSD (8 beams) is below that of greedy and speculative sampling.
 
     Sampling is warped as in the paper: top 20, then top-p 0.9.
     """

@@ -19,7 +19,7 @@ _TINY = 1e-300
 
 
 def total_variation(target_XV: Floats, draft_XV: Floats) -> Floats:
-    """TV(p, q) = ½ Σ |p - q|, [...]; the slides' D_LK (definition 3.2, lemma 3.3)."""
+    """TV(p, q) = ½ Σ |p - q|, [...]; D_LK of arXiv 2211.17192 (definition 3.2, lemma 3.3)."""
     return np.asarray(np.abs(target_XV - draft_XV).sum(-1) / 2)
 
 
@@ -55,7 +55,7 @@ class OverAccepted(NamedTuple):
 
 
 def over_acceptance(target_V: Floats, draft_V: Floats, epsilon: float) -> OverAccepted:
-    """Rejections, smallest bias and outputs of over-acceptance (Yin et al. 2024, theorem 5; `theory.md`, points 4, 6).
+    """Rejections, smallest bias and outputs of over-acceptance (arXiv 2411.00841, theorem 5).
 
     Loss*(b) = ½ Σ |p - bq| - ½ Σ (1 - b) q.
     """

@@ -64,7 +64,7 @@ def naive_acceptance(target_XV: np.ndarray, draft_XV: np.ndarray, candidates: in
 def rejections(
     target_TVV: np.ndarray, draft_TVV: np.ndarray, start: int, weights_TVV: np.ndarray | None = None
 ) -> float:
-    """E[N_rej] = Σₙ E TV(pₙ, qₙ) of T tokens of a Markov chain (Yin et al. 2024, theorem 1; `theory.md`, point 1).
+    """E[N_rej] = Σₙ E TV(pₙ, qₙ) of T tokens of a Markov chain (arXiv 2411.00841, theorem 1).
 
     Drafts are free and unbounded: a step ends by a rejection or with the text, which begins with `start`. The formula
     is right where the target's chain weighs the prefixes, the default.
@@ -87,7 +87,7 @@ def batch_rejections(
     chain only the last token matters, so f is kept by it. It follows from the target's own probability of the prefix,
     which the output has because it is unbiased: where the last token was not a replacement there is one candidate,
     refused with probability TV(p, q) and replaced from [p - q]+; where it was, all M are refused with probability
-    Π TV(pᵐ, q) and replaced from pᴹ⁺¹. Source: Yin et al. 2024, theorem 4 (Algorithm 4; `theory.md`, point 3).
+    Π TV(pᵐ, q) and replaced from pᴹ⁺¹. Source: arXiv 2411.00841, theorem 4 and Algorithm 4.
 
     Args:
         drafts: M; None: its limit, where one of the candidates is always accepted.
@@ -457,7 +457,7 @@ def test_a_step_yields_the_expected_tokens(
 
 
 def test_an_oracle_improves_walltime_by_up_to_60_percent() -> None:
-    """The slides' figure: always knowing the right γ, over the best fixed one."""
+    """Figure of arXiv 2211.17192, section 3.5: always knowing the right γ, over the best fixed one."""
     gamma_G, gains = np.arange(513), []
     for alpha, cost in itertools.product(np.linspace(0.5, 0.995, 100), (0.01, 0.05, 0.1)):
         fixed_G = (1 - alpha ** (gamma_G + 1)) / ((1 - alpha) * (gamma_G * cost + 1))
