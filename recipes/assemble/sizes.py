@@ -1,12 +1,18 @@
-"""What a training recipe comes to before anything is loaded: sizes of its models, from their configurations alone."""
+"""Sizes of a training recipe's models from their configurations alone: parameters, memory of states, files.
+
+Memory counts what certainly lies in each process: weights, gradients, AdamW's state (ZeRO: Rajbhandari et al. 2020,
+arXiv 1910.02054, section 3) and the target. Activations are measured by `train.loop.probe`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ...checkpoints.artifact.locate import model_source
@@ -16,11 +22,9 @@ from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import base_of, is_adapter
 from ...decode.models.draft_vocabulary import LowRankHead, factorise, keep_tokens, load_vocabulary, whole_matrix
 from ...decode.models.loading import held_as
-from ...train.config import Parallel, micro_steps
+from ...train.config import micro_steps
 from ...train.parallel.accelerate import zero_stage
-from ...train.plan.memory import Demand, Launch, ModelSize, heads_size, model_size
 from ..schema.training import DrafterRecipe, HeadsRecipe, ModelSection
-from .acceptance import decodes_fast
 from .drafter import complete_section
 from .heads import runs_no_target
 from .models import TrainableModel, cut_layers, made_trainable, model_from_config, new_model
@@ -28,53 +32,52 @@ from .models import TrainableModel, cut_layers, made_trainable, model_from_confi
 
 @dataclass(frozen=True)
 class RecipeSize:
-    """What a recipe trains and runs."""
+    """Sizes of what a recipe trains and runs."""
 
-    demand: Demand
+    parameters: int
+    trained: int
+    """Number of trained parameters."""
+    target_parameters: int
+    """Parameters of other models in memory: the target, a reference."""
+    memory: dict[str, int]
+    """Bytes in each process, by purpose."""
     artifact_bytes: int
-    """Of weights in the artifact."""
-    stored_weights: int
-    """Bytes of a checkpoint's weights, without DeepSpeed."""
+    """Bytes of the artifact's weights."""
+    checkpoint_bytes: int
+    """Bytes of a checkpoint's weights and optimizer state."""
 
 
 def size_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> RecipeSize:
-    """The size of a recipe, for the processes that were launched."""
-    launch = _launch(accelerator)
-    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, launch.processes)
-    return _heads(recipe, launch) if isinstance(recipe, HeadsRecipe) else _drafter(recipe, launch)
+    """Return the sizes of a recipe for the processes that were launched."""
+    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
+    return _heads(recipe, accelerator) if isinstance(recipe, HeadsRecipe) else _drafter(recipe, accelerator)
 
 
-def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
-    trained, loading = _meta_trainable(complete_section(recipe))
+def _drafter(recipe: DrafterRecipe, accelerator: Any) -> RecipeSize:
+    trained = _meta_trainable(complete_section(recipe))
     if (vocabulary := recipe.model.vocabulary) is not None:  # one that does not fit the model fails in the probe
         if vocabulary.tokens is not None:
             ids = range(trained.model.get_output_embeddings().weight.shape[0])[: vocabulary.tokens]
             keep_tokens(trained.model, torch.tensor(ids))
         if vocabulary.rank is not None:
             factorise(trained.model, vocabulary.rank)
-    model = model_size(trained.model)
-    taught = recipe.distils and recipe.teacher.cache is None
-    target, decodes = None, False
-    if recipe.target is not None and (taught or recipe.measure.prompts):
-        eight_bit = recipe.teacher.load_in_8bit
-        dtype = "float16" if eight_bit and recipe.teacher.dtype == "auto" else recipe.teacher.dtype
-        meta = meta_model(recipe.target, dtype)
-        target = model_size(meta, eight_bit=eight_bit)
-        decodes = bool(recipe.measure.prompts) and decodes_fast(meta)
+    others = []
+    if recipe.target is not None and (recipe.measure.prompts or (recipe.distils and recipe.teacher.cache is None)):
+        others.append(meta_model(recipe.target, recipe.teacher.dtype))
+        if recipe.teacher.load_in_8bit:
+            for part in others[0].modules():
+                if isinstance(part, nn.Linear) and part is not others[0].get_output_embeddings():
+                    part.weight = nn.Parameter(part.weight.to(torch.int8), requires_grad=False)
     if recipe.selection is not None:
-        reference = model_size(meta_model(recipe.selection.reference, "auto"))
-        target = replace(target or reference, weights=reference.weights + (target.weights if target else 0))
-    if recipe.target is not None and recipe.model.embeddings == "target":
-        loading = max(loading, model_size(meta_model(recipe.target, "auto")).weights)
-    demand = Demand(model, target, taught, 0, *_of_loop(recipe), loading, launch, decodes)
-    return RecipeSize(demand, _exported_bytes(trained, model), model.weights)
+        others.append(meta_model(recipe.selection.reference, "auto"))
+    parameters = list(trained.model.parameters())
+    return _size(recipe, accelerator, parameters, parameters, others, _exported_bytes(trained))
 
 
-def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
+def _heads(recipe: HeadsRecipe, accelerator: Any) -> RecipeSize:
     meta = meta_model(recipe.target, recipe.target_dtype)
     if meta.config.is_encoder_decoder:
         raise ValueError(f"{recipe.target} is an encoder-decoder ({meta.config.model_type}), and a decoder is needed")
-    target, base = model_size(meta), None
     with torch.device("meta"):
         kept_P = None if recipe.vocabulary is None else torch.arange(recipe.vocabulary.tokens or 0)
         heads: PredictionHeads | EagleHeads
@@ -85,46 +88,74 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
             forms = (recipe.projection, recipe.rank, recipe.states)
             heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers, *forms)
             heads.propose(kept_P)
-    exported = sum(p.numel() for p in heads.parameters()) * meta.dtype.itemsize
+    own = list(heads.parameters())
+    exported = sum(p.numel() for p in own) * meta.dtype.itemsize
+    others, parameters = [meta], own
     if recipe.base is not None:
         with torch.device("meta"):
             trained = made_trainable(meta, ModelSection(source=recipe.target, lora=recipe.base.lora))
-        base = model_size(meta)
-        exported += _exported_bytes(trained, base)
-    model = heads_size(heads, target, recipe.data.block_tokens, base)
-    taught, loading = recipe.hidden.cache is None and base is None, 0
+        exported += _exported_bytes(trained)
+        others, parameters = [], [*meta.parameters(), *own]
+    stored = [p for p in parameters if p.requires_grad]
+    size = _size(recipe, accelerator, parameters, stored, others, exported)
     if runs_no_target(recipe):
-        loading = target.weights
         ends = {meta.get_input_embeddings().weight, meta.get_output_embeddings().weight}
-        target = replace(target, weights=sum(weight.nbytes for weight in ends))
-    decodes = base is None and bool(recipe.measure.prompts) and decodes_fast(meta)
-    demand = Demand(
-        model, None if base else target, taught, recipe.num_heads, *_of_loop(recipe), loading, launch, decodes
-    )
-    return RecipeSize(demand, exported, model.trained_weights)
+        size.memory["target"] = sum(weight.nbytes for weight in ends)
+    return size
 
 
-def _of_loop(recipe: DrafterRecipe | HeadsRecipe) -> tuple[int, int, int, bool, str]:
-    train, tokens = recipe.train, float(recipe.data.block_tokens)
-    if isinstance(recipe, DrafterRecipe) and (section := recipe.parallel) is not None:
-        tokens *= 1 + sum(Parallel(section.tokens, section.keep, section.least).shares())
-    batches = (round(tokens), train.micro_batch, train.global_batch)
-    return *batches, train.gradient_checkpointing, train.precision
+def _size(
+    recipe: DrafterRecipe | HeadsRecipe,
+    accelerator: Any,
+    parameters: list[nn.Parameter],
+    stored: list[nn.Parameter],
+    others: list[PreTrainedModel],
+    exported: int,
+) -> RecipeSize:
+    """Return the sizes for these parameters, of which checkpoints hold `stored`, and other models in memory."""
+    trained = [p for p in parameters if p.requires_grad]
+    count, trained_count, trained_bytes = _count(parameters), _count(trained), sum(p.nbytes for p in trained)
+    stage, processes = zero_stage(accelerator), accelerator.num_processes
+    if not stage:
+        memory = {"weights": sum(p.nbytes for p in parameters), "gradients": trained_bytes}
+        memory["AdamW's two moments"] = 2 * trained_bytes
+        checkpoint = sum(p.nbytes for p in stored) + 2 * trained_bytes
+    else:
+        item = 4 if recipe.train.precision == "no" else 2
+        memory = {
+            "weights": count * item // (processes if stage == 3 else 1),
+            "gradients": trained_count * item // (processes if stage >= 2 else 1),
+            "AdamW's two moments": 8 * trained_count // processes,
+            "weights in float32": 4 * trained_count // processes,
+        }
+        checkpoint = 4 * _count(stored) + 8 * trained_count  # float32, whatever it was trained in
+        zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        if accelerator.device.type != "cpu":  # what is offloaded lies in the machine's memory
+            if zero.get("offload_param", {}).get("device") == "cpu":
+                memory.pop("weights")
+            if zero.get("offload_optimizer", {}).get("device") == "cpu":
+                memory = {name: size for name, size in memory.items() if name == "weights"}
+    theirs = [p for model in others for p in model.parameters()]
+    if theirs:
+        memory["target"] = sum(p.nbytes for p in theirs)
+    return RecipeSize(count, trained_count, _count(theirs), memory, exported, checkpoint)
 
 
-def _meta_trainable(section: ModelSection) -> tuple[TrainableModel, int]:
-    """What `models.build_model` would make, without weights; and the bytes of a model that layers are cut from."""
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def _meta_trainable(section: ModelSection) -> TrainableModel:
+    """Return what `models.build_model` would make, without weights."""
     attention, dtype = None if section.attention == "auto" else section.attention, getattr(torch, section.dtype)
-    loading = 0
     with torch.device("meta"):
         if section.source is None:
             model = model_from_config(section, attention).to(dtype)
         else:
             model = meta_model(section.source, "auto" if section.layers else section.dtype, attention)
             if section.layers:
-                loading = sum(p.numel() * p.element_size() for p in model.parameters())
                 model = cut_layers(model, section.layers, section.source, attention).to(dtype)
-        return made_trainable(model, section), loading
+        return made_trainable(model, section)
 
 
 def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrainedModel:
@@ -144,18 +175,10 @@ def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrai
     return model.to(files if dtype == "auto" else getattr(torch, held_as(dtype, "cpu"))).requires_grad_(True)
 
 
-def _exported_bytes(trained: TrainableModel, model: ModelSize) -> int:
+def _exported_bytes(trained: TrainableModel) -> int:
     lora, head = trained.lora, trained.model.get_output_embeddings()
-    if lora is None:  # factors stand beside their product
-        return model.weights + (whole_matrix(head).nbytes if isinstance(head, LowRankHead) else 0)
-    added = sum(p.numel() * p.element_size() for name, p in trained.model.named_parameters() if "lora_" in name)
-    return added if lora.export == "adapter" else model.weights - added
-
-
-def _launch(accelerator: Any) -> Launch:
-    processes, stage, device = accelerator.num_processes, zero_stage(accelerator), accelerator.device.type
-    if not stage:
-        return Launch(device, processes)
-    zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
-    offloaded = (zero.get(part, {}).get("device") == "cpu" for part in ("offload_optimizer", "offload_param"))
-    return Launch(device, processes, stage, *offloaded)
+    weights = sum(p.nbytes for p in trained.model.parameters())
+    if lora is None:  # factors are written next to their product
+        return weights + (whole_matrix(head).nbytes if isinstance(head, LowRankHead) else 0)
+    added = sum(p.nbytes for name, p in trained.model.named_parameters() if "lora_" in name)
+    return added if lora.export == "adapter" else weights - added

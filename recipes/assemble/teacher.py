@@ -38,7 +38,7 @@ from ..session.terminal import bar, gigabytes, log
 from .artifact import prepare_once
 from .data import Prepared
 
-_ENOUGH_MASS = 0.9  # with 0.54 of it a drafter was taught to be worse than it had been (tests/bench/objectives.py)
+_ENOUGH_MASS = 0.9  # with 0.54 of it a drafter was taught to be worse than it had been (docs/lab-notes/training.md)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`draftsmith train --plan`: what a training recipe will need of memory, disk and time, and whether there is as much.
 
-Memory is estimated from configurations alone, so that a recipe that cannot fit is refused before anything is loaded;
-the rest is measured on a few real steps, which leave nothing behind but the prepared data in its cache.
+Weights and optimizer state are counted from configurations alone, so that a recipe that cannot fit is refused before
+anything is loaded; the rest is measured on a few real steps, which leave only the prepared data in its cache.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from rich.table import Column, Table
 from ....data.blocks.prepared import PreparedData
 from ....data.tokenizers import load_tokenizer
 from ....train.loop.fit import FitConfig
-from ....train.parallel.accelerate import make_accelerator
+from ....train.loop.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
+from ....train.parallel.accelerate import make_accelerator, zero_stage
 from ....train.parallel.processes import on_main, together
-from ....train.plan.memory import Demand, Part, checkpoint_bytes, peak, plan_memory
-from ....train.plan.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
 from ...assemble.artifact import check_out, fit_config, prepare_once, state_folder
 from ...assemble.data import Prepared
 from ...assemble.drafter import drafter_parts
 from ...assemble.heads import heads_parts
-from ...assemble.sizes import size_of
+from ...assemble.sizes import RecipeSize, size_of
 from ...schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
 from ...session.launch import run_on_all
 from ...session.terminal import console, duration, gigabytes, log
@@ -45,14 +44,13 @@ class Plan:
     """What a training recipe comes to; sizes of one process where nothing else is said."""
 
     kind: str
-    demand: Demand
+    size: RecipeSize
+    processes: int
     parallelism: str
-    memory: tuple[Part, ...]
-    """By purpose, estimated."""
     process_bytes: int
-    """What the process itself holds, with its libraries."""
+    """Bytes that the process itself holds, with its libraries."""
     needed_bytes: int
-    """Of memory, beyond that: measured where the probe took more than was estimated."""
+    """Bytes of memory beyond that: counted, or measured by the probe where that held more."""
     free: tuple[int, str]
     """Bytes of memory, and what limits them."""
     disk: dict[str, int]
@@ -83,26 +81,25 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
     on_main(accelerator, partial(check_out, Path(recipe.out), recipe))
     size = together(accelerator, partial(size_of, recipe, accelerator))
     free, base = _least_free(accelerator), held_bytes(accelerator.device)
-    memory = plan_memory(size.demand)
-    needed = peak(memory, accelerator.device.type)
-    together(accelerator, partial(_check_memory, needed, memory, free))
+    needed = sum(size.memory.values())
+    together(accelerator, partial(_check_memory, size.memory, free))
     tokenizer = together(accelerator, partial(load_tokenizer, recipe.tokenizer_source))
     prepared = prepare_once(recipe, tokenizer, accelerator)
     measured = bool(recipe.measure.prompts) and recipe.target is not None
     config = together(accelerator, partial(fit_config, recipe, prepared, measured))
-    checkpoint = checkpoint_bytes(size.demand.model, size.stored_weights, size.demand.launch) + _SMALL_FILES // 2
+    checkpoint = size.checkpoint_bytes + _SMALL_FILES // 2
     out, kept = Path(recipe.out), _kept(config)
     there = sum(path.stat().st_size for path in (state_folder(out) / "checkpoints").rglob("*") if path.is_file())
     disk = {"checkpoints": max(0, kept * checkpoint - there), "artifact": size.artifact_bytes + _SMALL_FILES}
     free_disk = shutil.disk_usage(next(path for path in out.absolute().parents if path.exists())).free
     on_main(accelerator, partial(_check_disk, out, disk, free_disk))
     found, evaluation_seconds = _probe(recipe, config, prepared, tokenizer, accelerator, needed, free)
-    stage, blocks = size.demand.launch.zero_stage, prepared.train.blocks
+    stage, blocks = zero_stage(accelerator), prepared.train.blocks
     return Plan(
         kind=role_of(recipe),
-        demand=size.demand,
+        size=size,
+        processes=accelerator.num_processes,
         parallelism=f"ZeRO {stage}" if stage else accelerator.distributed_type.value,
-        memory=memory,
         process_bytes=base,
         needed_bytes=max(needed, found.peak_bytes),
         free=free,
@@ -128,20 +125,18 @@ def show(plan: Plan) -> None:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    model, target, launch, found = plan.demand.model, plan.demand.target, plan.demand.launch, plan.probe
-    yield "parameters", f"{model.parameters:,}", f"{model.trained:,} of them trained"
-    if target is not None:
-        yield "target's parameters", f"{target.parameters:,}", "run, not trained"
-    yield "processes", str(launch.processes), f"{plan.parallelism} on {launch.device}; memory below is each one's"
-    for part in plan.memory:
-        where = "" if part.phase == "always" else f"while {part.phase}"
-        where += ", in the machine's memory" if part.place == "host" and launch.device != "cpu" else ""
-        yield f"  {part.name}", gigabytes(part.size), where.removeprefix(", ")
+    size, found = plan.size, plan.probe
+    yield "parameters", f"{size.parameters:,}", f"{size.trained:,} of them trained"
+    if size.target_parameters:
+        yield "target's parameters", f"{size.target_parameters:,}", "run, not trained"
+    yield "processes", str(plan.processes), f"{plan.parallelism}; memory below is that of each process"
+    for name, number in size.memory.items():
+        yield f"  {name}", gigabytes(number), ""
     yield "  the process itself", gigabytes(plan.process_bytes), "libraries; held already"
-    measured = f"estimated; the probe held {gigabytes(found.peak_bytes)} (measured)"
-    yield "memory at most", gigabytes(plan.needed_bytes), f"{measured}; {gigabytes(plan.free[0])} {plan.free[1]}"
-    for name, size in plan.disk.items():
-        yield f"  {name}", gigabytes(size), ""
+    measured = f"the probe held {gigabytes(found.peak_bytes)} (measured)"
+    yield "memory at least", gigabytes(plan.needed_bytes), f"{measured}; {gigabytes(plan.free[0])} {plan.free[1]}"
+    for name, number in plan.disk.items():
+        yield f"  {name}", gigabytes(number), ""
     yield "disk", gigabytes(sum(plan.disk.values())), f"{gigabytes(plan.free_disk)} free"
     epochs = "streamed" if plan.epochs is None else f"{plan.epochs:.2f} epochs"
     yield "steps", f"{plan.steps:,}", f"{plan.tokens:,} tokens, {epochs}"
@@ -184,13 +179,12 @@ def _least_free(accelerator: Any) -> tuple[int, str]:
     return size, where
 
 
-def _check_memory(needed: int, parts: tuple[Part, ...], free: tuple[int, str]) -> None:
-    """Raises ValueError where training needs more than there is."""
-    if needed > free[0]:
-        largest = sorted(parts, key=lambda part: -part.size)[:3]
+def _check_memory(parts: dict[str, int], free: tuple[int, str]) -> None:
+    """Raise ValueError if training needs more memory than there is."""
+    if (needed := sum(parts.values())) > free[0]:
         raise ValueError(
-            f"training needs {gigabytes(needed)} of memory in each process, and {gigabytes(free[0])} are {free[1]} "
-            f"({', '.join(f'{part.name} {gigabytes(part.size)}' for part in largest)}): {_LESS_MEMORY}"
+            f"training needs at least {gigabytes(needed)} of memory in each process, and {gigabytes(free[0])} are "
+            f"{free[1]} ({', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())}): {_LESS_MEMORY}"
         )
 
 
@@ -230,7 +224,7 @@ def _probe(
         found = probe(task, prepared.train, config, accelerator, watch)
     except MemoryError as error:
         raise ValueError(
-            f"out of memory in the probe, though {gigabytes(needed)} were estimated and {gigabytes(free[0])} are "
+            f"out of memory in the probe, though {gigabytes(needed)} were counted and {gigabytes(free[0])} are "
             f"{free[1]} ({error}): {_LESS_MEMORY}"
         ) from error
     return found, found.evaluation_seconds * shares

@@ -213,10 +213,9 @@ def test_a_target_that_nothing_runs_is_held_without_its_layers(heads_file: Path)
         prepare_teacher(recipe)
         target = heads_parts(recipe, load_tokenizer(recipe.target), prepared_of(recipe), "cpu").task.target
         names = [name for name, _ in target.named_parameters() if ".layers." in name]
-        size = size_of(recipe, make_accelerator("no")).demand.target
-        assert size is not None
-        assert (bool(names), size.weights > ends) == (is_whole, is_whole)
-        assert is_whole or size.weights == ends
+        size = size_of(recipe, make_accelerator("no")).memory["target"]
+        assert (bool(names), size > ends) == (is_whole, is_whole)
+        assert is_whole or size == ends
 
 
 def test_what_is_damaged_or_was_interrupted_is_written_again_and_nothing_else(

@@ -15,16 +15,16 @@ import torch
 
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
-from ..loop.fit import run_micro_batches
-from ..loop.optimizer import make_optimizer
-from ..loop.progress import most_held, seconds_now
 from ..parallel.accelerate import Stepper, configure, gathered
 from ..parallel.interrupts import is_out_of_memory
+from .fit import run_micro_batches
+from .optimizer import make_optimizer
+from .progress import most_held, seconds_now
 
 if TYPE_CHECKING:
     from ...data.blocks.prepared import PreparedData
     from ...data.blocks.stream import StreamedData
-    from ..loop.fit import Task
+    from .fit import Task
 
 _ENOUGH_SECONDS = 30.0  # a first step that took longer is not followed by another
 _STATUS = Path("/proc/self/status")
