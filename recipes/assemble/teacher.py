@@ -27,11 +27,18 @@ from ...train.loop.checkpoints import data_fingerprint
 from ...train.parallel.accelerate import make_accelerator
 from ...train.parallel.interrupts import Interrupted
 from ...train.parallel.processes import on_main, together
-from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows, HiddenSource
-from ...train.teachers.row_cache import RowCache, Source, read_manifest
-from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
-from ...train.teachers.teacher import CachedTeacher, StatesTeacher, load_teacher
-from ...train.teachers.top_k_cache import CacheSource, TeacherCache, top_rows
+from ...train.teachers.cache import CacheWriter, MakeRows, RowCache, Source, discard_damage, locked, read_manifest
+from ...train.teachers.teacher import (
+    CachedHidden,
+    CachedTeacher,
+    CacheSource,
+    HiddenRows,
+    HiddenSource,
+    StatesTeacher,
+    load_teacher,
+    mean_mass,
+    top_rows,
+)
 from ..schema.training import DrafterRecipe, HeadsRecipe, HiddenSection, TableRecipe, TrainingRecipe
 from ..session.stopping import Stoppable
 from ..session.terminal import bar, gigabytes, log
@@ -50,8 +57,8 @@ class _TargetCache:
     target: str
     folder: Path
     batch: int  # blocks per forward of the target
-    cache_type: type[RowCache]
-    source: Callable[[str, str], Source]  # from the fingerprints of target and data
+    source_type: type[Source]
+    source: Callable[[str, str], Source]  # from the hashes of target and data
     load: Callable[[torch.device, Prepared], tuple[MakeRows, int]]  # the target, and the size that its rows depend on
     smaller: str  # what makes it smaller
 
@@ -101,7 +108,7 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
             target=target,
             folder=folder,
             batch=batch,
-            cache_type=TeacherCache,
+            source_type=CacheSource,
             source=lambda model, data: CacheSource(target, model, data, top_k, dtype, eight_bit),
             load=teacher_rows,
             smaller="a smaller `teacher.top_k`",
@@ -140,7 +147,7 @@ def _hidden_cache(target: str, section: HiddenSection, states: str, target_dtype
         target=target,
         folder=Path(section.cache),
         batch=section.batch,
-        cache_type=HiddenCache,
+        source_type=HiddenSource,
         source=lambda model, data: HiddenSource(target, model, data, states, dtype, target_dtype=target_dtype),
         load=hidden_rows,
         smaller="`hidden.dtype=bfloat16`, or `hidden.cache=null`, which computes the states in every step",
@@ -225,7 +232,7 @@ def _opened(cache: _TargetCache, prepared: Prepared) -> list[Any]:
                 f"there is no cache of {cache.title} as it is now for the {part.name} data in {cache.folder}: "
                 "`draftsmith prepare` with this recipe and `--teacher` writes it"
             )
-    return [cache.cache_type(part.folder) for part in parts]
+    return [RowCache(part.folder, cache.source_type) for part in parts]
 
 
 def _discard_damage(cache: _TargetCache, part: _Part) -> None:
@@ -294,9 +301,9 @@ def _check_disk(cache: _TargetCache, writers: Sequence[CacheWriter]) -> None:
 
 def _report(cache: _TargetCache, parts: Sequence[_Part]) -> None:
     for part in parts:
-        opened = cache.cache_type(part.folder, checked=True)
+        opened = RowCache(part.folder, cache.source_type, checked=True)
         log(f"{cache.word}: {part.name}: {opened.rows:,} positions in {part.folder}, every SHA-256 as written")
-        if isinstance(opened, TeacherCache):
-            mass = opened.mean_mass()
+        if isinstance(opened.source, CacheSource):
+            mass = mean_mass(opened)
             advice = "" if mass >= _ENOUGH_MASS else "; the rest is not taught: a larger `teacher.top_k` is better"
             log(f"{cache.word}: the top {opened.source.top_k} hold {mass:.1%} of the probability{advice}")

@@ -20,8 +20,7 @@ from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2Task
 from draftsmith.train.tasks.selection import Selection
-from draftsmith.train.teachers.teacher import ModelTeacher
-from draftsmith.train.teachers.top_k_cache import CacheSource
+from draftsmith.train.teachers.teacher import CacheSource, ModelTeacher
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 WEIGHTS: list[tuple[Any, str]] = [

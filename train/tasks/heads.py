@@ -20,7 +20,7 @@ from ..loop.fit import Task
 from ..losses.chunks import DenseTeacher, Teacher
 from ..losses.drafter import IGNORED, among, head_labels, heads_mixture, label_hits, places_of
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
-from ..teachers.hidden_cache import CachedHidden
+from ..teachers.teacher import CachedHidden
 from .drafter import Evaluate, Weight, blocks_in_order
 
 if TYPE_CHECKING:

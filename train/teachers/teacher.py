@@ -1,23 +1,174 @@
-"""Where a drafter's teacher comes from: the target itself, or a cache of its most likely tokens.
+"""Teachers: the target itself, or caches on disk of its most likely tokens or of its hidden states.
 
-Letters: B batch (blocks), T tokens, X = B · T flattened positions, K tokens kept, E hidden of the target, V vocabulary.
+The files of a cache (`cache.RowCache`) hold, of hidden states, `hidden` [rows, D] in bfloat16, float16 or float32. Of
+the most likely tokens they hold `ids` (uint16 where the vocabulary allows, else int32) and `log_probs` (float16), both
+[rows, K], the most likely first, and `log_rest` float16 [rows], the log-probability of all other tokens together.
+Float16 changes p by at most 2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4, and the sum of a row by at most 2⁻¹¹ times its
+entropy in nats, which would drown a small rest: a row that is read is scaled to sum to 1 − rest.
+
+Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, C rows of a chunk, K tokens kept, D hidden
+of the target, of several layers side by side, E hidden of the target, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...data.blocks.packing import Batch
+from ...data.blocks.prepared import token_dtype
+from ...decode.models.final_norm import layers_in
 from ...decode.models.loading import load_model
-from ..forward.packed import make_forward
+from ..forward.packed import PackedForward, make_forward
 from ..losses.chunks import DenseTeacher, SparseTeacher
-from .hidden_cache import CachedHidden
-from .row_cache import look_up
-from .top_k_cache import TeacherCache
+from .cache import Column, RowCache, Source, look_up
+
+REACH = 16
+"""Head k, counted from 0, learns the token k + 2 places ahead: there are rows for up to 15 heads."""
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class HiddenSource(Source):
+    """Hidden states as `PackedForward` names them, kept in `dtype`, of a target whose weights are of `target_dtype`;
+    see `Source`. Those of inner layers, to which attention goes back, are kept of every token."""
+
+    states: str = "after-norm"
+    dtype: str = "bfloat16"
+    target_dtype: str = "auto"
+
+    manifest: ClassVar[str] = "hidden.json"
+    size_name: ClassVar[str] = "hidden_size"
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        return 0 if layers_in(self.states) else REACH
+
+    def columns(self, size: int) -> dict[str, Column]:
+        """`hidden`, of `size` dimensions."""
+        return {"hidden": Column((size,), DTYPES[self.dtype])}
+
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time
+_SUMMED_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class CacheSource(Source):
+    """The `top_k` most likely tokens of a target whose weights are of `dtype`; see `Source`."""
+
+    top_k: int
+    dtype: str = "auto"
+    load_in_8bit: bool = False
+
+    manifest: ClassVar[str] = "teacher.json"
+    size_name: ClassVar[str] = "vocab_size"
+    reach: ClassVar[int] = 1
+
+    def columns(self, size: int) -> dict[str, Column]:
+        """`ids`, `log_probs` and `log_rest` for a vocabulary of `size` tokens; ValueError: more are to be kept."""
+        if not 1 <= self.top_k <= size:
+            raise ValueError(f"top_k is {self.top_k}, expected 1 … {size}, the size of the target's vocabulary")
+        ids = Column((self.top_k,), torch.uint16 if token_dtype(size).itemsize == 2 else torch.int32)
+        return {"ids": ids, "log_probs": Column((self.top_k,), torch.float16), "log_rest": Column((), torch.float16)}
+
+
+class CachedHidden:
+    """A target's hidden states from disk: `caches`, of one target, are of all the data that batches may come from. Of
+    caches that hold inner layers too, "after-norm" `states` are the last part."""
+
+    def __init__(self, *caches: RowCache, states: str | None = None) -> None:
+        self._caches = caches
+        source = caches[0].source
+        self.states = source.states if states is None else states
+        inner = 0 if layers_in(self.states) else len(layers_in(source.states))
+        self.hidden_size = caches[0].size // (1 + inner)
+        self.settings: dict[str, Any] = {
+            "target": source.sha256,
+            "target_dtype": source.target_dtype,
+            "states": self.states,
+            "cached_states": source.dtype,
+        }
+        """What a resumed run must find unchanged, as JSON."""
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Hidden states [B, T, D] in the type that they are kept in, where the batch is; positions without a row are 0.
+        Raises ValueError: a batch with documents that no cache was made from; a damaged file."""
+        cache, positions_R, rows_R = look_up(self._caches, batch)
+        device = batch.tokens_BT.device
+        # pinned memory is copied to a GPU while the processor works on; torch keeps it until that is done
+        rows_RD = cache.gather(rows_R, ["hidden"], pin=device.type == "cuda")["hidden"][:, -self.hidden_size :]
+        hidden_XD = torch.zeros(batch.tokens_BT.numel(), self.hidden_size, dtype=rows_RD.dtype, device=device)
+        hidden_XD[torch.from_numpy(positions_R).to(device)] = rows_RD.to(device, non_blocking=True)
+        return hidden_XD.view(*batch.tokens_BT.shape, -1)
+
+
+class HiddenRows:
+    """Makes a cache's rows, kept in `dtype`, of a target's hidden states; see `cache.MakeRows`. Raises ValueError:
+    a model that packed blocks are refused for, or whose states before the final norm cannot be had
+    (`forward.PackedForward`)."""
+
+    def __init__(self, model: Any, states: str = "after-norm", dtype: str = "bfloat16") -> None:
+        self._forward = PackedForward(model.requires_grad_(False).eval(), states)
+        self._dtype = DTYPES[dtype]
+        self.hidden_size = self._forward.width
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
+        """The batch's states, in one piece; ValueError: one that is not finite, in the target or as it is kept."""
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):
+            hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
+        kept_RD = hidden_RD.to(self._dtype)
+        if not bool(kept_RD.isfinite().all()):
+            row = int((~kept_RD.isfinite()).any(1).nonzero()[0])
+            document = int(batch.documents_BT.flatten()[positions_R[row]])
+            raise ValueError(
+                f"a hidden state of document {document} is not finite, or too large for {self._dtype}: set "
+                "`target_dtype` and `hidden.dtype` to bfloat16"
+            )
+        yield {"hidden": kept_RD}
+
+
+def mean_mass(cache: RowCache) -> float:
+    """Return the target's mean probability of the tokens that a cache of top-k tokens holds."""
+    rest = 0.0
+    for start in range(0, cache.rows, _SUMMED_ROWS):
+        rows_R = np.arange(start, min(start + _SUMMED_ROWS, cache.rows))
+        rest += float(cache.gather(rows_R, ["log_rest"])["log_rest"].double().exp().sum())
+    return 1.0 - rest / max(1, cache.rows)
+
+
+def top_rows(
+    run: Callable[[Batch], DenseTeacher], top_k: int, batch: Batch, positions_R: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """A cache's rows of what a teacher says, chunk by chunk; see `cache.MakeRows` and `top_log_probs`."""
+    for ids_CK, log_probs_CK in top_log_probs(run(batch), positions_R, top_k):
+        rest_C = (1 - log_probs_CK.double().exp().sum(1)).clamp(min=0)
+        yield {"ids": ids_CK, "log_probs": log_probs_CK.half(), "log_rest": rest_C.log().half()}
+
+
+@torch.no_grad()
+def top_log_probs(teacher: DenseTeacher, positions_R: Tensor, top_k: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids int64 [C, K] and log-probabilities float32 [C, K] (over the whole vocabulary, at temperature 1) of the most
+    likely tokens, chunk by chunk of positions; ValueError: logits that are not finite."""
+    weight_VE = teacher.weight_VE
+    vocab = teacher.hidden_XE.shape[1] if weight_VE is None else len(weight_VE)
+    elements = _CHUNK_ELEMENTS.get(positions_R.device.type, 1 << 23)
+    for positions_C in positions_R.split(max(16, elements // vocab)):
+        hidden_CE = teacher.hidden_XE[positions_C]
+        logits_CV = (hidden_CE if weight_VE is None else hidden_CE @ weight_VE.T).float()
+        top_CK, ids_CK = logits_CV.topk(top_k)
+        total_C1 = logits_CV.logsumexp(1, keepdim=True)
+        if not bool(total_C1.isfinite().all()):
+            raise ValueError("the target's logits are not finite: load it with a wider `teacher.dtype`")
+        yield ids_CK, top_CK - total_C1
 
 
 class ModelTeacher:
@@ -66,7 +217,7 @@ class CachedTeacher:
     """The target's most likely tokens from disk: `caches`, of one target, are of all the data that batches may come
     from."""
 
-    def __init__(self, *caches: TeacherCache) -> None:
+    def __init__(self, *caches: RowCache) -> None:
         self._caches = caches
         first = caches[0].source
         self.top_k = first.top_k
@@ -85,7 +236,7 @@ class CachedTeacher:
         """Ids int64 [X, K] and float32 log-probabilities [X, K], the most likely first. Raises ValueError: a batch with
         documents that no cache was made from; a damaged file."""
         cache, positions_R, rows_R = look_up(self._caches, batch)
-        ids_RK, log_probs_RK = cache.read(rows_R)
+        ids_RK, log_probs_RK = self._read(cache, rows_R)
         device = batch.tokens_BT.device
         positions = torch.from_numpy(positions_R).to(device)
         ids_XK = torch.arange(self.top_k, device=device).repeat(batch.tokens_BT.numel(), 1)
@@ -93,6 +244,15 @@ class CachedTeacher:
         ids_XK[positions] = ids_RK.to(device)
         log_probs_XK[positions] = log_probs_RK.to(device)
         return SparseTeacher(ids_XK, log_probs_XK)
+
+    def _read(self, cache: RowCache, rows_R: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return ids int64 and log-probabilities float32 of these rows, both [R, K], scaled to sum to 1 − rest."""
+        rows = cache.gather(rows_R, cache.columns)
+        log_probs_RK = rows["log_probs"].float().numpy()
+        sum_R = np.exp(log_probs_RK).sum(1, dtype=np.float64)
+        kept_R = 1 - np.exp(rows["log_rest"].float().numpy(), dtype=np.float64)
+        log_probs_RK += np.log(kept_R / sum_R)[:, None].astype(np.float32)
+        return rows["ids"].long(), torch.from_numpy(log_probs_RK)
 
 
 Teacher = ModelTeacher | CachedTeacher

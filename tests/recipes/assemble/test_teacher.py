@@ -28,14 +28,13 @@ from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.losses.drafter import IGNORED, shifted_labels
 from draftsmith.train.parallel.accelerate import make_accelerator
 from draftsmith.train.parallel.interrupts import Interrupted
-from draftsmith.train.teachers.row_writer import CacheWriter, locked
-from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
-from draftsmith.train.teachers.top_k_cache import TeacherCache
+from draftsmith.train.teachers.cache import CacheWriter, RowCache, locked
+from draftsmith.train.teachers.teacher import CachedTeacher, CacheSource, ModelTeacher, load_teacher, mean_mass
 from typer.testing import CliRunner
 
 # the command line with files of a few blocks, as a large corpus has them
 SMALL_FILES = """
-import draftsmith.train.teachers.row_writer as rows
+import draftsmith.train.teachers.cache as rows
 from draftsmith.recipes.commands.cli import main
 rows.SHARD_BYTES = 8000
 if __name__ == "__main__":
@@ -90,14 +89,14 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path)
     done = CliRunner().invoke(app, ["prepare", str(recipe_file), "--teacher"])
     assert done.exit_code == 0, done.output
     folder = Path(done.stdout.strip())
-    cache = TeacherCache(folder)
+    cache = RowCache(folder, CacheSource)
     rows = prepared.train.manifest["trainable_tokens"]
     heldout_rows = prepared.heldout.manifest["trainable_tokens"]
     assert cache.rows == rows
     size = (rows + heldout_rows) * (6 * 4 + 2) / 1000  # known to the byte before it starts
     assert f"{rows + heldout_rows:,} positions: {size:.2f} kB in " in done.stderr
-    mass = float(cache.read(np.arange(rows))[1].double().exp().sum(1).mean())
-    assert cache.mean_mass() == pytest.approx(mass, abs=1e-3)
+    mass = float(CachedTeacher(cache)._read(cache, np.arange(rows))[1].double().exp().sum(1).mean())
+    assert mean_mass(cache) == pytest.approx(mass, abs=1e-3)
     assert f"the top 6 hold {mass:.0%}"[:-1] in done.stderr
     assert mass < 0.9
     assert "teacher.top_k" in done.stderr
@@ -221,7 +220,7 @@ def test_a_target_that_nothing_runs_is_held_without_its_layers(heads_file: Path)
 def test_what_is_damaged_or_was_interrupted_is_written_again_and_nothing_else(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("draftsmith.train.teachers.row_writer.SHARD_BYTES", 8000)
+    monkeypatch.setattr("draftsmith.train.teachers.cache.SHARD_BYTES", 8000)
     recipe, write = loaded(recipe_file), CacheWriter.write
 
     def interrupted(self: CacheWriter, shard: Any, *arguments: Any) -> bool:
@@ -269,7 +268,7 @@ def test_two_processes_write_the_same_bytes(recipe_file: Path, tmp_path: Path, m
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1  # the folder, once
-    monkeypatch.setattr("draftsmith.train.teachers.row_writer.SHARD_BYTES", 8000)
+    monkeypatch.setattr("draftsmith.train.teachers.cache.SHARD_BYTES", 8000)
     prepare_teacher(loaded(recipe_file, f"teacher.cache={tmp_path / 'one'}"))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert sum(".safetensors" in name for name in contents(tmp_path / "one")) > 5

@@ -12,8 +12,8 @@ import torch
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.forward.packed import PackedForward
 from draftsmith.train.losses.drafter import IGNORED, head_labels, shifted_labels
-from draftsmith.train.teachers.hidden_cache import REACH, CachedHidden, HiddenCache, HiddenRows, HiddenSource
-from draftsmith.train.teachers.row_writer import CacheWriter, locked
+from draftsmith.train.teachers.cache import CacheWriter, RowCache, locked
+from draftsmith.train.teachers.teacher import REACH, CachedHidden, HiddenRows, HiddenSource
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,14 +25,14 @@ def make_source(dtype: str = "float32", **changed: str) -> HiddenSource:
 
 def write_cache(
     folder: Path, data: Any, model: Any, source: HiddenSource, shard_bytes: int | None = None, batch: int = 1
-) -> HiddenCache:
+) -> RowCache:
     rows = HiddenRows(model, source.states, source.dtype)
     writer = CacheWriter(folder, source, data, rows.hidden_size, shard_bytes)
     with locked(writer.folder):
         for shard in writer.missing():
             assert writer.write(shard, rows, CPU, batch)
         writer.finish()
-    return HiddenCache(folder)
+    return RowCache(folder, HiddenSource)
 
 
 def near_trained(batch: Batch) -> torch.Tensor:

@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.train.teachers.hidden_cache import HiddenCache, HiddenRows, HiddenSource
-from draftsmith.train.teachers.row_cache import DOCUMENTS, RowCache, Source
-from draftsmith.train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
-from draftsmith.train.teachers.teacher import ModelTeacher
-from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, top_rows
+from draftsmith.train.teachers.cache import DOCUMENTS, CacheWriter, MakeRows, RowCache, Source, discard_damage, locked
+from draftsmith.train.teachers.teacher import CacheSource, HiddenRows, HiddenSource, ModelTeacher, top_rows
 from safetensors.torch import load_file, save_file
 
 CPU, TOP_K = torch.device("cpu"), 5
-CACHES: dict[str, type[RowCache]] = {"top": TeacherCache, "hidden": HiddenCache}
+SOURCES: dict[str, type[Source]] = {"top": CacheSource, "hidden": HiddenSource}
 
 
 def make_source(kind: str) -> Source:
@@ -69,7 +66,7 @@ def data(worker: ModuleType) -> Any:
 @pytest.fixture
 def cache(kind: str, worker: ModuleType, data: Any, tmp_path: Path) -> RowCache:
     write(tmp_path / "cache", data, kind, worker.make_model())
-    return CACHES[kind](tmp_path / "cache")
+    return RowCache(tmp_path / "cache", SOURCES[kind])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -117,7 +114,7 @@ def test_damage_is_named_and_what_is_damaged_alone_is_written_again(
         )
 
     def read() -> None:
-        fresh = type(cache)(cache.folder)
+        fresh = RowCache(cache.folder, SOURCES[kind])
         take(fresh, np.arange(fresh.rows))
 
     for _ in range(2):
@@ -126,15 +123,15 @@ def test_damage_is_named_and_what_is_damaged_alone_is_written_again(
     if damage == "schema":  # another version's: not ours to write over
         written = contents(cache.folder)
         with pytest.raises(ValueError, match=path.name):
-            discard_damage(cache.folder, cache.source_type)
+            discard_damage(cache.folder, SOURCES[kind])
         assert contents(cache.folder) == written
         return
     untouched = (cache.folder / "rows-00001.safetensors").stat().st_ino
-    assert discard_damage(cache.folder, cache.source_type) == [path.name]
+    assert discard_damage(cache.folder, SOURCES[kind]) == [path.name]
     write(cache.folder, data, kind, worker.make_model())
     assert contents(cache.folder) == before
     assert (cache.folder / "rows-00001.safetensors").stat().st_ino == untouched
-    assert discard_damage(cache.folder, cache.source_type) == []
+    assert discard_damage(cache.folder, SOURCES[kind]) == []
 
 
 def test_a_file_of_other_rows_is_not_taken_for_a_written_one(kind: str, cache: RowCache, worker: ModuleType, data: Any):

@@ -17,16 +17,22 @@ import torch
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import IGNORED, mixture, shifted_labels
-from draftsmith.train.teachers.row_writer import CacheWriter, locked
-from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
-from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, top_log_probs, top_rows
+from draftsmith.train.teachers.cache import CacheWriter, RowCache, locked
+from draftsmith.train.teachers.teacher import (
+    CachedTeacher,
+    CacheSource,
+    ModelTeacher,
+    load_teacher,
+    top_log_probs,
+    top_rows,
+)
 
 CPU = torch.device("cpu")
 
 
 def write_cache(
     folder: Path, blocks: Any, teacher: Any, top_k: int, shard_bytes: int | None = None, batch: int = 3, **source: Any
-) -> TeacherCache:
+) -> RowCache:
     settings = {"target": "nowhere", "sha256": "a model", "data": "some data"} | source
     made_from = CacheSource(top_k=top_k, **settings)
     writer = CacheWriter(folder, made_from, blocks, teacher.vocab_size, shard_bytes)
@@ -34,7 +40,7 @@ def write_cache(
         for shard in writer.missing():
             assert writer.write(shard, partial(top_rows, teacher, top_k), CPU, batch)
         writer.finish()
-    return TeacherCache(folder)
+    return RowCache(folder, CacheSource)
 
 
 def kept_of(batch: Batch) -> torch.Tensor:
