@@ -1,4 +1,4 @@
-"""`draftsmith train RECIPE --sweep key=value,value`: one recipe with every combination of some values, in one table."""
+"""`draftsmith train RECIPE --sweep key=value,value`: train a recipe with every combination of some values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import hashlib
 import itertools
 import json
-import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from safetensors import safe_open
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.storage.atomic import atomic_text
@@ -24,31 +22,22 @@ from ...schema.training import TrainingRecipe
 from ...session.launch import is_first
 from ...session.terminal import console, log
 
-_MOST_NAME = 80
-"""Characters of a combination's name in that of its folder; a longer one ends in a hash."""
+_MAX_NAME = 80  # characters of a combination in the name of its folder; a longer one ends in a hash
 _METRICS = ("tokens_per_step", "slim_tokens_per_step", "heldout_loss", "overlap", "base_loss", "base_overlap")
-_TRAINING = ("steps", "kept_step", "tokens", "entries", "bytes")
-"""What the file says of a run's training or count."""
+_TRAINING = ("trained_parameters", "steps", "tokens", "entries", "bytes", "seconds")
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One run of a sweep."""
+    """One run of a sweep: the swept values by key path, and the recipe with a folder of its own."""
 
     values: dict[str, Any]
-    """By the swept key's path."""
     recipe: TrainingRecipe
-    """Its `out` is the recipe's with the combination's name behind it."""
-
-    @property
-    def words(self) -> str:
-        """`num_heads=3 num_layers=1`."""
-        return " ".join(_words(self.values))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All runs, and where their results go."""
+    """All runs of a sweep and the file of their results."""
 
     keys: dict[str, list[Any]]
     combinations: list[Combination]
@@ -56,11 +45,10 @@ class Sweep:
 
 
 def plan_sweep(name: str, overrides: Sequence[str], options: Sequence[str]) -> Sweep:
-    """All combinations of the values of `options` (`key.path=value,value`), each a checked recipe.
+    """Return all combinations of the values of `options` (`key.path=value,value` in YAML), each a checked recipe.
 
-    The first key changes slowest. Values are YAML, so one may be a list or a mapping of its own. Raises ValueError: an
-    option without values, or for `out`; a key that is swept twice; what `load_recipe` finds in any combination, which
-    is named.
+    The first key changes slowest. Raises ValueError: an option without values, or for `out`; a key that is swept twice;
+    what `load_training` raises for any combination, which is named.
     """
     keys: dict[str, list[Any]] = {}
     for option in options:
@@ -72,8 +60,7 @@ def plan_sweep(name: str, overrides: Sequence[str], options: Sequence[str]) -> S
     combinations, results = [], Path()
     for each in itertools.product(*keys.values()):
         chosen = dict(zip(keys, each, strict=True))
-        given = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
-        recipe = load_training(name, [*overrides, *given])
+        recipe = load_training(name, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in chosen.items())])
         out = Path(recipe.out)
         results = out.with_name(f"{out.name}-sweep.json")
         folder = out.with_name(f"{out.name}-{_folder_name(chosen)}")
@@ -82,28 +69,39 @@ def plan_sweep(name: str, overrides: Sequence[str], options: Sequence[str]) -> S
 
 
 def run_sweep(sweep: Sweep) -> None:
-    """Run what is not finished, one after the other; then show all in a table. Under `accelerate launch` all processes
-    call it. `<out>-sweep.json` holds what is finished, after each run, from which the same command goes on."""
+    """Run what is not finished, one after the other, then print a table; all launched processes call it.
+
+    `<out>-sweep.json` holds the finished runs; the same command resumes.
+    """
     from .train import run_train
 
     rows: list[dict[str, Any]] = []
     for number, combination in enumerate(sweep.combinations, 1):
         if is_first():
-            log(f"sweep: run {number} of {len(sweep.combinations)}: {combination.words}")
+            words = " ".join(_words(combination.values))
+            log(f"sweep: run {number} of {len(sweep.combinations)}: {words}")
         out = run_train(combination.recipe)
-        gc.collect()  # models in cycles must not lie beside those of the next run
+        gc.collect()  # models in reference cycles would stay in memory during the next run
         if is_first():
-            rows.append(_row(combination, out))
+            manifest = load_manifest(out)
+            known = manifest.shapes | manifest.training
+            training = {name: known[name] for name in _TRAINING if name in known}
+            metrics = manifest.evaluation or {}
+            rows.append({"out": str(out), "values": combination.values, "metrics": metrics, "training": training})
             atomic_text(sweep.results, json.dumps({"sweep": sweep.keys, "rows": rows}, indent=1) + "\n")
     if is_first():
-        console().print(sweep_table(sweep, rows))
+        console().print(_table(sweep, rows))
         log(f"sweep: wrote {sweep.results}")
 
 
-def sweep_table(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> Table:
-    """A row a run: the swept values, what was measured of the kept weights, sizes, the minutes; the file has more."""
+def _table(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> Table:
+    """Return a table with a row per run: the swept values, metrics, sizes, seconds."""
     table = Table(title=f"sweep: {sweep.results}", title_justify="left", box=None)
-    lines = [{key: _shown(value) for key, value in row["values"].items()} | _cells(row) for row in rows]
+    lines = []
+    for row in rows:
+        metrics = {name: f"{row['metrics'][name]:.3f}" for name in _METRICS if name in row["metrics"]}
+        training = {name: f"{value:,.0f}" for name, value in row["training"].items()}
+        lines.append({key: _shown(value) for key, value in row["values"].items()} | metrics | training)
     headings = list(dict.fromkeys(name for line in lines for name in line))
     for heading in headings:
         table.add_column(heading if heading in sweep.keys else heading.replace("_", " "), justify="right")
@@ -112,43 +110,12 @@ def sweep_table(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _cells(row: dict[str, Any]) -> dict[str, str]:
-    metrics, training = row["metrics"], row["training"]
-    cells = {name: f"{metrics[name]:.3f}" for name in _METRICS if name in metrics}
-    if "entries" in training:
-        return cells | {name: f"{training[name]:,}" for name in ("tokens", "entries", "bytes")}
-    cells["parameters"] = f"{row['parameters']:,}"
-    return cells if row["minutes"] is None else cells | {"minutes": f"{row['minutes']:.1f}"}
-
-
-def _row(combination: Combination, out: Path) -> dict[str, Any]:
-    manifest = load_manifest(out)
-    training = manifest.training
-    return {
-        "out": str(out),
-        "values": combination.values,
-        "metrics": manifest.evaluation or {},
-        "parameters": _parameters(out),
-        "minutes": training["seconds"] / 60 if "seconds" in training else None,
-        "training": {name: training[name] for name in _TRAINING if name in training},
-    }
-
-
-def _parameters(folder: Path) -> int:
-    """Numbers in the tensors of an artifact's own files."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as opened:
-            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
-    return total
-
-
 def _words(values: dict[str, Any]) -> list[str]:
     return [f"{key}={_shown(value)}" for key, value in values.items()]
 
 
 def _shown(value: Any) -> str:
-    """A text stands in quotes where it would look like a value of another type."""
+    """Return a value as JSON, or as plain text if that does not look like a value of another type."""
     if isinstance(value, str):
         with suppress(ValueError):
             json.loads(value)
@@ -158,9 +125,9 @@ def _shown(value: Any) -> str:
 
 
 def _folder_name(values: dict[str, Any]) -> str:
-    """The combination as a name that file systems allow; no two are the same."""
+    """Return a unique name for the combination that file systems allow."""
     words = "-".join(_words(values))
     plain = re.sub(r"[^\w.=+-]+", "_", words)
-    if plain == words and len(words) <= _MOST_NAME:
+    if plain == words and len(words) <= _MAX_NAME:
         return words
-    return f"{plain[:_MOST_NAME]}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+    return f"{plain[:_MAX_NAME]}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"

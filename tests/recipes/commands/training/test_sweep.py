@@ -40,11 +40,9 @@ def test_all_combinations_are_run_once_and_shown_in_one_table(heads: Path, tmp_p
     for row in found["rows"]:
         module, manifest = load_heads(Path(row["out"])), load_manifest(Path(row["out"]))
         assert (module.num_heads, module.num_layers) == tuple(row["values"].values())
-        assert row["parameters"] == sum(parameter.numel() for parameter in module.parameters())
         assert row["metrics"] == manifest.evaluation
         assert manifest.recipe["train"]["learning_rate"] == 1e-2, "what is set for all holds in each"
         assert f"{row['metrics']['heldout_loss']:.3f}" in done.stdout
-        assert f"{row['parameters']:,}" in done.stdout
 
     stamps = {name: (tmp_path / name / "artifact.json").stat().st_mtime_ns for name in names}
     (tmp_path / names[1]).rename(tmp_path / "taken away")
