@@ -208,11 +208,11 @@ class Context:
         """Is shown the largest of all logits that a token is chosen by."""
         read_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
         self._hidden: tuple[Tensor, Verdict | None] = _last(read_BTG, self.lengths)[:, None], None
-        self.given_BSG: Tensor | None = None
-        """What the target's given layers are behind each committed token but the root; None: it gives none."""
-        if target.given_layers:
-            self.given_BSG = read_BTG.new_zeros(len(ids), self.capacity, read_BTG.shape[2] - target.hidden_size)
-            self.given_BSG[:, : read_BTG.shape[1]] = read_BTG[:, :, : -target.hidden_size]
+        self.aux_BSG: Tensor | None = None
+        """The target's auxiliary states at each committed token but the root; None: it gives none."""
+        if target.aux_layers:
+            self.aux_BSG = read_BTG.new_zeros(len(ids), self.capacity, read_BTG.shape[2] - target.hidden_size)
+            self.aux_BSG[:, : read_BTG.shape[1]] = read_BTG[:, :, : -target.hidden_size]
 
     @property
     def hidden_BD(self) -> Tensor:
@@ -227,14 +227,14 @@ class Context:
         """[B, 1] last committed token of each row."""
         return self.last_ids(1)
 
-    def given_before(self, count: int) -> Tensor:
+    def aux_before(self, count: int) -> Tensor:
         """[B, count, G] what the target gives behind the tokens that stand before each of `last_ids(count)`."""
-        assert self.given_BSG is not None
+        assert self.aux_BSG is not None
         if len(self.lengths) == 1:
-            return self.given_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
+            return self.aux_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
         first_B1 = self.cache.lengths_B[:, None] - count
         places_BM1 = (first_B1 + torch.arange(count, device=first_B1.device))[..., None]
-        return self.given_BSG.gather(1, places_BM1.expand(-1, -1, self.given_BSG.shape[2]))
+        return self.aux_BSG.gather(1, places_BM1.expand(-1, -1, self.aux_BSG.shape[2]))
 
     def last_ids(self, count: int) -> Tensor:
         """[B, count] last committed tokens of each row; each row must have as many."""
@@ -272,14 +272,14 @@ class Context:
             self.cache.move_to_front(verdict.path_BK[:, :deepest])
         if self.ids_BS.device.type != "cpu":
             self._send(before, depth + 1)
-        if self.given_BSG is not None:
+        if self.aux_BSG is not None:
             # Columns that are not kept may name nodes that are not there.
             known_BK = verdict.path_BK.clamp(max=hidden_BND.shape[1] - 1)
             path_BK1 = torch.nn.functional.pad(known_BK, (1, 0))[..., None]
-            given_BKG = hidden_BND[..., : self.given_BSG.shape[2]]
-            given_BKG = given_BKG.gather(1, path_BK1.expand(-1, -1, given_BKG.shape[2]))
+            aux_BKG = hidden_BND[..., : self.aux_BSG.shape[2]]
+            aux_BKG = aux_BKG.gather(1, path_BK1.expand(-1, -1, aux_BKG.shape[2]))
             slots_BK1 = (self.cache.lengths_B[:, None] + torch.arange(depth + 1, device=path_BK1.device))[..., None]
-            self.given_BSG.scatter_(1, slots_BK1.expand_as(given_BKG), given_BKG)
+            self.aux_BSG.scatter_(1, slots_BK1.expand_as(aux_BKG), aux_BKG)
         self.cache.set_lengths([length - 1 for length in self.lengths])
         self.accepted, self._hidden = accepted, (hidden_BND, verdict)
         self.paths, self.chains = paths, chains
@@ -334,7 +334,7 @@ def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tup
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
     """Run all committed tokens but the last of each row, `READ_AT_ONCE` at most at a time, which bounds what a layer
     holds of them; the last becomes the root of the first tree. Returns what `extend` does; nothing is projected."""
-    longest, width = max(lengths) - 1, model.hidden_size * (len(model.given_layers) + 1)
+    longest, width = max(lengths) - 1, model.hidden_size * (len(model.aux_layers) + 1)
     read = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
     parts = -(-longest // READ_AT_ONCE)
     for part in range(parts):

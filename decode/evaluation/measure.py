@@ -284,7 +284,7 @@ def measure(
         finished: runs of an interrupted evaluation; they are not done again. `on_run` gets every other.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
-    first = warm_ups(prompts, limits, target.device.type, target.finds_ends)
+    first = warm_ups(prompts, limits, target.device.type, target.supports_any_length)
     labels, sizes = list(jobs), {min(batch, len(prompts)), len(prompts) % batch} - {0}
     keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), batch, repeat)]
 
@@ -316,13 +316,13 @@ def measure(
 
 
 def warm_ups(
-    prompts: Sequence[Sequence[int]], limits: Limits, device: str, finds_ends: bool = False
+    prompts: Sequence[Sequence[int]], limits: Limits, device: str, supports_any_length: bool = False
 ) -> list[tuple[Sequence[int], Limits]]:
     """What is decoded before anything is timed: on a GPU a prompt of each length that graphs tell apart, to its end, so
     that none is captured while a clock runs, and the longest first, whose cache then serves them all."""
     if device == "cpu":
         return [(prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))]
-    if finds_ends:
+    if supports_any_length:
         return [(max(prompts, key=len), Limits(limits.max_new_tokens))]
     by_length = {round_up(len(prompt), STRIDE): prompt for prompt in sorted(prompts, key=len)}
     return [(prompt, Limits(limits.max_new_tokens)) for prompt in reversed(by_length.values())]

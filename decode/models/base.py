@@ -38,8 +38,64 @@ class Translation(Protocol):
         """The target's ids of what the drafter has written behind `ids`, which are `own` to it."""
 
 
-class LanguageModel(ABC):
-    """What the engine and the proposers ask of a causal LM: run some tree nodes on top of a cache, project, no more."""
+class AuxiliaryStates:
+    """Hidden states of inner layers that a target gives and an EAGLE-3 drafter reads."""
+
+    aux_layers: tuple[int, ...] = ()
+    """Layers whose inputs `extend` returns in front of the hidden states, [B, M, G · D + D]."""
+    required_aux_layers: tuple[int, ...] | None = None
+    """Layers of the target that this drafter reads (`EagleDrafter`); None: it reads tokens alone."""
+
+    def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
+        """Return [B, M, D], the drafter's input made of the target's auxiliary states."""
+        raise AssertionError("this model reads tokens alone")
+
+    def set_aux_input(self, above_BMD: Tensor) -> None:
+        """Set what the next `extend` reads beside its tokens: `fuse_aux` of the states at the positions before them, or
+        the drafter's own hidden states there."""
+        raise AssertionError("this model reads tokens alone")
+
+
+class DraftVocabulary(ABC):
+    """Draft vocabulary: the tokens that a drafter can propose."""
+
+    vocab_size: int
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens that `draft_logits` covers."""
+        return self.vocab_size
+
+    def draft_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return logits [..., R] of the draft vocabulary, and its token ids [R]; None: all tokens."""
+        return self.logits(hidden_XD), None
+
+    @abstractmethod
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """Return [..., V] logits of [..., D] hidden states as `extend` returns them."""
+
+
+class CapturedForwards:
+    """Replay of whole drafts as one captured CUDA graph; by default they run as they are."""
+
+    device: torch.device
+    supports_any_length: bool = False
+    """Whether one captured forward serves at any length, because attention reads no slots behind a row's last token."""
+
+    def run_captured(
+        self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return `run(*inputs)`, which grows a fixed tree on this cache; `key` identifies all else it depends on."""
+        return run(*inputs)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether reading a computed value makes the host wait for the device."""
+        return self.device.type != "cpu"
+
+
+class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
+    """Causal language model as the engine uses it: run tree nodes on top of a cache, and project to logits."""
 
     vocab_size: int
     hidden_size: int
@@ -58,13 +114,6 @@ class LanguageModel(ABC):
     """The configuration of the transformers model behind it; None where there is none."""
     head_weights: int | None = None
     """Weights of its output layer, where that is less than its configuration says."""
-    given_layers: tuple[int, ...] = ()
-    """Of so many layers each, the residual streams behind them are given too: in what `extend` returns they stand
-    before the hidden states, [B, M, G · D + D]."""
-    finds_ends: bool = False
-    """Whether a replayed forward reads no slots behind a row's last token, however many it is shown."""
-    reads: tuple[int, ...] | None = None
-    """Given layers of the target that a drafter reads beside tokens (`EagleDrafter`); None: it reads tokens alone."""
     translation: Translation | None = None
     """Of a drafter that has other tokens than its target; None: it has the target's."""
     windows: tuple[int | None, ...] = ()
@@ -97,7 +146,7 @@ class LanguageModel(ABC):
             tree: topology of the nodes 0..stop-1, of which those before `start` were run before. None: a chain.
 
         Returns:
-            [B, M, D] last hidden states, after the final norm or before it, by `states`; see `given_layers`.
+            [B, M, D] last hidden states, after the final norm or before it, by `states`; see `aux_layers`.
 
         Raises ValueError: where the cache is too small, naming both numbers.
         """
@@ -115,6 +164,13 @@ class LanguageModel(ABC):
         end = max(cache.lengths) + stop
         mask_B1MS = self._mask(cache, bias_BMn, start, stop, end)
         return self._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+
+    def extend_with_aux(
+        self, above_BMD: Tensor, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0
+    ) -> Tensor:
+        """Run `extend` of a drafter with `required_aux_layers`, after `set_aux_input(above_BMD)`."""
+        self.set_aux_input(above_BMD)
+        return self.extend(cache, tokens_BM, tree, start)
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
         """[B or 1, 1, M, end] additive float mask; None where every new token may see every slot (M = 1, a chain)."""
@@ -151,47 +207,6 @@ class LanguageModel(ABC):
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
         """The model itself: [B, M, D] hidden states, keys and values written at slots `length + start` and on."""
-
-    def take_in(self, given_BMG: Tensor) -> Tensor:
-        """[B, M, D] what a drafter that `reads` makes of the target's states."""
-        raise AssertionError("this model reads tokens alone")
-
-    def extend_with(
-        self, above_BMD: Tensor, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0
-    ) -> Tensor:
-        """`extend` of a drafter that `reads`: with what `take_in` made of the target's states behind the token before
-        each one, or with its own hidden state there."""
-        self.read_next(above_BMD)
-        return self.extend(cache, tokens_BM, tree, start)
-
-    def read_next(self, above_BMD: Tensor) -> None:
-        """What the next `extend` of a drafter that `reads` reads beside its tokens."""
-        raise AssertionError("this model reads tokens alone")
-
-    def whole(
-        self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        """What `run` computes of `inputs` and of forwards that grow a fixed tree on this cache; with graphs in one
-        launch. `key` says all that the work depends on beside these and the size of the tree."""
-        return run(*inputs)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the host would have to wait to learn a number that it computes."""
-        return self.device.type != "cpu"
-
-    @abstractmethod
-    def logits(self, hidden_XD: Tensor) -> Tensor:
-        """[..., D] hidden states as `extend` gives them to [..., V] logits."""
-
-    @property
-    def proposes(self) -> int:
-        """Of how many tokens `proposed_logits` are."""
-        return self.vocab_size
-
-    def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits of the tokens that the model proposes [..., R], and which these are [R]; None: all."""
-        return self.logits(hidden_XD), None
 
 
 _KINDS = "sliding_attention", "full_attention"
@@ -232,7 +247,7 @@ class TransformersModel(LanguageModel):
     """Any decoder of transformers, also spread or offloaded (`device_map`): our cache, a 4-D mask, explicit positions.
     Raises ValueError: states before the norm, where no final norm is found."""
 
-    def __init__(self, model: PreTrainedModel, states: str = "after-norm", given_layers: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model, self.config = model, config
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
@@ -252,7 +267,7 @@ class TransformersModel(LanguageModel):
         self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
         if self._kept_R is not None:
             self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]
-        self.states, self._norm, self.given_layers = states, None, tuple(given_layers)
+        self.states, self._norm, self.aux_layers = states, None, tuple(aux_layers)
         if states == "before-norm":
             self._norm = final_norm(self._decoder)
         if len({parameter.device for parameter in model.parameters()}) > 1:
@@ -290,17 +305,17 @@ class TransformersModel(LanguageModel):
             "past_key_values": SlotCache(cache, start, end),
             "use_cache": True,
         }
-        if self.given_layers:
+        if self.aux_layers:
             inputs["output_hidden_states"] = True
         seeing: AbstractContextManager[list[Tensor]] = nullcontext([]) if self._norm is None else norm_input(self._norm)
         with masked_attention(self.model), seeing as seen:
             found = self._decoder(**inputs)
         hidden_BMD = found.last_hidden_state if self._norm is None else seen[0].reshape(*tokens_BM.shape, -1)
-        given = [found.hidden_states[layer].to(self.device) for layer in self.given_layers]
+        given = [found.hidden_states[layer].to(self.device) for layer in self.aux_layers]
         return torch.cat((*given, hidden_BMD.to(self.device)), -1) if given else hidden_BMD.to(self.device)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        if self.given_layers:
+        if self.aux_layers:
             hidden_XD = hidden_XD[..., -self.hidden_size :]
         if self._norm is not None:
             hidden_XD = self._norm(hidden_XD)

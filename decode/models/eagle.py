@@ -24,7 +24,7 @@ class EagleDrafter(LeanDecoder):
     """Drafts with heads that have their target's weights (`EagleHeads.attach`); these are read once."""
 
     def __init__(self, heads: EagleHeads) -> None:
-        self.states, self.reads = "before-norm", heads.layers
+        self.states, self.required_aux_layers = "before-norm", heads.layers
         self.vocab_size, self._kept_R, self._inner = heads.vocab_size, heads.proposed, None
         weight_DG = heads.fc.weight.detach()
         embedding_VD = heads.embedding.to(weight_DG.dtype)
@@ -36,15 +36,15 @@ class EagleDrafter(LeanDecoder):
         heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(weight_DG.device)
         self._hold(heads.config, embedding_VD, head_RD, heads, [heads.midlayer], int8)
         self.head_weights = None if self._kept_R is None else heads.projection().numel()
-        self._take_in = self._product(weight_DG)
+        self._fuse_aux = self._product(weight_DG)
         self._above_XD: Tensor | None = None
         self._embedded_XD: Tensor | None = None
 
-    def take_in(self, given_BMG: Tensor) -> Tensor:
-        rows_XG = given_BMG.reshape(-1, given_BMG.shape[-1]).to(self.dtype)
-        return self._take_in(rows_XG).view(*given_BMG.shape[:2], -1)
+    def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
+        rows_XG = aux_BMG.reshape(-1, aux_BMG.shape[-1]).to(self.dtype)
+        return self._fuse_aux(rows_XG).view(*aux_BMG.shape[:2], -1)
 
-    def read_next(self, above_BMD: Tensor) -> None:
+    def set_aux_input(self, above_BMD: Tensor) -> None:
         self._above_XD = above_BMD.reshape(-1, self.hidden_size)
 
     def _norm_in(self, layer: Any, own: LayerWeights) -> Tensor:

@@ -126,7 +126,7 @@ class _Shape(_Replayed):
         self.offset_BM = torch.arange(count, device=device).repeat(batch, 1)
         self.above_BMD: Tensor | None = None
         """What a drafter that reads states reads beside the tokens."""
-        if model.reads is not None:
+        if model.required_aux_layers is not None:
             self.above_BMD = torch.zeros(batch, count, model.hidden_size, dtype=model.dtype, device=device)
         self.bias_BMW = torch.zeros(batch, count, width, dtype=model.dtype, device=device)
         self.bias_BMW[:, :, -1] = -torch.inf
@@ -153,7 +153,7 @@ class _Shape(_Replayed):
         cache = IndexedCache(self._cache, slots_BM, self._rows_B1)
         positions_BM = first_B1 + self.offset_BM
         if self.above_BMD is not None:
-            self._model.read_next(self.above_BMD)
+            self._model.set_aux_input(self.above_BMD)
         with sdpa_kernel(_KERNELS):
             return self._model._forward(cache, self.tokens_BM, positions_BM, mask_BMS[:, None], 0, self._end)
 
@@ -212,11 +212,11 @@ class GraphedModel(LanguageModel):
         self.model, self.config, self._capture = model, model.config, capture
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.max_positions, self.layers, self.states = model.max_positions, model.layers, model.states
-        self.given_layers, self.finds_ends = model.given_layers, model.finds_ends
+        self.aux_layers, self.supports_any_length = model.aux_layers, model.supports_any_length
         self.device, self.dtype, self.head_weights = model.device, model.dtype, model.head_weights
         self.kv_heads, self.key_width, self.value_width = model.kv_heads, model.key_width, model.value_width
         self._max_tokens, self._max_graphs, self._stride = max_tokens, max_graphs, stride
-        self.reads = model.reads
+        self.required_aux_layers = model.required_aux_layers
         self._above_BMD: Tensor | None = None
         self._inside: _Whole | None = None  # what is being run or captured as a whole
         self._free: list[_Slab] = []
@@ -240,7 +240,7 @@ class GraphedModel(LanguageModel):
     def _slots(self, capacity: int) -> int:
         """Of a new cache. Where graphs serve at any length, so many that the next text fits in with its graphs."""
         least = round_up(capacity, self._stride)
-        if not self.finds_ends:
+        if not self.supports_any_length:
             return least
         most = round_up(self.max_positions, self._stride)
         return max(least, min(most, max(_MANY, 1 << (capacity - 1).bit_length())))
@@ -256,7 +256,7 @@ class GraphedModel(LanguageModel):
         most = self._max_tokens if tree is not None else min(self._max_tokens, _MOST_READ)
         if slab is None or prompt or count > most or (is_in_torch_dispatch_mode() and whole is None):
             if above_BMD is not None:
-                self.model.read_next(above_BMD)
+                self.model.set_aux_input(above_BMD)
             return self.model.extend(cache, tokens_BM, tree, start, stop)
         stop = start + count if stop is None else stop
         assert stop - start == count
@@ -280,16 +280,16 @@ class GraphedModel(LanguageModel):
             found_BMD: Tensor = shape(self._capture)
             return found_BMD.clone()
 
-    def read_next(self, above_BMD: Tensor) -> None:
+    def set_aux_input(self, above_BMD: Tensor) -> None:
         self._above_BMD = above_BMD
 
-    def take_in(self, given_BMG: Tensor) -> Tensor:
-        return self.model.take_in(given_BMG)
+    def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
+        return self.model.fuse_aux(aux_BMG)
 
-    def whole(
+    def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """`LanguageModel.whole`, as one graph."""
+        """`LanguageModel.run_captured`, as one graph."""
         slab = self._slabs.get(cache)
         if slab is None or tree.nodes > self._max_tokens or is_in_torch_dispatch_mode():
             return run(*inputs)
@@ -308,7 +308,7 @@ class GraphedModel(LanguageModel):
 
     def _end(self, cache: KVCache, nodes: int) -> int:
         """How many slots attention is shown."""
-        return cache.capacity if self.finds_ends else round_up(max(cache.lengths) + nodes, self._stride)
+        return cache.capacity if self.supports_any_length else round_up(max(cache.lengths) + nodes, self._stride)
 
     def _shape(self, slab: _Slab, count: int, width: int, end: int) -> _Shape:
         shape: _Shape = self._kept(slab, (count, width, end), lambda: _Shape(self.model, slab.cache, count, width, end))
@@ -330,7 +330,7 @@ class GraphedModel(LanguageModel):
         return self.model._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
 
     @property
-    def waits(self) -> bool:
+    def is_async(self) -> bool:
         return True  # what is replayed asks nothing
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
@@ -338,11 +338,11 @@ class GraphedModel(LanguageModel):
         return self.model.logits(hidden_XD)
 
     @property
-    def proposes(self) -> int:
-        return self.model.proposes
+    def draft_vocab_size(self) -> int:
+        return self.model.draft_vocab_size
 
-    def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.model.proposed_logits(hidden_XD)
+    def draft_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.model.draft_logits(hidden_XD)
 
 
 def _set_first(first_B: Tensor, cache: KVCache, start: int) -> None:

@@ -89,9 +89,9 @@ class LeanDecoder(LanguageModel):
             and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
         )
 
-    def __init__(self, model: PreTrainedModel, states: str = "after-norm", given_layers: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
         decoder, output, family = _decoder(model), model.get_output_embeddings(), FAMILIES[model.config.model_type]
-        self.states, self.given_layers = states, tuple(given_layers)
+        self.states, self.aux_layers = states, tuple(aux_layers)
         self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
         int8 = is_int8(model)
         self._inner = Product(output.inner.weight.detach(), int8=int8) if isinstance(output, LowRankHead) else None
@@ -138,7 +138,7 @@ class LeanDecoder(LanguageModel):
         rotary = getattr(decoder, "rotary_emb", None)
         self._rotation = Rotation(config, rotary, self.key_width, self._complex, self.dtype)
         self._now: Any = None  # the kernels that the forward of this moment uses
-        self.finds_ends = self._fused is not None
+        self.supports_any_length = self._fused is not None
         # ‖x‖₂ with a constant √(D ε) beside it is √D times the root mean square that RMSNorm divides by. In float32 the
         # √D and the norm's weight are multiplied into the product that follows.
         self._folded = self._complex and embedding.dtype == torch.float32 and not int8
@@ -276,7 +276,7 @@ class LeanDecoder(LanguageModel):
                 (turned[by][0], self._windowed(mask_B1MS, positions_BM, end, window)) for window, by in self._sides
             ]
             seen = (sides, cache, start, end)
-            hidden_XD, given = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.given_layers)
+            hidden_XD, given = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.aux_layers)
         else:
             attends = []
             for window, by in self._sides:
@@ -293,10 +293,10 @@ class LeanDecoder(LanguageModel):
     def _through_layers(
         self, hidden_XD: Tensor, attends: Sequence[Callable[[int, Tensor], Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
-        """What comes out of the last layer, and what went into `given_layers`; `attends` is each layer's attention."""
+        """What comes out of the last layer, and what went into `aux_layers`; `attends` is each layer's attention."""
         given = list[Tensor]()
         for index, (layer, attend) in enumerate(zip(self._layers, attends, strict=True)):
-            if index in self.given_layers:
+            if index in self.aux_layers:
                 given.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
             qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
             found_XO = attend(index, qkv_XO)
@@ -422,14 +422,14 @@ class LeanDecoder(LanguageModel):
         return None
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        logits_XR, kept_R = self.proposed_logits(hidden_XD)
+        logits_XR, kept_R = self.draft_logits(hidden_XD)
         return logits_XR if kept_R is None else widen(logits_XR, kept_R, self.vocab_size)
 
     @property
-    def proposes(self) -> int:
+    def draft_vocab_size(self) -> int:
         return self.vocab_size if self._kept_R is None else len(self._kept_R)
 
-    def proposed_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draft_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
         rows_XD = hidden_XD.flatten(0, -2)[:, -self.hidden_size :].contiguous()
         if self.states == "before-norm":
             rows_XD = self._final_norm(rows_XD)

@@ -33,7 +33,7 @@ def wrap_model(
     graphs: bool | None = None,
     check: bool = True,
     states: str = "after-norm",
-    given_layers: Sequence[int] = (),
+    aux_layers: Sequence[int] = (),
 ) -> LanguageModel:
     """A scorer over a transformers model.
 
@@ -46,7 +46,7 @@ def wrap_model(
         check: compare the forward of a small branching tree with the model's own forwards of its paths.
         states: the hidden states that the scorer gives and projects: "after-norm", or "before-norm", what goes into the
             final norm.
-        given_layers: what it gives beside them, see `LanguageModel`; layers of a decoder that there are.
+        aux_layers: what it gives beside them, see `LanguageModel`; layers of a decoder that there are.
 
     Raises ValueError: logits that are NaN or infinite; a tree forward that differs from the plain ones (ALiBi); an
     encoder-decoder of another family, or one with `graphs` or states before the norm; `graphs` off one CUDA device;
@@ -58,7 +58,7 @@ def wrap_model(
     if model.config.is_encoder_decoder:
         if graphs:
             raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
-        if states != "after-norm" or given_layers:
+        if states != "after-norm" or aux_layers:
             what = "states before the norm" if states != "after-norm" else "states of inner layers"
             raise ValueError(f"only decoders give {what}; {model.config.model_type!r} is no decoder")
         source_model = Seq2SeqModel(model)
@@ -67,11 +67,11 @@ def wrap_model(
         return source_model
     wrapped: LanguageModel
     if fast and LeanDecoder.covers(model):
-        wrapped = LeanDecoder(model, states, given_layers)
+        wrapped = LeanDecoder(model, states, aux_layers)
     else:
-        wrapped = TransformersModel(model, states, given_layers)
-    if [*given_layers] != sorted({*given_layers} & {*range(wrapped.layers)}):
-        raise ValueError(f"given_layers is {[*given_layers]}: expected rising ones, from 0 to {wrapped.layers - 1}")
+        wrapped = TransformersModel(model, states, aux_layers)
+    if [*aux_layers] != sorted({*aux_layers} & {*range(wrapped.layers)}):
+        raise ValueError(f"aux_layers is {[*aux_layers]}: expected rising ones, from 0 to {wrapped.layers - 1}")
     if graphs or (graphs is None and wrapped.device.type == "cuda" and isinstance(wrapped, LeanDecoder)):
         wrapped = GraphedModel(wrapped)
     if check:

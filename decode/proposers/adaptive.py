@@ -218,11 +218,11 @@ class AdaptiveChain(Proposer):
             proposal.valid_BN = all_B[:, None]
             return proposal
         hidden_BD, grow = self._draft.read_root(context), partial(self._grow, context.sampling)
-        if self.policy.key is None or not self.model.waits:
+        if self.policy.key is None or not self.model.is_async:
             found = grow(hidden_BD, looks_B, *chances)
         else:
             key = self.policy.key, context.sampling
-            found = self._draft.whole(self._tree, key, grow, hidden_BD, looks_B, *chances)
+            found = self._draft.run_captured(self._tree, key, grow, hidden_BD, looks_B, *chances)
         sure_BK, tokens_BK, open_BK, *probs = found
         context.watch("the drafter's", sure_BK, range(sure_BK.shape[1]))
         depth = tokens_BK.shape[1]
@@ -235,7 +235,7 @@ class AdaptiveChain(Proposer):
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
         """How sure the drafter was at each level, the tokens, in which rows they count, and, above temperature 0, the
         distributions that they come from."""
-        stops = not self.model.waits
+        stops = not self.model.is_async
         sure, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         hidden_BMD = hidden_BD[:, None]
         for level in range(self.gamma):

@@ -44,21 +44,20 @@ class DraftState:
             raise ValueError(
                 "target and drafter must both be decoders, or both be encoder-decoders that start from the same token"
             )
-        self._lag = 0 if model.reads is None else 1
-        if model.reads is None:
+        self._lag = 0 if model.required_aux_layers is None else 1
+        if model.required_aux_layers is None:
             prefill(model, self.cache, context.ids_BS, context.lengths)
         else:
-            self._prefill_given(context, model.reads)
+            self._prefill_aux(context, model.required_aux_layers)
         self._read = [length - 1 for length in context.lengths]
         self._levels = 0
 
-    def _prefill_given(self, context: Context, reads: tuple[int, ...]) -> None:
+    def _prefill_aux(self, context: Context, required: tuple[int, ...]) -> None:
         """`prefill` of a drafter that reads the target's states."""
-        if context.given_BSG is None or context.target.given_layers != reads:
-            given = [*context.target.given_layers]
+        if context.aux_BSG is None or context.target.aux_layers != required:
             raise ValueError(
-                f"the drafter reads the target's layers {[*reads]}, and the target gives {given}: wrap it with "
-                f"wrap_model(model, given_layers={reads})"
+                f"the drafter reads the target's layers {[*required]}, the target gives {[*context.target.aux_layers]}: "
+                f"wrap it with wrap_model(model, aux_layers={required})"
             )
         longest, shortest = max(context.lengths), min(context.lengths)
         if shortest < 2:
@@ -67,8 +66,8 @@ class DraftState:
                 "the target made of the token before, needs 2 at least"
             )
         if longest > 2:
-            above_BTD = self.model.take_in(context.given_BSG[:, : longest - 2])
-            self.model.extend_with(above_BTD, self.cache, context.ids_BS[:, 1 : longest - 1])
+            above_BTD = self.model.fuse_aux(context.aux_BSG[:, : longest - 2])
+            self.model.extend_with_aux(above_BTD, self.cache, context.ids_BS[:, 1 : longest - 1])
 
     def read_root(self, context: Context) -> Tensor:
         """Read what was committed since the last proposal. Returns [B, D], the hidden state of the root (node 0)."""
@@ -85,7 +84,7 @@ class DraftState:
         extend = self.model.extend
         if pending + self._lag <= min(context.lengths):
             if self._lag:
-                extend = partial(self.model.extend_with, self.model.take_in(context.given_before(pending)))
+                extend = partial(self.model.extend_with_aux, self.model.fuse_aux(context.aux_before(pending)))
             tokens_BM = context.last_ids(pending)
             if behind_BM is not None:
                 tokens_BM, behind_BM = torch.cat((tokens_BM, behind_BM), 1), None
@@ -93,9 +92,9 @@ class DraftState:
         else:
             places_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)
             if self._lag:
-                assert context.given_BSG is not None
-                places_BMG = places_BM[..., None].expand(-1, -1, context.given_BSG.shape[2])
-                extend = partial(self.model.extend_with, self.model.take_in(context.given_BSG.gather(1, places_BMG)))
+                assert context.aux_BSG is not None
+                places_BMG = places_BM[..., None].expand(-1, -1, context.aux_BSG.shape[2])
+                extend = partial(self.model.extend_with_aux, self.model.fuse_aux(context.aux_BSG.gather(1, places_BMG)))
             hidden_BMD = extend(self.cache, context.ids_BS.gather(1, places_BM + self._lag))
             roots_B = context.cache.lengths_B - self._lag - self.cache.lengths_B
             hidden_BMD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B][:, None]
@@ -113,20 +112,20 @@ class DraftState:
             return self.model.extend(self.cache, tokens_BM, tree, start)
         parents_BM = tree.parents_BN[:, start : start + tokens_BM.shape[1]].expand(len(tokens_BM), -1)
         above_BMD = self._states_BND.gather(1, parents_BM[..., None].expand(-1, -1, self._states_BND.shape[2]))
-        hidden_BMD = self.model.extend_with(above_BMD, self.cache, tokens_BM, tree, start)
+        hidden_BMD = self.model.extend_with_aux(above_BMD, self.cache, tokens_BM, tree, start)
         self._states_BND = torch.cat((self._states_BND, hidden_BMD), 1)
         return hidden_BMD
 
-    def whole(
+    def run_captured(
         self, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], hidden_BD: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """`LanguageModel.whole` with the root's hidden state as the first input, where `run` grows the tree here."""
+        """Run `LanguageModel.run_captured` with the root's hidden state as the first input; `run` grows this tree."""
 
         def grown(hidden_BD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             self._states_BND = hidden_BD[:, None]
             return run(hidden_BD, *inputs)
 
-        found = self.model.whole(self.cache, tree, key, grown, hidden_BD, *inputs)
+        found = self.model.run_captured(self.cache, tree, key, grown, hidden_BD, *inputs)
         self._levels = max(0, tree.max_depth - 1)
         return found
 

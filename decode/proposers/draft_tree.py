@@ -62,10 +62,10 @@ class DraftTree(Proposer):
 
     def start(self, context: Context) -> None:
         different = context.sampling.greedy or not self.replacement
-        if different and max(self.branching) > self.model.proposes:
+        if different and max(self.branching) > self.model.draft_vocab_size:
             raise ValueError(
                 f"the tree asks for {max(self.branching)} different candidates of a vocabulary of "
-                f"{self.model.proposes} tokens"
+                f"{self.model.draft_vocab_size} tokens"
             )
         self._draft = DraftState(self.model, context, *self.capacity(context.limits))
 
@@ -73,7 +73,9 @@ class DraftTree(Proposer):
         hidden_BD, sampling, tree = self._draft.read_root(context), context.sampling, self.tree
         key = (self.branching, self.replacement, sampling)
         chances = [] if sampling.greedy else self._chances(context)
-        tokens_BN1, watched_BN, *more = self._draft.whole(tree, key, partial(self._grow, sampling), hidden_BD, *chances)
+        tokens_BN1, watched_BN, *more = self._draft.run_captured(
+            tree, key, partial(self._grow, sampling), hidden_BD, *chances
+        )
         context.watch("the drafter's", watched_BN, self._ahead_N)
         proposal = Proposal(tree, torch.cat((context.root_B1, tokens_BN1), 1), by_path=self.by_path)
         if more:
@@ -89,7 +91,7 @@ class DraftTree(Proposer):
             if self.replacement or width == 1:
                 chances.append(context.rng.uniform(parents, width))
             else:
-                chances.append(context.rng.exponential(parents, self.model.proposes))
+                chances.append(context.rng.exponential(parents, self.model.draft_vocab_size))
             parents *= width
         return chances
 
@@ -99,7 +101,7 @@ class DraftTree(Proposer):
         hidden_BMD, first = hidden_BD[:, None], 1
         levels = list[tuple[Tensor, ...]]()
         for level, width in enumerate(self.branching):
-            logits_BMR, kept_R = self.model.proposed_logits(hidden_BMD)
+            logits_BMR, kept_R = self.model.draft_logits(hidden_BMD)
             if sampling.greedy:
                 most = logits_BMR.topk(width, -1) if width > 1 else logits_BMR.max(-1, keepdim=True)
                 tokens_BM, *more = most.indices.flatten(1), most.values[..., 0]
@@ -166,7 +168,7 @@ class ParallelChain(Proposer):
         self._masks_BM = torch.full_like(context.root_B1, self._token).repeat(1, self.gamma - 1)
 
     def propose(self, context: Context) -> Proposal:
-        logits_BKR, kept_R = self.model.proposed_logits(self._draft.read_with(context, self._masks_BM))
+        logits_BKR, kept_R = self.model.draft_logits(self._draft.read_with(context, self._masks_BM))
         probs_BKV = None
         if context.sampling.greedy:
             wanted_BK, tokens_BK = logits_BKR.max(-1)

@@ -83,9 +83,9 @@ class DynamicTree(Proposer):
         return 1 + max(self.nodes, self.width * (self.depth - 1)), self._levels
 
     def start(self, context: Context) -> None:
-        if self.width > self.model.proposes:
+        if self.width > self.model.draft_vocab_size:
             raise ValueError(
-                f"width is {self.width}: so many different candidates of a vocabulary of {self.model.proposes} tokens"
+                f"width must be at most {self.model.draft_vocab_size}, the drafter's vocabulary, got {self.width}"
             )
         self._draft = DraftState(self.model, context, *self.capacity(context.limits))
         if self.suffix is not None:
@@ -99,11 +99,11 @@ class DynamicTree(Proposer):
         sampling = _UNWARPED if context.sampling.greedy else context.sampling
         if self._drafted:
             draft = partial(self._draft_levels, sampling)
-            if self.model.waits:
-                draft = partial(self._draft.whole, self._grown, (*self._settings, sampling), draft)
+            if self.model.is_async:
+                draft = partial(self._draft.run_captured, self._grown, (*self._settings, sampling), draft)
             hidden_BD = self._draft.read_root(context)
             watched_BA, *best = draft(hidden_BD, sent(torch.from_numpy(open_B), self.model.device), *nodes)
-            if self.model.waits:  # where a replay runs nothing of this
+            if self.model.is_async:  # where a replay runs nothing of this
                 self._ran = [1] + [min(self.width, 1 + self.nodes)] * (self.depth - 1)
             ahead = [level for level, count in enumerate(self._ran) for _ in range(count)]
             context.watch("the drafter's", watched_BA, ahead)
@@ -111,7 +111,7 @@ class DynamicTree(Proposer):
             best = [*self._best(nodes)]
         tokens_BN, parents_BN, depth_BN = best
         all_BN, most = torch.cat((context.root_B1, tokens_BN[:, 1:]), 1), tokens_BN.shape[1] - 1
-        if self.model.waits:
+        if self.model.is_async:
             tree = Tree.from_parents(parents_BN, min(self._levels, most), depth_BN)
         elif len(parents_BN) == 1 and parents_BN[0].tolist() == [*range(-1, most)]:
             tree = Tree.chain(most)
@@ -126,7 +126,7 @@ class DynamicTree(Proposer):
             return self._root, ~np.array(context.ended)
         texts = [context.host_ids_BS[row, : context.lengths[row]] for row in rows]
         grown = [[] if context.ended[row] else self.suffix.grow(row, texts[row]) for row in rows]
-        most = self.suffix.nodes if self.model.waits else max(map(len, grown))
+        most = self.suffix.nodes if self.model.is_async else max(map(len, grown))
         joint_BT = np.zeros((len(grown), 1 + most), dtype=np.float32)
         whole_3BT = np.zeros((3, *joint_BT.shape), dtype=np.int64)
         joint_BT[:, 0], whole_3BT[0] = 1.0, -1
@@ -143,12 +143,12 @@ class DynamicTree(Proposer):
         self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *sides: Tensor
     ) -> tuple[Tensor, ...]:
         """How sure the drafter is after each node that was run, and, with its candidates among the nodes, `_best`."""
-        nodes, stops, known = _Nodes(*sides), not self.model.waits, sides[0].shape[1]
+        nodes, stops, known = _Nodes(*sides), not self.model.is_async, sides[0].shape[1]
         hidden_BAD, tree, watched = hidden_BD[:, None], Tree.chain(0).to(hidden_BD.device), list[Tensor]()
         above_BA, share_BA = torch.zeros_like(open_B, dtype=torch.int64)[:, None], open_B[:, None].float()
         for level in range(self.depth):
             self._ran.append(above_BA.shape[1])
-            logits_BAR, kept_R = self.model.proposed_logits(hidden_BAD)
+            logits_BAR, kept_R = self.model.draft_logits(hidden_BAD)
             top = warp(logits_BAR, sampling).topk(self.width, -1)
             watched.append(top.values[..., 0])
             tokens_BAW = top.indices if kept_R is None else kept_R[top.indices]
@@ -213,7 +213,7 @@ class DynamicTree(Proposer):
         order_BN, total = self._order(nodes), nodes.joint_BT.shape[1]
         exists_BN = nodes.joint_BT.gather(1, order_BN) > 0
         numbers_BN = torch.where(exists_BN, order_BN, total).sort(1).values
-        if not self.model.waits:
+        if not self.model.is_async:
             numbers_BN = numbers_BN[:, : int(exists_BN.sum(1).max())]
         place_N = torch.arange(numbers_BN.shape[1], device=numbers_BN.device).expand_as(numbers_BN)
         places_BT = numbers_BN.new_zeros(len(numbers_BN), total + 1).scatter_(1, numbers_BN, place_N)

@@ -110,7 +110,7 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
 def _eagle_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
     """Speculative decoding with EAGLE-3's layer as it stands."""
     layers = layers_in(states_read(recipe))
-    scorer = wrap_model(target, fast=decodes_fast(target), given_layers=layers)
+    scorer = wrap_model(target, fast=decodes_fast(target), aux_layers=layers)
     prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
     options = {"gamma": recipe.measure.gamma}
 

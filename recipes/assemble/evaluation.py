@@ -80,7 +80,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
         refs["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
     sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
-    target = wrap_model(model, states=states_of(heads), given_layers=_layers_read(sources.values()))
+    target = wrap_model(model, states=states_of(heads), aux_layers=_layers_read(sources.values()))
     fits = partial(check_target, vocab_size=target.vocab_size, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
     if heads is not None:
         if (trained_with := other_target(folder, recipe.target)) is not None:

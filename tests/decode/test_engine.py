@@ -264,7 +264,7 @@ def test_a_target_that_gives_inner_states_writes_the_same(
 ) -> None:
     """Of unequal rows, also where a proposal has fewer nodes than the method may look ahead."""
     limits, sampling = Limits(24), Sampling(temperature)
-    targets = [wrap_model(target_model, given_layers=layers) for layers in ((), (1, 2))]
+    targets = [wrap_model(target_model, aux_layers=layers) for layers in ((), (1, 2))]
     plain, giving = (run(target, name, parts, PROMPTS, limits, sampling)[0] for target in targets)
     assert giving == plain
 
@@ -276,17 +276,17 @@ def test_a_long_prompt_is_read_in_parts(
     target_model: LlamaForCausalLM, parts: Parts, name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a batch, with inner states: a part that saw other tokens, or lay in other slots, would change the text."""
-    target = wrap_model(target_model, fast=fast, given_layers=(0, 2))
+    target = wrap_model(target_model, fast=fast, aux_layers=(0, 2))
     whole, _ = run(target, name, parts, PROMPTS, Limits(30))
     context = engine.Context(target, PROMPTS, Limits(30), Sampling(), Rng.for_rows(0, 4), (3, 3))
     monkeypatch.setattr(engine, "READ_AT_ONCE", 2)
     assert run(target, name, parts, PROMPTS, Limits(30))[0] == whole
     again = engine.Context(target, PROMPTS, Limits(30), Sampling(), Rng.for_rows(0, 4), (3, 3))
-    assert again.given_BSG is not None
-    assert context.given_BSG is not None
+    assert again.aux_BSG is not None
+    assert context.aux_BSG is not None
     for row, prompt in enumerate(PROMPTS):
         read = slice(0, len(prompt) - 1)
-        assert torch.allclose(again.given_BSG[row, read], context.given_BSG[row, read], atol=1e-5)
+        assert torch.allclose(again.aux_BSG[row, read], context.aux_BSG[row, read], atol=1e-5)
 
 
 def test_beams_are_those_of_transformers(target_model: LlamaForCausalLM) -> None:

@@ -142,10 +142,10 @@ def exact_distribution(model: LlamaForCausalLM, sampling: Sampling) -> torch.Ten
 
 
 def p_value(
-    method: Method, target: LlamaForCausalLM, sampling: Sampling, rng: Rng, given_layers: Sequence[int] = ()
+    method: Method, target: LlamaForCausalLM, sampling: Sampling, rng: Rng, aux_layers: Sequence[int] = ()
 ) -> float:
     """Of the hypothesis that the method's samples follow the target's distribution."""
-    scorer = wrap_model(target, check=False, given_layers=given_layers)
+    scorer = wrap_model(target, check=False, aux_layers=aux_layers)
     output: list[list[int]] = [[] for _ in range(ROWS)]
     for step in generate(scorer, *method, [PROMPT] * ROWS, Limits(TOKENS), sampling, rng):
         for row, new in zip(output, step.new_ids, strict=True):

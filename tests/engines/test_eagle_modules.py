@@ -39,12 +39,12 @@ def ours(heads: EagleHeads, states_TG: torch.Tensor, tokens_T: torch.Tensor) -> 
     """The first step's hidden states and logits, and a greedy chain behind the last token."""
     drafter = EagleDrafter(heads)
     cache = drafter.new_cache(1, TOKENS + STEPS)
-    states_1TD = drafter.extend_with(drafter.take_in(states_TG[None]), cache, tokens_T[None])
+    states_1TD = drafter.extend_with_aux(drafter.fuse_aux(states_TG[None]), cache, tokens_T[None])
     hidden_TD, chain, last_11D = heads.norm(states_1TD[0]), list[int](), states_1TD[:, -1:]
     for step in range(STEPS):
         chain.append(int(drafter.logits(last_11D).argmax()))
         cache.set_lengths([TOKENS + step])
-        last_11D = drafter.extend_with(last_11D, cache, torch.tensor([chain[-1:]]))
+        last_11D = drafter.extend_with_aux(last_11D, cache, torch.tensor([chain[-1:]]))
     return {"hidden": hidden_TD, "logits": hidden_TD @ heads.projection().T, "chain": torch.tensor(chain)}
 
 

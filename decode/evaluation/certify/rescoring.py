@@ -142,7 +142,7 @@ def proposers_view(
     """
     if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree, ParallelChain)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
-        if any(model.reads is not None for model in models):
+        if any(model.required_aux_layers is not None for model in models):
             return None
         states = [(model, read_back(model, prompts, outputs).hidden_XD) for model in models]
         return lambda index: torch.stack(

@@ -100,7 +100,7 @@ def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
 
     def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
         made_XKD = torch.cat([made(passage) for passage in passages if passage.text])
-        return lambda span: [_with_best(proposed_logits(heads, made_CD)) for made_CD in made_XKD[span].unbind(1)]
+        return lambda span: [_with_best(draft_logits(heads, made_CD)) for made_CD in made_XKD[span].unbind(1)]
 
     return Source(read, heads.num_heads, proposed=heads.proposed, behind=True)
 
@@ -128,7 +128,7 @@ def chains(heads: EagleHeads, given_1TG: Tensor, ids_1T: Tensor, new: int, behin
     return made_TKD[place_XK.clamp(min=0), steps_K]
 
 
-def proposed_logits(heads: EagleHeads, made_XD: Tensor) -> Tensor:
+def draft_logits(heads: EagleHeads, made_XD: Tensor) -> Tensor:
     """[..., V] logits of all tokens; those that are never proposed have minus infinity."""
     logits_XR = made_XD @ heads.projection().to(made_XD).T
     return logits_XR if heads.proposed is None else widen(logits_XR, heads.proposed, heads.vocab_size)

@@ -157,7 +157,7 @@ class _Reader:
         first = len(ids) - len(text)
         passes = [_states(self.target, prompt, ids, first, chunk)]
         # what a drafter makes of its own states, where the target has none yet, no pass over a text tells
-        drafter = None if self.parts.drafter is None or self.parts.drafter.reads else self.parts.drafter
+        drafter = None if self.parts.drafter is None or self.parts.drafter.required_aux_layers else self.parts.drafter
         if drafter is not None:
             passes.append(_states(drafter, prompt, ids, first, chunk))
         before_BD = torch.zeros(1, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)

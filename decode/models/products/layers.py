@@ -106,15 +106,15 @@ class DecoderLayers:
         cache: Any,
         start: int,
         end: int,
-        given_layers: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """What comes out of the last layer [X, D], and what went into `given_layers`, which rise; keys and values are
+        """What comes out of the last layer [X, D], and what went into `aux_layers`, which rise; keys and values are
         written to the cache, a `KVCache`. The tokens are nodes `start` and on of each row's tree, and see themselves
         and what a side's mask, as of `LanguageModel.extend`, lets them see of the slots before; without one all. The
         first layer's queries, keys and values may be given."""
         batch, count = len(cache.lengths), sides[0][0].shape[1]
         if batch * count <= self._most_tokens:
-            return self._few(hidden_XD, first_qkv_XO, sides, cache, start, end, given_layers)
+            return self._few(hidden_XD, first_qkv_XO, sides, cache, start, end, aux_layers)
         parts = -(-count // max(1, min(_AT_ONCE, self._most_tokens) // batch))
         hidden_BMD = hidden_XD.view(batch, count, -1)
         first_qkv_BMO = None if first_qkv_XO is None else first_qkv_XO.view(batch, count, -1)
@@ -128,7 +128,7 @@ class DecoderLayers:
                 cache,
                 start + here.start,
                 end,
-                given_layers,
+                aux_layers,
             )
             made.append(torch.stack((*given, one_XD)).unflatten(1, (batch, -1)))
         *given, hidden_XD = torch.cat(made, 2).flatten(1, 2)
@@ -142,7 +142,7 @@ class DecoderLayers:
         cache: Any,
         start: int,
         end: int,
-        given_layers: Sequence[int],
+        aux_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """`__call__` of at most `_most_tokens` tokens."""
         heads, kv_heads, width = self._sizes
@@ -162,7 +162,7 @@ class DecoderLayers:
         self._table[:, 13:] = torch.tensor([(k.data_ptr(), v.data_ptr(), *seen[side]) for k, v, side in slots])
         work = hidden_XD.new_empty(rows * ((2 * heads + 2 * kv_heads) * width + 2 * self._mlp + inputs))
         given = list[Tensor]()
-        bounds = (0, *given_layers, len(self._table))
+        bounds = (0, *aux_layers, len(self._table))
         for part, (first, last) in enumerate(pairwise(bounds)):
             if part:
                 given.append(hidden_XD)

@@ -28,7 +28,7 @@ from ....data.tokenizers import load_tokenizer
 from ....decode.engine import Limits
 from ....decode.evaluation.bootstrap import Floats
 from ....decode.evaluation.certify.rescoring import chunks
-from ....decode.evaluation.diagnose.agreement import Passage, chains, given_states, proposed_logits
+from ....decode.evaluation.diagnose.agreement import Passage, chains, draft_logits, given_states
 from ....decode.evaluation.diagnose.stages import finding
 from ....decode.evaluation.measure import decode
 from ....decode.evaluation.tuning.steps import ratio_error
@@ -139,7 +139,7 @@ def agreements(model: Any, folder: Path, passages: Sequence[Passage], advance: A
         raise ValueError(f"{len(passages)} passages without any token to predict")
     ways = readings(read_config(folder / CONFIG_FILE), model.config)
     layers = sorted({layer for way in ways for layer in way.layers})
-    target = TransformersModel(model, given_layers=layers)  # with no weights laid out anew
+    target = TransformersModel(model, aux_layers=layers)  # with no weights laid out anew
     heads, judged_P = fed(folder, None, model, target), list[Floats]()
     turns = [_turning(heads, way.base) for way in ways]
     counts_WP: list[list[Floats]] = [[] for _ in ways]
@@ -156,7 +156,7 @@ def agreements(model: Any, folder: Path, passages: Sequence[Passage], advance: A
             heads.normed = way.normed
             read_1TG = torch.cat([given[layer] for layer in way.layers], -1)
             made_XKD = chains(heads, read_1TG, ids_1T, new, way.behind)
-            drafted_XK = torch.cat([proposed_logits(heads, made_XKD[span]).argmax(-1) for span in spans])
+            drafted_XK = torch.cat([draft_logits(heads, made_XKD[span]).argmax(-1) for span in spans])
             counts.append(((drafted_XK == best_X1).cpu() & judged_XK).sum(0).numpy())
         advance(done, len(passages))
     return _compared(ways, np.array(counts_WP, dtype=np.float64), np.array(judged_P, dtype=np.float64))
@@ -193,7 +193,7 @@ def decoded(target: str, folder: Path, prompts: str, template: str | None = None
     rates, answers = list[tuple[float, float]](), list[Passage]()
     with bar("decoding as engines would", "readings") as advance:
         for done, way in enumerate(ways, 1):
-            wrapped = wrap_model(model, given_layers=way.layers)
+            wrapped = wrap_model(model, aux_layers=way.layers)
             drafter = EagleDrafter(fed(folder, way, model, wrapped))
             method = build_method("speculative", Parts(drafter), Sampling(), gamma=_GAMMA)
             runs = [decode(wrapped, method, Sampling(), 0, ids, limits) for ids in asked]

@@ -98,7 +98,7 @@ def test_a_drafter_of_another_tokenizer_fits(
             assert torch.equal(embeddings[1][i], embeddings[0][list(row)].double().mean(0).float())
     thin, text = wrap_model(fitted), [i for i in sorted(shared) if i > 2][:40]
     hidden = thin.extend(thin.new_cache(1, 64), torch.tensor([text]))
-    found_1R, kept_R = thin.proposed_logits(hidden[0, -1:])
+    found_1R, kept_R = thin.draft_logits(hidden[0, -1:])
     assert kept_R is not None
     assert kept_R.tolist() == sorted(shared)
     own_V = drafter(torch.tensor([[shared[i] for i in text]])).logits[0, -1]

@@ -30,7 +30,7 @@ def with_eagle(make_llama: Any, make_eagle: Any, device: str) -> tuple[Any, Part
     model = make_llama(VOCAB).to(device)
     heads = make_eagle(model).to(device)
     drafter = EagleDrafter(heads)
-    return wrap_model(model, given_layers=heads.layers), Parts(GraphedModel(drafter) if device == "cuda" else drafter)
+    return wrap_model(model, aux_layers=heads.layers), Parts(GraphedModel(drafter) if device == "cuda" else drafter)
 
 
 def built(make_llama: Any, device: str) -> tuple[Any, Parts]:

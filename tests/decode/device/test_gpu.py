@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAMES, built, decode
+from steps import ROWS, built, decode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,22 +16,24 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("relaxed")])  # these draw even then
-def test_greedy_texts_are_those_of_the_cpu(make_llama: Any, name: str, batch: int) -> None:
-    on_device, _ = decode(*built(make_llama, "cuda"), name, batch, 0.0, None)
-    assert decode(*built(make_llama, "cpu"), name, batch, 0.0, None)[0] == on_device
+@pytest.mark.parametrize("label", [name for name in ROWS if not name.startswith("relaxed")])  # these draw even then
+def test_greedy_texts_are_those_of_the_cpu(make_llama: Any, label: str, batch: int) -> None:
+    name, options = ROWS[label]
+    on_device, _ = decode(*built(make_llama, "cuda"), name, batch, 0.0, None, **options)
+    assert decode(*built(make_llama, "cpu"), name, batch, 0.0, None, **options)[0] == on_device
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_device_is_waited_for_once_a_step(make_llama: Any, name: str) -> None:
+@pytest.mark.parametrize("label", ROWS)
+def test_a_device_is_waited_for_once_a_step(make_llama: Any, label: str) -> None:
     """What torch itself notices."""
+    name, options = ROWS[label]
     target, parts = built(make_llama, "cuda")
-    decode(target, parts, name, 1, 1.0, None)  # graphs are captured
+    decode(target, parts, name, 1, 1.0, None, **options)  # graphs are captured
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            decode(target, parts, name, 1, 1.0, None)
+            decode(target, parts, name, 1, 1.0, None, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [each for each in caught if "synchroniz" in str(each.message)]

@@ -245,5 +245,5 @@ def test_a_gpu_is_warmed_up_with_every_length_that_its_graphs_tell_apart() -> No
     chosen = warm_ups(prompts, limits, "cuda")
     assert [len(prompt) for prompt, _ in chosen] == [1000, 300, 250]
     assert all(until == Limits(40) for _, until in chosen)
-    assert warm_ups(prompts, limits, "cuda", finds_ends=True) == [(prompts[-1], Limits(40))]
+    assert warm_ups(prompts, limits, "cuda", supports_any_length=True) == [(prompts[-1], Limits(40))]
     assert warm_ups(prompts, limits, "cpu") == [(prompts[0], Limits(8, (2,)))]

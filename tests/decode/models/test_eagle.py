@@ -116,7 +116,7 @@ def test_drafting_computes_what_training_computed(
     model = make_llama(VOCAB, hidden_size=hidden, seed=1)
     heads = make_eagle(model, proposed)
     heads.normed = normed
-    target, drafter = wrap_model(model, given_layers=heads.layers), EagleDrafter(heads)
+    target, drafter = wrap_model(model, aux_layers=heads.layers), EagleDrafter(heads)
     seen: list[Tensor] = []
 
     class Spied(EagleDrafter):
@@ -162,7 +162,7 @@ def test_replays_draft_the_same(
     model, sampling = make_llama(VOCAB, seed=1), Sampling(temperature)
     heads = make_eagle(model)
     heads.normed = normed
-    target, drafter = wrap_model(model, given_layers=heads.layers), EagleDrafter(heads)
+    target, drafter = wrap_model(model, aux_layers=heads.layers), EagleDrafter(heads)
     fast, recordings = graphed(drafter)
 
     def texts(drafter: Any, prompts: list[list[int]]) -> list[list[int]]:

@@ -207,9 +207,9 @@ def test_few_queries_attend_as_the_library_does(
 
 @needs_compiler
 @any_format
-@pytest.mark.parametrize("given_layers", [(), (0, 2)], ids=str)
+@pytest.mark.parametrize("aux_layers", [(), (0, 2)], ids=str)
 @torch.inference_mode()
-def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.dtype, given_layers: Any) -> None:
+def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.dtype, aux_layers: Any) -> None:
     """A tree, a ragged batch and more tokens than are read at once, through all layers and one by one; what goes into
     some of them is the same too."""
     model = make_llama(hidden_size=64, num_hidden_layers=4).requires_grad_(False)
@@ -217,7 +217,7 @@ def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.
         round_to_int8(model)
     else:
         model.to(dtype)
-    thin = LeanDecoder(model, given_layers=given_layers)
+    thin = LeanDecoder(model, aux_layers=aux_layers)
     assert thin._few is not None
     assert LeanDecoder(make_llama(hidden_size=32))._few is None, "heads of 8 are no panels"
     assert LeanDecoder(make_llama(hidden_size=64, intermediate_size=40))._few is None, "nor are 40 inputs"

@@ -169,7 +169,7 @@ def test_a_replay_equals_the_plain_forward(
     assert recordings.captured < 30
 
 
-@pytest.mark.parametrize("finds_ends", [False, True])
+@pytest.mark.parametrize("supports_any_length", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -188,11 +188,16 @@ def test_a_replay_equals_the_plain_forward(
     ids=str,
 )
 def test_whole_runs_are_the_same(
-    make_llama: Build, make_heads: Heads, name: str, options: dict[str, object], temperature: float, finds_ends: bool
+    make_llama: Build,
+    make_heads: Heads,
+    name: str,
+    options: dict[str, object],
+    temperature: float,
+    supports_any_length: bool,
 ) -> None:
-    """`finds_ends`: what kernels of a GPU do is here the work of the mask."""
+    """`supports_any_length`: what kernels of a GPU do is here the work of the mask."""
     target, drafter = (wrap_model(make_llama(VOCAB, seed, num_hidden_layers=1)) for seed in (0, 1))
-    target.finds_ends = drafter.finds_ends = finds_ends
+    target.supports_any_length = drafter.supports_any_length = supports_any_length
     heads, sampling = make_heads(4, 32, VOCAB), Sampling(temperature)
     (fast, recordings), (fast_drafter, _) = graphed(target), graphed(drafter)
     for prompts in (PROMPTS[:1], PROMPTS):

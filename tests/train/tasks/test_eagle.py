@@ -70,7 +70,7 @@ def test_what_it_learned_is_accepted(worker: ModuleType, make_llama: Any):
     task = task_of(worker, None, "forward-kl", make_llama(worker.VOCAB, sharpness=2.0))
     heads, module = task.module.heads, task.module
     assert isinstance(heads, EagleHeads)
-    target, prompts = wrap_model(task.target, given_layers=heads.layers), [[1, 2, 3], [4, 5, 6]]
+    target, prompts = wrap_model(task.target, aux_layers=heads.layers), [[1, 2, 3], [4, 5, 6]]
 
     def decoded(name: str, **options: Any) -> list[list[list[int]]]:
         method = build_method(name, Parts(EagleDrafter(heads)), Sampling(0.0), **options)

@@ -62,7 +62,7 @@ class Lesson:
         torch.manual_seed(0)
         heads = EagleHeads.for_target(self.model.config, LAYERS, KEPT, num_heads=steps)
         heads.attach(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)
-        target, lessons = wrap_model(self.model, given_layers=LAYERS), []
+        target, lessons = wrap_model(self.model, aux_layers=LAYERS), []
         prompts = [ids for _, ids in prompts_of(self.recipe(), self.tokenizer)]
         for prompt, text in zip(prompts, sample_texts(target, prompts, Limits(48), Sampling()), strict=True):
             given_1TG, last_1TD, ids_1T = (each.clone() for each in given_states(target, Passage(prompt, text)))

@@ -61,7 +61,7 @@ def test_it_leaves_eagle_heads_that_decode_losslessly(stand_ins: Any, tmp_path: 
     target: Any = load_model(recipe.target, dtype=torch.float32)
     heads = load_eagle(out, torch.float32)
     heads.attach(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
-    scorer, greedy, limits = wrap_model(target, given_layers=heads.layers), Sampling(temperature=0.0), Limits(24, ())
+    scorer, greedy, limits = wrap_model(target, aux_layers=heads.layers), Sampling(temperature=0.0), Limits(24, ())
     parts = Parts(drafter=EagleDrafter(heads.requires_grad_(False)))
     ways = build_method("speculative", parts, greedy), build_method("autoregressive", parts, greedy)
     for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
