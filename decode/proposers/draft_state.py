@@ -56,7 +56,7 @@ class DraftState:
         """`prefill` of a drafter that reads the target's states."""
         if context.aux_BSG is None or context.target.aux_layers != required:
             raise ValueError(
-                f"the drafter reads the target's layers {[*required]}, the target gives {[*context.target.aux_layers]}: "
+                f"the drafter reads the target's layers {required}, the target gives {context.target.aux_layers}: "
                 f"wrap it with wrap_model(model, aux_layers={required})"
             )
         longest, shortest = max(context.lengths), min(context.lengths)
