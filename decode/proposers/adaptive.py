@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine import Context, Limits, Proposal, Proposer, Verdict
+from ..engine import Context, Limits, Proposal, Verdict
 from ..models.base import LanguageModel
 from ..models.kv_cache import sent
 from ..rng import categorical
 from ..tree import Tree
 from ..warpers import Sampling, warp
-from .draft_state import DraftState
+from .draft_state import DrafterProposer, DraftState
 from .ngrams import PromptLookup
 
 
@@ -188,7 +188,7 @@ class Oracle(ExpectedGain):
         del self._peek
 
 
-class AdaptiveChain(Proposer):
+class AdaptiveChain(DrafterProposer):
     """A chain of at most `gamma` draft tokens that ends where the policy decides, row by row.
 
     On a CPU nothing is drafted after the last row's end. Elsewhere the host would have to wait to know of it, once a
@@ -199,11 +199,8 @@ class AdaptiveChain(Proposer):
         self.model, self.gamma, self.policy = model, gamma, policy
         self._tree = Tree.chain(gamma).to(model.device)
 
-    def capacity(self, limits: Limits) -> tuple[int, int]:
-        return self.gamma + 1, self.gamma
-
     def start(self, context: Context) -> None:
-        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
+        super().start(context)
         self.policy.start(context, self.gamma)
 
     def propose(self, context: Context) -> Proposal:
@@ -266,7 +263,7 @@ class AdaptiveChain(Proposer):
         self.policy.commit(context, proposal, verdict)
 
     def stop(self) -> None:
-        del self._draft
+        super().stop()
         self.policy.stop()
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:

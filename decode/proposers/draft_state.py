@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..engine import Context, prefill
+from ..engine import Context, Limits, Proposal, Proposer, Verdict, prefill
 from ..models.base import LanguageModel, check_same_vocabulary
 from ..tree import Tree
 
@@ -146,6 +146,26 @@ class DraftState:
             min(root + 1 + min(count, self._levels), length - 1)
             for root, count, length in zip(self.cache.lengths, counts, context.lengths, strict=True)
         ]
+
+
+class DrafterProposer(Proposer):
+    """Base class of proposers that draft at most `gamma` levels with one model, whose cache they keep in step."""
+
+    model: LanguageModel
+    gamma: int
+    _draft: DraftState
+
+    def capacity(self, limits: Limits) -> tuple[int, int]:
+        return self.gamma + 1, self.gamma
+
+    def start(self, context: Context) -> None:
+        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        self._draft.keep(context)
+
+    def stop(self) -> None:
+        del self._draft
 
 
 def own_path(nodes_BN: Tensor, path_BK: Tensor, kept_B: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..models.base import LanguageModel
 from ..rng import draw_many
 from ..tree import Tree
 from ..warpers import Sampling, warp
-from .draft_state import DraftState
+from .draft_state import DrafterProposer
 
 
 class NoDraft(Proposer):
@@ -37,7 +37,7 @@ class NoDraft(Proposer):
         return Proposal(self._tree, context.root_B1)
 
 
-class DraftTree(Proposer):
+class DraftTree(DrafterProposer):
     """Candidates sampled from a draft model, `branching[i]` for each node of depth i; ones all along: a chain.
 
     With replacement the candidates of a node are independent draws, else they are drawn without replacement in order
@@ -67,7 +67,7 @@ class DraftTree(Proposer):
                 f"the tree asks for {max(self.branching)} different candidates of a vocabulary of "
                 f"{self.model.draft_vocab_size} tokens"
             )
-        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
+        super().start(context)
 
     def propose(self, context: Context) -> Proposal:
         hidden_BD, sampling, tree = self._draft.read_root(context), context.sampling, self.tree
@@ -133,9 +133,6 @@ class DraftTree(Proposer):
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context, own_path_BK=None if self.tree.is_chain else verdict.path_BK)
 
-    def stop(self) -> None:
-        del self._draft
-
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         widths = [1]
         for width in self.branching[:-1]:
@@ -143,7 +140,7 @@ class DraftTree(Proposer):
         return [(self.model, width) for width in widths]
 
 
-class ParallelChain(Proposer):
+class ParallelChain(DrafterProposer):
     """A chain of `gamma` tokens by one forward of a drafter that was trained for it: the next token, and what follows
     at mask tokens behind it.
 
@@ -160,11 +157,8 @@ class ParallelChain(Proposer):
         self._tree = Tree.chain(gamma).to(model.device)
         self._ahead_K = torch.arange(gamma)
 
-    def capacity(self, limits: Limits) -> tuple[int, int]:
-        return self.gamma + 1, self.gamma
-
     def start(self, context: Context) -> None:
-        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
+        super().start(context)
         self._masks_BM = torch.full_like(context.root_B1, self._token).repeat(1, self.gamma - 1)
 
     def propose(self, context: Context) -> Proposal:
@@ -182,12 +176,6 @@ class ParallelChain(Proposer):
             if probs_BKV is not None:
                 probs_BKV = widen(probs_BKV, kept_R, self.model.vocab_size, 0.0)
         return Proposal(self._tree, torch.cat((context.root_B1, tokens_BK), 1), probs_BKV)
-
-    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        self._draft.keep(context)
-
-    def stop(self) -> None:
-        del self._draft
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(self.model, self.gamma)]

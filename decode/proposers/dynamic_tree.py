@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine import Context, Limits, Proposal, Proposer, Verdict
+from ..engine import Context, Limits, Proposal, Verdict
 from ..models.base import LanguageModel
 from ..models.kv_cache import sent
 from ..tree import Tree
 from ..warpers import Sampling, warp
-from .draft_state import DraftState
+from .draft_state import DrafterProposer
 from .suffix import SuffixTree
 
 _UNWARPED = Sampling(temperature=1.0)
@@ -42,7 +42,7 @@ class _Nodes(NamedTuple):
         return _Nodes(*(torch.cat(pair, 1) for pair in zip(self, sides, strict=True)))
 
 
-class DynamicTree(Proposer):
+class DynamicTree(DrafterProposer):
     """The likeliest continuations by a drafter's joint probability, at most `nodes`, none below `least`.
 
     Each level grows from the best `width` nodes of the one before, with `width` candidates each. On a CPU a level that
@@ -87,7 +87,7 @@ class DynamicTree(Proposer):
             raise ValueError(
                 f"width must be at most {self.model.draft_vocab_size}, the drafter's vocabulary, got {self.width}"
             )
-        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
+        super().start(context)
         if self.suffix is not None:
             self.suffix.start(context)
         zeros_BT = torch.zeros(len(context.lengths), 1, dtype=torch.int64, device=self.model.device)
@@ -227,9 +227,6 @@ class DynamicTree(Proposer):
             self._draft.keep(context, [0] * len(context.lengths))
         if self.suffix is not None:
             self.suffix.commit(context, proposal, verdict)
-
-    def stop(self) -> None:
-        del self._draft
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         """Those of the last proposal: how many it takes does not follow from its size."""
