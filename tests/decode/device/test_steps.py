@@ -22,7 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 LAUNCHES = {
     "autoregressive": 18, "mjgd": 100, "speculative": 58, "unigram": 51, "bigram": 93, "prompt-lookup": 32,
-    "dynamic-tree": 121, "prompt-lookup drafter": 57, "suffix": 30, "suffix table": 43, "medusa typical": 92, "suffix heads": 33, "multi-candidate": 346,
+    "dynamic-tree": 121, "prompt-lookup drafter": 57, "suffix": 30, "suffix table": 43, "medusa typical": 92,
+    "suffix heads": 33, "multi-candidate": 346,
     "naive-multi-candidate": 132, "suffix drafter": 193,
     "batch-speculative": 269, "spectr": 592, "specinfer": 377, "bild": 38, "mjsd": 184, "adaptive": 57,
     "relaxed-opt": 58, "relaxed-uno": 49, "bpd": 79, "medusa": 83, "slim-ss": 117, "slim-s": 128, "slim-l": 127,
