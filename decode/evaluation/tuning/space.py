@@ -177,9 +177,9 @@ def is_decoded(name: str, parts: Parts) -> bool:
     Replay needs a drafter that reads only tokens of the target's vocabulary, unlike EAGLE-3.
     """
     drafter = parts.drafter
-    return name in DECODED or (
-        name == "speculative" and drafter is not None and (drafter.reads is not None or drafter.translation is not None)
-    )
+    if name != "speculative" or drafter is None:
+        return name in DECODED
+    return drafter.required_aux_layers is not None or drafter.translation is not None
 
 
 def list_settings(
