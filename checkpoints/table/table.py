@@ -21,7 +21,7 @@ from torch import Tensor
 from ..storage.names import TABLE_FILE
 from ..storage.safe_read import UNREADABLE
 from .file import check_counts, write_table
-from .runs import Run, check_documents, key_dtype
+from .runs import check_documents, key_dtype
 from .texts import TextStore
 
 __all__ = ["TABLE_FILE", "TENSORS", "BigramTable", "check_add_k"]
@@ -115,8 +115,9 @@ class BigramTable:
         """Write `table.safetensors` and the texts into a directory."""
         if self.texts is not None:
             self.texts.save(directory)
-        parts = (self._run(first, end) for first, end in self.chunks())
-        write_table(Path(directory) / TABLE_FILE, self.vocab_size, parts, self.unigram.numpy())
+        keys_E = (self.rows_of(0, self.vocab_size) * self.vocab_size + self.col).numpy()
+        run = (keys_E.astype(key_dtype(self.vocab_size)), self.count.numpy())
+        write_table(Path(directory) / TABLE_FILE, self.vocab_size, [run], self.unigram.numpy())
 
     @cached_property
     def left_counts(self) -> Tensor:
@@ -150,11 +151,6 @@ class BigramTable:
         """Return the left token of each entry of the rows from `first` to `end` - 1, int64."""
         return torch.from_numpy(np.repeat(np.arange(first, end), np.diff(self.row_ptr[first : end + 1].numpy())))
 
-    def _run(self, first: int, end: int) -> Run:
-        start, stop = int(self.row_ptr[first]), int(self.row_ptr[end])
-        keys_E = self.rows_of(first, end) * self.vocab_size + self.col[start:stop]
-        return keys_E.numpy().astype(key_dtype(self.vocab_size)), self.count[start:stop].numpy()
-
     def to(self, device: torch.device | str) -> BigramTable:
         """Return a table over the same counts whose lookup runs on `device`."""
         device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
@@ -181,8 +177,7 @@ class BigramTable:
     def correlation(self, add_k: float = 0.0) -> Correlation:
         """Return the lookup structure of `look_up`, built by the first call."""
         check_add_k(add_k)
-        keys = self._view((self.device, "keys"), lambda: SortedKeys(self, self.device))
-        return self._view((self.device, "correlation", add_k), lambda: Correlation(self, keys, self.device, add_k))
+        return self._view((self.device, "correlation", add_k), lambda: Correlation(self, self.device, add_k))
 
     def distributions(self, device: torch.device | str, prior: float, add_k: float = 0.0) -> NextToken:
         """Return the next-token distributions of the table on a device, built by the first call."""
@@ -217,47 +212,20 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
         raise ValueError(f"row_ptr runs from {ends[0]} to {ends[1]}, expected to ascend from 0 to {entries}")
     if int(unigram_V.min()) < 0:
         raise ValueError(f"unigram holds {int(unigram_V.min())}, expected at least 0")
-    for start in range(0, entries, CHUNK):
-        col_P = col_E[start : start + CHUNK + 1]  # with one more column, where there is one
-        low, high, least = int(col_P.min()), int(col_P.max()), int(count_E[start : start + CHUNK].min())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"col holds token {low if low < 0 else high}, the vocabulary has {vocab_size} tokens")
-        if least < 1:
-            raise ValueError(f"count holds {least}, expected at least 1")
-        # Falls can only be at the beginnings of rows, so that there are few of them to look up.
-        falls = np.flatnonzero(col_P[1:] <= col_P[:-1]) + (start + 1)
-        inside = falls[row_ptr[np.searchsorted(row_ptr, falls)] != falls]
-        if len(inside):
-            row = int(np.searchsorted(row_ptr, inside[0], side="right")) - 1
-            both = f"{int(col_E[inside[0] - 1])} and {int(col_E[inside[0]])}"
-            raise ValueError(f"columns do not ascend in row {row}: {both} follow")
-
-
-class SortedKeys:
-    """Sorted keys of a table's pairs for binary search: x V + y, or x V + y − 2³¹ in 32 bits where that fits.
-
-    Smaller keys make the search faster, which is bound by memory.
-    """
-
-    def __init__(self, table: BigramTable, device: torch.device) -> None:
-        narrow = table.vocab_size <= _NARROW_VOCAB
-        self._dtype = torch.int32 if narrow else torch.int64
-        self._offset, self._vocab_size = 2**31 if narrow else 0, table.vocab_size
-        keys_E = torch.empty(table.entries + 1, dtype=self._dtype)
-        keys_E[-1] = torch.iinfo(self._dtype).max  # so that every search ends on an entry
-        for first, end in table.chunks():
-            start, stop = int(table.row_ptr[first]), int(table.row_ptr[end])
-            keys_E[start:stop] = self._keys(table.rows_of(first, end), table.col[start:stop])
-        self._keys_E = keys_E.to(device)
-
-    def _keys(self, x_X: Tensor, y_X: Tensor) -> Tensor:
-        return (x_X * self._vocab_size - self._offset).to(self._dtype) + y_X.to(self._dtype)
-
-    def find(self, x_X: Tensor, y_X: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index of each pair among the entries, int64, and whether the pair has an entry."""
-        wanted_X = self._keys(x_X, y_X)
-        place_X = torch.searchsorted(self._keys_E, wanted_X)
-        return place_X, self._keys_E.take(place_X) == wanted_X
+    if not entries:
+        return
+    low, high, least = int(col_E.min()), int(col_E.max()), int(count_E.min())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"col holds token {low if low < 0 else high}, the vocabulary has {vocab_size} tokens")
+    if least < 1:
+        raise ValueError(f"count holds {least}, expected at least 1")
+    # Columns can only fall where a row begins, so that there are few places to look up.
+    falls = np.flatnonzero(col_E[1:] <= col_E[:-1]) + 1
+    inside = falls[row_ptr[np.searchsorted(row_ptr, falls)] != falls]
+    if len(inside):
+        row = int(np.searchsorted(row_ptr, inside[0], side="right")) - 1
+        both = f"{int(col_E[inside[0] - 1])} and {int(col_E[inside[0]])}"
+        raise ValueError(f"columns do not ascend in row {row}: {both} follow")
 
 
 def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[float, Tensor]:
@@ -273,33 +241,44 @@ def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[floa
 
 
 class Correlation:
-    """Lookup of log r, r = p(y | x) / p(y), see `BigramTable.look_up`.
+    """Lookup of log r, r = p(y | x) / p(y), by binary search in the sorted keys of the pairs.
 
-    p(y) is the marginal of the pair counts, in which a token that was never on the right counts as seen once.
+    p(y) is the marginal of the pair counts, in which a token that was never on the right counts as seen once. A key is
+    x V + y, or x V + y − 2³¹ in 32 bits where that fits: smaller keys make the search faster, which is bound by memory.
     """
 
-    def __init__(self, table: BigramTable, keys: SortedKeys, device: torch.device, add_k: float) -> None:
-        self._keys, self._left_V, self._right_V = keys, None, None
+    def __init__(self, table: BigramTable, device: torch.device, add_k: float) -> None:
+        narrow = table.vocab_size <= _NARROW_VOCAB
+        self._dtype = torch.int32 if narrow else torch.int64
+        self._offset, self._vocab_size = 2**31 if narrow else 0, table.vocab_size
+        self._left_V: Tensor | None = None
+        self._right_V: Tensor | None = None
         weight, spread_V = _pseudo_counts(table, 0.0, add_k)
         log_p_V = (table.right_counts.clamp(min=1).double() / max(table.pairs, 1)).log()
         log_scale_V = (1 / (table.left_counts.double() + weight)).log()
         if add_k:
             self._left_V = (torch.full_like(log_p_V, weight).log() + log_scale_V).float().to(device)
             self._right_V = (spread_V.log() - log_p_V).float().to(device)
-        log_r_E = torch.zeros(table.entries + 1)
+        log_r_E, keys_E = torch.zeros(table.entries + 1), torch.empty(table.entries + 1, dtype=self._dtype)
+        keys_E[-1] = torch.iinfo(self._dtype).max  # so that every search ends on an entry
         for first, end in table.chunks():
             start, stop = int(table.row_ptr[first]), int(table.row_ptr[end])
             x_E, y_E = table.rows_of(first, end), table.col[start:stop].long()
+            keys_E[start:stop] = self._keys(x_E, y_E)
             mass_E = table.count[start:stop].double() + weight * spread_V[y_E]
             log_r_E[start:stop] = mass_E.log_() + log_scale_V[x_E] - log_p_V[y_E]
-        self._log_r_E = log_r_E.to(device)
+        self._keys_E, self._log_r_E = keys_E.to(device), log_r_E.to(device)
+
+    def _keys(self, x_X: Tensor, y_X: Tensor) -> Tensor:
+        return (x_X * self._vocab_size - self._offset).to(self._dtype) + y_X.to(self._dtype)
 
     def look_up(self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor) -> Tensor:
-        """Return log r of pairs, float32 of the broadcast shape."""
-        place_X, seen_X = self._keys.find(x_X, y_X)
+        """Return log r of pairs, float32 of the broadcast shape; see `BigramTable.look_up`."""
+        wanted_X = self._keys(x_X, y_X)
+        place_X = torch.searchsorted(self._keys_E, wanted_X)
         if self._left_V is not None and self._right_V is not None:
             log_unseen = self._left_V.take(x_X) + self._right_V.take(y_X)
-        return torch.where(seen_X, self._log_r_E.take(place_X), log_unseen)
+        return torch.where(self._keys_E.take(place_X) == wanted_X, self._log_r_E.take(place_X), log_unseen)
 
 
 class NextToken:
