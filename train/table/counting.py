@@ -5,10 +5,9 @@ Shape letters: V vocabulary, T tokens, D documents, C ends of documents, E entri
 
 from __future__ import annotations
 
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -63,16 +62,13 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self.position: Any = index["place"]
         self.tokens: int = index["tokens"]
         self.documents: int = index["documents"]
-        memory = memory_mb * 2**20
-        # An eighth of the memory is for the buffers being sorted, and their part of it for the one being filled. The
-        # runs of sorted buffers take about as much. A quarter each is for held runs, for those being merged and for
-        # the result.
-        size = int(min(max(memory / threads / dtype.itemsize / 8, 1), _MAX_BUFFER))
-        self._held = _HeldRuns(self.folder, vocab_size, int(memory / 4 / (dtype.itemsize + 4)))
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="count")
-        self._tasks: set[Future[NDArray[Any]]] = set()
-        self._keys_T, *self._free = [np.empty(size, dtype) for _ in range(threads + 1)]
+        share = memory_mb * 2**20 / threads
+        # Of a thread's share an eighth is the buffer of keys that it sorts, and half as much its part of the one being
+        # filled; that one's run takes about as much again. Three eighths are for runs, nearly as much for merging them.
+        size = int(min(max(share / dtype.itemsize / 8, 1), _MAX_BUFFER))
+        budget = int(share * 3 / 8 / (dtype.itemsize + 4))
+        self._workers = [_Worker(self.folder, vocab_size, size, budget) for _ in range(threads)]
+        self._keys_T: NDArray[Any] = np.empty(size, dtype)
         self._filled, self._cross_document = 0, 0
 
     def add(self, tokens_T: NDArray[Any], starts_D: NDArray[Any], position: Any) -> None:
@@ -92,26 +88,27 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self.tokens += size
         self.documents += len(starts_D)
         self.position = position
-        if self._held.spilled:
+        if any(worker.spilled for worker in self._workers):
             self.spill()
 
     def spill(self) -> None:
         """Write everything counted so far to the disk, together with its position."""
         if self._filled:
             self._send()
-        self._free += [task.result() for task in self._tasks]
-        self._tasks = set()
-        held, _ = self._held.take()
-        parts = [part for first in range(self._threads) if (part := held[first :: self._threads])]
-        self._held.spilled += self._pool.map(self._held.write, parts)
-        self._runs = self._runs + self._held.spilled
+        for worker in self._workers:
+            worker.spill()
+        for worker in self._workers:
+            worker.finish()
+        self._runs = self._runs + [run for worker in self._workers for run in worker.spilled]
         index = {"place": self.position, "tokens": self.tokens, "documents": self.documents, "runs": self._runs}
         write_index(self.folder, self.vocab_size, index | {"ends": self._ends_V.tolist()})
-        self._held.spilled = []
+        for worker in self._workers:
+            worker.spilled = []
 
     def close(self) -> None:
         """Stop the background threads without spilling; what was spilled stays."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
         self._lock.close()
 
     def __exit__(self, *_: object) -> None:
@@ -133,70 +130,77 @@ class PairCounter(AbstractContextManager["PairCounter"]):
                 self._send()
 
     def _send(self) -> None:
-        """Count the buffer in the background and go on with a free one; raise the errors of finished tasks."""
-        task = self._pool.submit(self._held.count, self._keys_T, self._filled, self._cross_document)
-        self._tasks.add(task)
-        done, self._tasks = wait(self._tasks, 0 if self._free else None, FIRST_COMPLETED)
-        self._free += [task.result() for task in done]
-        self._keys_T = self._free.pop()
+        """Send the buffer to a worker, and go on with the one that it returns."""
+        worker = next((worker for worker in self._workers if worker.idle), self._workers[0])
+        self._keys_T = worker.count(self._keys_T, self._filled, self._cross_document)
         self._filled = self._cross_document = 0
+        self._workers.append(self._workers.pop(self._workers.index(worker)))  # the longest busy one comes first
 
 
-class _HeldRuns:
-    """Runs in memory, shared by the threads of a counter.
+class _Worker:
+    """Thread that counts one buffer at a time and holds the runs.
 
     Runs of more than `budget` entries are merged into one, which is written to a file where it takes more than half of
     the budget. Files in `spilled` are not in the index yet.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, budget: int) -> None:
+    def __init__(self, folder: Path, vocab_size: int, buffer_size: int, budget: int) -> None:
         self.spilled: list[dict[str, Any]] = []
         self._folder, self._vocab_size, self._budget = folder, vocab_size, budget
-        self._lock, self._merging = Lock(), Lock()
+        self._free_T: NDArray[Any] = np.empty(buffer_size, key_dtype(vocab_size))
         self._runs: list[Run] = []
-        self._entries = self._pairs = 0
-
-    def count(self, keys_T: NDArray[Any], size: int, cross_document: int) -> NDArray[Any]:
-        """Add the run of the first keys of a buffer; return the buffer."""
-        self._add(run_of_keys(keys_T[:size], cross_document), size)
-        if self._is_full:
-            with self._merging:
-                if self._is_full:  # unless another thread has merged them meanwhile
-                    self._compact()
-        return keys_T
-
-    def take(self) -> tuple[list[Run], int]:
-        """Remove and return all runs, and their number of pairs."""
-        with self._lock:
-            taken = self._runs, self._pairs
-            self._runs, self._entries, self._pairs = [], 0, 0
-        return taken
-
-    def write(self, runs: list[Run]) -> dict[str, Any]:
-        """Merge runs into a file; return its name and size."""
-        return write_run(self._folder, self._vocab_size, merge_runs(runs, self._vocab_size))
+        self._pairs = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="count")
+        self._task: Future[dict[str, Any] | None] | None = None
 
     @property
-    def _is_full(self) -> bool:
-        return self._entries > self._budget or self._pairs >= _MAX_PAIRS  # counts have 32 bits
+    def idle(self) -> bool:
+        return self._task is None or self._task.done()
 
-    def _add(self, run: Run, pairs: int) -> None:
-        with self._lock:
-            if len(run[0]):
-                self._runs.append(run)
-            self._entries += len(run[0])
-            self._pairs += pairs
+    def count(self, keys_T: NDArray[Any], size: int, cross_document: int) -> NDArray[Any]:
+        """Count the first keys of a buffer in the background after the last task; return the buffer of that one."""
+        self.finish()
+        self._pairs += size
+        self._task = self._thread.submit(self._count, keys_T[:size], cross_document)
+        self._free_T, free_T = keys_T, self._free_T
+        return free_T
 
-    def _compact(self) -> None:
-        runs, pairs = self.take()
-        size = sum(len(keys) for keys, _ in runs)  # at most: memory that is never touched costs nothing
-        keys_E, counts_E, end = np.empty(size, key_dtype(self._vocab_size)), np.empty(size, np.uint32), 0
-        for keys, counts in merge_runs(runs, self._vocab_size):
+    def spill(self) -> None:
+        """Write the held runs in the background."""
+        self.finish()
+        if self._runs:
+            self._task = self._thread.submit(self._spill)
+
+    def finish(self) -> None:
+        """Wait for the task and raise its error."""
+        task, self._task = self._task, None
+        if task is not None and (run := task.result()):
+            self.spilled.append(run)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _count(self, keys_T: NDArray[Any], cross_document: int) -> dict[str, Any] | None:
+        run = run_of_keys(keys_T, cross_document)
+        if len(run[0]):
+            self._runs.append(run)
+        full = self._pairs >= _MAX_PAIRS  # a run's counts have 32 bits
+        if sum(len(keys) for keys, _ in self._runs) > self._budget:
+            self._merge()
+            full = full or len(self._runs[0][0]) > self._budget // 2
+        return self._spill() if full else None
+
+    def _merge(self) -> None:
+        """Merge all runs into one."""
+        most = sum(len(keys) for keys, _ in self._runs)  # memory that is never touched costs nothing
+        keys_E, counts_E = np.empty(most, key_dtype(self._vocab_size)), np.empty(most, np.uint32)
+        end = 0
+        for keys, counts in merge_runs(self._runs, self._vocab_size):
             start, end = end, end + len(keys)
             keys_E[start:end], counts_E[start:end] = keys, counts
-        del runs
-        merged = keys_E[:end], counts_E[:end]
-        if pairs >= _MAX_PAIRS or end > self._budget // 2:
-            self.spilled.append(self.write([merged]))
-        else:
-            self._add(merged, pairs)
+        self._runs = [(keys_E[:end], counts_E[:end])]
+
+    def _spill(self) -> dict[str, Any]:
+        run = write_run(self._folder, self._vocab_size, merge_runs(self._runs, self._vocab_size))
+        self._runs, self._pairs = [], 0
+        return run
