@@ -25,7 +25,7 @@ from ..session.terminal import console, log
 from ..session.typed import typed_command
 from .artifacts.shipping import doctor, export, push, serve
 from .artifacts.show import show
-from .evaluation_cli import MethodsCommand, Overrides, certify, diagnose, energy, evaluate, report, trace, tune
+from .evaluation_cli import MethodsCommand, Overrides, certify, energy, evaluate, report, trace, tune
 
 app = typer.Typer(
     help="Train drafters, prediction heads and bigram tables for speculative decoding; measure what each is worth.",
@@ -187,7 +187,7 @@ def train(
     run_train(loaded)
 
 
-for _command in (evaluate, certify, tune, energy, report, trace, diagnose, doctor, export, serve, push, show):
+for _command in (evaluate, certify, tune, energy, report, trace, doctor, export, serve, push, show):
     app.command(cls=MethodsCommand)(_command)
 
 

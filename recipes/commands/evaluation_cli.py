@@ -1,4 +1,4 @@
-"""Commands that decode with finished artifacts: evaluate, certify, tune, energy, report, trace, diagnose."""
+"""Commands that decode with finished artifacts: evaluate, certify, tune, energy, report, trace."""
 
 from __future__ import annotations
 
@@ -238,16 +238,3 @@ def trace(
     from .evaluation.trace import run_trace
 
     run_trace(loaded, method or [], prompt, limit)
-
-
-@_takes_evaluation
-def diagnose(
-    asked: Evaluation,
-    part: Annotated[list[str] | None, typer.Option(help="drafter, heads or table, alone; again for more.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The diagnosis (.json); by default beside the results.")] = None,
-) -> None:
-    """Find out why acceptance is lower than what training measured: where it is lost, and on which tokens."""
-    loaded = asked.load("diagnose")
-    from .diagnosis.diagnose import run_diagnose
-
-    run_diagnose(loaded, part or [], out)

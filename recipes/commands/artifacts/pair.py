@@ -1,4 +1,4 @@
-"""`draftsmith doctor TARGET DRAFTER`: are they a pair? What differs, who minds, and a drafter that fits."""
+"""`draftsmith doctor TARGET DRAFTER`: check a pair, repair its drafter, and measure where acceptance is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Column, Table
 from rich.text import Text
@@ -35,18 +35,41 @@ _COLOURS = {"fault": "red", "weakness": "yellow", "works": "green", "works but":
 _MUST_WORK = ("transformers", "draftsmith")
 
 
+class Measured(NamedTuple):
+    """Settings of the measured part of a check."""
+
+    prompts: str
+    """Evaluation set by name, file, folder or hub id."""
+    out: Path | None = None
+    """File of the diagnosis."""
+    overrides: tuple[str, ...] = ()
+    """Changes to the evaluation, of the form `key=value`."""
+
+
 def examine_pair(
-    target: str, drafter: str, fix: Path | None = None, as_json: bool = False, prompts: str | None = None
+    target: str, drafter: str, fix: Path | None = None, as_json: bool = False, measured: Measured | None = None
 ) -> bool:
-    """Compare a target and a drafter, and show what was found; with `fix`, write a repaired drafter and compare that.
-    Whether transformers and this engine both take the pair, without a "but"; of EAGLE-3 heads, whether all engines do
-    whose rules are known."""
+    """Check a target and a draft and show the findings.
+
+    Args:
+        target: Folder or hub id of the target.
+        drafter: Folder or hub id of a drafter, heads or a table.
+        fix: Folder of a repaired drafter, which is written and then checked.
+        as_json: Whether the findings are printed as JSON.
+        measured: Prompts on which acceptance is measured after the static checks.
+
+    Returns:
+        Whether transformers and this engine take the pair as it is; of EAGLE-3 heads, whether all known engines do.
+    """
     with redirect_stdout(sys.stderr):
         folder = find_folder(drafter, ["*.json"])
     if is_published_eagle(folder):
-        return _examine_eagle(target, drafter, fix, prompts, as_json)
-    if prompts is not None:
-        raise ValueError(f"--prompts is for EAGLE-3 heads, and {drafter} holds a model: draftsmith evaluate")
+        return _examine_eagle(target, drafter, fix, measured.prompts if measured else None, as_json)
+    if measured is not None and (as_json or fix is not None):
+        raise ValueError("--prompts writes its own JSON file: leave out --json and --fix, or use `--out FILE.json`")
+    part = load_manifest(folder).kind if (folder / MANIFEST_FILE).is_file() else "drafter"
+    if measured is not None and part in ("heads", "table"):
+        return _measure(target, part, drafter, measured)
     with ExitStack() as stack:
         with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
             mine = open_side(target, load_tokenizer)
@@ -68,8 +91,21 @@ def examine_pair(
                 show(diagnosis)
     if as_json:
         write_json(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
+    if measured is not None:
+        _measure(target, "drafter", drafter, measured)
     verdicts = diagnosis.verdicts
     return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
+
+
+def _measure(target: str, part: str, source: str, measured: Measured) -> bool:
+    """Measure where acceptance is lost; return whether no fault was found."""
+    from ..diagnosis.diagnose import run_diagnose
+    from ..evaluation.recipe import evaluate_recipe
+
+    given = {"target": target, part: source, "prompts": measured.prompts}
+    recipe = evaluate_recipe(None, measured.overrides, given, "doctor")
+    (found,) = run_diagnose(recipe, [part], measured.out)["parts"]
+    return not any(each["fault"] for each in found["findings"])
 
 
 def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:

@@ -19,19 +19,27 @@ def doctor(
     drafter: Annotated[str | None, typer.Argument(help="Folder or hub id of a drafter for it.")] = None,
     fix: Annotated[Path | None, typer.Option(help="Write a drafter that fits to this new folder.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="Of EAGLE-3 heads: also decode these questions as each engine would feed them.")
+        str | None, typer.Option(help="Evaluation set, file or hub id; also measure where acceptance is lost on it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --prompts: the diagnosis (.json; default: runs/evaluate/NAME).")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="With --prompts: key=value, such as limit=20.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: the pair's findings as JSON.")] = False,
 ) -> None:
-    """What this machine has and lacks; what is wrong with an artifact; or whether TARGET and DRAFTER are a pair.
+    """Check this machine, an artifact, or whether TARGET and DRAFTER (or heads, or a table) work together.
 
-    Of a pair the exit code is 0 where transformers and this engine take it as it is, 1 where one of them refuses it or
-    takes it with a "but". With --fix that is said of the repaired drafter.
+    For a pair the exit code is 0 if transformers and this engine take it as it is, and 1 if one of them refuses it or
+    takes it with a "but"; with --fix the repaired drafter is checked. With --prompts the draft is decoded, and the
+    report says where acceptance is lower than in training and on which tokens.
     """
     if target is not None and drafter is not None:
-        from .pair import examine_pair
+        from .pair import Measured, examine_pair
 
-        raise typer.Exit(0 if examine_pair(target, drafter, fix, as_json, prompts) else 1)
+        measured = None if prompts is None else Measured(prompts, out, tuple(overrides or ()))
+        raise typer.Exit(0 if examine_pair(target, drafter, fix, as_json, measured) else 1)
     if target is not None and fix is None and prompts is None and not as_json:
         from .show import verify_artifact
 

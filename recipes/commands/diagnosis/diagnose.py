@@ -1,4 +1,4 @@
-"""`draftsmith diagnose`: why acceptance is lower than what training measured.
+"""`draftsmith doctor TARGET DRAFT --prompts FILE`: why acceptance is lower than what training measured.
 
 Each part of an evaluation (drafter, heads, table) is measured in up to four stages on the way from its training to real
 decoding; between two of them little changes, and what is lost there is lost by it:

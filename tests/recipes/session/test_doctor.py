@@ -164,7 +164,7 @@ def test_the_command_line(
 ) -> None:
     target, drafter = map(str, pair)
 
-    for arguments, said in (((target,), "a pair is two"), ((target, drafter, "--fix", drafter), "is one of the pair")):
+    for arguments, said in (((target, "--json"), "a pair is two"), ((target, drafter, "--fix", drafter), "is one of")):
         monkeypatch.setattr("sys.argv", ["draftsmith", "doctor", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -19,7 +19,7 @@ from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.artifacts.import_drafter import import_published
-from draftsmith.recipes.commands.artifacts.pair import examine_pair
+from draftsmith.recipes.commands.artifacts.pair import Measured, examine_pair
 from draftsmith.recipes.commands.diagnosis.readings import Reading, better
 from safetensors.torch import load_file, save_file
 
@@ -189,7 +189,7 @@ def test_heads_are_decoded_as_engines_would_feed_them(
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     changed(folder, lambda config, weights: config.update(eagle_config={TOP: LAYERS}))
     prompts = str(tiny_pair / "corpus" / "heldout.jsonl")
-    assert not examine_pair(str(target), str(folder), as_json=True, prompts=prompts)
+    assert not examine_pair(str(target), str(folder), as_json=True, measured=Measured(prompts))
     found = json.loads(capsys.readouterr().out)["readings"]
     assert found[0]["who"] == ["as the config says", "vllm", "vllm, runner V1", "llama.cpp"]
     ways = [(tuple(one["layers"]), one["normed"]) for one in found]

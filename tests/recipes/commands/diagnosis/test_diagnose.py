@@ -220,11 +220,12 @@ def test_a_table_has_no_training_of_its_own(workshop: Workshop, tmp_path: Path, 
 def test_the_command_needs_no_recipe_and_no_manifest(corpus: Path, tmp_path: Path, cli: Any) -> None:
     shop = Workshop(tmp_path, corpus)
     noisy(shop.model).save_pretrained(tmp_path / "plain")
-    given = ("--target", str(shop.target), "--drafter", str(tmp_path / "plain"))
-    few = ("--prompts", str(corpus / "rows.json"), "limit=3", "max_new_tokens=8", "template=chatml", "device=cpu")
-    done = cli("diagnose", *given, *few, "--out", "found.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "verdict" in done.stdout
+    few = ("limit=3", "max_new_tokens=8", "template=chatml", "device=cpu")
+    given = ("--prompts", str(corpus / "rows.json"), *(word for change in few for word in ("--set", change)))
+    done = cli("doctor", str(shop.target), str(tmp_path / "plain"), *given, "--out", "found.json", cwd=tmp_path)
+    assert done.returncode in (0, 1), done.stderr
+    assert "verdicts" in done.stdout
+    assert "which drafts are refused" in done.stdout
     (part,) = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert [each["key"] for each in part["stages"]] == ["own", "decoding"]
     assert "no manifest" in part["skipped"][0]

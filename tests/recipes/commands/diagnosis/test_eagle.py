@@ -24,7 +24,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.evaluation import prompts_of
-from draftsmith.recipes.commands.artifacts.pair import examine_pair
+from draftsmith.recipes.commands.artifacts.pair import Measured, examine_pair
 from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
 from draftsmith.recipes.commands.evaluation.recipe import template_of
 from draftsmith.recipes.schema.data import DataSection
@@ -164,9 +164,9 @@ def test_a_fault_is_named(
     assert sorted(found) == expected
     assert not expected or words in "".join(each["description"] for each in found.values())
     capsys.readouterr()
-    assert examine_pair(str(lesson.folder / "target"), str(out), as_json=True, prompts=str(lesson.prompts)) == (
-        expected in ([], ["steps"])
-    )
+    assert examine_pair(
+        str(lesson.folder / "target"), str(out), as_json=True, measured=Measured(str(lesson.prompts))
+    ) == (expected in ([], ["steps"]))
     shown = json.loads(capsys.readouterr().out)
     assert shown["readings"][0]["who"][0] == "as the config says"
     served = [bool({"vllm", "sglang"} & {*each["who"]}) for each in shown["readings"]]
