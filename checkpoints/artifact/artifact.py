@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ..storage.atomic import atomic_dir, check_writable
-from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
-from ..storage.safe_read import file_entry, file_hash, files_of, is_blob, name_fault, read_text
+from ..storage.safe_read import file_entry, file_hash, files_of, name_fault, read_text
 from .manifest import KINDS, Manifest, library_versions, to_json_safe
 
 Loaded = TypeVar("Loaded")
@@ -92,7 +91,7 @@ def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
     if kind is not None and manifest.export is not None and not manifest.export["native"]:
         raise ValueError(
-            f"{directory} is an export in the format {shown(manifest.export['format'])}, which other programs read: "
+            f"{directory} is an export in the format {manifest.export['format']}, which other programs read: "
             f"name the {kind} artifact that it was made from"
         )
     return manifest
@@ -102,8 +101,6 @@ def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     if not directory.is_dir():
         raise ValueError(f"there is no artifact at {directory}: no such folder")
-    if path.is_symlink() and not is_blob(directory, path):
-        raise ValueError(f"{path} cannot be read: it is a link, expected a file")
     try:
         return Manifest.from_json(read_text(path))
     except FileNotFoundError as error:
@@ -122,7 +119,7 @@ def inside(directory: Path) -> str:
     if not found:
         return ""
     more = f" and {len(found) - _FAULTS_SHOWN} more" if len(found) > _FAULTS_SHOWN else ""
-    return f"; name one of those that lie in it: {', '.join(map(shown, found[:_FAULTS_SHOWN]))}{more}"
+    return f"; name one of those that lie in it: {', '.join(found[:_FAULTS_SHOWN])}{more}"
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
@@ -141,19 +138,16 @@ def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | N
 
 def file_faults(directory: Path, manifest: Manifest) -> list[str]:
     """Each file of a folder that is not what the manifest says, in a sentence that names it."""
-    present = {
-        name: fault
-        for name, fault in files_of(directory)
-        if name != MANIFEST_FILE and (name in manifest.files or not name.startswith("."))
-    }
+    hidden = {name for name in files_of(directory) if name.startswith(".")} - set(manifest.files)
+    present = set(files_of(directory)) - hidden - {MANIFEST_FILE}
     faults = []
-    if missing := sorted(set(manifest.files) - set(present)):
+    if missing := sorted(set(manifest.files) - present):
         faults.append(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
-    if extra := [shown(name) for name in sorted(set(present) - set(manifest.files))]:
+    if extra := sorted(present - set(manifest.files)):
         faults.append(f"{directory} holds {', '.join(extra)}, which its {MANIFEST_FILE} does not list")
     for name, entry in manifest.files.items():
         if name in present:
-            fault = present[name] or _content_fault(directory / name, entry)
+            fault = _content_fault(directory / name, entry)
             faults += [] if fault is None else [f"{directory / name} {fault}"]
     return faults
 
@@ -200,8 +194,8 @@ def check_replaceable(out: Path) -> None:
 
 def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:
     entries = {}
-    for name, fault in sorted(files_of(directory)):
-        if (wrong := fault or name_fault(name)) is not None:
-            raise ValueError(f"{shown(name)} cannot be a file of an artifact: {wrong}")
+    for name in files_of(directory):
+        if (wrong := name_fault(name)) is not None:
+            raise ValueError(f"{name} cannot be a file of an artifact: {wrong}")
         entries[name] = file_entry(directory / name)
     return entries

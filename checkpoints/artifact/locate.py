@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 from ..storage.gguf import gguf_folder, is_gguf
-from ..storage.messages import shown
 from ..storage.names import ADAPTER_FILE, CONFIG_FILE, DRAFT_VOCABULARY, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
 from ..storage.places import check_place, here, hub_place, is_path, out_of_reach, split_revision
 from ..storage.redaction import REDACTED, redacted
@@ -155,5 +154,5 @@ def _reason(error: BaseException, repo: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    line = shown(" ".join(str(error).split())) or type(error).__name__
+    line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "…"

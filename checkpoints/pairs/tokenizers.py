@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import Any
 
 from ..storage.chat_templates import render_chat
-from ..storage.messages import shown
 from .sides import BUT, CONSUMERS, REFUSED, Effect, Finding, Side, both
 
 _TEXTS = (
@@ -86,7 +85,7 @@ def _pieces(tokenizer: Any, text: str) -> list[str]:
 
 
 def _short(value: str) -> str:
-    text = shown(json.dumps(value, ensure_ascii=False))
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"
 
 

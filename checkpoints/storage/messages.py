@@ -24,11 +24,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close!r}?" if close else ""
 
 
-def shown(text: str) -> str:
-    """Somebody else's text as a terminal may have it: without codes that move, colour or hide what stands there."""
-    return text if text.isprintable() else ascii(text)
-
-
 def words(error: BaseException) -> str:
     """An error's message, without a number of the system's; of its own errors the file and what is wrong with it."""
     if isinstance(error, OSError) and error.strerror:

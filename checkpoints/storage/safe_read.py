@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -70,11 +69,11 @@ def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
 
 def read_text(path: Path, most: int = MAX_JSON_BYTES) -> str:
     """A text file of at most `most` bytes; a larger one is not read. Raises what `read_json` raises."""
-    with os.fdopen(open_file(path), "rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if size > most:
-            raise ValueError(f"it has {size:,} bytes, expected at most {most:,}")
-        content = opened.read(most)
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"it has {size:,} bytes, expected at most {most:,}")
+    content = path.read_bytes()
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -105,18 +104,6 @@ def pickles_allowed() -> bool:
     return os.environ.get(UNPICKLE) == "1"
 
 
-def open_file(path: Path) -> int:
-    """A descriptor for reading; never waits, as opening a pipe does. Raises ValueError: no regular file; not named."""
-    kind = os.stat(path).st_mode
-    if stat.S_ISREG(kind):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        kind = os.fstat(descriptor).st_mode  # it may have been replaced
-        if stat.S_ISREG(kind):
-            return descriptor
-        os.close(descriptor)
-    raise ValueError("it is no regular file")
-
-
 def file_hash(path: Path) -> str:
     """Return the SHA-256 (hex) of a regular file, read once in a process as long as the file is not changed."""
     about = path.stat()
@@ -125,7 +112,7 @@ def file_hash(path: Path) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _hash_once(path: Path, *state: int) -> str:
-    with os.fdopen(open_file(path), "rb") as opened:
+    with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
@@ -141,63 +128,20 @@ def name_fault(name: str) -> str | None:
     return None if is_plain and name.isprintable() else "it is not a plain path within the folder"
 
 
-def files_of(folder: Path) -> Iterator[tuple[str, str | None]]:
-    """Everything below a folder that is no folder, by its path with forward slashes, and what is wrong with it.
-
-    Links are wrong: they lead to what the folder does not hold. The hub's cache has its files as links to `blobs`
-    beside its snapshots, which are taken for what they stand for.
-    """
-    waiting = [folder]
-    while waiting:
-        place = waiting.pop()
-        try:
-            with os.scandir(place) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
-        except OSError as error:
-            yield place.relative_to(folder).as_posix(), f"cannot be read: {error.strerror}"
-            continue
-        for entry in entries:
-            path = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append(path)
-            else:
-                yield path.relative_to(folder).as_posix(), _entry_fault(folder, path)
+def files_of(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, relative to it and with forward slashes, sorted."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
 def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> None:
-    """Copy the files at a folder's top that fit a pattern. Raises ValueError: a link, which leads elsewhere."""
-    faults = dict(files_of(folder))
-    for path in (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.name in faults):
-        if faults[path.name] is not None:
-            raise ValueError(f"{path} {faults[path.name]}")
+    """Copy the files at a folder's top that fit a pattern."""
+    for path in (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()):
         shutil.copyfile(path, out / path.name)
-
-
-def _entry_fault(folder: Path, path: Path) -> str | None:
-    mode = path.lstat().st_mode
-    if stat.S_ISREG(mode):
-        return None
-    if not stat.S_ISLNK(mode):
-        return "is no regular file"
-    if is_blob(folder, path):
-        return None
-    return f"is a link to {os.readlink(path)!r}, expected a file"
-
-
-def is_blob(folder: Path, path: Path) -> bool:
-    """Whether a link in a snapshot of the hub's cache leads to a file of the same repository there."""
-    snapshots = folder.resolve().parent
-    try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # nowhere, or round and round
-        return False
-    return snapshots.name == "snapshots" and real.parent == snapshots.parent / "blobs" and real.is_file()
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Names, dtypes and shapes of the tensors in a file. Raises ValueError, naming it: no whole safetensors file."""
     try:
-        os.close(open_file(path))
         with safe_open(path, framework="np") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dictionary)
             return {name: (str(part.get_dtype()), list(part.get_shape())) for name, part in parts.items()}

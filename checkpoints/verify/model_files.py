@@ -29,7 +29,7 @@ from ..artifact.model_ref import is_parameter
 from ..storage.messages import first_line, install_hint
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
 from ..storage.places import adapter_base, here, out_of_reach, split_revision
-from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
+from ..storage.safe_read import UNPICKLE, pickles_allowed, shards_of
 
 UNLOADABLE = (
     OSError,
@@ -49,11 +49,6 @@ UNLOADABLE = (
     AssertionError,
 )
 """What making a model of somebody's files ends in, where they are not those of one."""
-MAX_LAYERS = 4096
-"""Ten times what the deepest published models have. A configuration is built before its weights are looked at, and the
-number of its layers alone decides how long that takes."""
-_DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"}
-_DEPTHS |= {"encoder_layers", "decoder_layers"}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNCONVERTED = "automatic conversion of the weights"
 """What transformers says where it cannot make a model's tensors of the stored ones."""
@@ -167,17 +162,6 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     )
 
 
-def check_config(path: Path) -> None:
-    """Raises ValueError for a config.json that is too large or too deep, or of a model that is; it is not named."""
-    if not path.is_file():
-        return
-    config = read_json(path)
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in _DEPTHS & set(part):
-            if isinstance(part[key], int) and part[key] > MAX_LAYERS:
-                raise ValueError(f"its config.json says {key} {part[key]}, expected at most {MAX_LAYERS}")
-
-
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds a LoRA adapter instead of a model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
@@ -187,7 +171,6 @@ def load_config(source: str | Path) -> Any:
     """A model's configuration. Raises ValueError where there is none, or none of a model."""
     place = model_source(str(source), weights=False)
     try:
-        check_config(Path(place) / "config.json")
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except UNLOADABLE as error:
         hint = "" if (Path(place) / "config.json").is_file() else inside(Path(place))

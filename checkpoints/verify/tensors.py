@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ..artifact.manifest import Manifest
 from ..artifact.model_ref import weight_files
-from ..storage.messages import shown
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from ..storage.safe_read import check_safetensors, read_json
 from ..table.table import TENSORS, BigramTable
@@ -87,13 +86,13 @@ def describe(found: Fit, what: str) -> Iterator[str]:
         both = [f"{name} {list(mine)}, expected {list(wanted)}" for name, (mine, wanted) in found.other.items()]
         yield f"{what} holds {some_tensors(both)} of other shapes than its configuration declares"
     if found.broken:
-        yield f"{what} holds tensors of which its model's cannot be made: {shown(found.broken)}"
+        yield f"{what} holds tensors of which its model's cannot be made: {found.broken}"
 
 
 def some_tensors(names: Sequence[str]) -> str:
     """How many tensors, and the first few by name."""
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return f"{len(names):,} tensor{'s' if len(names) > 1 else ''} ({', '.join(map(shown, names[:_SHOWN]))}{more})"
+    return f"{len(names):,} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:_SHOWN])}{more})"
 
 
 def header_shapes(files: list[Path]) -> Shapes:
@@ -119,9 +118,9 @@ def adapter_faults(folder: Path) -> list[str]:
         half = name.replace(".lora_A.", ".lora_B.")
         half = half if half != name else name.replace(".lora_B.", ".lora_A.")
         if half not in shapes:
-            faults.append(f"{path} lacks the other half of {shown(name)}")
+            faults.append(f"{path} lacks the other half of {name}")
         elif ".lora_A." in name and shapes[name][:1] != shapes[half][1:2]:
-            faults.append(f"{path}: {shown(name)} is {shapes[name]}, its other half {shapes[half]}")
+            faults.append(f"{path}: {name} is {shapes[name]}, its other half {shapes[half]}")
     return faults
 
 
@@ -149,7 +148,7 @@ def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
     if table.vocab_size != vocab_size:
         yield f"{path} has {table.vocab_size:,} tokens, expected {vocab_size:,}"
     if extra := sorted(set(stored) - set(TENSORS)):
-        yield f"{path} holds {', '.join(map(shown, extra))}, which no table has"
+        yield f"{path} holds {', '.join(extra)}, which no table has"
     try:
         TextStore.load(path.parent, vocab_size)
     except ValueError as error:

@@ -1,11 +1,10 @@
-"""Artifacts from somebody who means harm: each ends in one clear ValueError; nothing is run, followed or awaited."""
+"""Untrusted artifacts and models: no code is run and no pickle is read."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
+from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.verify.inspect import find_faults
@@ -38,48 +37,6 @@ def heads(tmp_path: Path) -> Path:
     module = PredictionHeads(2, 1, 8, VOCAB)
     save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), **ABOUT)
     return out
-
-
-def link_out(path: Path) -> None:
-    content = path.read_bytes()
-    elsewhere = path.parents[1] / "elsewhere"
-    elsewhere.write_bytes(content)  # the hash is right: only that it lies elsewhere is wrong
-    path.unlink()
-    path.symlink_to(elsewhere)
-
-
-def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def act(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return act
-
-
-@pytest.mark.parametrize("spoil", [link_out, replaced_by(os.mkfifo), replaced_by(Path.mkdir)])
-@pytest.mark.parametrize("name", ["table.safetensors", "artifact.json"])
-def test_what_is_no_plain_file_is_named_and_not_opened(table: Path, spoil: Callable[[Path], None], name: str) -> None:
-    spoil(table / name)
-    with pytest.raises(ValueError, match=name):
-        verify_artifact(table)
-    assert find_faults(table)[1]
-
-
-def test_the_links_of_the_hubs_cache_are_taken_and_no_others(table: Path, tmp_path: Path) -> None:
-    snapshot = tmp_path / "cache" / "models--me--it" / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    for blob in Path(shutil.copytree(table, snapshot.parents[1] / "blobs")).iterdir():
-        (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
-    verify_artifact(snapshot)
-    BigramTable.load(snapshot)
-    for elsewhere in (table, tmp_path / "cache" / "models--you--it" / "blobs"):
-        elsewhere.mkdir(parents=True, exist_ok=True)
-        blob = elsewhere / "table.safetensors"
-        blob.write_bytes((table / "table.safetensors").read_bytes())
-        (snapshot / "table.safetensors").unlink()
-        (snapshot / "table.safetensors").symlink_to(blob)
-        with pytest.raises(ValueError, match=r"table\.safetensors is a link to"):
-            verify_artifact(snapshot)
 
 
 TERABYTES = json.dumps({"unigram": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()

@@ -94,7 +94,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "over other files": (lambda tmp: save(_thesis(tmp / "mine")), ("mine",)),
     "over a file": (lambda tmp: save(_thesis(tmp / "mine") / "thesis.txt"), ("thesis.txt",)),
     "an unknown kind": (lambda tmp: save(tmp / "x", kind="tables"), ("'tables'", "table")),
-    "a link": (lambda tmp: save(tmp / "x", write=lambda f: (f / "a").symlink_to("/etc/passwd")), ("a", "link")),
     "an odd name": (lambda tmp: save(tmp / "x", write=lambda f: (f / "a\\b").write_text("")), ("a\\b",)),
     "another vocabulary": (
         lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=65, tokenizer_fingerprint=None, what="it"),

@@ -59,7 +59,6 @@ ROWS: list[Row] = [
     ("drafter", {}, "transformers", {"target": "nowhere/at/all"}, ("nowhere/at/all",)),
     ("drafter", {"vocab_size": VOCAB + 8}, "transformers", {}, (f"{VOCAB + 8}", f"{VOCAB}", *PAIR)),
     ("drafter", {"also": config(hidden_act="nope")}, "transformers", {}, ("artifact",)),
-    ("drafter", {"also": config(num_hidden_layers=10**9)}, "vllm-sglang", {}, ("artifact",)),
     ("drafter", {"vocab_size": VOCAB + 16}, "vllm-sglang", {}, (f"{VOCAB + 16}", f"{VOCAB}", "vocab_size", *PAIR)),
     ("drafter", {"tokenizer": "swapped"}, "vllm-sglang", {}, ("'w5'", "'w6'", *PAIR)),
     ("drafter", {"max_position_embeddings": 32}, "vllm-sglang", {}, ("64 positions", "32 positions", *PAIR)),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from draftsmith.checkpoints.export.target import output_projection
 from draftsmith.checkpoints.pairs.sides import open_side
-from draftsmith.checkpoints.verify.model_files import MAX_LAYERS, check_config
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.models import build_model
@@ -152,13 +151,11 @@ def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"num_hidden_layers": MAX_LAYERS + 1}, {"text_config": {"num_hidden_layers": 10**9}},
         {"num_attention_heads": 0, "head_dim": None},
     ],
     ids=str,
 )  # fmt: skip
 def test_configurations_of_no_model_are_refused(folder: Path, values: dict[str, Any]) -> None:
-    check_config(folder / "config.json")
     change(folder / "config.json", **values)
     with pytest.raises(ValueError, match=r"its configuration (cannot be read|makes no model): ."):
         open_side(str(folder), load_tokenizer)

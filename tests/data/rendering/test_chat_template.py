@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +107,13 @@ def test_white_space_is_stripped_where_the_template_strips_it(tokenizer: Any) ->
 @pytest.mark.parametrize(
     ("template", "named"),
     [
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}",
-            "1,000,000",
-        ),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{% for %}", "Expected an expression"),
     ],
 )
-def test_a_template_is_a_program_and_has_limits(template: str, named: str) -> None:
+def test_a_template_that_fails_is_refused(template: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         get_template("tokenizer", _tokenizer(template))
-    assert sys.gettrace() is None or "test_a_template" not in str(sys.gettrace())
 
 
 def test_the_quickstarts_chat_template_is_chatml(chats: list[Conversation]) -> None:
