@@ -26,8 +26,7 @@ from ...train.config import OnPolicy, Parallel, micro_steps
 from ...train.losses.drafter import TopK
 from ...train.losses.objectives import parse_weights
 from ...train.parallel.processes import on_main, together
-from ...train.tasks.drafter import DrafterTask
-from ...train.tasks.selection import Selection
+from ...train.tasks.drafter import DrafterTask, Selection
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
 from ..schema.training import DrafterRecipe, ModelSection, TrainSection, VocabularySection, role_of
 from ..session.terminal import log

@@ -24,8 +24,7 @@ from ...train.loop.fit import FitResult
 from ...train.losses.objectives import parse_weights
 from ...train.parallel.accelerate import zero_stage
 from ...train.parallel.processes import on_main, together
-from ...train.tasks.eagle import EagleTask
-from ...train.tasks.heads import HeadsTask
+from ...train.tasks.heads import EagleTask, HeadsTask
 from ...train.tasks.medusa2 import Medusa2Task
 from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import check_measure, heads_measure

@@ -16,10 +16,9 @@ from draftsmith.train.loop.fit import fit
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import heads_mixture, mixture
 from draftsmith.train.losses.objectives import parse_weights
-from draftsmith.train.tasks.drafter import DrafterTask
+from draftsmith.train.tasks.drafter import DrafterTask, Selection
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2Task
-from draftsmith.train.tasks.selection import Selection
 from draftsmith.train.teachers.teacher import CacheSource, ModelTeacher
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausalLM
 

@@ -19,8 +19,7 @@ from draftsmith.train.config import Medusa2, Parallel
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.parallel.interrupts import Interrupted, TrainingError
 from draftsmith.train.tasks.drafter import DrafterModule
-from draftsmith.train.tasks.eagle import EagleTask
-from draftsmith.train.tasks.heads import HeadsTask
+from draftsmith.train.tasks.heads import EagleTask, HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2Task
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file

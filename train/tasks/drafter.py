@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,50 @@ from ...data.blocks.prepared import PreparedData
 from ...decode.models.draft_vocabulary import kept_tokens
 from ..forward.packed import PackedForward, make_forward
 from ..loop.fit import Task
-from ..losses.chunks import DenseTeacher
-from ..losses.drafter import IGNORED, TopK, agreement, heads_mixture, label_hits, narrowed, shifted_labels
+from ..losses.chunks import DenseTeacher, rows_of
+from ..losses.chunks import Teacher as Targets
+from ..losses.drafter import IGNORED, TopK, agreement, divergences, heads_mixture, label_hits, narrowed, shifted_labels
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.teacher import ModelTeacher, Teacher
 from .on_policy import OnPolicy, rewrite
 from .parallel import Parallel, lengthened
-from .selection import Selection
 
 _EVALUATED_TOGETHER = 4  # blocks
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 Weight = float | Sequence[float]
 """Of an objective; see `objectives.parse_weights`."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Selection of the tokens at which a distilled reference is most ahead (AdaSPEC: Hu et al. 2025, arXiv 2510.19779).
+
+    As in its authors' trainer (github.com/yuezhouhu/adaspec): with L the forward KL of the target from a drafter, a
+    step trains on the share of the positions with the greatest L_drafter − L_reference.
+    """
+
+    reference: ModelTeacher
+    """The drafter that was distilled before."""
+    share: float
+    """Of the trained positions."""
+    top_k: TopK | None = None
+    """As in the loss."""
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, own: DenseTeacher, labels_X: Tensor, told: Targets, ids: Tensor | None) -> Tensor:
+        """`labels_X` with −100 at all positions that are not learned: `own` are the drafter's states, `told` what the
+        target says, both among the tokens `ids` alone (None: of the whole vocabulary)."""
+        reference = self.reference(batch)
+        states = (reference.hidden_XE, reference.weight_VE)
+        if ids is not None:
+            states = rows_of(ids, *states)
+        sides = ((own.hidden_XE, own.weight_VE), states)
+        mine_X, theirs_X = (divergences(*side, labels_X, told, top_k=self.top_k) for side in sides)
+        trained_X = labels_X != IGNORED
+        count = math.ceil(self.share * int(trained_X.sum()))
+        chosen_C = (mine_X - theirs_X).masked_fill(~trained_X, -torch.inf).topk(count).indices
+        return torch.full_like(labels_X, IGNORED).index_copy_(0, chosen_C, labels_X[chosen_C])
 
 
 class DrafterModule(nn.Module):

@@ -1,7 +1,7 @@
 """Training prediction heads on a target's last hidden state; the target stays as it is.
 
 Letters: B batch (blocks), T tokens, Y = B · T flattened positions, X those that a head is trained at, K heads,
-D hidden, V vocabulary.
+D hidden, V vocabulary; of EAGLE-3 G the inner layers' states.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..teachers.teacher import CachedHidden
 from .drafter import Evaluate, Weight, blocks_in_order
 
 if TYPE_CHECKING:
+    from ...checkpoints.heads.eagle import EagleHeads
     from ...checkpoints.heads.files import PredictionHeads
 
 _LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not come near
@@ -254,6 +255,32 @@ class HeadsTask(Task):
             with torch.autocast(device.type, enabled=False):  # as the artifact will decode
                 metrics |= self._evaluate_fn(module.heads)
         return metrics
+
+
+class EagleModule(HeadsModule):
+    """Module for EAGLE-3, whose head k is the k-th drafting step (Li et al. 2025, arXiv 2503.01840, section 3.2).
+
+    Its states are the target's inner and last ones, [Y, S] with S = G + D.
+    """
+
+    heads: EagleHeads  # type: ignore[assignment]
+
+    def features(self, batch: Batch, states_YS: Tensor, rows_X: Tensor) -> Tensor:
+        """[X, K, D] what each step makes of the chain that begins at a flattened position."""
+        given_YG = states_YS[:, : -self.heads.hidden_size].to(self.heads.fc.weight.dtype)
+        given_BTG = given_YG.view(*batch.tokens_BT.shape, -1)
+        mask_B1TT = batch.attention_mask_B1TT()
+        made_BTKD = self.heads.features(given_BTG, batch.tokens_BT, batch.positions_BT, mask_B1TT)
+        return made_BTKD.flatten(0, 1)[rows_X]
+
+
+class EagleTask(HeadsTask):
+    """Task that trains EAGLE-3 heads on a frozen target; see `HeadsTask` and `EagleModule`."""
+
+    name = "eagle3"
+
+    def _make_module(self, *arguments: Any, **options: Any) -> HeadsModule:
+        return EagleModule(*arguments, **options)
 
 
 def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states: CachedHidden | None) -> None:

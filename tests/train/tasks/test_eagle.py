@@ -14,7 +14,7 @@ from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.train.tasks.eagle import EagleTask
+from draftsmith.train.tasks.heads import EagleTask
 
 STEPS = 2
 

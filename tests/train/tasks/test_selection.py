@@ -14,8 +14,7 @@ from draftsmith.train.forward.packed import make_forward
 from draftsmith.train.losses.chunks import SparseTeacher
 from draftsmith.train.losses.drafter import divergences, shifted_labels
 from draftsmith.train.losses.objectives import forward_kl_chunk
-from draftsmith.train.tasks.drafter import DrafterTask
-from draftsmith.train.tasks.selection import Selection
+from draftsmith.train.tasks.drafter import DrafterTask, Selection
 from draftsmith.train.teachers.teacher import ModelTeacher
 
 

@@ -29,7 +29,7 @@ from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
 from draftsmith.recipes.commands.evaluation.recipe import template_of
 from draftsmith.recipes.schema.data import DataSection
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from draftsmith.train.tasks.eagle import EagleTask
+from draftsmith.train.tasks.heads import EagleTask
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
