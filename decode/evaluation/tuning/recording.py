@@ -38,12 +38,8 @@ class Drafts:
     """q(y), warped."""
     rank_T: NDArray[np.int32]
     """How many tokens the source holds more likely than y; 0: y is its best."""
-    variation_T: NDArray[np.float32]
-    """TV(p, q), warped."""
     scale_TK: NDArray[np.float32]
     """cₖ of `acceptance.py`: with replacement, one of k candidates is accepted with min(1, cₖ q(y)/p(y)) given y."""
-    left_TK: NDArray[np.float32]
-    """The probability that all of k candidates are refused, with replacement."""
     without_TK: NDArray[np.float32]
     """P(one of k candidates accepted | y), without replacement."""
     drawn_TK: NDArray[np.float32]
@@ -193,14 +189,13 @@ class _Reader:
             "target_T": target_TV.gather(1, token_T1)[:, 0],
             "draft_T": draft_TV.gather(1, token_T1)[:, 0],
             "rank_T": rank_T,
-            "variation_T": (target_TV - draft_TV).abs().sum(1) / 2,
         }
         if self.sampling.greedy or best_T is not None:
             numbers |= dict.fromkeys(_BY_CANDIDATES, target_TV[:, :0])
         else:
             judged = Candidates(target_TV, draft_TV, token_T)
             drawn = (self.candidates, self.draws, self.generator)
-            numbers["scale_TK"], numbers["left_TK"] = judged.scales(self.candidates)
+            numbers["scale_TK"], _ = judged.scales(self.candidates)
             numbers["without_TK"] = judged.without_replacement(*drawn)
             numbers["drawn_TK"] = judged.drawn_without_replacement(*drawn)
         self.found.setdefault(name, []).append({key: value.cpu() for key, value in numbers.items()})
@@ -223,7 +218,7 @@ class _Reader:
         return drafts, heads
 
 
-_BY_CANDIDATES = ("scale_TK", "left_TK", "without_TK", "drawn_TK")
+_BY_CANDIDATES = ("scale_TK", "without_TK", "drawn_TK")
 
 
 def _states(model: LanguageModel, prompt: Sequence[int], ids: Tensor, first: int, chunk: int) -> Iterator[Tensor]:

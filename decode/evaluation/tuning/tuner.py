@@ -123,10 +123,10 @@ def rank(predicted: Mapping[Key, float], measured: Mapping[Key, Measurement]) ->
 def within_interval_of_best(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Select the measurements that may be the fastest, the fastest first.
 
-    They exceed autoregressive decoding, and their intervals reach that of the first. Disturbed ones are left out.
+    They exceed autoregressive decoding, and their intervals reach that of the first. Disturbed ones are included, since
+    the measurements that are selected are repeated.
     """
-    steady = [each for each in measurements if each.is_steady and each.speedup > 1]
-    ranked = sorted(steady, key=lambda each: -each.speedup)
+    ranked = sorted((each for each in measurements if each.speedup > 1), key=lambda each: -each.speedup)
     return [each for each in ranked if each.interval[1] >= ranked[0].interval[0]][:MAX_FINALISTS]
 
 
@@ -139,6 +139,8 @@ def choose_winner(measurements: Sequence[Measurement]) -> tuple[Measurement | No
     if first.interval[0] <= 1:
         cost = first.tokens_per_step / first.speedup
         more = "; a larger budget measures more prompts" if first.speedup > 1 else ""
+        disturbed = len(measurements) - len(ranked)
+        more += f"; {disturbed} disturbed measurements are left out" if disturbed else ""
         return None, (
             f"nothing is significantly faster than autoregressive decoding; the best is {words}: a step yields "
             f"{first.tokens_per_step:.2f} tokens and costs more than {cost:.2f} forwards{more}"
