@@ -24,7 +24,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,10 +272,41 @@ def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
     return EnergyMeter(joules, "nvml", covers, NVML, close=nvml.nvmlShutdown), covers
 
 
-def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0) -> Callable[[], Tensor]:
-    """A forward of one new token for each of `batch` inputs with `context` random tokens behind them, ready to be run.
+def measure_batches(
+    model: LanguageModel,
+    batches: Sequence[int],
+    runs: int,
+    context: int,
+    meter: EnergyMeter | None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Measure forwards of one new token at several batch sizes, with `context` tokens behind each input.
 
-    The tokens were really read: the energy of a product depends on the numbers in it.
+    Returns `runs`, `context`, `source` and `idle_watts` of the counter, `failure` if it failed, and `rows` by batch
+    size: joules and seconds of all `runs`, `_per_run` and `_per_input`. Joules contain idle power except
+    `joules_per_run_above_idle`; `errors` are standard errors, over rounds of forwards for seconds, over windows for
+    joules.
+    """
+    calls = {batch: batch_forward(model, batch, context, seed) for batch in sorted(batches)}
+    seconds, energies, failure = _time_forwards(model, calls, runs, progress), dict[int, Energy](), None
+    if meter is not None:
+        energies, failure = _count_joules(model, meter, calls, seed, progress)
+    first = next(iter(energies.values()), None)
+    return {
+        "runs": runs,
+        "context": context,
+        "source": first and first.source,
+        "idle_watts": first and first.idle_watts,
+        "failure": failure,
+        "rows": [batch_row(batch, seconds[batch], energies.get(batch)) for batch in calls],
+    }
+
+
+def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0) -> Callable[[], Tensor]:
+    """Return a forward of one new token for each of `batch` inputs with `context` random tokens behind them.
+
+    The tokens were really read: the energy of a product depends on its numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens_BT = torch.randint(model.vocab_size, (batch, context + 1), generator=generator).to(model.device)
@@ -290,50 +320,50 @@ def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0)
 
 
 @torch.inference_mode()
-def time_forwards(
+def _time_forwards(
     model: LanguageModel, calls: dict[int, Callable[[], Tensor]], runs: int, progress: Callable[[int, int], None]
 ) -> dict[int, list[list[float]]]:
-    """Seconds of `runs` forwards by batch size and by round; all sizes have a turn in each of ten rounds, so that drift
-    is shared."""
+    """Return seconds of forwards by batch size and round; all sizes run in each of ten rounds, so that they share
+    drift."""
     rounds = min(10, runs)
     seconds: dict[int, list[list[float]]] = {batch: [] for batch in calls}
     for number in range(rounds):
         progress(number, rounds)
         turns = runs * (number + 1) // rounds - runs * number // rounds
         for batch, call in calls.items():
-            call()  # finds what other forwards have left
+            call()  # warms up after the other forwards
             seconds[batch].append([time_call(model, call) for _ in range(turns)])
     return seconds
 
 
-def count_joules(
+@torch.inference_mode()
+def _count_joules(
     model: LanguageModel,
     meter: EnergyMeter,
     calls: dict[int, Callable[[], Tensor]],
     seed: int,
     progress: Callable[[int, int], None],
-) -> tuple[dict[int, Energy], str]:
-    """Joules of a forward by batch size, as far as the counter gives them; and what kept it from the rest."""
+) -> tuple[dict[int, Energy], str | None]:
+    """Return joules of a forward by batch size, as far as the counter gives them, and why the others are missing."""
     found: dict[int, Energy] = {}
-
-    @torch.inference_mode()
-    def forward(call: Callable[[], Tensor]) -> float:
-        call()
-        synchronise(model)
-        return 1.0
-
     try:
         idle = meter.idle_watts()
         for number, (batch, call) in enumerate(calls.items()):
+
+            def forward(call: Callable[[], Tensor] = call) -> float:
+                call()
+                synchronise(model)
+                return 1.0
+
             progress(number, len(calls))
-            found[batch] = meter.measure(partial(forward, call), idle, seed=seed)
+            found[batch] = meter.measure(forward, idle, seed=seed)
     except CounterError as error:
         return found, str(error)
-    return found, ""
+    return found, None
 
 
 def batch_row(batch: int, rounds: Sequence[Sequence[float]], energy: Energy | None) -> dict[str, Any]:
-    """A row, of the seconds of its forwards by round and of the energy of one of them."""
+    """Return the row of a batch size from the seconds of its forwards by round and the energy of one of them."""
     runs = sum(map(len, rounds))
     medians = [statistics.median(times) for times in rounds]
     seconds = statistics.median(second for times in rounds for second in times)

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: drafting, scoring, verifying, committing, and what happens between the steps; how much
-of it the forwards take within; what those of a proposal cost in isolation.
+"""Time of a step by phase, time of a proposal's forwards in isolation, and FLOPs of forwards and steps.
 
-Shape letters: B batch, N nodes.
+Shape letters: B batch, N nodes, M new tokens, S slots that they attend to, D hidden, H heads, E head width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from ...checkpoints.heads.files import PredictionHeads
 from ..methods import Method
 from ..models.base import LanguageModel
+from ..models.products.native import library_products
 
 _RUNS = 6  # of each forward in isolation, all in turn; medians are taken
 PHASES = ("draft", "score", "verify", "commit", "host")
-_SPAN = "draftsmith phase: "
 
 
 class FirstStep:
@@ -139,58 +140,6 @@ class StepProfile:
         return medians | ({"step": 1e6 * statistics.median(self.steps)} if self.steps else {})
 
 
-class BusyProfile:
-    """Microseconds in which each phase of a step kept the device at work: CUDA's kernels and copies, on a CPU torch's
-    operators. What a phase takes longer, by `StepProfile`, are gaps: the device waits for the host.
-
-    Give it to `engine.generate` as `profile`, within `with`. Phases are waited for, so that clocks are of no use then.
-    """
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._cuda = torch.device(device).type == "cuda"
-        activities = torch.profiler.supported_activities() if self._cuda else [torch.profiler.ProfilerActivity.CPU]
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._span: Any = None
-
-    def __enter__(self) -> BusyProfile:
-        self._profiler.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._profiler.stop()
-
-    def start(self) -> None:
-        """A step begins."""
-        self._begin(0)
-
-    def mark(self, phase: str) -> None:
-        """A phase of it has ended."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        self._span.__exit__(None, None, None)
-        if phase != "commit":
-            self._begin(PHASES.index(phase) + 1)
-
-    def _begin(self, phase: int) -> None:
-        self._span = torch.profiler.record_function(_SPAN + PHASES[phase])
-        self._span.__enter__()
-
-    def summary(self) -> dict[str, float]:
-        """Of each phase, a step's mean."""
-        events = self._profiler.events() or []
-        on_device = torch.autograd.DeviceType.CUDA if self._cuda else torch.autograd.DeviceType.CPU
-        spans = [each for each in events if each.name.startswith(_SPAN)]
-        work = [each for each in events if each.device_type == on_device and not each.name.startswith(_SPAN)]
-        began = np.array([each.time_range.start for each in work])
-        took = np.array([each.time_range.elapsed_us() if self._cuda else each.self_cpu_time_total for each in work])
-        found = {phase: list[float]() for phase in PHASES[:-1]}
-        for each in spans:
-            if each.device_type == torch.autograd.DeviceType.CPU:
-                within = (each.time_range.start <= began) & (began < each.time_range.end)
-                found[each.name.removeprefix(_SPAN)].append(float(took[within].sum()))
-        return {phase: statistics.fmean(series) for phase, series in found.items() if series}
-
-
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of the object alone, for a while."""
@@ -249,3 +198,159 @@ def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], 
     cache.set_lengths([context])
     tokens_BN = ids[:, context:].to(model.device)
     return lambda: model.logits(model.extend(cache, tokens_BN))
+
+
+# --- FLOPs of forwards by their shapes --------------------------------------------------------------------------------
+#
+# A multiplication and an addition are two FLOPs, as in torch's counter. Matrix products are counted: those with weights
+# and those of attention, of each new token with the keys and values of every slot, masked or not. Norms, activations
+# and rotations are left out, and so are slots that a CUDA graph reads beyond the last token.
+
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3")
+FAMILIES = (*_GATED, "opt", "gpt_neox", "gpt2", "t5", "mt5", "umt5")
+"""Model types whose FLOPs follow from their configuration."""
+
+
+class Flops(NamedTuple):
+    """Of a forward."""
+
+    layers: float
+    """Of attention, of what projects into it and out of it, and of feed-forward layers; of heads all."""
+    head: float = 0.0
+    """Of the vocabulary projection."""
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.head
+
+
+def forward_flops(
+    config: Any, new_tokens: float, context_tokens: float, *, rows: int = 1, source_tokens: float = 0
+) -> Flops:
+    """FLOPs of a decoder's forward of M new tokens a row (or a mean over steps) on top of cached ones, each projected
+    to the vocabulary, for a transformers configuration of one of `FAMILIES`. Of an encoder-decoder, `source_tokens` are
+    what each new token attends to in the source; the encoder's forward is not counted."""
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    layers = text.num_decoder_layers if text.is_encoder_decoder else text.num_hidden_layers
+    width = getattr(text, "head_dim", None) or hidden // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    widths = (getattr(text, name, None) for name in ("intermediate_size", "ffn_dim", "d_ff", "n_inner"))
+    inner = next(filter(None, widths), 4 * hidden)
+    gated = text.model_type in _GATED or str(getattr(text, "feed_forward_proj", "")).startswith("gated")
+    embedded = getattr(text, "word_embed_proj_dim", hidden)
+    tokens = rows * new_tokens
+    pairs = tokens * (context_tokens + new_tokens)
+    mixed = 2 * heads + 2 * kv_heads
+    if text.is_encoder_decoder:  # each layer also attends to the source, whose keys and values are computed once
+        pairs += tokens * source_tokens
+        mixed += 2 * heads
+    projections = layers * tokens * hidden * width * mixed
+    if embedded != hidden:  # into the layers' width, and back
+        projections += 2 * tokens * embedded * hidden
+    attention, mlp = 2 * layers * pairs * heads * width, layers * tokens * hidden * inner * (3 if gated else 2)
+    return Flops(2 * (attention + mlp + projections), 2 * tokens * embedded * text.vocab_size)
+
+
+def heads_flops(heads: PredictionHeads, rows: float = 1) -> float:
+    """FLOPs of prediction heads on `rows` hidden states: of their residual blocks and their projections."""
+    width, blocks = heads.hidden_size, heads.num_heads * heads.num_layers * heads.hidden_size**2
+    tokens = heads.vocab_size if heads.proposed is None else len(heads.proposed)
+    each = heads.rank * (width + tokens) if heads.projection_kind == "low-rank" else width * tokens
+    return 2 * rows * blocks + 2 * rows * heads.num_heads * each
+
+
+def part_flops(part: Any, new_tokens: float, context_tokens: float, *, rows: int = 1) -> Flops | None:
+    """FLOPs of a forward of a scorer or of prediction heads; None where they do not follow from shapes.
+
+    Of an encoder-decoder's prompt, source and decoded tokens are both taken to be `context_tokens` long.
+    """
+    if isinstance(part, PredictionHeads):
+        return Flops(heads_flops(part, rows))
+    if not isinstance(part, LanguageModel) or part.config is None or part.config.model_type not in FAMILIES:
+        return None
+    source = context_tokens if part.config.is_encoder_decoder else 0
+    found = forward_flops(part.config, new_tokens, context_tokens, rows=rows, source_tokens=source)
+    head = found.head if part.head_weights is None else 2 * rows * new_tokens * part.head_weights
+    return Flops(found.layers, head)
+
+
+class StepFlops(NamedTuple):
+    """Of one step for one row."""
+
+    verification: float
+    """Of the target's forward."""
+    drafting: float
+    """Of the proposal's forwards."""
+    checked: float | None = None
+    """FLOPs by shapes over those of torch's counter, of the same forwards; None: not compared."""
+
+    def per_token(self, kept: float) -> dict[str, float]:
+        """By the tokens that a step keeps; `checked` is left out where the FLOPs are the counter's."""
+        found = {"verification": self.verification / kept, "drafting": self.drafting / kept}
+        found["total"] = (self.verification + self.drafting) / kept
+        return found if self.checked is None else found | {"checked": self.checked}
+
+
+@torch.inference_mode()
+def measured_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops:
+    """`step_flops`, checked by torch's counter; the counter's own where FLOPs do not follow from shapes. Arguments as
+    there."""
+    scored = (target, max(1, round(nodes)))
+    forwards = Counter([scored, *((model or target, count) for model, count in method.proposer.forwards(nodes))])
+    counted = {each: count_flops(isolated_forward(target, *each, context)) for each in forwards}
+    total = sum(times * counted[each] for each, times in forwards.items())
+    known = step_flops(target, method, nodes, context)
+    if known is None:
+        return StepFlops(counted[scored], total - counted[scored])
+    by_shapes = [(times, part_flops(*each, context)) for each, times in forwards.items()]
+    shaped = sum(times * part.total for times, part in by_shapes if part is not None)
+    return known._replace(checked=shaped / total if total else None)
+
+
+def step_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops | None:
+    """FLOPs of a step: the target's forward of its nodes (a mean), and every forward of the proposal at its width; None
+    where those of a model do not follow from shapes."""
+    proposer, drafting, before = method.proposer, 0.0, Counter[int]()
+    scored = part_flops(target, nodes, context)
+    if scored is None:
+        return None
+    verification, tree = scored.total, getattr(proposer, "tree", None)
+    if getattr(proposer, "by_path", False) and tree is not None and not tree.is_chain:
+        # Each path is a row of its own; the vocabulary projection is done once a node.
+        leaves = int((tree.depth_BN[0] == tree.max_depth).sum())
+        paths = part_flops(target, tree.max_depth + 1, context, rows=leaves)
+        assert paths is not None
+        verification = paths.layers + scored.head
+    for model, count in proposer.forwards(nodes):
+        drafted = part_flops(model or target, count, context + before[id(model)])
+        if drafted is None:
+            return None
+        drafting += drafted.total
+        before[id(model)] += count
+    return StepFlops(verification, drafting)
+
+
+def count_flops(call: Callable[[], Any]) -> int:
+    """FLOPs of a call as torch's counter sees them, with those inside the CPU's fused attention and of packed weights,
+    which it passes over by itself."""
+    unknown = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products,
+        torch.ops.mkldnn._linear_pointwise: _packed_products,
+    }
+    with library_products(), FlopCounterMode(display=False, custom_mapping=unknown) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+def _attention_products(
+    query_BHME: Sequence[int], key_BHSE: Sequence[int], value_BHSE: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """From shapes: queries with keys, and weights with values."""
+    batch, heads, new, width = query_BHME
+    return 2 * batch * heads * new * key_BHSE[2] * (width + value_BHSE[3])
+
+
+def _packed_products(x_XI: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+    """From shapes, of which the packed weight has none."""
+    return 2 * math.prod(out_shape) * x_XI[-1]

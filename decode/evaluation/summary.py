@@ -12,10 +12,9 @@ from ..engine import Limits
 from ..methods import Parts, build_method
 from ..models.base import LanguageModel
 from .energy import Energy
-from .flops import StepFlops, measured_flops
 from .measure import BASELINE, REFERENCE, Entry, Run, profile_steps, steady
 from .metrics import impossible, speedup_interval, tokens_per_step_interval, total
-from .profile import drafting_cost
+from .profile import StepFlops, drafting_cost, measured_flops
 from .quality import nearly_tied, perplexity_of, rouge_l, self_consistency, surprisal
 
 
@@ -138,7 +137,6 @@ class Summariser:
             "near_ties": 0 if entry.sampling.greedy and method.verifier.lossless else None,
             "cost_ratio": drafting / forwards if forwards else None,
             "phases_us": profile.summary(),
-            "prediction": None,
             # None, never 0, where nothing counted
             "joules_per_token": joules.joules if joules else None,
             "energy_source": joules.source if joules else None,

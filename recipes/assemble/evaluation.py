@@ -278,7 +278,7 @@ def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], opened: LoadedPair) -> dict[str, Any]:
     """What finished runs belong to: they may only be used again where all of it is the same."""
-    settings = recipe.recorded(exclude={"out", "show_categories", "energy", "predict"})
+    settings = recipe.recorded(exclude={"out", "energy", "energy_batches", "energy_runs", "energy_context"})
     settings |= {f"hash of the {name}": ref.sha256 for name, ref in opened.refs.items()}
     return settings | {"prompts read": prompts_digest(prompts), "machine": machine(opened.device)}
 

@@ -23,9 +23,9 @@ from ...train.parallel.processes import StoppedError, lost_another
 from ..session.launch import destroy_process_group, is_first, refuse_several, run_on_all
 from ..session.terminal import console, log
 from ..session.typed import typed_command
-from .artifacts.shipping import doctor, export, push, serve
+from .artifacts.shipping import doctor, export, push
 from .artifacts.show import show
-from .evaluation_cli import MethodsCommand, Overrides, certify, energy, evaluate, report, trace, tune
+from .evaluation_cli import MethodsCommand, Overrides, bench, certify, evaluate, report, tune
 
 app = typer.Typer(
     help="Train drafters, prediction heads and bigram tables for speculative decoding; measure what each is worth.",
@@ -187,7 +187,7 @@ def train(
     run_train(loaded)
 
 
-for _command in (evaluate, certify, tune, energy, report, trace, doctor, export, serve, push, show):
+for _command in (evaluate, bench, certify, tune, report, doctor, export, push, show):
     app.command(cls=MethodsCommand)(_command)
 
 

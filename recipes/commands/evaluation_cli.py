@@ -1,4 +1,4 @@
-"""Commands that decode with finished artifacts: evaluate, certify, tune, energy, report, trace."""
+"""Commands that decode with trained artifacts: evaluate, bench, certify, tune, report."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ Methods = Annotated[
 ]
 Every = Annotated[bool, typer.Option("--all", help="Every method that the artifacts allow.")]
 Plan = Annotated[bool, typer.Option("--plan", help="Only say what would be decoded, and how long it takes.")]
-Concurrency = Annotated[str | None, typer.Option(help="Of a server: requests at a time, with commas between.")]
+Concurrency = Annotated[str | None, typer.Option(help="Comma-separated numbers of requests in flight (default: 1).")]
 EngineName = Annotated[
     str | None, typer.Option(help="Instead, start this one with an export (--drafter or --heads), and one without.")
 ]
-EngineOptions = Annotated[str, typer.Option(help="More for the engine, such as '--dtype float32'.")]
+EngineOptions = Annotated[str, typer.Option(help="More options for the engine, such as '--dtype float32'.")]
+
+
+ENERGY_BATCHES = [1, 2, 4, 8, 16]
 
 
 @dataclass(frozen=True)
@@ -94,34 +97,18 @@ def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
 def evaluate(
     asked: Evaluation,
     out: ResultsFile = None,
-    categories: Annotated[bool, typer.Option("--categories", help="Also print a table by category.")] = False,
-    predict: Annotated[bool, typer.Option("--predict", help="Also predict tokens per step by replay.")] = False,
     method: Methods = None,
     every: Every = False,
     plan: Plan = False,
-    server: Annotated[str | None, typer.Option(help="Instead, measure this server: where its API begins.")] = None,
-    baseline: Annotated[str | None, typer.Option(help="With --server: one without drafts, asked in turns.")] = None,
-    concurrency: Concurrency = None,
-    engine: EngineName = None,
-    engine_options: EngineOptions = "",
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Also measure energy and time of the target's forwards by batch size.")
+    ] = False,
 ) -> None:
-    """Decode held-out prompts with several methods and compare them; resumes where it was stopped. Without a recipe:
-    plain decoding and one method of each artifact. Or measure a server."""
-    from .serving.served import run_served, served_recipe
+    """Decode held-out prompts with several methods and compare them.
 
-    asking = {"server": server, "baseline": baseline, "concurrency": concurrency, "prompts": asked.prompts, "out": out}
-    if engine is not None:
-        from .serving.engines import commands_of, measure_engine, measured_recipe
-
-        sides = commands_of(asked.drafter or asked.heads, engine, asked.target)
-        recipe = measured_recipe(asked.recipe, asked.overrides or [], asking)
-        measure_engine(recipe, sides, shlex.split(engine_options), f"serve-{engine}")
-        return
-    served = served_recipe(asked.recipe, asked.overrides or [], **asking)
-    if served is not None:
-        run_served(served)
-        return
-    loaded = asked.load("evaluate", method, every, out=out, show_categories=categories, predict=predict)
+    Without a recipe: plain decoding and one method for each artifact. An interrupted evaluation resumes.
+    """
+    loaded = asked.load("evaluate", method, every, out=out)
     if plan:
         from .evaluation.estimate import show_plan
 
@@ -129,7 +116,52 @@ def evaluate(
     else:
         from .evaluation.evaluate import run_evaluate
 
-        run_evaluate(loaded)
+        run_evaluate(loaded.model_copy(update={"energy_batches": ENERGY_BATCHES}) if energy else loaded)
+
+
+def bench(
+    source: Annotated[
+        str | None, typer.Argument(help="Folder of an export (with --engine), or a recipe's file or name.")
+    ] = None,
+    overrides: Overrides = None,
+    server: Annotated[str | None, typer.Option(help="Base URL of the server, such as http://host:8000/v1.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Base URL of a server without drafts to compare with.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Start this engine (vllm, sglang, llama.cpp) with the export, and once without.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="With --engine: only start it, and leave it running until Ctrl-C.")
+    ] = False,
+    target: Annotated[str | None, typer.Option(help="With --engine: target model (default: the export's).")] = None,
+    speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, max=64, help="With --engine: draft tokens per step (default: the export's).")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65534, help="With --engine: first port.")] = 8000,
+    engine_options: EngineOptions = "",
+    prompts: Annotated[str | None, typer.Option(help="Known prompt set, file, folder or hub id.")] = None,
+    concurrency: Concurrency = None,
+    out: ResultsFile = None,
+) -> None:
+    """Measure speculative decoding of a running server, or of an engine that is started for it.
+
+    Examples: `bench --server http://host:8000/v1 --baseline http://host:8001/v1`, `bench EXPORT --engine vllm`.
+    """
+    given = {"server": server, "baseline": baseline, "prompts": prompts, "concurrency": concurrency, "out": out}
+    if engine is None:
+        if serve:
+            raise ValueError("--serve starts an engine: give --engine and an export")
+        from .serving.bench import bench_recipe, run_bench
+
+        run_bench(bench_recipe(source, overrides or [], **given))
+        return
+    from .serving.engines import commands_of, engine_recipe, measure_engine, serve_engine
+
+    export = None if source is None else Path(source).expanduser()
+    sides, more = commands_of(export, engine, target, speculative_tokens), shlex.split(engine_options)
+    if serve:
+        serve_engine(sides[0], port, more, f"serve-{engine}")
+    else:
+        measure_engine(engine_recipe(overrides or [], given, port), sides, more, f"serve-{engine}")
 
 
 @_takes_evaluation
@@ -166,11 +198,11 @@ def tune(
     found lies beside the results file. Resumes where it was stopped. With --engine: how many tokens a step that should
     draft under each load."""
     if engine is not None:
-        from .serving.engines import commands_of, measured_recipe
+        from .serving.engines import commands_of, engine_recipe
         from .serving.lengths import max_draft_tokens, tune_lengths
 
         asking = {"prompts": asked.prompts, "out": out or f"tune-{engine}.json", "concurrency": concurrency}
-        served = measured_recipe(asked.recipe, asked.overrides or [], asking)
+        served = engine_recipe([*([asked.recipe] if asked.recipe else []), *(asked.overrides or [])], asking)
         export = asked.drafter or asked.heads or ""
         commands = partial(commands_of, export or None, engine, asked.target)
         commands()  # report what cannot be served first
@@ -185,56 +217,31 @@ def tune(
         run_tune(loaded)
 
 
-def energy(
-    recipe: RecipeOrTarget = None,
-    overrides: Overrides = None,
-    target: Target = None,
-    batch: Annotated[str, typer.Option(help="Inputs of a forward, with commas between.")] = "1,2,4,8,16",
-    runs: Annotated[int, typer.Option(help="Forwards to time at each batch size.")] = 300,
-    context: Annotated[int, typer.Option(help="Tokens that each input has behind it.")] = 128,
-) -> None:
-    """Joules and seconds of a target's forward by batch size."""
-    from .evaluation.energy import energy_command
-
-    energy_command(recipe, overrides or [], target, batch, runs, context)
-
-
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results files; others are compared with the first.")],
-    out: Annotated[Path | None, typer.Option(help="The page; by default report.html beside the first.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Page to write (default: report.html beside the first).")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="ROW", help="Instead, decode prompts again with this row and print each step's tokens."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="With --trace: this prompt instead of the recipe's.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="With --trace: number of the recipe's prompts.")] = 2,
     vllm: Annotated[
-        str | None, typer.Option(metavar="ROW", help="Instead, print a row's acceptance as vLLM pretends one.")
+        str | None, typer.Option(metavar="ROW", help="Instead, print a row's acceptance as a vLLM configuration.")
     ] = None,
 ) -> None:
-    """Show results as one page that needs no network, and two or more of them side by side."""
-    if vllm is not None:
-        from ..schema.results import load_results
-        from ..session.terminal import write_json
-        from .serving.profile import vllm_profile
+    """Write results as one self-contained HTML page, and compare two or more of them."""
+    if trace is not None:
+        from .evaluation.trace import run_trace
 
-        write_json(json.dumps(vllm_profile(load_results(results[0]), vllm)) + "\n")
+        run_trace(results[0], trace, prompt, limit)
         return
-    from ..report.page import report_beside, run_report
-    from ..report.served import is_served, run_served_report
-    from ..session.terminal import console
+    from ..report.page import run_report, vllm_config
 
-    if is_served(results[0]):
-        page = out or report_beside(results[0])
-        run_served_report(results, page)
-        console().print(f"report: {page}", soft_wrap=True)
-    else:
+    if vllm is None:
         run_report(results, out)
+        return
+    from ..schema.results import EVALUATION, load_results
+    from ..session.terminal import write_json
 
-
-@_takes_evaluation
-def trace(
-    asked: Evaluation,
-    method: Methods = None,
-    prompt: Annotated[str | None, typer.Option(help="A question, instead of the recipe's.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Of the recipe's prompts.")] = 2,
-) -> None:
-    """Decode a few prompts and show which tokens were accepted, rejected and corrected."""
-    loaded = asked.load("trace", every=bool(method))
-    from .evaluation.trace import run_trace
-
-    run_trace(loaded, method or [], prompt, limit)
+    write_json(json.dumps(vllm_config(load_results(results[0], EVALUATION), vllm)) + "\n")

@@ -1,4 +1,4 @@
-"""`report.html`: the results of evaluations as one file that needs nothing else, neither a network nor scripts."""
+"""`report.html`: results of evaluations and benchmarks as one self-contained page without scripts from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 import yaml
 
 from ...checkpoints.storage.atomic import atomic_text
-from ..schema.results import beside, load_results
+from ...checkpoints.storage.messages import did_you_mean
+from ...decode.evaluation.serving import synthetic_acceptance
+from ..schema.results import BENCH, beside, load_results
 from ..session.terminal import console, log
 from .certificate import KIND, certificate_section, load_certificate
-from .charts import Point, missing_matplotlib, scatter_with_diagonal, scatter_with_frontier, stacked_bars
+from .charts import Line, Point, lines, missing_matplotlib, scatter_with_diagonal, scatter_with_frontier, stacked_bars
 from .compare import Comparison, compare
 from .tables import (
     BASELINE,
-    PREDICTED,
+    BENCH_COLUMNS,
     QUALITY,
     SPEED,
     UNSTEADY,
@@ -27,24 +29,26 @@ from .tables import (
     category_table,
     cost_metrics,
     depth_table,
+    energy_table,
     interval_cell,
     method_table,
     number,
     render,
 )
 
+Results = Mapping[str, Any]
 Numbered = tuple[int, Row]
-"""A method and its number on the page."""
+"""Row and its number on the page."""
 
 
 def report_beside(results: Path) -> Path:
-    """Where the report of a results file lies: `report.html` beside `results.json`, `NAME.html` beside `NAME.json`."""
+    """Return the report of a results file: `report.html` for `results.json`, otherwise `NAME.html` for `NAME.json`."""
     return results.with_name("report.html" if results.name == "results.json" else f"{results.stem}.html")
 
 
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report of results files, by default beside the first; the others are also compared with that on the
-    terminal. Raises ValueError: the same results twice."""
+    """Write the report of results files, by default next to the first, and print how the others differ from it. Raises
+    ValueError: the same results twice."""
     names, loaded = short_names(paths), [load_results(path) for path in paths]
     comparison = compare(names, loaded) if len(loaded) > 1 else None
     written = write_report(out or report_beside(paths[0]), paths, loaded, comparison)
@@ -60,37 +64,52 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def write_report(
-    out: Path, paths: Sequence[Path], results: Sequence[Mapping[str, Any]], comparison: Comparison | None = None
+    out: Path, paths: Sequence[Path], results: Sequence[Results], comparison: Comparison | None = None
 ) -> Path:
-    """Write the page, whole or not at all. Where a certificate beside the results cannot be read, the page says so: the
-    results stand."""
+    """Write the page atomically. A certificate next to the results that cannot be read becomes an alert."""
     names = short_names(paths)
     parts = ["<h1>Speculative decoding, measured</h1>"]
     if comparison is not None:
         parts.append(render("comparison.html", comparison=comparison))
     for name, path, found in zip(names, paths, results, strict=True):
-        about = {"name": name, "named": len(paths) > 1, "results": found} | _context(found)
-        parts.append(render("evaluation.html", **about))
+        context = _bench_context(name, found) if found["kind"] == BENCH else _evaluation_context(found)
+        about = {"name": name, "named": len(paths) > 1, "results": found} | _common_context(found)
+        parts.append(render("evaluation.html", **about | context))
         parts.append(_certificate(path, found["recipe"]))
     return write_page(out, f"Speculative decoding: {', '.join(names)}", "".join(parts))
 
 
+def vllm_config(results: Results, label: str) -> dict[str, Any]:
+    """Return the `--speculative-config` with which vLLM simulates the acceptance of a row. Raises ValueError: no such
+    row, or one that accepted no draft token."""
+    rows = {row["label"]: row for row in results["methods"]}
+    if label not in rows:
+        raise ValueError(f"no row {label!r}.{did_you_mean(label, rows)} Known: {', '.join(rows)}")
+    rates, recipe = synthetic_acceptance(rows[label]), results["recipe"]
+    sources = [recipe.get("drafter"), *(recipe.get("more_drafters") or [])]
+    return {
+        "model": sources[rows[label]["options"].get("drafter", 1) - 1] or "a model of the drafter's size",
+        "num_speculative_tokens": len(rates),
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": rates,
+    }
+
+
 def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
-    """The section of the certificate that lies beside the results; where that cannot be read, an alert."""
+    """Return the section of the certificate next to the results, or an alert if it cannot be read."""
     path = beside(results, KIND)
     if not path.is_file():
         return ""
     try:
         return certificate_section(load_certificate(path), recipe)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # it, or something in it, is of another form
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         problem = str(error) if str(path) in str(error) else f"{path} cannot be shown: {error!r}"
         log(f"report: {problem}")
         return render("alert.html", notes=[problem])
 
 
 def write_page(out: Path, title: str, body: str) -> Path:
-    """Write a page in the report's form, whole or not at all; `body` is HTML, whose headings and captions become the
-    contents behind its title."""
+    """Write a page atomically; the headings and captions of `body` (HTML) become the contents after its title."""
     links: list[tuple[str, str]] = []
 
     def anchored(found: re.Match[str]) -> str:
@@ -105,40 +124,44 @@ def write_page(out: Path, title: str, body: str) -> Path:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Short names that tell the files apart. Raises ValueError: the same one twice."""
+    """Return short names that distinguish the files. Raises ValueError: the same file twice."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
     names = ["/".join(path.parts[-2:]) for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
-def _context(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template of one evaluation shows."""
-    rows: list[Row] = results["methods"]
-    temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
-    groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}
-    speed = (*SPEED, PREDICTED) if any(row.get("prediction") for row in rows) else SPEED
-    metrics = (("All methods", speed), ("Cost", cost_metrics(rows)), ("Quality", QUALITY))
-    tables = [method_table(caption, rows, columns) for caption, columns in metrics]
-    if any(len(row.get("by_category") or ()) > 1 for row in rows):
-        tables.append(category_table(rows))
-    if any(row.get("acceptance_by_depth") for row in rows):
-        tables.append(depth_table(rows))
-    versions = {f"{name} version": one for name, one in (results["machine"].get("versions") or {}).items()}
+def _common_context(results: Results) -> dict[str, Any]:
+    rows, machine = results["methods"], results["machine"]
+    versions = {f"{name} version": version for name, version in (machine.get("versions") or {}).items()}
+    tables = [category_table(rows)] if any(len(row.get("by_category") or ()) > 1 for row in rows) else []
+    tables += [depth_table(rows)] if any(row.get("acceptance_by_depth") for row in rows) else []
+    tables += [energy_table(results["energy_by_batch"])] if results.get("energy_by_batch") else []
     return {
-        "cards": [_card(temperature, [row for _, row in group]) for temperature, group in groups.items()],
         "unsteady": [row["label"] for row in rows if row.get("steady") is False],
         "mark": UNSTEADY,
-        "tables": tables,
-        "charts": _charts(groups) if missing_matplotlib() is None else [],
+        "more_tables": tables,
         "no_charts": missing_matplotlib(),
-        "facts": results["machine"] | versions | {"versions": None, "results schema": results["schema"]},
+        "facts": machine | versions | {"versions": None},
         "recipe": yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True),
     }
 
 
+def _evaluation_context(results: Results) -> dict[str, Any]:
+    rows: list[Row] = results["methods"]
+    temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
+    groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}
+    metrics = (("All methods", SPEED), ("Cost", cost_metrics(rows)), ("Quality", QUALITY))
+    return {
+        "verdict": "",
+        "cards": [_card(temperature, [row for _, row in group]) for temperature, group in groups.items()],
+        "tables": [method_table(caption, rows, columns) for caption, columns in metrics],
+        "charts": _charts(groups) if missing_matplotlib() is None else [],
+    }
+
+
 def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
-    """The fastest lossless method at a temperature, and which are not clearly slower."""
+    """Return the fastest lossless method at a temperature, and those that are not clearly slower."""
     best = best_lossless(rows)
     if best is None:
         return {"temperature": f"{temperature:g}", "best": None}
@@ -155,6 +178,28 @@ def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def _bench_context(name: str, results: Results) -> dict[str, Any]:
+    rows = results["methods"]
+    return {
+        "verdict": verdict(rows),
+        "cards": [],
+        "tables": [method_table("By load", rows, BENCH_COLUMNS)],
+        "charts": _load_charts(name, rows) if missing_matplotlib() is None else [],
+    }
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return a sentence that says how much faster a server is with drafts, and at which loads it is slower."""
+    known = [row for row in rows if row["method"] != BASELINE and row["speedup"] is not None]
+    if not known:
+        return "There is no baseline to compare with: give --baseline."
+    best = max(known, key=lambda row: float(row["speedup"]))
+    interval = f" (95 % interval {interval_cell(best['speedup_interval']).text})" if best["speedup_interval"] else ""
+    found = f"Best speedup: {number(best['speedup'])}×{interval} at {best['label']}"
+    slower = [row["label"] for row in known if row["speedup"] <= 1]
+    return f"{found}; not faster than the baseline at {', '.join(slower)}." if slower else f"{found}."
+
+
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 _BOUND = "The heavy bar above a point is its bound: the speedup if steps took no longer than the forwards in them. "
@@ -163,9 +208,11 @@ _INTERVAL = (
     "decoding's."
 )
 _PERPLEXITY = (
-    "What lossy methods give up, or gain: a lossless method has the target's own perplexity. Dashed: methods that "
-    "no other beats in both. Low perplexity is not quality by itself: text that repeats itself has it too."
+    "Lossy methods change the perplexity; a lossless method has the target's own. Dashed: methods that no other method "
+    "beats in both. Low perplexity alone is not quality: repetitive text has it too."
 )
+_PHASES = "Median time of each phase of a step. Host is the time between steps, and time in which the device is idle."
+_LOADS = "Bars are 95 % intervals over prompts. The time per token is that after an answer's first token."
 
 
 def _charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
@@ -177,51 +224,67 @@ def _charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
 
 
 def figure(drawn: str, title: str, caption: str, kind: str = "") -> str:
-    """A chart with its title and what there is to see."""
+    """Return a chart with its title and caption."""
     return render("figure.html", drawn=drawn, title=title, caption=caption, kind=kind)
 
 
 def _points(group: Sequence[Numbered], x: str) -> list[Point]:
-    """Speedups, with interval and bound where they are known, against another metric."""
+    """Return speedups, with interval and bound where they are known, against another metric."""
     points = []
     for index, row in group:
         if row.get(x) is not None and row.get("speedup") is not None:
             low, high = row.get("speedup_interval") or (None, None)
             most = row.get("bound") if x == "tokens_per_step" else None
-            lossless = bool(row.get("lossless"))
-            points.append(Point(index, row["label"], row[x], row["speedup"], lossless, low, high, most))
+            points.append(Point(index, row["label"], row[x], row["speedup"], bool(row["lossless"]), low, high, most))
     return points
 
 
 def speed_chart(group: Sequence[Numbered], at: str = "") -> str:
-    """Numbered rows at one temperature by tokens per step; nothing without one that has them, or without matplotlib."""
+    """Draw numbered rows of one temperature by tokens per step; empty without such rows or matplotlib."""
     title, points = f"Speedup against tokens per step{at}", _points(group, "tokens_per_step")
     if not points or missing_matplotlib() is not None:
         return ""
-    axes = ("tokens per step (τ)", "speedup (×)", title)
+    drawn = scatter_with_diagonal(points, "tokens per step (τ)", "speedup (×)", title, "a draft that costs nothing")
     bounded = any(point.bound is not None for point in points)
-    drawn = scatter_with_diagonal(points, *axes, "a draft that costs nothing")
     return figure(drawn, title, (_BOUND if bounded else "") + _INTERVAL)
 
 
 def perplexity_chart(group: Sequence[Numbered], at: str = "") -> str:
-    """Numbered rows at one temperature, with the frontier; nothing where all of them are lossless, or without
+    """Draw numbered rows of one temperature with the frontier; empty if all are lossless, or without
     matplotlib."""
     points = _points(group, "perplexity")
     if not points or all(row.get("lossless") for _, row in group) or missing_matplotlib() is not None:
         return ""
     title = f"Speed against perplexity{at}"
-    axes = ("perplexity of the output under the target", "speedup (×)", title)
-    return figure(scatter_with_frontier(points, *axes), title, _PERPLEXITY)
+    drawn = scatter_with_frontier(points, "perplexity of the output under the target", "speedup (×)", title)
+    return figure(drawn, title, _PERPLEXITY)
 
 
 def _phase_chart(rows: Sequence[Numbered]) -> str:
     timed = [(f"{index} {row['label']}", row["phases_us"]) for index, row in rows if row.get("phases_us")]
     if not timed:
         return ""
-    milliseconds = [(label, {name: (us or 0.0) / 1e3 for name, us in phases.items()}) for label, phases in timed]
-    title = "Where the time of a step goes"
-    caption = (
-        "Median time of each phase of a step. Host is the time between steps, and time in which the device is idle."
-    )
-    return figure(stacked_bars(milliseconds, "ms", "time of a step by phase"), title, caption, "broad")
+    milliseconds = [(label, {name: us / 1e3 for name, us in phases.items()}) for label, phases in timed]
+    drawn = stacked_bars(milliseconds, "ms", "time of a step by phase")
+    return figure(drawn, "Where the time of a step goes", _PHASES, "broad")
+
+
+def _load_charts(name: str, rows: Sequence[Row]) -> list[str]:
+    """Draw speedup and time per token against the load."""
+    key, axis = ("concurrency", "requests in flight") if rows[0]["rate"] is None else ("rate", "requests per second")
+    sides = {name: [row for row in rows if row["method"] != BASELINE]}
+    sides[f"{name}, baseline"] = [row for row in rows if row["method"] == BASELINE]
+    speed = [_line(name, sides[name], key, "speedup")]
+    pace = [_line(label, some, key, "ms_per_token") for label, some in sides.items()]
+    drawn = []
+    for found, title, level in ((speed, "speedup (×)", 1.0), (pace, "time per token (ms)", None)):
+        if known := [line for line in found if line.xs]:
+            heading = f"{title.partition(' (')[0].capitalize()} against {axis}"
+            drawn.append(figure(lines(known, axis, title, heading, level), heading, _LOADS))
+    return drawn
+
+
+def _line(label: str, rows: Sequence[Row], key: str, metric: str) -> Line:
+    known = [row for row in rows if row[metric] is not None]
+    spans = [row[f"{metric}_interval"] for row in known]
+    return Line(label, [row[key] for row in known], [row[metric] for row in known], spans)

@@ -140,6 +140,11 @@ def _lossless(row: Row) -> Cell:
     return Cell(("yes" if row.get("lossless") else "no") + seen, int(bool(row.get("lossless"))), note)
 
 
+def _share_cell(pair: Any) -> Cell:
+    """Return `3/4`, or a dash."""
+    return Cell(f"{pair[0]}/{pair[1]}" if pair else DASH)
+
+
 def speedup_cell(row: Row) -> Cell:
     """Marked where the row's times are unsteady."""
     cell = number_cell(row.get("speedup"))
@@ -168,7 +173,6 @@ SPEED = (
     *_BOUND,
     _metric("over transformers", "speedup_over_transformers", unit="×"),
 )
-PREDICTED = _metric("predicted", "prediction.tokens_per_step", unit="τ, by replay")
 QUALITY = (
     _LOSSLESS,
     _PERPLEXITY,
@@ -178,6 +182,18 @@ QUALITY = (
 )
 TERMINAL = (*_STEP, *_BOUND, _LOSSLESS)
 """What fits into the 80 columns of a terminal beside a name of 15."""
+_PER_TOKEN = _metric("per token", "ms_per_token", 1, "ms")
+_SAME = Metric(Column("same", "greedy text"), lambda row: _share_cell(row.get("identical_to_greedy")))
+BENCH_TERMINAL = (*_STEP, _PER_TOKEN, _SAME)
+BENCH_COLUMNS = (
+    Metric(Column("T", "temperature"), lambda row: Cell(f"{row['temperature']:g}", row["temperature"])),
+    *_STEP,
+    _metric("to the first", "ms_to_first.median", 0, "ms"),
+    _PER_TOKEN,
+    Metric(Column("interval", "95 %, ms"), lambda row: interval_cell(row.get("ms_per_token_interval"), 1)),
+    _metric("expected", "expected.tokens_per_step", unit="τ"),
+    _SAME,
+)
 _BY_CATEGORY = (_metric("prompts", "prompts", 0), *_STEP, _PERPLEXITY, _ROUGE)
 
 
@@ -265,3 +281,14 @@ def depth_table(rows: Sequence[Row]) -> Table:
     deepest = max((len(row.get("acceptance_by_depth") or ()) for row in rows), default=0)
     metrics = [_metric(str(n + 1), f"acceptance_by_depth.{n}") for n in range(min(deepest, _DEPTHS))]
     return method_table("Acceptance by depth", rows, metrics)
+
+
+def energy_table(section: Mapping[str, Any]) -> Table:
+    """Return the table of `evaluate --energy`: joules and time of the target's forwards by batch size."""
+    metrics = [_metric("energy", f"joules_per_{part}", 3, f"J/{part}") for part in ("run", "input")]
+    metrics.append(_metric("above idle", "joules_per_run_above_idle", 3, "J/run"))
+    metrics += [_metric("time", f"seconds_per_{part}", 2, f"ms/{part}", 1e3) for part in ("run", "input")]
+    rows = [[Cell(row["label"]), *(metric.cell(row) for metric in metrics)] for row in section["rows"]]
+    counted = f"energy of {section['covers']}" if section["source"] else f"no energy: {section['covers']}"
+    caption = f"Forwards of one token with {section['context']} tokens of context; {counted}"
+    return Table(caption, [Column("batch", numeric=False), *(metric.column for metric in metrics)], rows)

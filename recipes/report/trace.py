@@ -143,13 +143,12 @@ def show_trace(traced: Mapping[str, Any], console: Console) -> None:
         legend.append(f"{start}{kind}{end}", _STYLES[kind]).append(f" ({_MEANINGS[kind]})  ", "dim")
     console.print(legend)
     for prompt in traced["prompts"]:
-        for run in prompt["runs"]:
-            console.print(Text(f"\n{run['label']}: {visible(prompt['prompt'])}", "bold"))
-            before = ""
-            for number, step in enumerate(run["steps"], 1):
-                console.print(step_line(number, before, step, marks))
-                before += kept_text([step])
-            console.print(_summary(run["steps"]))
+        console.print(Text(f"\n{traced['row']['label']}: {visible(prompt['prompt'])}", "bold"))
+        before = ""
+        for number, step in enumerate(prompt["steps"], 1):
+            console.print(step_line(number, before, step, marks))
+            before += kept_text([step])
+        console.print(_summary(prompt["steps"]))
 
 
 def _summary(steps: Sequence[Mapping[str, Any]]) -> str:

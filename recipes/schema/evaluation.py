@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -104,12 +104,14 @@ class EvaluateRecipe(_Decoding):
     """auto: where something counts energy (NVML for GPUs, RAPL for processors), decode a few prompts again and again
     with each method, four windows of seconds each, and give joules a token; else say why there are none. off: no
     joules."""
-    predict: bool = False
-    """Also say what replay of the target's own texts predicts of each row, which takes one more reading of them."""
+    energy_batches: list[Annotated[int, Field(ge=1)]] = []
+    """Batch sizes at which time and energy of the target's forwards are measured too (`--energy`); empty: none."""
+    energy_runs: int = Field(300, ge=1)
+    """Forwards to time at each of these batch sizes."""
+    energy_context: int = Field(128, ge=1)
+    """Tokens of context behind each input of these forwards."""
     device_map: str | None = None
     """Spread the target over several devices, as accelerate does: auto, balanced …; by default it lies on `device`."""
-    show_categories: bool = False
-    """Print a second table, by category; the results hold it anyhow."""
     methods: list[MethodSection] = Field(min_length=1)
     """Rows of the table; `autoregressive`, the baseline, must be one of them. `all`: every method that the artifacts
     allow at `temperature`, and, where that is 0, at temperature 1."""
@@ -152,9 +154,10 @@ class EvaluateRecipe(_Decoding):
         if missing:
             place = f"temperature {min(missing):g}"
             raise ValueError(f"`methods` must hold `autoregressive` at {place}: speedups are measured against it")
-        if self.batch > 1 and (self.compare_with_transformers or self.predict):
-            which = "compare_with_transformers" if self.compare_with_transformers else "predict"
-            raise ValueError(f"`{which}` is of one prompt at a time, and `batch` is {self.batch}: set `{which}: false`")
+        if self.batch > 1 and self.compare_with_transformers:
+            raise ValueError(
+                f"`batch` is {self.batch}: set `compare_with_transformers: false`, which decodes one prompt"
+            )
         return self
 
 

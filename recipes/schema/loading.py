@@ -20,7 +20,7 @@ from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from .forge import ForgeRecipe
-from .serving import ServedRecipe
+from .serving import BenchRecipe
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 
 Recipe = (
@@ -30,7 +30,7 @@ Recipe = (
     | EvaluateRecipe
     | RegenerateRecipe
     | QuickstartRecipe
-    | ServedRecipe
+    | BenchRecipe
     | ForgeRecipe
 )
 RECIPES: dict[str, type[Section]] = {
@@ -40,7 +40,7 @@ RECIPES: dict[str, type[Section]] = {
     "evaluate": EvaluateRecipe,
     "regenerate": RegenerateRecipe,
     "quickstart": QuickstartRecipe,
-    "served": ServedRecipe,
+    "bench": BenchRecipe,
     "forge": ForgeRecipe,
 }
 

@@ -1,4 +1,4 @@
-"""What a measurement of servers may say."""
+"""Recipe of `draftsmith bench`."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from .data import Section
 _URL = "^https?://"
 
 
-class ServedRecipe(Section):
-    """Ask an OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`), and another beside it."""
+class BenchRecipe(Section):
+    """Measurement of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`) and a baseline."""
 
-    kind: Literal["served"]
-    out: str = Field("served.json", pattern=r"\.json$")
-    """The results file."""
+    kind: Literal["bench"]
+    out: str = Field("bench.json", pattern=r"\.json$")
+    """Results file."""
     server: str = Field(pattern=_URL)
-    """Where its API begins, such as http://127.0.0.1:8000/v1."""
+    """Base URL of its API, such as http://127.0.0.1:8000/v1."""
     baseline: str | None = Field(None, pattern=_URL)
-    """A server of the same model without drafts: the two are asked in turns, and compared by prompt."""
+    """Base URL of a server of the same model without drafts. The two take turns and are compared by prompt."""
     expect: str | None = Field(None, pattern=r"\.json$")
-    """Results of `draftsmith evaluate` with the same drafter: what should be accepted, and how prompts are read."""
+    """Results of `draftsmith evaluate` with the same drafter, which give the expected acceptance and prompt lengths."""
     model: str | None = None
-    """The model's name on the server; null: the first that it names."""
+    """Name of the model on the server; null: the first that it lists."""
     baseline_model: str | None = None
-    """That on the baseline, in the same way; `transformers serve MODEL` names none, and knows its path alone."""
+    """The same on the baseline; `transformers serve MODEL` lists none and accepts its path only."""
     prompts: str = "spec-bench"
-    """As in a recipe of kind evaluate."""
+    """Prompts, as in a recipe of kind evaluate."""
     prompts_path: str | None = None
-    """A local copy of the set."""
+    """Local copy of the set."""
     groups: list[str] = []
-    """Only prompts of these categories."""
+    """Categories of prompts to use; empty: all."""
     limit: int = Field(80, ge=1)
-    """Prompts to ask."""
+    """Maximum number of prompts."""
     concurrency: list[int] = [1]
-    """Requests at a time, one measurement each."""
+    """Numbers of requests in flight, one measurement for each."""
     rate: list[float] = []
-    """Instead: requests that begin a second, at random moments (Poisson), however many are under way."""
+    """Instead, request rates per second; requests begin at random times (Poisson process)."""
     max_new_tokens: int = Field(128, ge=1)
-    """Tokens of an answer at most."""
+    """Maximum number of tokens per answer."""
     temperature: float = Field(0.0, ge=0)
-    """0 decodes greedily."""
+    """Sampling temperature; 0 decodes greedily."""
     seed: int = 0
-    """Of sampling and of the moments of `rate`."""
+    """Seed of sampling and of the start times under `rate`."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds that an answer may take."""
+    """Timeout of a request in seconds."""
     key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the API key; where it is not set, the word none is sent instead of one."""
+    """Environment variable with the API key; if it is not set, the key is sent as `none`."""
 
     @model_validator(mode="after")
-    def _loads(self) -> ServedRecipe:
+    def _loads(self) -> BenchRecipe:
         if self.baseline_model is not None and self.baseline is None:
-            raise ValueError(f"`baseline_model` is {self.baseline_model!r}, and there is no `baseline`")
+            raise ValueError(f"`baseline_model` is {self.baseline_model!r} without a `baseline`")
         if not (self.rate or self.concurrency) or min([*self.concurrency, *self.rate], default=1) <= 0:
-            raise ValueError(f"`concurrency` {self.concurrency} and `rate` {self.rate}: give numbers above 0")
+            raise ValueError(f"`concurrency` {self.concurrency} and `rate` {self.rate}: all must be above 0")
         return self
 
     def sources(self) -> list[str]:
-        """All files, folders and hub ids that it names."""
+        """Return all files, folders and hub ids that the recipe names."""
         return [source for source in (self.prompts, self.prompts_path, self.expect) if source is not None]

@@ -130,7 +130,7 @@ def measured(seed: int, pair: QuickstartRecipe, work: Path, limit: int, kinds: l
             "drafter": folders[0] if folders else None, "more_drafters": folders[1:], "drafter_dtype": "bfloat16",
             "prompts": "spec-bench", "prompts_path": str(SHARED / "eval" / "spec_bench_question.jsonl"),
             "template": "tokenizer", "limit": limit, "max_prompt_tokens": 512, "max_new_tokens": 64,
-            "temperature": temperature, "compare_with_transformers": False, "energy": "off", "predict": False,
+            "temperature": temperature, "compare_with_transformers": False, "energy": "off",
             "methods": rows_of(temperature, kinds), **heads,
         })  # fmt: skip
         results = evaluated(recipe)

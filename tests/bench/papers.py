@@ -24,7 +24,9 @@ import numpy as np
 from common import finish, parser_of
 from draftsmith.checkpoints.storage.atomic import atomic_text
 from draftsmith.decode.evaluation.bootstrap import resample_weights
-from draftsmith.recipes.commands.evaluation.energy import run_energy
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.recipes.assemble.evaluation import load_target
+from draftsmith.recipes.commands.evaluation.evaluate import measure_energy
 from draftsmith.recipes.commands.evaluation.finished import evaluated
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -282,7 +284,9 @@ def results_of(name: str, folder: Path, options: Any) -> dict[str, Any]:
     """Run an evaluation, or read the finished one; return its rows."""
     if name == "energy":
         recipe = recipe_for("mjsd/main", folder, options)
-        runs = run_energy(recipe, folder / "papers" / "energy.json", batches=(1, 4, 16), runs=30, context=64)["rows"]
+        sizes = {"energy_batches": [1, 4, 16], "energy_runs": 30, "energy_context": 64}
+        recipe = recipe.model_copy(update=sizes)
+        runs = measure_energy(wrap_model(load_target(recipe)), recipe)["rows"]
         numbers = ({key: np.array([value]) for key, value in row.items() if isinstance(value, float)} for row in runs)
         return {f"batch {row['batch']}": SimpleNamespace(**each) for row, each in zip(runs, numbers, strict=True)}
     rows = evaluated(recipe_for(name, folder, options))["methods"]

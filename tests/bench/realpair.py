@@ -156,8 +156,6 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
     asked |= {
         "compare_with_transformers": not options.alone,
         "energy": "off",
-        "predict": True,
-        "show_categories": True,
         "drafter_dtype": options.drafter_dtype,
         "dtype": options.dtype,
     }
@@ -249,7 +247,6 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
 def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a row of results."""
     kept = {key: row[key] for key in NUMBERS}
-    kept["predicted"] = (row["prediction"] or {}).get("tokens_per_step")
     kept["groups"] = {name: {key: part[key] for key in IN_GROUPS} for name, part in row["by_category"].items()}
     return dict(rounded(kept))
 
@@ -263,12 +260,12 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     def span(interval: Sequence[float] | None) -> str:
         return "" if interval is None else f"({interval[0]:.2f}–{interval[1]:.2f})"
 
-    print(f"{title}\n{'':26}tokens/step            predicted  speedup              bound  efficiency  greedy text")
+    print(f"{title}\n{'':26}tokens/step             speedup              bound  efficiency  greedy text")
     for label, row in rows.items():
         same = "{:g}/{:g}".format(*row["identical_to_greedy"]) if row["identical_to_greedy"] else ""
         print(
             f"{label:26}{number(row['tokens_per_step']):>5} {span(row['tokens_per_step_interval']):16}"
-            f"{number(row['predicted']):>10}  {number(row['speedup']):>7} {span(row['speedup_interval']):14}"
+            f"{number(row['speedup']):>7} {span(row['speedup_interval']):14}"
             f"{number(row['bound']):>5}{number(row['efficiency']):>12}  {same}"
         )
     groups = list(next(iter(rows.values()))["groups"])

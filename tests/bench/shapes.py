@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from common import finish, parser_of, random_llama
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, Profile, Proposal, Verdict, Verifier, generate
-from draftsmith.decode.evaluation.profile import BusyProfile, StepProfile, synchronise
+from draftsmith.decode.evaluation.profile import PHASES, StepProfile, synchronise
 from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
@@ -46,6 +48,55 @@ METHODS: dict[str, dict[str, Any]] = {
     "slim-s": {"num_sequences": 4}, "slim-l": {},
 }  # fmt: skip
 PATTERN = (3, 1, 4, 0, 2, 4, 1)
+
+
+SPAN = "draftsmith phase: "
+
+
+class BusyProfile:
+    """Microseconds in which each phase of a step kept the device busy: CUDA's kernels and copies, on a CPU torch's
+    operators. It synchronises after each phase, so that clocks are of no use."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        activities = torch.profiler.supported_activities() if self._cuda else [torch.profiler.ProfilerActivity.CPU]
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._span: Any = None
+
+    def __enter__(self) -> BusyProfile:
+        self._profiler.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._profiler.stop()
+
+    def start(self) -> None:
+        self._begin(0)
+
+    def mark(self, phase: str) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+        self._span.__exit__(None, None, None)
+        if phase != "commit":
+            self._begin(PHASES.index(phase) + 1)
+
+    def _begin(self, phase: int) -> None:
+        self._span = torch.profiler.record_function(SPAN + PHASES[phase])
+        self._span.__enter__()
+
+    def summary(self) -> dict[str, float]:
+        events = self._profiler.events() or []
+        on_device = torch.autograd.DeviceType.CUDA if self._cuda else torch.autograd.DeviceType.CPU
+        spans = [each for each in events if each.name.startswith(SPAN)]
+        work = [each for each in events if each.device_type == on_device and not each.name.startswith(SPAN)]
+        began = np.array([each.time_range.start for each in work])
+        took = np.array([each.time_range.elapsed_us() if self._cuda else each.self_cpu_time_total for each in work])
+        found = {phase: list[float]() for phase in PHASES[:-1]}
+        for each in spans:
+            if each.device_type == torch.autograd.DeviceType.CPU:
+                within = (each.time_range.start <= began) & (began < each.time_range.end)
+                found[each.name.removeprefix(SPAN)].append(float(took[within].sum()))
+        return {phase: statistics.fmean(series) for phase, series in found.items() if series}
 
 
 class FixedPattern(Verifier):

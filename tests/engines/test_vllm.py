@@ -42,8 +42,8 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.commands.serving.bench import bench_recipe, run_bench
 from draftsmith.recipes.commands.serving.engines import Running, running
-from draftsmith.recipes.commands.serving.served import run_served, served_recipe
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -288,14 +288,13 @@ def test_the_command_of_serving_serves(
 
 
 def test_a_server_is_counted_as_this_engine_counts(works: Works, tmp_path: Path) -> None:
-    """`evaluate --server`: tokens per step behind a text's first token, from vLLM's own page of metrics."""
+    """`bench --server`: tokens per step after a text's first token, from vLLM's own page of metrics."""
     rows = [{"conversations": [{"from": "human", "value": " ".join(f"w{t}" for t in ids)}]} for ids in PROMPTS]
     (tmp_path / "questions.json").write_text(json.dumps(rows))
     with works.served(works.export("other-drafter", "vllm-sglang"), tmp_path / "log") as server:
         given = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")}
-        recipe = served_recipe(None, [f"max_new_tokens={NEW}"], server=f"{server.url}/v1", **given)
-        assert recipe is not None
-        (row,) = run_served(recipe)["loads"]
+        recipe = bench_recipe(None, [f"max_new_tokens={NEW}"], server=f"{server.url}/v1", **given)
+        (row,) = run_bench(recipe)["methods"]
     drafter, model = Parts(drafter=wrap_model(works.models["other"])), works.models["random"]
     later = steps = 0
     for prompt in PROMPTS:
@@ -304,6 +303,6 @@ def test_a_server_is_counted_as_this_engine_counts(works: Works, tmp_path: Path)
         limits = Limits(NEW - 1, (0,))
         for step in generate(wrap_model(model), *built, [[*prompt, first]], limits, Sampling(), Rng.for_rows(0, 1)):
             later, steps = later + len(step.new_ids[0]), steps + 1
-    assert row["server"]["failed"] == 0
-    assert row["server"]["tokens"] == later + len(PROMPTS)
-    assert row["server"]["tokens_per_step"] == pytest.approx(later / steps)
+    assert row["failed"] == 0
+    assert row["tokens"] == later + len(PROMPTS)
+    assert row["tokens_per_step"] == pytest.approx(later / steps)

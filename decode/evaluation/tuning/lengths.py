@@ -22,7 +22,8 @@ class DraftLengths:
 
     Args:
         most: maximum number of draft tokens.
-        run: measures the engine with so many draft tokens next to a baseline; returns a row for each load.
+        run: measures the engine with so many draft tokens next to a baseline; returns the row of `bench` for
+            each load, with the baseline's time per token as `plain_ms`.
     """
 
     def __init__(self, most: int, run: Callable[[int], Sequence[Mapping[str, Any]]]) -> None:
@@ -41,10 +42,10 @@ class DraftLengths:
             self.rows[tokens] = self._run(tokens)
             for row in self.rows[tokens]:
                 known = found.setdefault((row["concurrency"], row["rate"]), {0: Measurement("", "0", 1.0, 1.0, (1, 1))})
-                speedup = row["beside"]["speedup"]
+                speedup = row["speedup"]
                 if speedup is not None:
-                    interval = tuple(row["beside"]["speedup_interval"] or (speedup, speedup))
-                    rate = row["server"]["tokens_per_step"]
+                    interval = tuple(row["speedup_interval"] or (speedup, speedup))
+                    rate = row["tokens_per_step"]
                     known[tokens] = Measurement("", str(tokens), rate, speedup, interval)
         return found
 
@@ -62,21 +63,20 @@ def predict_lengths(short: Mapping[str, Any], long: Mapping[str, Any], most: int
     Raises:
         ValueError: The engine reports no acceptance by position, or answered nothing.
     """
-    rates = long["server"]["acceptance_by_depth"]
-    plain = [side["baseline"]["ms_per_token"] for side in (short, long)]
+    rates = long["acceptance_by_depth"]
+    plain = [row["plain_ms"] for row in (short, long)]
     if not rates or None in plain:
-        load = f"concurrency {long['concurrency']}" if long["rate"] is None else f"{long['rate']} requests per second"
-        raise ValueError(f"{load}: the engine reports no acceptance by position, or answered no prompt")
+        raise ValueError(f"{long['label']}: the engine reports no acceptance by position, or answered no prompt")
     plain_ms = sum(plain) / 2
     # Each relative to the baseline of its own run: the speed of a machine drifts between two runs.
-    first, last = (_step_ms(side["server"]) / alone for side, alone in zip((short, long), plain, strict=True))
+    first, last = (_step_ms(side) / alone for side, alone in zip((short, long), plain, strict=True))
     reached = accumulate([*rates, *[0.0] * (most - len(rates))], mul)
     lengths = []
     for tokens, accepted in enumerate(accumulate(reached), 1):
         steps = first if most == 1 else first + (last - first) * (tokens - 1) / (most - 1)
         about = {"tokens": tokens, "tokens_per_step": 1 + accepted, "step_ms": steps * plain_ms}
         lengths.append(about | {"speedup": (1 + accepted) / steps})
-    return {key: long[key] for key in ("concurrency", "rate")} | {"plain_ms": plain_ms, "lengths": lengths}
+    return {key: long[key] for key in ("label", "concurrency", "rate")} | {"plain_ms": plain_ms, "lengths": lengths}
 
 
 def _step_ms(side: Mapping[str, Any]) -> float:

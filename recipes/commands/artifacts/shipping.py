@@ -1,8 +1,7 @@
-"""Commands about serving and publishing: `doctor`, `export`, `serve`, `push`."""
+"""Commands about publishing: `doctor`, `export`, `push`."""
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,24 +89,6 @@ def export(
     for line in export_artifact(artifact, to, folder, FORMATS, options):
         log(f"export: {line}")
     log(f"export: wrote {folder}; how to serve it stands in {folder / SERVING_FILE}")
-
-
-def serve(
-    export: Annotated[Path, typer.Argument(help="An export's folder.")],
-    engine: Annotated[str, typer.Option(help="vllm, sglang or llama.cpp; found on the PATH.")],
-    target: Annotated[str | None, typer.Option(help="The target that is served; by default the export's.")] = None,
-    speculative_tokens: Annotated[int | None, typer.Option(min=1, max=64, help="Tokens to draft a step.")] = None,
-    baseline: Annotated[
-        bool, typer.Option("--baseline", help="Also serve the target alone, at the next port.")
-    ] = False,
-    port: Annotated[int, typer.Option(min=1, max=65534)] = 8000,
-    engine_options: Annotated[str, typer.Option(help="More for the engine, such as '--dtype float32'.")] = "",
-) -> None:
-    """Serve a target with an export's drafts, on this machine alone, until Ctrl-C; logs are in the working folder."""
-    from ..serving.engines import commands_of, run_serve
-
-    sides = commands_of(export.expanduser(), engine, target, speculative_tokens)
-    run_serve(sides if baseline else sides[:1], port, shlex.split(engine_options), f"serve-{engine}")
 
 
 def push(

@@ -23,8 +23,8 @@ from ....decode.evaluation.tuning.tuner import Measurement, Workload
 from ...schema.forge import ForgeRecipe
 from ..artifacts.export import FORMATS
 from ..artifacts.import_drafter import import_drafter
-from ..serving.asking import check_client
-from ..serving.engines import ENGINES, HOST, commands_of, measured_recipe
+from ..serving.client import check_client
+from ..serving.engines import ENGINES, HOST, commands_of, engine_recipe
 from ..serving.lengths import MAX_TOKENS, max_draft_tokens, tune_lengths
 
 ENGINE_FIELDS = ("engine", "engine_options", "llama_cpp")
@@ -105,7 +105,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
         asking["out"] = str(out / f"{name}-{engine}-{temperature:g}.json")
         asking |= dict(zip(("server", "baseline"), _free_urls(2), strict=True))
         changes = [f"limit={prompts}", f"max_new_tokens={recipe.new_tokens}", f"temperature={temperature}"]
-        served = measured_recipe(None, changes, asking)
+        served = engine_recipe(changes, asking)
         stem, more = str(out / f"serve-{engine}"), shlex.split(recipe.engine_options)
         results = tune_lengths(served, engine, commands, most, more, stem)
         for load in results["loads"]:

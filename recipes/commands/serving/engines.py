@@ -1,6 +1,6 @@
-"""`draftsmith serve`: a serving engine with an export, started on this machine and ended again.
+"""Start and end a serving engine with an export on this machine, for `draftsmith bench --engine`.
 
-The commands are those of the export's SERVING.md (tests compare them); what a file says is never run.
+The commands are those of the export's SERVING.md (tests compare them); no command is read from a file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import split_revision
 from ....checkpoints.verify.model_files import load_config
-from ...schema.serving import ServedRecipe
+from ...schema.serving import BenchRecipe
 from ...session.launch import end_with_parent
 from ...session.stopping import Stoppable
 from ...session.terminal import duration, log
-from .served import questions_of, run_served, served_recipe
+from .bench import bench_recipe, prompts_of, run_bench
 
 HOST = "127.0.0.1"
 _STARTING = 1800  # seconds: of a large model weights are read, and graphs captured
@@ -134,7 +134,7 @@ def commands_of(
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
     if export is None:
-        raise ValueError(f"{engine} drafts with an export: give it with --drafter or --heads")
+        raise ValueError(f"{engine} drafts with an export: give its folder")
     chosen, manifest = ENGINES[engine], load_manifest(Path(export).expanduser())
     form = None if manifest.export is None else manifest.export["format"]
     if form not in chosen.forms:
@@ -202,7 +202,7 @@ def _wait(server: subprocess.Popen[bytes], url: str, log_file: Path, signals: St
             raise ConnectionError(_ended(server, log_file))
         if signals is not None and now > said + _SAY_EVERY:
             said = now
-            log(f"serve: starting for {duration(now - began)}: {''.join(_tail(log_file, 1))}")
+            log(f"bench: starting for {duration(now - began)}: {''.join(_tail(log_file, 1))}")
         try:
             urlopen(f"{url}/health", timeout=5).close()
             return
@@ -245,56 +245,52 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 def started(
     sides: Sequence[Sequence[str]], ports: Sequence[int], more: Sequence[str], stem: str, signals: Stoppable
 ) -> Iterator[list[tuple[Running, Path]]]:
-    """An export's engine and, if asked for, that of its baseline, with their logs, `stem`.log and `stem`-baseline.log;
-    one is started after the other, since both take what memory they find."""
+    """Start an export's engine and, if there is a second command, that of its baseline; yield them with their logs,
+    `stem`.log and `stem`-baseline.log. They start one after the other, since both take the memory they find."""
     with ExitStack() as held:
         found = []
         for side, port, name in zip(sides, ports, ("", "-baseline"), strict=False):
             log_file = Path(f"{stem}{name}.log")
-            log(f"serve: starting {side[0]}; it writes to {log_file}")
+            log(f"bench: starting {side[0]}; it writes to {log_file}")
             found.append((held.enter_context(running([*side, *more], log_file, port, signals)), log_file))
         _check(found)  # one that takes all memory ends the other
         yield found
 
 
-def run_serve(sides: Sequence[Sequence[str]], port: int, more: Sequence[str], stem: str) -> None:
-    """Serve until a signal comes. Raises ConnectionError: an engine ended by itself."""
-    ports = range(port, port + len(sides))
-    with Stoppable("serve", "") as signals, started(sides, ports, more, stem, signals) as engines:
-        for name, (engine, _) in zip(("--server", "--baseline"), engines, strict=False):
-            log(f"serve: {name} {engine.url}/v1")
+def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: str) -> None:
+    """Serve until a signal arrives. Raises ConnectionError: the engine ended by itself."""
+    with Stoppable("bench", "") as signals, started([command], [port], more, stem, signals) as engines:
+        ((engine, log_file),) = engines
+        log(f"bench: serving at {engine.url}/v1")
         while True:
             signals.check()
-            for engine, log_file in engines:
-                if engine.process.poll() is not None:
-                    raise ConnectionError(_ended(engine.process, log_file))
+            if engine.process.poll() is not None:
+                raise ConnectionError(_ended(engine.process, log_file))
             time.sleep(0.2)
 
 
-def measured_recipe(name: str | None, overrides: Sequence[str], asking: Mapping[str, str | None]) -> ServedRecipe:
-    """`served_recipe` of an engine with drafts and one without, which listen at ports of ours unless it is said."""
-    urls = {side: asking.get(side) or f"http://{HOST}:{PORT + at}/v1" for at, side in enumerate(("server", "baseline"))}
-    recipe = served_recipe(name, overrides, **{**asking, **urls})
-    assert recipe is not None
-    return recipe
+def engine_recipe(overrides: Sequence[str], given: Mapping[str, str | None], port: int = PORT) -> BenchRecipe:
+    """Return the recipe for an engine with drafts and one without, at `port` and the next one unless URLs are given."""
+    urls = {side: given.get(side) or f"http://{HOST}:{port + at}/v1" for at, side in enumerate(("server", "baseline"))}
+    return bench_recipe(None, overrides, **{**given, **urls})
 
 
-def measure_engine(recipe: ServedRecipe, sides: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
-    """Start an engine with drafts and one without where a recipe asks them, measure, and end them."""
+def measure_engine(recipe: BenchRecipe, sides: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
+    """Start an engine with drafts and one without at the recipe's URLs, measure them and end them."""
     assert recipe.baseline is not None
     ports = [_port(recipe.server), _port(recipe.baseline)]
-    questions_of(recipe)  # what cannot be asked is said before an engine is started
-    with Stoppable("evaluate") as signals, started(sides, ports, more, stem, signals) as engines:
+    prompts_of(recipe)  # raises before an engine is started
+    with Stoppable("bench") as signals, started(sides, ports, more, stem, signals) as engines:
         try:
-            run_served(recipe)
+            run_bench(recipe)
         except ConnectionError:
             _check(engines)
             raise
 
 
 def _port(url: str) -> int:
-    """The port of an address on this machine. Raises ValueError: another machine's, or none."""
+    """Return the port of a local URL. Raises ValueError: another machine's URL, or one without a port."""
     place = urlsplit(url)
     if place.hostname not in (HOST, "localhost") or place.port is None:
-        raise ValueError(f"an engine is started on this machine alone: {url} should be http://{HOST}:PORT/v1")
+        raise ValueError(f"an engine is started on this machine only: {url} must be http://{HOST}:PORT/v1")
     return place.port

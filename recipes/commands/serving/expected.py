@@ -18,8 +18,8 @@ from ....data.rendering.render import prompt_renderer
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
 from ...schema.evaluation import EvaluateRecipe
-from ...schema.results import load_results
-from ...schema.serving import ServedRecipe
+from ...schema.results import EVALUATION, load_results
+from ...schema.serving import BenchRecipe
 
 _APART = 0.05  # of tokens a step on the same prompts; near-ties and the ends of texts explain less
 
@@ -47,12 +47,12 @@ class Expected(NamedTuple):
         return 1 + sum(accumulate(self.by_depth[:drafted], mul))
 
 
-def expected_of(recipe: ServedRecipe, prompts: Sequence[Prompt]) -> Expected | None:
+def expected_of(recipe: BenchRecipe, prompts: Sequence[Prompt]) -> Expected | None:
     """What the results that a recipe names say; None: it names none. Raises ValueError: no row of them is of a chain of
     a drafter at this temperature."""
     if recipe.expect is None:
         return None
-    results = load_results(Path(recipe.expect))
+    results = load_results(Path(recipe.expect), EVALUATION)
     rows = [row for row in results["methods"] if row["method"] == "speculative"]
     fitting = [row for row in rows if row["temperature"] == recipe.temperature]
     if not fitting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.storage.atomic import atomic_text
 from ....decode.evaluation.tuning.lengths import DraftLengths
 from ....decode.evaluation.tuning.tuner import tune
-from ...report.served import length_table, load_name, load_served
-from ...schema.serving import ServedRecipe
+from ...report.tables import DASH, Cell, Column, Table, number
+from ...schema.results import BENCH, load_results
+from ...schema.serving import BenchRecipe
 from ...session.terminal import console
 from .engines import measure_engine
 
@@ -24,7 +25,7 @@ Commands = Callable[[int | None], list[list[str]]]
 
 
 def tune_lengths(
-    recipe: ServedRecipe, engine: str, commands: Commands, most: int, more: Sequence[str], stem: str
+    recipe: BenchRecipe, engine: str, commands: Commands, most: int, more: Sequence[str], stem: str
 ) -> dict[str, Any]:
     """Measure, choose, print and write. Measurements are kept next to the results, and reused.
 
@@ -42,8 +43,8 @@ def tune_lengths(
         own = recipe.model_copy(update={"out": str(out.with_suffix(f".{tokens}.json"))})
         if not _is_measured(own):
             measure_engine(own, commands(tokens), more, f"{stem}-{tokens}")
-        found: list[dict[str, Any]] = load_served(Path(own.out))["loads"]
-        return found
+        rows = load_results(own.out, BENCH)["methods"]
+        return [row | {"plain_ms": plain["ms_per_token"]} for row, plain in zip(rows[::2], rows[1::2], strict=True)]
 
     backend, loads, chosen = DraftLengths(most, measure), [], {}
     for key, ranked in tune(backend).items():
@@ -60,7 +61,7 @@ def tune_lengths(
     atomic_text(out, json.dumps(results, indent=1, allow_nan=False) + "\n")
     console().print(length_table(results).rich())
     for load in loads:
-        console().print(f"{load_name(load)}: {chosen[str(load['best'])]}", soft_wrap=True)
+        console().print(f"{load['label']}: {chosen[str(load['best'])]}", soft_wrap=True)
     console().print(f"results: {out}", soft_wrap=True)
     return results
 
@@ -73,7 +74,26 @@ def max_draft_tokens(export: Path | str) -> int:
     return min(MAX_TOKENS, heads or MAX_TOKENS)
 
 
-def _is_measured(recipe: ServedRecipe) -> bool:
+def _is_measured(recipe: BenchRecipe) -> bool:
     """Return whether the results of a recipe are there, at whatever addresses the engine listened."""
     path, places = Path(recipe.out), {"server": "", "baseline": ""}
-    return path.is_file() and load_served(path)["recipe"] | places == recipe.model_dump(mode="json") | places
+    return path.is_file() and load_results(path, BENCH)["recipe"] | places == recipe.model_dump(mode="json") | places
+
+
+def length_table(results: Mapping[str, Any]) -> Table:
+    """Return the speedup of each number of draft tokens by load: predicted, and measured where it was."""
+    deepest = max(len(load["lengths"]) for load in results["loads"])
+    columns = [Column("load", numeric=False), Column("best", "tokens")]
+    columns += [Column(f"{tokens} drafted", "×") for tokens in range(1, deepest + 1)]
+    rows = []
+    for load in results["loads"]:
+        best = load["best"]
+        cells = [_length_cell(length, length["tokens"] == best) for length in load["lengths"]]
+        cells += [Cell(DASH)] * (deepest - len(cells))
+        rows.append([Cell(load["label"]), Cell(str(best) if best else "none"), *cells])
+    return Table(f"{results['engine']}: speedup by draft tokens, predicted (measured)", columns, rows)
+
+
+def _length_cell(length: Mapping[str, Any], best: bool) -> Cell:
+    measured = "" if length.get("measured") is None else f" ({number(length['measured'])})"
+    return Cell(f"{number(length['speedup'])}{measured}", length["speedup"], style="bold" if best else "")

@@ -10,16 +10,16 @@ import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.evaluation.flops import (
+from draftsmith.decode.evaluation.profile import (
     FAMILIES,
     count_flops,
     forward_flops,
     heads_flops,
     measured_flops,
     part_flops,
+    raw_forward,
     step_flops,
 )
-from draftsmith.decode.evaluation.profile import raw_forward
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import TransformersModel
 from draftsmith.decode.models.draft_vocabulary import factorise, keep_tokens

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.decode.evaluation.certify.certify import Plan
-from draftsmith.decode.evaluation.flops import heads_flops
+from draftsmith.decode.evaluation.profile import heads_flops
 
 REFUSED: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
     ("a plan without tokens", lambda: Plan(tokens=0), ("tokens", "0")),

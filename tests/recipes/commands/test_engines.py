@@ -1,4 +1,4 @@
-"""`draftsmith serve` and `evaluate --engine`: programs that stand in for vLLM are started, asked and ended."""
+"""`draftsmith bench --engine`: programs that stand in for vLLM are started, asked and ended."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.decode.evaluation.tuning.lengths import DraftLengths, predict_lengths
 from draftsmith.decode.evaluation.tuning.tuner import tune
 from draftsmith.recipes.commands.serving.engines import commands_of
+from draftsmith.recipes.schema.results import load_results
 
 
 @pytest.fixture
@@ -46,6 +47,11 @@ def free_ports() -> int:
             return port
 
 
+def questions(folder: Path) -> None:
+    rows = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
+    (folder / "questions.json").write_text(json.dumps(rows))
+
+
 def alive(log: Path) -> bool:
     """Whether the engine's own process runs."""
     (worker,) = re.findall(r"^worker (\d+)$", log.read_text(), re.MULTILINE)
@@ -58,25 +64,23 @@ def alive(log: Path) -> bool:
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
     ids=["Ctrl-C", "kill"],
 )
-def test_both_engines_serve_until_a_signal_and_leave_nothing(number: int, export: Path, tmp_path: Path) -> None:
+def test_an_engine_serves_until_a_signal_and_leaves_nothing(number: int, export: Path, tmp_path: Path) -> None:
     port = free_ports()
-    command = ["serve", str(export), "--engine", "vllm", "--baseline", "--port", str(port)]
+    command = ["bench", str(export), "--engine", "vllm", "--serve", "--port", str(port)]
     child = subprocess.Popen(
         [sys.executable, "-m", "draftsmith", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
     assert child.stderr is not None
     said = ""
-    while "--baseline http" not in said:
+    while f"serving at http://127.0.0.1:{port}/v1" not in said:
         line = child.stderr.readline()
         assert line, said
         said += line
-    assert f"--server http://127.0.0.1:{port}/v1" in said
-    assert f"--baseline http://127.0.0.1:{port + 1}/v1" in said
-    logs = [tmp_path / f"serve-vllm{name}.log" for name in ("", "-baseline")]
-    assert all(alive(log) for log in logs)
+    log = tmp_path / "serve-vllm.log"
+    assert alive(log)
     child.send_signal(number)
     assert child.wait(60) == 128 + number
-    assert not any(alive(log) for log in logs)
+    assert not alive(log)
     with socket.socket() as again:
         assert again.connect_ex(("127.0.0.1", port))
 
@@ -90,8 +94,9 @@ def test_both_engines_serve_until_a_signal_and_leave_nothing(number: int, export
 def test_an_engine_that_ends_says_why(
     options: str, words: str, export: Path, cli: Callable[..., Any], tmp_path: Path
 ) -> None:
-    given = ["--baseline", "--port", str(free_ports()), "--engine-options", options]
-    done = cli("serve", str(export), "--engine", "vllm", *given, cwd=tmp_path)
+    questions(tmp_path)
+    given = ["--prompts", "questions.json", "--port", str(free_ports()), "--engine-options", options]
+    done = cli("bench", str(export), "--engine", "vllm", *given, cwd=tmp_path)
     assert done.returncode == 1
     assert words in done.stderr
     assert "says the engine" in done.stderr
@@ -101,16 +106,13 @@ def test_an_engine_that_ends_says_why(
 @pytest.mark.usefixtures("vllm")
 def test_one_command_from_an_export_to_the_table(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     """The stand-in keeps three tokens a step with drafts, one without."""
-    port = free_ports()
-    rows = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
-    (tmp_path / "questions.json").write_text(json.dumps(rows))
-    urls = ["--server", f"http://127.0.0.1:{port}/v1", "--baseline", f"http://127.0.0.1:{port + 1}/v1"]
-    given = ["--prompts", "questions.json", "--out", "served.json", "--drafter", str(export)]
-    done = cli("evaluate", "--engine", "vllm", *urls, *given, cwd=tmp_path)
+    questions(tmp_path)
+    given = ["--port", str(free_ports()), "--prompts", "questions.json", "--out", "bench.json"]
+    done = cli("bench", str(export), "--engine", "vllm", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (load,) = json.loads((tmp_path / "served.json").read_text())["loads"]
-    assert load["server"]["failed"] == load["baseline"]["failed"] == 0
-    assert load["server"]["tokens_per_step"] > 2
+    server, baseline = load_results(tmp_path / "bench.json")["methods"]
+    assert server["failed"] == baseline["failed"] == 0
+    assert server["tokens_per_step"] > 2
     assert not any(alive(tmp_path / f"serve-vllm{name}.log") for name in ("", "-baseline"))
 
 
@@ -139,8 +141,7 @@ def test_what_no_engine_serves(form: str | None, engine: str, target: str | None
 def test_one_command_says_how_many_tokens_to_draft(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     """The stand-in accepts both of the tokens that it keeps beyond the first, whatever it is told to draft. What is
     measured is not measured again."""
-    rows = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
-    (tmp_path / "questions.json").write_text(json.dumps(rows))
+    questions(tmp_path)
     given = ["--prompts", "questions.json", "--drafter", str(export), "--concurrency", "1,4", "--out", "lengths.json"]
     done = cli("tune", "--engine", "vllm", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -167,11 +168,9 @@ def test_tuned_length_is_the_best_under_the_costs(slow: float) -> None:
 
     def run(tokens: int) -> list[dict[str, Any]]:
         measured.append(tokens)
-        side = {"ms_per_token": slow * (11.0 + 2.0 * tokens) / kept[tokens], "tokens_per_step": kept[tokens]}
-        side["acceptance_by_depth"] = rates[:tokens]
-        beside = {"speedup": speedups[tokens], "speedup_interval": None}
-        row = {"server": side, "baseline": {"ms_per_token": plain}, "beside": beside}
-        return [row | {"concurrency": 4, "rate": None}]
+        row = {"ms_per_token": slow * (11.0 + 2.0 * tokens) / kept[tokens], "tokens_per_step": kept[tokens]}
+        row |= {"acceptance_by_depth": rates[:tokens], "speedup": speedups[tokens], "speedup_interval": None}
+        return [row | {"label": "a load", "concurrency": 4, "rate": None, "plain_ms": plain}]
 
     backend = DraftLengths(5, run)
     (ranked,) = tune(backend).values()
@@ -184,11 +183,10 @@ def test_tuned_length_is_the_best_under_the_costs(slow: float) -> None:
 
 def test_measurements_outweigh_predictions_and_a_slower_run_has_its_own_baseline() -> None:
     rates, rows = [0.3, 0.2], []
-    for _, step, hour, kept, speedup in ((1, 12.0, 1.0, 1.3, 0.97), (2, 18.0, 2.0, 1.36, 1.01)):
-        side = {"ms_per_token": hour * step / kept, "tokens_per_step": kept, "acceptance_by_depth": rates}
-        beside = {"speedup": speedup, "speedup_interval": None}
-        about = {"concurrency": 1, "rate": None, "beside": beside, "baseline": {"ms_per_token": hour * 10.0}}
-        rows.append({"server": side, **about})
+    for step, hour, kept, speedup in ((12.0, 1.0, 1.3, 0.97), (18.0, 2.0, 1.36, 1.01)):
+        row = {"ms_per_token": hour * step / kept, "tokens_per_step": kept, "acceptance_by_depth": rates}
+        row |= {"speedup": speedup, "speedup_interval": None, "plain_ms": hour * 10.0}
+        rows.append(row | {"label": "a load", "concurrency": 1, "rate": None})
     load = predict_lengths(*rows, 2)
     assert [each["speedup"] for each in load["lengths"]] == pytest.approx([1.3 / 1.2, 1.36 / 1.8])
     (ranked,) = tune(DraftLengths(2, lambda tokens: [rows[tokens - 1]])).values()
@@ -196,8 +194,7 @@ def test_measurements_outweigh_predictions_and_a_slower_run_has_its_own_baseline
 
 
 def test_an_engine_that_does_not_count_by_position_is_refused() -> None:
-    row: dict[str, Any] = {"concurrency": 1, "rate": None, "server": {"ms_per_token": 1.0, "tokens_per_step": 1.0}}
-    row["server"]["acceptance_by_depth"] = []
-    row["baseline"] = {"ms_per_token": 1.0}
+    row: dict[str, Any] = {"label": "concurrency 1", "concurrency": 1, "rate": None, "acceptance_by_depth": []}
+    row |= {"ms_per_token": 1.0, "tokens_per_step": 1.0, "plain_ms": 1.0}
     with pytest.raises(ValueError, match=r"concurrency 1.*position"):
         predict_lengths(row, row, 5)

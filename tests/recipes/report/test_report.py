@@ -19,10 +19,9 @@ import pytest
 from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.decode.evaluation.bootstrap import resample_weights
 from draftsmith.recipes.commands.evaluation.certify import run_certify
-from draftsmith.recipes.commands.serving.profile import vllm_profile
 from draftsmith.recipes.report import charts
 from draftsmith.recipes.report.compare import Change, change, compare
-from draftsmith.recipes.report.page import best_lossless, run_report
+from draftsmith.recipes.report.page import best_lossless, run_report, vllm_config
 from draftsmith.recipes.report.tables import method_table, number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import beside, load_results
@@ -42,7 +41,7 @@ VOID = {"meta", "link", "input", "br"}
 
 @pytest.fixture(scope="module")
 def results(evaluated: Callable[..., Path]) -> Path:
-    path = evaluated("first", methods=METHODS, predict=True)
+    path = evaluated("first", methods=METHODS)
     found = load_results(path)
     for row in found["methods"]:
         row["steady"] = True  # whatever else ran here
@@ -52,13 +51,11 @@ def results(evaluated: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def rich(results: Path, tmp_path: Path) -> Path:
-    """A copy of real results, with what only some evaluations have: categories, predictions, errors, odd names."""
+    """A copy of real results, with what only some evaluations have: categories, errors, odd names."""
     found = load_results(results)
     for row in found["methods"]:
         (part,) = row["by_category"].values()
         row["by_category"] = {"math <b>": part | {"speedup": 1.25}, "chat": part}
-        if row["method"] != "autoregressive":
-            row["prediction"] = {"tokens_per_step": 1.02 * row["tokens_per_step"]}
     found["methods"][1]["label"] = NASTY
     found["methods"][2] |= {"perplexity": None, "joules_per_token": 0.125, "energy_source": "nvml"}
     found["categories"] = {"math <b>": 3, "chat": 2}
@@ -380,7 +377,7 @@ def test_an_acceptance_for_vllm_to_pretend(results: Path, cli: Any) -> None:
     assert profile["model"].endswith("drafter")
     for label, named in (("speculativ", "speculative"), ("speculative", "no draft")):
         with pytest.raises(ValueError, match=named):
-            vllm_profile(load_results(results), label)
+            vllm_config(load_results(results), label)
 
 
 def test_the_command(results: Path, rich: Path, tmp_path: Path, cli: Any) -> None:

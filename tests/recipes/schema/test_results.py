@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import Entry, measure
+from draftsmith.decode.evaluation.serving import Block, Load, Reply, load_rows
 from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.schema.results import CategoryRow, MethodRow, PromptRow, Results, load_results, write_results
+from draftsmith.recipes.schema.results import (
+    CategoryRow,
+    EvaluationResults,
+    LoadRow,
+    MethodRow,
+    PromptRow,
+    load_results,
+    write_results,
+)
 from transformers import LlamaForCausalLM
 
 ENTRIES = [
@@ -33,9 +42,10 @@ def results(make_llama: Callable[..., LlamaForCausalLM]) -> dict[str, Any]:
     runs = measure(target, parts, ENTRIES, [prompt.ids for prompt in ASKED], limits)
     summary = Summariser(target, parts, ASKED, runs, limits, text_of=str).summarise(ENTRIES)
     return {
-        "schema": 2,
         "kind": "evaluation",
+        "created": "2026-01-01T00:00:00+00:00",
         "machine": {"device": "cpu"},
+        "artifacts": {},
         "recipe": {"target": "T"},
         "prompts": 3,
         "prompts_sha256": "0" * 64,
@@ -56,11 +66,23 @@ def test_what_is_written_is_read_again(results: dict[str, Any], tmp_path: Path) 
 
 
 def test_every_key_that_is_written_is_checked(results: dict[str, Any]) -> None:
-    assert set(results) == {field.alias or name for name, field in Results.model_fields.items()}
+    assert set(results) == set(EvaluationResults.model_fields) - {"energy_by_batch"}
     for row in results["methods"]:
         assert set(row) == set(MethodRow.model_fields)
         assert all(set(part) == set(CategoryRow.model_fields) for part in row["by_category"].values())
         assert all(set(part) == set(PromptRow.model_fields) for part in row["by_prompt"])
+
+
+def test_rows_of_servers_have_the_same_metrics() -> None:
+    reply = Reply("x", tokens=12, first=0.1, last=1.0, prompt_tokens=5)
+    sides = [[Block(1.0, [reply], {"drafts": 7.0, "drafted": 21.0, "accepted": 5.0})], [Block(2.0, [reply], {})]]
+    rows = load_rows(Load(4, None), [("a", "math")], sides, temperature=0.0)
+    for row in rows:
+        assert set(row) == set(LoadRow.model_fields)
+        LoadRow.model_validate(json.loads(json.dumps(row)))
+    assert rows[0]["by_category"]["math"] == {"prompts": 1, "speedup": 1.0, "speedup_interval": None} | {
+        "identical_to_greedy": [1, 1]
+    }
 
 
 def test_results_of_no_number_are_not_written(results: dict[str, Any], tmp_path: Path) -> None:
@@ -85,7 +107,6 @@ def test_results_of_no_number_are_not_written(results: dict[str, Any], tmp_path:
         (("machine",), "cpu"),
         (("kind",), "training"),
         (("methods",), ...),
-        (("schema",), 3),
     ],
 )
 def test_a_damaged_key_is_named(results: dict[str, Any], tmp_path: Path, path: tuple[Any, ...], new: Any) -> None:
@@ -112,11 +133,10 @@ def test_two_rows_of_one_label_are_refused(results: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b'{\n  "schema": 2,\n  "kind": oops\n}', "results.json.*line 3"),
+        (b'{\n  "kind": oops\n}', "results.json.*line 2"),
         (b"[1, 2]", "results.json"),
-        (b'{"kind": "evaluation"}', "schema"),
-        (b'{"schema": 2, "methods": [], "kind": "diagnosis"}', "'kind'.*'diagnosis'"),
-        (b'{"schema": 2, "methods": 3}', "results.json"),
+        (b'{"kind": "evaluation"}', "is missing"),
+        (b'{"methods": [], "kind": "diagnosis"}', "results.json.*'diagnosis'"),
         (b"\xff\xfe\x00", "results.json"),
         (None, "results.json"),
     ],

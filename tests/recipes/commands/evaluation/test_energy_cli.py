@@ -1,28 +1,23 @@
-"""`draftsmith energy`, and joules in an evaluation, with a processor that always draws as much."""
+"""Energy of an evaluation, with a processor that always draws the same power."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from draftsmith.decode.evaluation import energy as counting
-from draftsmith.decode.evaluation.energy import Energy, EnergyMeter, batch_forward, batch_row, count_joules
+from draftsmith.decode.evaluation.energy import Energy, EnergyMeter, batch_forward, batch_row, measure_batches
 from draftsmith.decode.models.loading import load_model, wrap_model
-from draftsmith.recipes.commands.evaluation import energy as commanded
-from draftsmith.recipes.commands.evaluation.energy import energy_command
+from draftsmith.recipes.commands.evaluation import evaluate
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 WATTS, TICK = 20.0, 0.005
 EXACT = 1e-12
 """Of a quotient of two differences of such times: they stay below some minutes, and are rounded by parts in 1e16."""
@@ -55,38 +50,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return zone
 
 
-def test_the_command_measures_writes_and_shows(cli: Cli, target: str, tmp_path: Path) -> None:
-    done = cli("energy", "--target", target, "--batch", "4,1", "--runs", "13", "--context", "9", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (out,) = (tmp_path / "runs" / "energy").iterdir()
-    found = json.loads(out.read_text())
-    assert (found["schema"], found["kind"], found["runs"], found["context"]) == (1, "energy-by-batch", 13, 9)
-    assert [row["label"] for row in found["rows"]] == ["batch 1", "batch 4"]
-    for row in found["rows"]:
-        assert row["errors"]["seconds_per_run"] > 0
-        assert commanded._three_digits(1e3 * row["seconds_per_run"]) in done.stdout.split(), (
-            "times are shown in milliseconds"
-        )
-        if found["source"] is None:  # most machines: what nothing counts is null
-            assert {row[key] for key in row if "joules" in key or key == "watts"} == {None}
-
-
-def test_numbers_have_three_digits(capsys: pytest.CaptureFixture[str]) -> None:
-    row = batch_row(4, [[1.234567]], None)
-    commanded._show({"target": "t", "context": 9, "rows": [row], "source": None, "covers": "nothing counts"})
-    assert "1,235 " in capsys.readouterr().out
-
-
-def test_too_large_a_batch_is_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(commanded, "batch_forward", full)
-    with pytest.raises(ValueError, match=r"64 \(--batch\).* 9 \(--context\)"):
-        energy_command("device=cpu", [], target, "1,64", 1, 9)
-
-
-def test_joules_are_those_of_one_forward(target: str) -> None:
+def test_joules_are_those_of_one_forward(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now, watts = 0.0, WATTS
 
     def wait(seconds: float) -> torch.Tensor:
@@ -94,17 +58,18 @@ def test_joules_are_those_of_one_forward(target: str) -> None:
         now += seconds
         return torch.zeros(1)
 
+    monkeypatch.setattr(counting, "batch_forward", lambda model, batch, *_: partial(wait, 0.001 * batch))
     timing = dataclasses.replace(counting.RAPL, seconds=0.2, discard=0.02, trials=2)
     meter = EnergyMeter(lambda: watts * now, "rapl", "a counter", timing, clock=lambda: now, sleep=wait)
-    model, calls = wrap_model(load_model(target)), {batch: partial(wait, 0.001 * batch) for batch in (2, 8)}
-    found, failure = count_joules(model, meter, calls, 0, lambda *_: None)
-    assert not failure
-    joules = {batch: energy.joules for batch, energy in found.items()}
-    assert joules == pytest.approx({2: WATTS * 0.002, 8: WATTS * 0.008})
+    model = wrap_model(load_model(target))
+    found = measure_batches(model, [8, 2], 3, 4, meter)
+    assert (found["source"], found["failure"]) == ("rapl", None)
+    assert [row["joules_per_run"] for row in found["rows"]] == pytest.approx([WATTS * 0.002, WATTS * 0.008])
     watts = 0.0
-    found, failure = count_joules(model, meter, calls, 0, lambda *_: None)
-    assert not found
-    assert "a counter" in failure, "it stands still"
+    found = measure_batches(model, [2, 8], 3, 4, meter)
+    assert found["source"] is None
+    assert "a counter" in found["failure"], "it stands still"
+    assert [row["joules"] for row in found["rows"]] == [None, None]
 
 
 def test_a_row_is_made_of_rounds() -> None:
@@ -141,16 +106,31 @@ def recipe(target: str, stand_ins: Any, tmp_path: Path) -> dict[str, Any]:
     return {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": target, "methods": rows} | asked
 
 
-def test_a_recipe_names_the_target(counter: Path, recipe: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    found = energy_command(str(path), ["dtype=bfloat16"], None, "2,8", 2, 4)
-    assert (found["target"], found["dtype"]) == (recipe["target"], "bfloat16")
-    assert json.loads((tmp_path / "results.energy.json").read_text()) == found
+def test_energy_by_batch_is_a_section_of_the_results(
+    counter: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"energy_batches": [8, 1], "energy_runs": 2, "energy_context": 4, "energy": "off"}
+    asked = EvaluateRecipe(**recipe | sizes)
+    run_evaluate(asked)
+    found = load_results(recipe["out"])["energy_by_batch"]
+    assert "batch 8" in capsys.readouterr().out
+    assert "batch 8" in Path(recipe["out"]).with_name("report.html").read_text()
     assert (found["source"], found["covers"]) == ("rapl", "processor packages (1)")
     assert found["idle_watts"] == pytest.approx(WATTS, rel=EXACT)
+    assert [row["label"] for row in found["rows"]] == ["batch 1", "batch 8"]
     for row in found["rows"]:
         assert row["watts"] == pytest.approx(WATTS, rel=EXACT)
+        assert row["errors"]["seconds_per_run"] > 0
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model = wrap_model(load_model(recipe["target"]))
+    monkeypatch.setattr(evaluate, "measure_batches", full)
+    with pytest.raises(ValueError, match=r"\[8, 1\].*energy_context=4"):
+        evaluate.measure_energy(model, asked)
+    with pytest.raises(ValueError, match=r"energy_context=512.* 512 positions"):
+        evaluate.measure_energy(model, asked.model_copy(update={"energy_context": 512}))
 
 
 def test_an_evaluation_has_joules_where_something_counts_them(
@@ -161,11 +141,11 @@ def test_an_evaluation_has_joules_where_something_counts_them(
     journal = out.with_name("results.json.state") / "runs.jsonl"
     with interrupted_when(lambda: journal.is_file() and '"joules of ' in journal.read_text()):
         run_evaluate(EvaluateRecipe(**recipe))
-    assert "(rapl): 2 rows, 2 s or more in all; `energy: off` leaves them out" in capsys.readouterr().err
-    work = dict(line for line, _ in map(json.loads, journal.read_text().splitlines()[1:]))
+    assert "(rapl), at least 2 s; `energy: off` skips it" in capsys.readouterr().err
+    work = dict(map(json.loads, journal.read_text().splitlines()[1:]))
     (kept,) = [name for name in work if name.startswith("joules of ")]
     run_evaluate(EvaluateRecipe(**recipe))
-    assert "(rapl): 1 rows, " in capsys.readouterr().err
+    assert "(rapl), at least 1 s" in capsys.readouterr().err
     rows = {row["label"]: row for row in load_results(out)["methods"]}
     assert rows[kept.removeprefix("joules of ")]["energy"] == work[kept]
     for row in rows.values():

@@ -115,7 +115,6 @@ def test_one_command_measures_whatever_artifacts_there_are(
     assert {row["method"] for row in results["methods"]} == set(METHODS)
     assert {row["method"] for row in results["methods"] if not row["lossless"]} >= {"beam", "mjsd", "bild"}
     assert all(row["identical_to_greedy"] in (None, [5, 5]) for row in results["methods"] if row["lossless"])
-    assert all(row["prediction"] is None for row in results["methods"]), "nobody asked for it"
     assert load_results(Path(loaded.out)) == json.loads(json.dumps(results))
     assert load_recipe(str(Path(loaded.out).with_suffix(".recipe.yaml"))) == loaded, "the written recipe repeats it"
 
@@ -124,17 +123,14 @@ def test_the_command_without_a_recipe(
     artifacts: Path, corpus: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     arguments = ["--target", "target", "--drafter", "drafter", "--prompts", str(corpus / "rows.json")]
-    few = ["limit=3", "max_new_tokens=4", "methods=[{method: autoregressive}, {method: speculative}]", "--predict"]
-    done = cli("evaluate", *arguments, "--out", "r.json", "--categories", "template=chatml", *few, cwd=artifacts)
+    few = ["limit=3", "max_new_tokens=4", "methods=[{method: autoregressive}, {method: speculative}]"]
+    done = cli("evaluate", *arguments, "--out", "r.json", "template=chatml", *few, cwd=artifacts)
     assert done.returncode == 0, done.stderr
     assert "evaluate: autoregressive, speculative; prompts in the template 'chatml'" in done.stderr
     assert "evaluate: about " in done.stderr
-    assert "By category" in done.stdout
     assert "yes 3/3" in done.stdout
     rows = load_results(artifacts / "r.json")["methods"]
     assert [row["label"] for row in rows] == ["autoregressive", "speculative"]
-    for row in rows:
-        assert row["prediction"]["tokens_per_step"] == pytest.approx(row["tokens_per_step"])
 
 
 def test_a_drafter_of_another_tokenizer_drafts_by_its_text(
@@ -148,10 +144,10 @@ def test_a_drafter_of_another_tokenizer_drafts_by_its_text(
     theirs.save_pretrained(artifacts / "other")
     given = ["--target", "target", "--drafter", "other", "--prompts", str(corpus / "rows.json"), "--out", "other.json"]
     few = ["template=chatml", "limit=3", "max_new_tokens=12"]
-    done = cli("evaluate", *given, *few, "--predict", cwd=artifacts)
+    done = cli("evaluate", *given, *few, cwd=artifacts)
     assert done.returncode == 0, done.stderr
     row = load_results(artifacts / "other.json")["methods"][1]
-    assert (row["method"], row["identical_to_greedy"], row["prediction"]) == ("speculative", [3, 3], None)
+    assert (row["method"], row["identical_to_greedy"]) == ("speculative", [3, 3])
     refused = cli("evaluate", *given, *few, "--method", "bild", cwd=artifacts)
     assert refused.returncode == 2
     assert "speculative" in refused.stderr
@@ -193,13 +189,11 @@ def test_a_row_drafts_with_the_drafter_that_it_names(
     values |= {"max_new_tokens": 16, "limit": 3, "energy": "off", "compare_with_transformers": False}
     rows = [{"method": "autoregressive"}]
     rows += [{"method": "speculative", "label": f"{n}", "options": {"gamma": 3, "drafter": n}} for n in (1, 2)]
-    asked = EvaluateRecipe.model_validate(values | {"methods": rows, "predict": True})
+    asked = EvaluateRecipe.model_validate(values | {"methods": rows})
     _, first, second = run_evaluate(asked)["methods"]
     changes = {"drafter": asked.more_drafters[0], "more_drafters": [], "methods": asked.methods[:2]}
     _, wanted = run_evaluate(asked.model_copy(update=changes | {"out": str(tmp_path / "alone.json")}))["methods"]
     assert first["tokens_per_step"] > 3 > 2 > second["tokens_per_step"] == wanted["tokens_per_step"]
-    assert first["prediction"] is not None
-    assert second["prediction"] is None, "replay knows of the first drafter alone"
     rows[2]["options"] = {"drafter": 3}
     with pytest.raises(ValueError, match="`drafter` of method 'speculative' is 3: there are 2"):
         run_evaluate(asked.model_copy(update={"methods": [type(asked.methods[0])(**row) for row in rows]}))

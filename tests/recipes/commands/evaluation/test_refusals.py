@@ -6,21 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from draftsmith.recipes.commands.evaluation.energy import energy_command
 from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
 
 REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
-    ("energy: an empty batch", lambda target: energy_command(None, [], target, "1,0", 1, 4), ("--batch", "0")),
-    ("energy: no context", lambda target: energy_command(None, [], target, "1", 1, 0), ("--context 0",)),
-    ("energy: too much context", lambda target: energy_command(None, [], target, "1", 1, 512), ("512", "512 pos")),
-    ("energy: no numbers", lambda target: energy_command(None, [], target, "1;2", 1, 4), ("'1;2'",)),
-    ("energy: no target", lambda target: energy_command(None, [], None, "1", 1, 4), ("--target T",)),
-    (
-        "energy: what was typed alone",
-        lambda target: energy_command("dtype=x", [], target, "1", 1, 4),
-        ("with dtype=x:",),
-    ),
-    ("energy: no type", lambda target: energy_command("dtype=float8", [], target, "1", 1, 4), ("dtype",)),
     ("an unknown key", lambda _: evaluate_recipe("all-methods", ["max_new_token=2"], {}), ("'max_new_tokens'",)),
     ("another kind", lambda _: evaluate_recipe("quickstart", [], {}), ("'quickstart'",)),
     ("--method: unknown", lambda target: _rows(target, "speculatve"), ("--method speculatve", "'speculative'")),

@@ -107,7 +107,7 @@ def test_runs_belong_to_a_recipe_and_its_artifacts(recipe: Path) -> None:
         return identity_of(loaded, [[1, 2]], open_recipe(loaded))
 
     first = identity()
-    assert identity("show_categories=true", "predict=true", "energy=off", "out=other.json") == first
+    assert identity("energy=off", "energy_batches=[1]", "out=other.json") == first
     assert identity("seed=3") == first | {"seed": 3}
     weights = recipe.parent / "drafter" / "model.safetensors"
     content = weights.read_bytes()

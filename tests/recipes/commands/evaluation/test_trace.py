@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.engine import Limits
@@ -16,7 +15,9 @@ from draftsmith.decode.evaluation.trace import TracedStep
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.recipe import named_rows
+from draftsmith.recipes.commands.evaluation.trace import run_trace
 from draftsmith.recipes.report.trace import TokenTexts, describe_steps, kept_text, step_line
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from hypothesis import given, settings
@@ -109,45 +110,43 @@ def test_steps_are_described_as_they_were() -> None:
 
 
 @pytest.fixture
-def recipe(evaluation: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+def recipe(evaluation: dict[str, Any]) -> dict[str, Any]:
     """Two chains and a tree."""
     methods: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 2}}]
     methods.append({"method": "autoregressive", "temperature": 1.0})
     methods.append({"method": "multi-candidate", "temperature": 1.0, "label": "tree", "options": {"k_config": "3x2"}})
-    made = evaluation | {"out": "runs/results.json", "max_new_tokens": 20, "seed": 4, "methods": methods}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made))
-    return made
+    return evaluation | {"max_new_tokens": 20, "seed": 4, "methods": methods}
 
 
 def test_the_command_shows_and_keeps_what_was_decoded(recipe: dict[str, Any], tmp_path: Path, cli: Any) -> None:
-    arguments = ("--method", "tree", "--method", "speculative", "--limit", "2")
-    done = cli("trace", "recipe.yaml", *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "{+" in done.stdout
-    kept = json.loads((tmp_path / "runs" / "trace.json").read_text())
-    assert [[run["label"] for run in prompt["runs"]] for prompt in kept["prompts"]] == [["tree", "speculative"]] * 2
-
+    small = {"limit": 1, "compare_with_transformers": False, "energy": "off", "again": 0}
+    out = tmp_path / "runs" / "results.json"
+    run_evaluate(EvaluateRecipe.model_validate(recipe | small | {"out": str(out)}))
     tokenizer = load_tokenizer(str(tmp_path / "target"))
     target = wrap_model(load_model(str(tmp_path / "target"), device="cpu"))
     parts = Parts(wrap_model(load_model(str(tmp_path / "drafter"), device="cpu")))
     prompts = load_prompts(recipe["prompts"], "chatml", tokenizer, 2, 1024)
-    for place, ((prompt, ids), shown) in enumerate(zip(prompts, kept["prompts"], strict=True)):
-        assert shown["prompt"] == prompt.turns[-1].text
-        for run, row in zip(shown["runs"], (recipe["methods"][3], recipe["methods"][1]), strict=True):
+    for label, row, width in (("tree", recipe["methods"][3], 9), ("speculative", recipe["methods"][1], 2)):
+        run_trace(out, label, limit=2)
+        kept = json.loads((tmp_path / "runs" / "trace.json").read_text())
+        assert kept["row"]["label"] == label
+        for place, ((prompt, ids), shown) in enumerate(zip(prompts, kept["prompts"], strict=True)):
+            assert shown["prompt"] == prompt.turns[-1].text
             sampling = Sampling(row.get("temperature", 0.0))
             method = build_method(row["method"], parts, sampling, **row["options"])
             limits = Limits(20, (tokenizer.eos_token_id,))
             wanted = decode(target, method, sampling, 4 + place, ids, limits)
             whole, before = tokenizer.decode([*ids[-8:], *wanted.ids]), tokenizer.decode(ids[-8:])
-            assert kept_text(run["steps"]) == whole[len(before) :]
-            assert len(run["steps"]) == wanted.tally.steps
-            assert sum(step["proposed"] for step in run["steps"]) == (9 if row.get("label") else 2) * len(run["steps"])
-
-
-def test_a_question_of_ones_own_and_a_wrong_method(recipe: dict[str, Any], tmp_path: Path, cli: Any) -> None:
-    done = cli("trace", "recipe.yaml", "--prompt", "keeps the [red]tree?", cwd=tmp_path)
+            assert kept_text(shown["steps"]) == whole[len(before) :]
+            assert len(shown["steps"]) == wanted.tally.steps
+            assert sum(step["proposed"] for step in shown["steps"]) == width * len(shown["steps"])
+    done = cli("report", str(out), "--trace", "speculative", "--prompt", "keeps the [red]tree?", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "{+" in done.stdout
     assert "speculative: keeps the [red]tree?" in done.stdout
+
+
+def test_rows_by_name(recipe: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="'speculative'"):
         named_rows(EvaluateRecipe(**recipe), ["speculatve"])
     (row,) = named_rows(EvaluateRecipe(**recipe), ["spectr"])

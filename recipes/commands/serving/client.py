@@ -1,44 +1,29 @@
-"""One question to an OpenAI-compatible server, its answer timed as it comes."""
+"""Client of an OpenAI-compatible server that measures when its answers arrive, and a reader of its draft counters."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 from ....checkpoints.storage.messages import install_hint
 from ....checkpoints.storage.redaction import redacted
+from ....decode.evaluation.serving import Reply
 
 _ATTEMPTS = 4
 _FIRST_WAIT = 1.0  # seconds before the second attempt, twice as many before each further one
-
-
-class Reply(NamedTuple):
-    """An answer, or why there is none."""
-
-    text: str = ""
-    tokens: int = 0
-    """New ones, as the server counts."""
-    first: float = 0.0
-    """Seconds until the first text came."""
-    last: float = 0.0
-    """Seconds until the last did."""
-    cut: bool = False
-    """Whether the limit of tokens ended it."""
-    drafted: int | None = None
-    """Draft tokens, and how many of them were kept, where the answer says so (llama.cpp)."""
-    accepted: int | None = None
-    prompt_tokens: int | None = None
-    """Of the prompt, as the server counts."""
-    attempts: int = 1
-    """Times are those of the last."""
-    failure: str | None = None
+_LINE = re.compile(r"^(?:vllm|llamacpp):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+)$")
+_POSITION = re.compile(r'position="(\d+)"')
+_COUNTERS = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "accepted"}
 
 
 def check_client() -> Any:
-    """The package that asks. Raises ValueError: it is not installed."""
+    """Return the package `openai`. Raises ValueError: it is not installed."""
     try:
         import openai
     except ImportError as error:
@@ -47,23 +32,23 @@ def check_client() -> Any:
 
 
 class Server:
-    """What answers at an address, asked for one of its models; None: the first that it names."""
+    """Connection to one model of a server; `model` None stands for the first that the server lists."""
 
     def __init__(self, url: str, model: str | None, timeout: float, key_variable: str) -> None:
         self._openai = check_client()
         self.url, self.model, self._key, self._timeout = url, model, os.environ.get(key_variable, ""), timeout
 
     async def __aenter__(self) -> Server:
-        # Given no key, the client would look for one in a variable of its own choice.
+        # Without a key, the client would read one from a variable of its own choice.
         limits: dict[str, Any] = {"timeout": self._timeout, "max_retries": 0}
         self._client = self._openai.AsyncOpenAI(api_key=self._key or "none", base_url=self.url, **limits)
         if self.model is None:
             try:
                 models = (await self._client.models.list()).data
             except self._openai.APIError as error:
-                raise ConnectionError(f"{self.url} does not say which models it has: {self._told(error)}") from None
+                raise ConnectionError(f"{self.url} does not list its models: {self._redacted(error)}") from None
             if not models:
-                raise ValueError(f"{self.url} names no model: give `model`, or `baseline_model` of the baseline")
+                raise ValueError(f"{self.url} lists no model: set `model`, or `baseline_model` of the baseline")
             self.model = models[0].id
         return self
 
@@ -71,7 +56,7 @@ class Server:
         await self._client.close()
 
     async def ask(self, messages: Sequence[dict[str, str]], **settings: Any) -> Reply:
-        """Its answer; a server that refuses for now, fails or drops the line is asked again."""
+        """Return the answer; requests that time out, are refused for now or are interrupted are retried."""
         wait, why = _FIRST_WAIT, ""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -79,11 +64,11 @@ class Server:
             except self._openai.APITimeoutError:
                 why = f"no answer within {self._timeout:g} s"
             except self._openai.APIStatusError as error:
-                why = self._told(error)
+                why = self._redacted(error)
                 if error.status_code != 429 and error.status_code < 500:
                     break
-            except (self._openai.APIError, _HalfError) as error:
-                why = self._told(error.__cause__ or error)
+            except (self._openai.APIError, _IncompleteError) as error:
+                why = self._redacted(error.__cause__ or error)
             if attempt < _ATTEMPTS:
                 await asyncio.sleep(wait)
                 wait *= 2
@@ -97,7 +82,7 @@ class Server:
         async for chunk in stream:
             now = time.perf_counter() - start
             for choice in chunk.choices:
-                # What a model thinks is text too, that some servers name otherwise.
+                # Some servers send the reasoning of a model under another name.
                 delta = choice.delta
                 text = (delta.content or "") + ((delta.model_extra or {}).get("reasoning_content") or "")
                 finish = choice.finish_reason or finish
@@ -108,17 +93,40 @@ class Server:
                 tokens, read = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
             timings = (chunk.model_extra or {}).get("timings") or timings
         if finish is None:
-            raise _HalfError("the stream ended before the answer did")
+            raise _IncompleteError("the stream ended before the answer did")
         if tokens is None:
-            raise _HalfError("the stream says not how many tokens the answer has (stream_options: include_usage)")
+            raise _IncompleteError("the stream does not report the number of tokens (stream_options: include_usage)")
         drafts = timings.get("draft_n"), timings.get("draft_n_accepted")
         return Reply("".join(texts), tokens, first or 0.0, last, finish == "length", *drafts, read)
 
-    def _told(self, what: object) -> str:
-        """In a line, and never with the key, which some servers repeat."""
+    def _redacted(self, what: object) -> str:
+        """Return a message on one line without the key, which some servers repeat."""
         text = str(what).replace(self._key, "…") if self._key else str(what)
         return redacted(" ".join(text.split()))[:300]
 
 
-class _HalfError(Exception):
-    """A stream that is no whole answer."""
+class _IncompleteError(Exception):
+    """A stream without a complete answer."""
+
+
+def read_counters(url: str, timeout: float = 10.0) -> dict[str, float]:
+    """Read the speculative-decoding counters of a server's `/metrics` page.
+
+    vLLM and llama.cpp (with `--metrics`) count since they started. Returns `drafts`, `drafted`, `accepted` and
+    `accepted 0`, `accepted 1` … by position; empty without such a page or counters.
+    """
+    try:
+        with urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=timeout) as page:
+            text = page.read().decode(errors="replace")
+    except (URLError, OSError, ValueError):
+        return {}
+    found: dict[str, float] = {}
+    for line in filter(None, map(_LINE.match, text.splitlines())):
+        name, labels, value = line.groups()
+        position = _POSITION.search(labels or "")
+        key = _COUNTERS.get(name)
+        if name == "accepted_tokens_per_pos" and position is not None:
+            key = f"accepted {position.group(1)}"
+        if key is not None:  # one line for each engine of the server
+            found[key] = found.get(key, 0.0) + float(value)
+    return found

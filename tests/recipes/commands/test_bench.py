@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.decode.evaluation.serving import Block, Reply, serving_metrics
 from draftsmith.recipes.commands.evaluation.finished import evaluated
-from draftsmith.recipes.commands.serving.asking import Reply
+from draftsmith.recipes.commands.serving.bench import bench_recipe, prompts_of, run_bench
 from draftsmith.recipes.commands.serving.expected import Expected, expected_of
-from draftsmith.recipes.commands.serving.served import questions_of, run_served, served_recipe
-from draftsmith.recipes.commands.serving.summary import Block, numbers_of
-from draftsmith.recipes.report.served import verdict
+from draftsmith.recipes.report.page import verdict
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.results import load_results
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -135,13 +135,11 @@ def questions(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def measured(tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.setattr("draftsmith.recipes.commands.serving.asking._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("draftsmith.recipes.commands.serving.client._FIRST_WAIT", 0.01)
 
     def measure(server: str, *overrides: str, concurrency: str = "1,4", **given: str | None) -> dict[str, Any]:
-        named = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")} | given
-        recipe = served_recipe(None, overrides, server=server, concurrency=concurrency, **named)
-        assert recipe is not None
-        return run_served(recipe)
+        named = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "bench.json")} | given
+        return run_bench(bench_recipe(None, overrides, server=server, concurrency=concurrency, **named))
 
     return measure
 
@@ -157,34 +155,32 @@ def own_results(tmp_path: Path, questions: list[str], tiny_pair: Path) -> dict[s
 
 
 @pytest.mark.parametrize("prefix", ["vllm", "llamacpp"])
-def test_drafts_are_counted_as_here_and_texts_compared(
-    measured: Callable[..., Any], tmp_path: Path, prefix: str
-) -> None:
-    """13 tokens: the first, and six steps of two of which each kept one of three drafts: 2 tokens a step, whatever
-    vLLM's own mean says; six of eighteen were accepted."""
+def test_drafts_are_counted_and_texts_compared(measured: Callable[..., Any], tmp_path: Path, prefix: str) -> None:
+    """13 tokens: the first, and six steps of two, of which each accepted one of three drafts: 2 tokens per step,
+    whatever vLLM's own mean says; six of eighteen were accepted."""
     drafting, plain = Engine(2), Engine(1)
     drafting.prefix = prefix
     with running(drafting, plain):
         found = measured(drafting.url, baseline=plain.url)
-    assert json.loads((tmp_path / "served.json").read_text())["loads"] == found["loads"]
-    assert [(row["concurrency"], row["rate"]) for row in found["loads"]] == [(1, None), (4, None)]
-    for row in found["loads"]:
-        ours = row["server"]
-        assert (ours["requests"], ours["failed"], ours["tokens"]) == (9, 0, 9 * 13)
-        assert ours["tokens_per_step"] == 2
-        assert ours["acceptance_rate"] == pytest.approx(1 / 3)
-        assert ours["acceptance_by_depth"] == [1.0]
-        assert row["baseline"]["tokens_per_step"] is None
-        assert row["beside"]["same"] == [9, 9]
-        low, high = row["beside"]["speedup_interval"]
-        assert low <= row["beside"]["speedup"] <= high
-        assert ours["ms_to_first"]["median"] <= ours["ms_to_first"]["p99"]
-    assert found["warnings"] == []
-    page = (tmp_path / "served.html").read_text()
-    assert f"{found['loads'][0]['beside']['speedup']:.2f}" in page
-    assert all(
-        each in page for each in ("By load", "Acceptance by position", "4 at a time", "Speedup against requests")
-    )
+    assert load_results(tmp_path / "bench.json", "bench")["methods"] == json.loads(json.dumps(found["methods"]))
+    rows = found["methods"]
+    assert [(row["concurrency"], row["rate"]) for row in rows] == [(1, None), (1, None), (4, None), (4, None)]
+    assert [row["label"] for row in rows[2:]] == ["concurrency 4", "concurrency 4, baseline"]
+    for row, baseline in zip(rows[::2], rows[1::2], strict=True):
+        assert (row["requests"], row["failed"], row["tokens"]) == (9, 0, 9 * 13)
+        assert row["tokens_per_step"] == 2
+        assert row["acceptance_rate"] == pytest.approx(1 / 3)
+        assert row["acceptance_by_depth"] == [1.0]
+        assert baseline["tokens_per_step"] is None
+        assert baseline["speedup"] == 1
+        assert row["identical_to_greedy"] == [9, 9]
+        low, high = row["speedup_interval"]
+        assert low <= row["speedup"] <= high
+        assert row["ms_to_first"]["median"] <= row["ms_to_first"]["p99"]
+    assert found["errors"] == []
+    page = (tmp_path / "bench.html").read_text()
+    assert f"{rows[0]['speedup']:.2f}" in page
+    assert all(each in page for each in ("By load", "Acceptance by depth", "concurrency 4", "Speedup against requests"))
     warm = len(drafting.asked) - 2 * 9
     assert warm == 1 + 4, "and that many requests to warm up"
     assert {asked["temperature"] for asked in drafting.asked} == {0.0}
@@ -195,10 +191,10 @@ def test_what_fails_is_counted_and_not_averaged(measured: Callable[..., Any], qu
     drafting.faults = {questions[5]: ["429", "500"], questions[6]: ["half"] * 4, questions[7]: ["400"]}
     with running(drafting):
         found = measured(drafting.url, concurrency="3")
-    ours = found["loads"][0]["server"]
+    ours = found["methods"][0]
     assert (ours["requests"], ours["failed"], ours["retried"], ours["tokens"]) == (9, 2, 1, 7 * 13)
     assert len(ours["failures"]) == 2
-    assert any("failed at 2 of 9" in line and "1 were asked again" in line for line in found["warnings"])
+    assert any("2 of 9 requests failed, 1 retried" in line for line in found["errors"])
 
 
 def test_a_key_that_a_server_repeats_is_not_told(
@@ -210,13 +206,13 @@ def test_a_key_that_a_server_repeats_is_not_told(
     with running(drafting):
         found = measured(drafting.url, concurrency="1")
     assert "sk-secret" not in json.dumps(found)
-    assert found["loads"][0]["server"]["failed"] == 1
+    assert found["methods"][0]["failed"] == 1
 
 
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        (Engine(1, says="no "), "texts are the baseline's"),
+        (Engine(1, says="no "), "texts equal the baseline's"),
         (Engine(1, "other"), "other"),
         (Engine(2), "baseline drafts"),
     ],
@@ -226,7 +222,7 @@ def test_pairs_that_are_none(measured: Callable[..., Any], other: Engine, named:
     drafting = Engine(2)
     with running(drafting, other):
         found = measured(drafting.url, concurrency="4", baseline=other.url)
-    assert any(named in line for line in found["warnings"])
+    assert any(named in line for line in found["errors"])
 
 
 @pytest.mark.parametrize(
@@ -255,14 +251,13 @@ def test_what_a_server_should_keep_is_known_and_a_wrong_set_up_named(
         row["options"] = {"gamma": drafts} if drafter else {}
     path = tmp_path / "own.json"
     path.write_text(json.dumps(own_results))
-    recipe = served_recipe(None, [f"expect={path}"], server="http://x", prompts=str(tmp_path / "questions.json"))
-    assert recipe is not None
-    expected = expected_of(recipe, questions_of(recipe))
+    recipe = bench_recipe(None, [f"expect={path}"], server="http://x", prompts=str(tmp_path / "questions.json"))
+    expected = expected_of(recipe, prompts_of(recipe))
     assert expected is not None
     lengths = dict(zip(questions, expected.prompt_tokens.values(), strict=True))
     with running(engine := Engine(kept)):
         engine.reads = lambda question: reads(lengths[question])
-        (row,) = measured(engine.url, f"expect={path}", concurrency="2")["loads"]
+        (row,) = measured(engine.url, f"expect={path}", concurrency="2")["methods"]
     assert [bool(re.search(named or "", why)) for why in row["expected"]["why"]] == [True] * (named is not None)
     with pytest.raises(ValueError, match=r"temperature 0\.7, only at 0$"):
         measured("http://127.0.0.1:9/v1", f"expect={path}", "temperature=0.7")
@@ -286,22 +281,22 @@ def test_what_was_kept_of_the_very_prompts_is_expected() -> None:
 )
 def test_steps_are_drafts_unless_some_had_none(counters: dict[str, float], steps: int) -> None:
     reply = Reply("x", tokens=12, first=0.1, last=1.0)
-    found = numbers_of([Block(1.0, [reply], counters)])
+    found = serving_metrics([Block(1.0, [reply], counters)])
     assert found["tokens_per_step"] == 11 / steps
 
 
 def test_llama_cpp_says_in_each_answer_what_it_drafted(measured: Callable[..., Any]) -> None:
     with running(engine := Engine(2, metrics=False)):
-        ours = measured(engine.url, concurrency="2")["loads"][0]["server"]
+        ours = measured(engine.url, concurrency="2")["methods"][0]
     assert ours["acceptance_rate"] == pytest.approx(8 / 30)
     assert ours["tokens_per_step"] == 12 / (12 - 8)
 
 
 def test_requests_begin_at_a_rate(measured: Callable[..., Any]) -> None:
     with running(engine := Engine(2)):
-        (row,) = measured(engine.url, "rate=[200]")["loads"]
+        (row,) = measured(engine.url, "rate=[200]")["methods"]
     assert (row["concurrency"], row["rate"]) == (None, 200)
-    assert row["server"]["failed"] == 0
+    assert row["failed"] == 0
 
 
 def test_a_stopped_measurement_asks_the_rest_alone(measured: Callable[..., Any], tmp_path: Path) -> None:
@@ -309,13 +304,13 @@ def test_a_stopped_measurement_asks_the_rest_alone(measured: Callable[..., Any],
     with running(engine):
         whole = measured(engine.url, concurrency="2")
         asked = len(engine.asked)
-        (tmp_path / "served.json").unlink()
+        (tmp_path / "bench.json").unlink()
         engine.faults = {question: ["400"] for question in [" ".join(WORDS[i:] + WORDS[:i]) for i in range(2, 4)]}
         with pytest.raises(ValueError, match="none of 2"):  # the second block fails as a whole
             measured(engine.url, concurrency="2")
         between = len(engine.asked)
         again = measured(engine.url, concurrency="2")
-    assert again["loads"][0]["server"]["tokens"] == whole["loads"][0]["server"]["tokens"]
+    assert again["methods"][0]["tokens"] == whole["methods"][0]["tokens"]
     assert len(engine.asked) - between == asked - 2, "the first block is kept"
 
 
@@ -324,7 +319,7 @@ def test_a_stopped_measurement_asks_the_rest_alone(measured: Callable[..., Any],
     [
         (("1", "rate=[0]"), "above 0"),
         (("0",), "above 0"),
-        (("a,b",), "whole numbers"),
+        (("a,b",), "comma-separated integers"),
         (("1", "concurency=3"), "concurrency"),
     ],
     ids=str,
@@ -332,7 +327,7 @@ def test_a_stopped_measurement_asks_the_rest_alone(measured: Callable[..., Any],
 def test_wrong_words_are_refused(change: tuple[str, ...], named: str) -> None:
     concurrency, *overrides = change
     with pytest.raises(ValueError, match=named):
-        served_recipe(None, overrides, server="http://127.0.0.1:1/v1", concurrency=concurrency)
+        bench_recipe(None, overrides, server="http://127.0.0.1:1/v1", concurrency=concurrency)
 
 
 def test_no_server(measured: Callable[..., Any]) -> None:
@@ -342,37 +337,38 @@ def test_no_server(measured: Callable[..., Any]) -> None:
 
 def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
     with running(engine := Engine(2)):
-        out = tmp_path / "served.json"
+        out = tmp_path / "bench.json"
         words = ("--server", engine.url, "--prompts", str(tmp_path / "questions.json"), "--out", str(out))
-        done = cli("evaluate", *words, "--concurrency", "2", "limit=4")
+        done = cli("bench", *words, "--concurrency", "2", "limit=4")
         assert done.returncode == 0, done.stderr
-        assert "2 at a time" in done.stdout
+        assert "concurrency 2" in done.stdout
         assert json.loads(out.read_text())["prompts"] == len(questions[:4])
         out.unlink()
-        again = cli("evaluate", str(out.with_suffix(".recipe.yaml")), "--concurrency", "1")
+        again = cli("bench", str(out.with_suffix(".recipe.yaml")), "--concurrency", "1")
         assert again.returncode == 0, again.stderr
-    assert [row["concurrency"] for row in json.loads(out.read_text())["loads"]] == [1], "its recipe repeats it"
+    assert [row["concurrency"] for row in load_results(out)["methods"]] == [1], "its recipe repeats it"
     other = out.with_name("other.json")
     shutil.copyfile(out, other)
     both = cli("report", str(out), str(other), "--out", str(tmp_path / "both.html"))
     assert both.returncode == 0, both.stderr
-    page = (tmp_path / "both.html").read_text()
-    assert "/served.json</h2>" in page
+    page = re.sub(r' id="part-[0-9]+"', "", (tmp_path / "both.html").read_text())
+    assert "/bench.json</h2>" in page
     assert "/other.json</h2>" in page
-    assert "give a --baseline" in page
+    assert "Tokens per step" in page, "rows of the two are compared"
+    assert "give --baseline" in page
 
 
 @pytest.mark.parametrize(
     ("speedups", "said"),
     [
-        ([1.5, 1.2], "At best, 1 at a time.* 1.50 times.*they pay at every load"),
-        ([1.5, 0.9], "1.50 times.*do not pay at 4 at a time"),
-        ([0.8, 0.9], "At best, 4 at a time.* 0.90 times.*do not pay at any load"),
+        ([1.5, 1.2], "1.50×.* at concurrency 1.$"),
+        ([1.5, 0.9], "1.50×.* not faster than the baseline at concurrency 4"),
+        ([0.8, 0.9], "0.90×.* at concurrency 4; not faster than the baseline at concurrency 1, concurrency 4"),
     ],
 )
 def test_the_page_says_what_drafts_are_worth(speedups: list[float], said: str) -> None:
-    loads = [
-        {"concurrency": load, "rate": None, "beside": {"speedup": speedup, "speedup_interval": [0.1, 2.0]}}
+    rows = [
+        {"label": f"concurrency {load}", "method": "server", "speedup": speedup, "speedup_interval": [0.1, 2.0]}
         for load, speedup in zip((1, 4), speedups, strict=True)
     ]
-    assert re.search(said, verdict({"loads": loads}))
+    assert re.search(said, verdict(rows))

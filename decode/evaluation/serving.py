@@ -1,0 +1,193 @@
+"""Metrics of a server that decodes speculatively, from the answers of its clients.
+
+Times are the client's. The first token of an answer comes from prefill, without a draft, so tokens per step are counted
+after it, as tokens ÷ steps. The number of steps is the engine's count of drafts or, if that is missing or smaller,
+tokens less accepted tokens, which misses what was accepted after the ends of texts.
+
+Shape letters: P prompts, R resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .bootstrap import Floats, percentile_interval, resampled_ratios
+from .measure import BASELINE
+
+
+class Reply(NamedTuple):
+    """Answer of a server, or the reason why there is none."""
+
+    text: str = ""
+    tokens: int = 0
+    """New tokens, as the server counts them."""
+    first: float = 0.0
+    """Seconds until the first text arrived."""
+    last: float = 0.0
+    """Seconds until the last text arrived."""
+    cut: bool = False
+    """Whether the token limit ended the answer."""
+    drafted: int | None = None
+    """Draft tokens, where the answer reports them (llama.cpp)."""
+    accepted: int | None = None
+    """Accepted draft tokens, likewise."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompt, as the server counts them."""
+    attempts: int = 1
+    """Number of attempts; times are those of the last."""
+    failure: str | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the answer says how long a token takes; one that arrived all at once does not."""
+        return self.failure is None and self.tokens > 1 and self.last > self.first
+
+
+class Block(NamedTuple):
+    """Requests that were sent under one load."""
+
+    seconds: float
+    """From the first request to the last answer."""
+    replies: list[Reply]
+    counters: dict[str, float]
+    """Counts of the server during the block: `drafts`, `drafted`, `accepted`, and `accepted 0`, … by position."""
+
+
+class Load(NamedTuple):
+    """Load on a server: a number of requests in flight, or of requests that begin per second."""
+
+    concurrency: int | None
+    rate: float | None
+
+    @property
+    def name(self) -> str:
+        """Label of the load."""
+        return f"concurrency {self.concurrency}" if self.rate is None else f"{self.rate:g} requests/s"
+
+
+def load_rows(
+    load: Load, prompts: Sequence[tuple[str, str]], sides: Sequence[Sequence[Block]], temperature: float
+) -> list[dict[str, Any]]:
+    """Return the rows of a server and, if there is one, of its baseline under a load.
+
+    Args:
+        prompts: name and category of each prompt, in the order of the replies.
+        sides: blocks of the server, and of the baseline.
+    """
+    names, categories = [name for name, _ in prompts], dict(prompts)
+    answers = [
+        dict(zip(names, (reply for block in blocks for reply in block.replies), strict=True)) for blocks in sides
+    ]
+    greedy, rows = temperature == 0, []
+    for number, (own, blocks) in enumerate(zip(answers, sides, strict=True)):
+        row: dict[str, Any] = {"label": load.name, "method": "server", "options": {}, "temperature": temperature}
+        row |= {"label": f"{load.name}, baseline", "method": BASELINE} if number else {}
+        lengths = {name: reply.prompt_tokens for name, reply in own.items() if reply.prompt_tokens is not None}
+        row |= load._asdict() | serving_metrics(blocks) | {"prompt_tokens": lengths, "by_category": {}}
+        rows.append(row | {"speedup": 1.0 if number else None, "speedup_interval": None, "identical_to_greedy": None})
+    if len(sides) > 1:
+        rows[0] |= compare_replies(answers[0], answers[1], greedy)
+        for category in dict.fromkeys(categories.values()):
+            mine = {name: reply for name, reply in answers[0].items() if categories[name] == category}
+            rows[0]["by_category"][category] = {"prompts": len(mine)} | compare_replies(mine, answers[1], greedy)
+    return rows
+
+
+def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Return the metrics of a server under a load; times are None if no request was answered."""
+    replies = [reply for block in blocks for reply in block.replies]
+    good = [reply for reply in replies if reply.failure is None and reply.tokens]
+    failures = [reply.failure for reply in replies if reply.failure is not None]
+    seconds, tokens = sum(block.seconds for block in blocks), sum(reply.tokens for reply in good)
+    timed = [reply for reply in good if reply.is_timed]
+    times_P = np.array([reply.last - reply.first for reply in timed])
+    after_P = np.array([reply.tokens - 1.0 for reply in timed])
+    return {
+        "requests": len(replies),
+        "failed": len(failures),
+        "failures": sorted(set(failures))[:5],
+        "retried": sum(reply.attempts > 1 for reply in good),
+        "cut": sum(reply.cut for reply in good),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "requests_per_second": len(good) / seconds if seconds else None,
+        "ms_to_first": _quantiles([1e3 * reply.first for reply in good]),
+        "ms_per_token": 1e3 * times_P.sum() / after_P.sum() if after_P.sum() else None,
+        "ms_per_token_interval": _interval(1e3 * times_P, after_P),
+        "ms_per_token_by_request": _quantiles([1e3 * t / n for t, n in zip(times_P, after_P, strict=True)]),
+    } | _acceptance(blocks, good)
+
+
+def compare_replies(mine: Mapping[str, Reply], theirs: Mapping[str, Reply], greedy: bool) -> dict[str, Any]:
+    """Compare a server's answers with a baseline's to the same prompts.
+
+    The speedup is that of the time per token after the first, with its 95 % interval over prompts; at temperature 0
+    identical texts are counted.
+    """
+    both = [name for name, reply in mine.items() if name in theirs and reply.is_timed and theirs[name].is_timed]
+    if not both:
+        return {"speedup": None, "speedup_interval": None, "identical_to_greedy": None}
+    theirs_P, mine_P = (
+        np.array([(side[name].last - side[name].first) / (side[name].tokens - 1) for name in both])
+        for side in (theirs, mine)
+    )
+    same = sum(mine[name].text == theirs[name].text for name in both)
+    return {
+        "speedup": float(theirs_P.sum() / mine_P.sum()),
+        "speedup_interval": _interval(theirs_P, mine_P),
+        "identical_to_greedy": [same, len(both)] if greedy else None,
+    }
+
+
+def synthetic_acceptance(row: Mapping[str, Any]) -> list[float]:
+    """Return the rates with which vLLM simulates a row's acceptance by depth and its tokens per step, as a chain.
+    Raises ValueError: the row accepted no draft token."""
+    rates = list(accumulate(row["acceptance_by_depth"], mul))
+    if not sum(rates):
+        raise ValueError(f"{row['label']} accepted no draft token")
+    drafted = (row["tokens_per_step"] - 1) / sum(rates)
+    return [min(1.0, round(drafted * rate, 4)) for rate in rates]
+
+
+def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any]:
+    """Return acceptance by the server's own counters, or by its answers; None where neither reports it."""
+    total: dict[str, float] = {}
+    for block in blocks:
+        for key, value in block.counters.items():
+            total[key] = total.get(key, 0.0) + value
+    drafted, accepted = total.get("drafted"), total.get("accepted")
+    if drafted is None and any(reply.drafted is not None for reply in good):
+        drafted = float(sum(reply.drafted or 0 for reply in good))
+        accepted = float(sum(reply.accepted or 0 for reply in good))
+    found: dict[str, Any] = {"drafted": drafted, "accepted": accepted, "tokens_per_step_interval": None}
+    found |= dict.fromkeys(("acceptance_rate", "tokens_per_step", "drafted_per_step"))
+    if drafted and accepted is not None:
+        later = sum(reply.tokens - 1 for reply in good)
+        steps = total.get("drafts") or later - accepted
+        found["drafted_per_step"] = drafted / steps if steps > 0 else None
+        found["acceptance_rate"] = accepted / drafted
+        steps = max(steps, later - accepted)
+        found["tokens_per_step"] = later / steps if steps > 0 else None
+    by_depth = [total[f"accepted {i}"] for i in range(len(total)) if f"accepted {i}" in total]
+    before = [total.get("drafts", 0.0), *by_depth]
+    found["acceptance_by_depth"] = [own / up if up else 0.0 for own, up in zip(by_depth, before, strict=False)]
+    return found
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {name: float(np.quantile(values, share)) for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99))}
+
+
+def _interval(over_P: Floats, under_P: Floats) -> list[float] | None:
+    """Return the 95 % interval of the ratio of two sums over prompts."""
+    found_R1 = resampled_ratios(over_P[:, None], under_P[:, None])
+    interval = percentile_interval(None if found_R1 is None else found_R1[:, 0])
+    return None if interval is None else list(interval)
