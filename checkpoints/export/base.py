@@ -1,7 +1,7 @@
-"""Artifacts written in the forms that other programs read; each is read back and compared before it stands.
+"""Exports of artifacts in the formats of other programs. Each is read back and compared with its artifact.
 
-A form is a `Format`. An export is an artifact itself, of the same kind, with `export` in its manifest: it can be
-verified and pushed like any other. SERVING.md in it is rendered from `serving/`.
+An export is an artifact of the same kind with `export` in its manifest, so it can be verified and pushed. Its
+SERVING.md is rendered from `serving/`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ..storage.names import MANIFEST_FILE
 from ..storage.places import split_revision
 from ..verify.model_files import quietly
 from ..verify.tensors import check_tensors
-from .forms import FORMS, Form, option_name
 
 SERVING_FILE = "SERVING.md"
 _INHERITED = (
@@ -61,22 +60,33 @@ class ExportOptions:
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format(Form):
-    """A form, and what writes it."""
+@dataclass(frozen=True)
+class Format:
+    """Form of an artifact that another program reads, with the functions that write and compare it."""
 
+    name: str
+    kind: str
+    """Kind of the artifacts that can be exported in this format."""
+    summary: str
+    """Description in one line."""
+    readers: str
+    """Programs that read it, with their versions."""
     write: Callable[[Source, Path, ExportOptions], None]
-    """Fills an empty folder. Raises ValueError where the artifact does not fit the form."""
+    """Fills an empty folder. Raises ValueError if the artifact does not fit the format."""
     compare: Callable[[Source, Path, ExportOptions], list[str]]
-    """Reads the folder back as its readers would and compares tensors and outputs with the artifact's: a line for each
-    thing that was found equal. Raises ValueError where one is not."""
+    """Reads the folder back as its readers would and compares tensors and outputs with the artifact. Returns a line for
+    each thing that is equal. Raises ValueError for a difference."""
     values: Callable[[Source, Path, ExportOptions], dict[str, Any]] = lambda source, folder, options: {}
-    """What its template in `serving/` shows, beside `folder`, `target` and `tokens`."""
+    """Values for its template in `serving/`, in addition to `folder`, `target` and `tokens`."""
+    options: tuple[str, ...] = ()
+    """Names of the `ExportOptions` that it takes."""
+    native: bool = False
+    """Whether this package loads it like an artifact."""
 
 
-def format_of(name: str, **functions: Any) -> Format:
-    """The form of this name with its `write`, `compare` and `values`."""
-    return Format(**vars(FORMS[name]), **functions)
+def option_name(name: str) -> str:
+    """Return an option as it is typed."""
+    return "--merge/--no-merge" if name == "merge" else f"--{name.replace('_', '-')}"
 
 
 def target_name(source: Source, options: ExportOptions) -> str | None:
@@ -86,6 +96,14 @@ def target_name(source: Source, options: ExportOptions) -> str | None:
     known = source.manifest.target or {}
     at = f"@{known['revision']}" if known.get("revision") else ""
     return f"{known['id']}{at}" if known.get("id") else None
+
+
+def needed_target(source: Source, options: ExportOptions, why: str) -> str:
+    """Return the target's name; raise ValueError, with the reason `why`, if user and manifest do not name it."""
+    name = target_name(source, options)
+    if name is None:
+        raise ValueError(f"{source.folder} does not name its target, and {why}: say which it is with --target")
+    return name
 
 
 def export_artifact(

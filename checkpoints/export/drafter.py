@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from ..artifact.compat import patch_model, patch_tokenizer
 from ..pairs.repair import arranged
 from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation, write_settings
-from ..storage.draft_vocabulary import TOKENS, read_vocabulary
+from ..storage.draft_vocabulary import TOKENS, mask_token, read_vocabulary
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.safe_read import check_safetensors, read_json
 from ..verify.model_files import (
@@ -31,9 +31,8 @@ from ..verify.model_files import (
     load_language_model,
     with_adapter,
 )
-from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
-from .target import check_vocabulary
-from .tokenizer import compare_tokenizers
+from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
+from .target import check_pair, check_vocabulary, compare_tokenizers, has_tokenizer
 
 _OURS = (MANIFEST_FILE, "README.md", "recipe.yaml")
 """Files of an artifact that its export has its own of, or none."""
@@ -193,4 +192,77 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
     return {"base": base, "is_encoder_decoder": drafter_config(source).is_encoder_decoder}
 
 
-ASSISTANT = format_of("transformers", write=_write_assistant, compare=_compare_assistant, values=_values)
+ASSISTANT = Format(
+    "transformers",
+    "drafter",
+    "Assistant for assisted generation, with its settings in generation_config.json",
+    "transformers ≥ 5",
+    _write_assistant,
+    _compare_assistant,
+    _values,
+    ("target", "speculative_tokens", "merge"),
+    native=True,
+)
+
+
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM"),
+    *("GPTNeoXForCausalLM", "GPT2LMHeadModel", "GemmaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"),
+)
+"""Of small decoders, those that vLLM and SGLang both run: with modules of their own, but for GPT-NeoX in SGLang, which
+takes that of transformers."""
+DTYPES = ("F32", "F16", "BF16")
+
+
+def _write_draft_model(source: Source, folder: Path, options: ExportOptions) -> None:
+    write_whole(source, folder)
+    if problems := _problems(folder):
+        raise ValueError(f"{source.folder} is no draft model for vLLM and SGLang: {'; '.join(problems)}")
+    (folder / DRAFT_VOCABULARY).unlink(missing_ok=True)  # vLLM takes what is in any safetensors file for weights
+
+
+def _problems(folder: Path) -> list[str]:
+    """What the engines mind in the drafter alone."""
+    config, found = load_config(folder), []
+    named = config.architectures
+    architecture = named[0] if isinstance(named, list) and named else "not given"
+    if architecture not in ARCHITECTURES:
+        found.append(f"its architecture is {architecture}, and those that both have are {', '.join(ARCHITECTURES)}")
+    if getattr(config, "auto_map", None):
+        found.append("its config asks for code of its own (auto_map)")
+    dtypes = stored_types(folder)
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        found.append(
+            f"its tensors are of {' and '.join(sorted(dtypes))}, expected one type of {', '.join(sorted(DTYPES))}"
+        )
+    if architecture.startswith("Gemma") and (folder / DRAFT_VOCABULARY).is_file():
+        found.append("its embedding is its output layer to them: what it does not propose cannot be kept out of that")
+    if not has_tokenizer(folder):
+        found.append("it has no tokenizer, and SGLang compares it with the target's")
+    return found
+
+
+def _compare_draft_model(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    why = "vLLM and SGLang take a draft model only with a target of the same vocabulary"
+    target = needed_target(source, options, why)
+    check_pair(source, folder, target, ("vllm", "sglang"), also=("context length", "tokenizer"))
+    return [*compare_whole(source, folder), f"vocabulary size, every token and the positions with those of {target}"]
+
+
+def _values_of_draft_model(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
+    config = drafter_config(source)
+    mixes = len(set(getattr(config, "layer_types", None) or ())) > 1
+    return {"mixes_attention": mixes, "parallel": mask_token(config) is not None}
+
+
+DRAFT_MODEL = Format(
+    "vllm-sglang",
+    "drafter",
+    "Draft model, checked against its target",
+    "vLLM 0.27 to 0.33 (draft_model), SGLang since April 2026 (STANDALONE)",
+    _write_draft_model,
+    _compare_draft_model,
+    _values_of_draft_model,
+    ("target", "speculative_tokens"),
+    native=True,
+)

@@ -21,10 +21,10 @@ from ..storage.names import CONFIG_FILE, DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.places import here
 from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
-from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
+from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
 from .drafter import load_merged, proposed_tokens, stored_types, write_whole
-from .engines import check_eagle, eagle_of, steps_of
-from .target import check_pair, needed_target
+from .eagle import check_eagle, eagle_of, steps_of
+from .target import check_pair
 
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
@@ -179,7 +179,16 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
     return {"is_artifact": (Path(target) / MANIFEST_FILE).is_file(), "is_here": is_here}
 
 
-GGUF = format_of("gguf", write=_write, compare=_compare, values=_values)
+GGUF = Format(
+    "gguf",
+    "drafter",
+    "GGUF file, by llama.cpp's own converter",
+    "llama.cpp of the version of the converter, and later (run with commit 0c1e57098)",
+    _write,
+    _compare,
+    _values,
+    ("target", "speculative_tokens", "llama_cpp"),
+)
 
 
 def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
@@ -234,8 +243,13 @@ _HEADS = {
 """llama.cpp's names of an EAGLE-3 layer's tensors that it keeps as they are."""
 
 
-def _values_of_heads(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    return _values(source, folder, options) | {"tokens": steps_of(source, options)}
-
-
-EAGLE_GGUF = format_of("eagle3-gguf", write=_write_heads, compare=_compare_heads, values=_values_of_heads)
+EAGLE_GGUF = Format(
+    "eagle3-gguf",
+    "heads",
+    "EAGLE-3 heads as a GGUF file, by llama.cpp's own converter",
+    "llama.cpp with --spec-type draft-eagle3 (run with b11434)",
+    _write_heads,
+    _compare_heads,
+    lambda source, folder, options: _values(source, folder, options) | {"tokens": steps_of(source, options)},
+    ("target", "speculative_tokens", "llama_cpp"),
+)

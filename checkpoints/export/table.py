@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..table.table import BigramTable
 from . import vllm_proposer
-from .base import ExportOptions, Source, format_of
+from .base import ExportOptions, Format, Source
 
 _PRIOR = 1.0  # default of the method `bigram`
 _GAMMA = 2
@@ -39,12 +39,13 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     return [f"the draft token after each of {len(expected):,} tokens, compared with the method `bigram`"]
 
 
-TABLE_FORMATS = (
-    format_of(
-        "vllm-bigrams",
-        write=_write,
-        compare=_compare,
-        values=lambda source, folder, options: {"tokens": options.speculative_tokens or _GAMMA},
-    ),
+TABLE = Format(
+    "vllm-bigrams",
+    "table",
+    "The likeliest token after each token, and a proposer that drafts from it",
+    "vLLM ≥ 0.22 (method custom_class)",
+    _write,
+    _compare,
+    lambda source, folder, options: {"tokens": options.speculative_tokens or _GAMMA},
+    ("target", "speculative_tokens"),
 )
-"""Formats of tables."""

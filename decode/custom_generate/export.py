@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.export.base import ExportOptions, Source, check_same_tensors, format_of
+from ...checkpoints.export.base import ExportOptions, Format, Source, check_same_tensors
 from .method import CustomGenerate, method
 
 
@@ -36,7 +36,24 @@ def _tensors(custom: CustomGenerate) -> dict[str, torch.Tensor]:
     return {name: getattr(custom.table, name) for name in ("row_ptr", "col", "count", "unigram")}
 
 
+_READERS = "draftsmith, inside generate of transformers ≥ 5.17"
 ATTACHED_FORMATS = (
-    format_of("custom-generate", write=_write, compare=_compare),
-    format_of("custom-generate-bigrams", write=_write, compare=_compare),
+    Format(
+        "custom-generate",
+        "heads",
+        "Heads with the method medusa, for `generate(custom_generate=…)`",
+        _READERS,
+        _write,
+        _compare,
+        options=("target",),
+    ),
+    Format(
+        "custom-generate-bigrams",
+        "table",
+        "A table with the method bigram, for `generate(custom_generate=…)`",
+        _READERS,
+        _write,
+        _compare,
+        options=("target", "speculative_tokens"),
+    ),
 )

@@ -35,7 +35,7 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.artifact.model_ref import resolve_model
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
-from draftsmith.checkpoints.export.heads import HEADS_FORMATS
+from draftsmith.checkpoints.export.heads import MEDUSA
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -44,7 +44,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
-FORMATS = {form.name: form for form in HEADS_FORMATS}
 VOCAB, HIDDEN = 32, 32
 WORDS = {f"w{token}": token for token in range(VOCAB)}
 STATES = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(4))
@@ -60,9 +59,9 @@ def save(heads: PredictionHeads, target: Path, folder: Path) -> Path:
     return folder
 
 
-def export(artifact: Path, form: str) -> Path:
-    out = artifact.with_name(form)
-    export_artifact(artifact, form, out, FORMATS, ExportOptions())
+def export(artifact: Path) -> Path:
+    out = artifact.with_name("medusa")
+    export_artifact(artifact, "medusa", out, {"medusa": MEDUSA}, ExportOptions())
     return out
 
 
@@ -76,17 +75,9 @@ def random_heads(version: str, count: int, layers: int) -> PredictionHeads:
 
 
 @pytest.mark.parametrize(
-    ("form", "version", "layers", "tied", "speculate"),
-    [
-        ("medusa", "1", 1, False, 3),
-        ("medusa", "1", 2, False, 2),
-        ("medusa", "2", 1, True, 3),
-        ("medusa-2", "2", 1, False, 3),
-        ("medusa-2", "2", 1, True, 2),
-    ],
+    ("version", "layers", "tied", "speculate"), [("1", 1, False, 3), ("1", 2, False, 2), ("2", 1, True, 3)]
 )
 def test_tgi_computes_the_logits_of_the_heads(
-    form: str,
     version: str,
     layers: int,
     tied: bool,
@@ -111,9 +102,9 @@ def test_tgi_computes_the_logits_of_the_heads(
     heads = load_heads(artifact)
     if heads.projection_kind == "target":
         heads.attach(model.lm_head.weight.detach())
-    asked = {"folder": str(export(artifact, form)), "states": STATES.tolist(), "text": "w5 w1 w7 w0"}
+    asked = {"folder": str(export(artifact)), "states": STATES.tolist(), "text": "w5 w1 w7 w0"}
     answer = serving.answer_of(python, "tgi_run.py", asked | {"speculate": speculate}, PYTHONWARNINGS="ignore")
-    assert answer["class"] == ("MedusaHeadV2" if form == "medusa-2" else "MedusaHeadV1")
+    assert answer["class"] == "MedusaHeadV1"
     assert answer["speculate"] == speculate
     assert answer["model_id"] == str(tmp_path / "target")
     with torch.inference_mode():
@@ -134,7 +125,7 @@ def test_tensorrt_converts_the_heads_that_there_are(
         pytest.skip("DRAFTSMITH_TENSORRT and DRAFTSMITH_TENSORRT_SOURCE name no Python and checkout")
     target, heads = make_llama(VOCAB, hidden_size=HIDDEN), random_heads("1", count, layers)
     target.save_pretrained(tmp_path / "target")
-    out = export(save(heads, tmp_path / "target", tmp_path / "heads"), "medusa")
+    out = export(save(heads, tmp_path / "target", tmp_path / "heads"))
     serving_text = (out / SERVING_FILE).read_text()
     command = serving_text.partition("python convert_checkpoint.py ")[2].partition("\ntrtllm-build")[0]
     converter = Path(source) / "examples" / "medusa" / "convert_checkpoint.py"

@@ -211,10 +211,9 @@ def test_a_drafter_drafts_as_it_does_here(drafter: str, of: str, works: Works) -
         assert 0 < sum(found["accepted"]) < found["drafted"]
 
 
-@pytest.mark.parametrize("form", ["medusa", "medusa-vllm"])
 @pytest.mark.parametrize("name", ["exact", "often wrong"])
-def test_heads_draft_as_they_do_here(name: str, form: str, works: Works, tmp_path: Path) -> None:
-    folder, heads = works.export(name, form), works.heads[name]
+def test_heads_draft_as_they_do_here(name: str, works: Works, tmp_path: Path) -> None:
+    folder, heads = works.export(name, "medusa"), works.heads[name]
     own = works.own("ring", "medusa", Parts(heads=heads), HEADS, tree="x".join("1" * HEADS))
     settings: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": HEADS}
     found = works.ask("ring", "medusa", save=tmp_path / "seen", **settings)
@@ -235,7 +234,7 @@ def test_heads_draft_as_they_do_here(name: str, form: str, works: Works, tmp_pat
 
 
 def test_fewer_heads_may_be_asked_for_and_never_more(works: Works) -> None:
-    folder = works.export("exact", "medusa-vllm")
+    folder = works.export("exact", "medusa")
     found = works.ask("ring", "medusa", model=str(folder), num_speculative_tokens=2)
     assert found["accepted"] == [found["drafts"]] * 2
     with pytest.raises(RuntimeError, match=rf"weights were not initialized from checkpoint: .*blocks\.{HEADS}\.layers"):
@@ -261,7 +260,6 @@ def test_a_table_drafts_as_it_does_here(works: Works) -> None:
         ("copy", "vllm-sglang", "random", 4),
         ("gemma-copy", "vllm-sglang", "gemma", 4),
         ("exact", "medusa", "ring", HEADS),
-        ("exact", "medusa-vllm", "ring", HEADS),
         ("table", "vllm-bigrams", "ring", 2),
     ],
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ....checkpoints.export.base import Format
-from ....checkpoints.export.drafter import ASSISTANT
-from ....checkpoints.export.engines import DRAFT_MODEL, EAGLE_FORMAT
+from ....checkpoints.export.drafter import ASSISTANT, DRAFT_MODEL
+from ....checkpoints.export.eagle import EAGLE_FORMAT
 from ....checkpoints.export.gguf import EAGLE_GGUF, GGUF
-from ....checkpoints.export.heads import HEADS_FORMATS
-from ....checkpoints.export.table import TABLE_FORMATS
+from ....checkpoints.export.heads import MEDUSA
+from ....checkpoints.export.table import TABLE
 from ....decode.custom_generate.export import ATTACHED_FORMATS
 
-_SINGLE = (ASSISTANT, DRAFT_MODEL, GGUF, EAGLE_FORMAT, EAGLE_GGUF)
-FORMATS: dict[str, Format] = {form.name: form for form in (*_SINGLE, *HEADS_FORMATS, *TABLE_FORMATS, *ATTACHED_FORMATS)}
+_ALL = (ASSISTANT, DRAFT_MODEL, GGUF, MEDUSA, EAGLE_FORMAT, EAGLE_GGUF, TABLE, *ATTACHED_FORMATS)
+FORMATS: dict[str, Format] = {form.name: form for form in _ALL}

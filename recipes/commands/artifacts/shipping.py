@@ -65,22 +65,20 @@ def export(
     llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp, for its converter.")] = None,
 ) -> None:
     """Write an artifact in the form that another program reads, and compare what was written with it."""
-    from ....checkpoints.export.forms import FORMS, option_name
+    from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
+    from ....checkpoints.storage.places import here, hub_place
+    from .export import FORMATS
 
     if artifact is None:
         short = (Column(heading, no_wrap=True) for heading in ("format", "for"))
         table = Table(*short, "what", "read by", "options", box=None)
-        for form in FORMS.values():
+        for form in FORMATS.values():
             typed = " ".join(map(option_name, form.options))
             table.add_row(form.name, form.kind, form.summary, form.readers, typed)
         console().print(table)
         return
     if to is None:
         raise ValueError(f"say with --to in which format to export {artifact}; `draftsmith export` lists them")
-    from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
-    from ....checkpoints.storage.places import here, hub_place
-    from .export import FORMATS
-
     if target is not None and here(target) is None:
         hub_place(target)  # what can be no id is not looked for
     artifact = artifact.expanduser()

@@ -14,7 +14,6 @@ from typing import Any
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import resolve as folder_of
 from ....checkpoints.export.base import ExportOptions, export_artifact
-from ....checkpoints.export.forms import FORMS
 from ....checkpoints.export.gguf import find_converter
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.gguf import gguf_file, is_gguf
@@ -72,7 +71,7 @@ def drafts_of(
 def form_for(engine: str, artifact: Path) -> str | None:
     """Return the form in which an engine reads an artifact; None if it reads none of its kind."""
     kind, eagle = load_manifest(artifact).kind, is_eagle(artifact)
-    fitting = [form for form in ENGINES[engine].forms if FORMS[form].kind == kind]
+    fitting = [form for form in ENGINES[engine].forms if FORMATS[form].kind == kind]
     fitting = [form for form in fitting if kind != "heads" or form.startswith("eagle3") == eagle]
     return fitting[0] if fitting else None
 

@@ -104,7 +104,7 @@ def _llama_cpp_lookup(tokens: int) -> list[str]:
 
 ENGINES = {
     "vllm": Engine(
-        {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa", "medusa-vllm": "medusa"},
+        {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa"},
         _vllm,
         _vllm_lookup,
     ),

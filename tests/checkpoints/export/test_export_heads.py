@@ -15,15 +15,13 @@ import pytest
 import torch
 from draftsmith.checkpoints.export import heads as export_heads
 from draftsmith.checkpoints.export.base import SERVING_FILE
-from draftsmith.checkpoints.export.heads import HEADS_FORMATS
-from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
+from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.data.tokenizers import train_bpe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 VOCAB, HIDDEN = 48, 16
-FORMATS = tuple(form.name for form in HEADS_FORMATS)
 CASES: dict[str, dict[str, Any]] = {
     "one block": {"num_heads": 3, "num_layers": 1},
     "two blocks": {"num_heads": 2, "num_layers": 2},
@@ -50,67 +48,46 @@ def logits_of(tensors: dict[str, Tensor], weight: str, bias: str | None, tail: s
     return torch.stack(logits, 1)
 
 
-def vllm_reads(folder: Path, drafted: int, target_vocab: int, renames: bool) -> Tensor:
+def vllm_reads(folder: Path, drafted: int, target_vocab: int) -> Tensor:
     """vLLM's Medusa. Settings are found by parts of their names; there are as many heads as tokens are drafted; every
     safetensors file of the folder is read, and tensors of unknown names are dropped without a word. Blocks that are
-    never filled are an error; a projection stays as memory has it then: here, not a number.
-
-    Args:
-        renames: whether this version knows the names of Medusa's first release.
-    """
+    never filled are an error; a projection stays as memory has it then: here, not a number."""
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "medusa"
     assert config.get("architectures", ["MedusaModel"]) == ["MedusaModel"]
     layers = [value for key, value in config.items() if "num" in key and "heads" not in key and "layers" in key][-1]
     assert config["hidden_size"] == HIDDEN
-    has_bias = config.get("medusa_fc_bias", False)
+    assert config["medusa_fc_bias"]
     shapes: dict[str, tuple[int, ...]] = {}
     for k in range(drafted):
         for layer in range(layers):
-            shapes[f"blocks.{k}.layers.{layer}.weight"] = (HIDDEN, HIDDEN)
-            if has_bias:
-                shapes[f"blocks.{k}.layers.{layer}.bias"] = (HIDDEN,)
+            shapes |= {f"blocks.{k}.layers.{layer}.weight": (HIDDEN, HIDDEN)}
+            shapes |= {f"blocks.{k}.layers.{layer}.bias": (HIDDEN,)}
         shapes[f"lm_heads.{k}.weight"] = (target_vocab, HIDDEN)
     filled = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
     for path in sorted(folder.glob("*.safetensors")):
         for stored, tensor in load_file(path).items():
-            name = stored.replace("medusa_heads.", "")
-            parts = name.split(".")
-            if renames and parts[0].isdigit() and parts[1].isdigit():
-                block = "linear" in parts
-                name = f"blocks.{parts[0]}.layers.{parts[1]}" if block else f"lm_heads.{parts[0]}"
-                name += f".{parts[-1]}"
+            parts = stored.split(".")
+            where = f"blocks.{parts[0]}.layers.{parts[1]}" if "linear" in parts else f"lm_heads.{parts[0]}"
+            name = f"{where}.{parts[-1]}"
             if name in filled:
                 assert filled[name].shape == tensor.shape
                 filled[name] = tensor
-    if missing := [name for name, tensor in filled.items() if name.startswith("blocks") and tensor.isnan().any()]:
-        raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")
-    bias = "blocks.{k}.layers.{l}.bias" if has_bias else None
-    return logits_of(filled, "blocks.{k}.layers.{l}.weight", bias, "lm_heads.{k}.weight", (drafted, layers))
+    assert not [name for name, tensor in filled.items() if name.startswith("blocks") and tensor.isnan().any()]
+    tails = "lm_heads.{k}.weight"
+    return logits_of(filled, "blocks.{k}.layers.{l}.weight", "blocks.{k}.layers.{l}.bias", tails, (drafted, layers))
 
 
-def tgi_reads(folder: Path, target: Path) -> Tensor | None:
+def tgi_reads(folder: Path, target: Path) -> Tensor:
     """text-generation-inference's. `medusa_num_heads` makes it Medusa; the target is loaded from where the config says;
-    with `architectures` there it thinks of something else and finds nothing. The first version is tried, then the
-    second, which applies the target's projection and takes one block alone. One file of one name is read."""
+    with `architectures` there it thinks of something else and finds nothing. One file of one name is read."""
     config = json.loads((folder / "config.json").read_text())
-    assert "medusa_num_heads" in config
     assert AutoConfig.from_pretrained(config["base_model_name_or_path"]).hidden_size == HIDDEN
-    if "architectures" in config:
-        return None
+    assert "architectures" not in config
     tensors = load_file(folder / "medusa_lm_head.safetensors")
-    of_target = load_file(target / "model.safetensors")
-    assert not set(tensors) & set(of_target), "a name in two files is an error there"
-    sizes, layers = config["medusa_num_heads"], config["medusa_num_layers"]
-    try:
-        return logits_of(
-            tensors, "{k}.{l}.linear.weight", "{k}.{l}.linear.bias", f"{{k}}.{layers}.weight", (sizes, layers)
-        )
-    except KeyError:
-        assert layers == 1
-        head = of_target.get("lm_head.weight", of_target["model.embed_tokens.weight"])
-        shared = tensors | {f"{k}.head": head for k in range(sizes)}
-        return logits_of(shared, "{k}.{l}.linear.weight", "{k}.{l}.linear.bias", "{k}.head", (sizes, 1))
+    assert not set(tensors) & set(load_file(target / "model.safetensors")), "a name in two files is an error there"
+    sizes = config["medusa_num_heads"], config["medusa_num_layers"]
+    return logits_of(tensors, "{k}.{l}.linear.weight", "{k}.{l}.linear.bias", f"{{k}}.{sizes[1]}.weight", sizes)
 
 
 def tensorrt_reads(folder: Path) -> Tensor:
@@ -137,7 +114,7 @@ def test_every_engine_finds_the_heads_in_one_folder(export: Export, case: str, m
     artifact = make_heads(**CASES[case])
     out, expected = export(artifact, "medusa")[0], own_logits(artifact, target)
     count = CASES[case]["num_heads"]
-    for found in (vllm_reads(out, count, VOCAB, True), tgi_reads(out, target), tensorrt_reads(out)):
+    for found in (vllm_reads(out, count, VOCAB), tgi_reads(out, target), tensorrt_reads(out)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     with torch.inference_mode():
         torch.testing.assert_close(load_heads(out)(STATES_BD), expected, rtol=1e-4, atol=1e-4)
@@ -153,40 +130,6 @@ def test_every_engine_finds_the_heads_in_one_folder(export: Export, case: str, m
         "medusa_fc_bias": True,
         "version": "1",
     }
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_vllm_finds_its_own_names(export: Export, case: str, make_heads: Make, target: Path) -> None:
-    artifact = make_heads(**CASES[case])
-    out, expected = export(artifact, "medusa-vllm")[0], own_logits(artifact, target)
-    for renames in (False, True):
-        for drafted in (1, CASES[case]["num_heads"]):
-            found = vllm_reads(out, drafted, VOCAB, renames)
-            torch.testing.assert_close(found, expected[:, :drafted], rtol=1e-4, atol=1e-4)
-
-
-def test_the_second_version_uses_the_targets_projection(export: Export, make_heads: Make, target: Path) -> None:
-    artifact = make_heads(**CASES["the target's"])
-    out = export(artifact, "medusa-2")[0]
-    assert set(load_file(out / "medusa_lm_head.safetensors")) == {
-        f"{k}.0.linear.{kind}" for k in range(3) for kind in ("weight", "bias")
-    }
-    config = json.loads((out / "config.json").read_text())
-    assert (config["version"], config["medusa_num_heads"], config["vocab_size"]) == ("2", 3, VOCAB)
-    found = tgi_reads(out, target)
-    assert found is not None
-    torch.testing.assert_close(found, own_logits(artifact, target), rtol=1e-4, atol=1e-4)
-    with pytest.raises(KeyError):
-        tensorrt_reads(out)
-
-
-def test_heads_whose_projections_are_the_targets_need_none(export: Export, make_heads: Make, target: Path) -> None:
-    def copy_projection(heads: PredictionHeads) -> None:
-        for k in range(3):
-            heads.projection(k).copy_(load_file(target / "model.safetensors")["lm_head.weight"])
-
-    out = export(make_heads(edit=copy_projection), "medusa-2")[0]
-    assert "1.weight" not in " ".join(load_file(out / "medusa_lm_head.safetensors"))
 
 
 def test_the_projection_of_a_tied_target_is_its_embedding(
@@ -206,28 +149,27 @@ def test_the_tokenizer_lies_beside_the_heads_as_old_readers_take_it(
     export: Export, make_heads: Make, target: Path
 ) -> None:
     """TGI's router loads it from there, with transformers 4."""
-    artifact = make_heads(**CASES["the target's"])
+    artifact = make_heads()
     for path in target.glob("*token*"):
         path.unlink()
-    out = export(artifact, "medusa-2")[0]
+    out = export(artifact, "medusa")[0]
     assert not list(out.glob("*token*")), "the target has none"
     assert "put the target's there" in (out / SERVING_FILE).read_text()
     tokenizer = train_bpe(["some words of a text"] * 3, 270, ["<pad>", "<s>", "</s>"])
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(target)
-    out = export(artifact, "medusa-2")[0]
+    out = export(artifact, "medusa")[0]
     config = json.loads((out / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "no other name is known there"
     made = AutoTokenizer.from_pretrained(out)
     assert made.all_special_tokens == tokenizer.all_special_tokens
     assert made("some <s> words").input_ids == tokenizer("some <s> words").input_ids
     (target / "tokenizer_config.json").write_text("{}")  # as gpt2's: its class is that of the model beside it
-    assert AutoTokenizer.from_pretrained(export(artifact, "medusa-2")[0]).get_vocab() == tokenizer.get_vocab()
+    assert AutoTokenizer.from_pretrained(export(artifact, "medusa")[0]).get_vocab() == tokenizer.get_vocab()
 
 
-@pytest.mark.parametrize("form", FORMATS)
 def test_a_writer_that_errs_leaves_nothing(
-    export: Export, form: str, make_heads: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    export: Export, make_heads: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     artifact, good = make_heads(num_heads=5, projection="target"), save_file
 
@@ -238,27 +180,15 @@ def test_a_writer_that_errs_leaves_nothing(
     monkeypatch.setattr(export_heads, "save_file", err)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(ValueError, match="read back from"):
-        export(artifact, form)
+        export(artifact, "medusa")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-ERRORS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    **{f"{form} says {name}": (form, "engine_config", lambda made, name=name: made | {name: 7})
-       for form in FORMATS for name in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")},
-    "vLLM's names lack the sizes": ("medusa-vllm", "engine_config", lambda made: {"model_type": "medusa"}),
-    "vLLM's heads are swapped": (
-        "medusa-vllm", "_in_vllm", lambda made: made | {"lm_heads.0.weight": made["lm_heads.1.weight"].clone()}),
-    "vLLM's blocks are named otherwise": (
-        "medusa-vllm", "_in_vllm", lambda made: {name.replace("layers", "mlp.layers"): made[name] for name in made}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_a_form_that_errs_is_not_what_its_reader_would_read(
-    export: Export, error: str, make_heads: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", ["medusa_num_heads", "vocab_size"])
+def test_a_config_that_errs_is_found(
+    export: Export, size: str, make_heads: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form, part, err = ERRORS[error]
-    artifact, good = make_heads(projection="own" if form == "medusa-vllm" else "target"), getattr(export_heads, part)
-    monkeypatch.setattr(export_heads, part, lambda *given: err(good(*given)))
-    with pytest.raises(ValueError, match=r"read back from|\.safetensors"):
-        export(artifact, form)
+    good = export_heads.engine_config
+    monkeypatch.setattr(export_heads, "engine_config", lambda *given: good(*given) | {size: 7})
+    with pytest.raises(ValueError, match="read back from"):
+        export(make_heads(projection="target"), "medusa")

@@ -72,7 +72,7 @@ def test_vllm_drafts_what_this_engine_drafts(
     rng = np.random.default_rng(0)
     contexts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 5, 2, 9, 30)]
     contexts[1][-1], contexts[2][-1] = VOCAB - 1, int(table.unigram.argmax())
-    prior = METHODS["bigram"].defaults["prior"]
+    prior = METHODS["bigram"]().prior
     chain, target = TableChain(table, 4, TableSource(2, prior)), wrap_model(make_llama(VOCAB))
     context = Context(target, contexts, Limits(8), Sampling(), Rng.for_rows(0, 5), chain.capacity(Limits(8)))
     chain.start(context)

@@ -121,7 +121,7 @@ def test_names_are_no_code_and_no_markdown(
         folders += sum(odd in str(word) for word in second)
     assert folders > 0
     options = FORMATS["transformers" if form == "adapter" else form].options
-    assert (names > 0) == ("target" in options and form != "medusa-2"), "who is told the target names it"
+    assert (names > 0) == ("target" in options), "who is told the target names it"
 
 
 @pytest.mark.parametrize(("engine", "form"), [(name, form) for name, each in ENGINES.items() for form in each.forms])

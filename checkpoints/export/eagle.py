@@ -1,0 +1,76 @@
+"""EAGLE-3 heads for serving engines, each of which reads their config in its own way (`pairs/eagle.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from ..heads.eagle import EagleHeads, load_eagle, save_eagle
+from ..heads.layouts import is_eagle
+from ..pairs.eagle import READERS, examine_eagle
+from ..pairs.sides import REFUSED, open_side
+from ..pairs.speculation import SPECULATIVE_TOKENS
+from ..storage.names import WHOLE_FILES
+from .base import ExportOptions, Format, Source, check_same_tensors, needed_target
+from .target import load_tokenizer
+
+
+def eagle_of(source: Source) -> EagleHeads:
+    """An artifact's EAGLE-3 heads. Raises ValueError: it holds other heads, or not all that an engine needs."""
+    if not is_eagle(source.folder):
+        raise ValueError(f"{source.folder} holds heads side by side, no EAGLE-3 layer: export them as medusa")
+    heads = load_eagle(source.folder)
+    if heads.proposed is not None and heads.own_head is None:
+        raise ValueError(f"{source.folder} has offsets of proposed tokens, and no output rows of theirs")
+    return heads
+
+
+def steps_of(source: Source, options: ExportOptions) -> int:
+    """Tokens a step that EAGLE-3 heads draft: as many as they were trained for, unless the user says otherwise."""
+    return options.speculative_tokens or int(source.manifest.shapes.get("num_heads", SPECULATIVE_TOKENS))
+
+
+def _write(source: Source, folder: Path, options: ExportOptions) -> None:
+    save_eagle(eagle_of(source), folder)
+
+
+def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]) -> list[str]:
+    """How some engines read EAGLE-3 heads beside their target, a line each. Raises ValueError: one of them refuses."""
+    target = needed_target(source, options, "engines count its layers")
+    diagnosis = examine_eagle(open_side(target, load_tokenizer), str(source.folder), source.folder)
+    lines = []
+    for name in readers:
+        verdict = diagnosis.verdicts[name]
+        reasons = "; ".join(verdict.reasons)
+        if verdict.outcome == REFUSED:
+            raise ValueError(f"{source.folder} is no pair with the target {target} for {name}: {reasons}")
+        why = f" ({reasons})" if reasons else ""
+        lines.append(f"layers, norms and vocabulary as {diagnosis.consumers[name]} reads them: {verdict.outcome}{why}")
+    return lines
+
+
+def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    expected, found = load_file(source.folder / WHOLE_FILES[0]), load_file(folder / WHOLE_FILES[0])
+    check_same_tensors(found, expected, folder)
+    lines = [f"all {len(found)} tensors, bit by bit, with the artifact's"]
+    return [*lines, *check_eagle(source, options, [name for name in READERS if name != "llama.cpp"])]
+
+
+def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
+    return {"layers": ", ".join(map(str, load_eagle(folder).layers)), "tokens": steps_of(source, options)}
+
+
+EAGLE_FORMAT = Format(
+    "eagle3",
+    "heads",
+    "EAGLE-3 heads, whose config says to each engine which layers they read",
+    "vLLM 0.33 (eagle3), SGLang 0.5.23 (EAGLE3)",
+    _write,
+    _compare,
+    _values,
+    ("target", "speculative_tokens"),
+    native=True,
+)
