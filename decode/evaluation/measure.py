@@ -1,4 +1,4 @@
-"""Methods measured side by side: the same prompts, one process, runs interleaved; the clock is read here.
+"""Interleaved measurement of methods on the same prompts in one process.
 
 Shape letters: B batch.
 """
@@ -30,18 +30,16 @@ from .profile import FirstStep, StepProfile, synchronise
 BASELINE = "autoregressive"
 REFERENCE = "transformers"
 PROFILED = 3
-"""Prompts that are decoded once more to see where the time of a step goes, and again and again to count joules."""
+"""Number of prompts that are decoded again to profile steps and to count energy."""
 STEADY = 1.25
-"""Rows whose `Run.slowdown` exceeds this are unsteady. Undisturbed rows lie at 1.03 to 1.10 (quickstart's ten rows on
-two cores, in turn with other work: eight of them there, the two that the other work fell upon at 1.6 and 1.9)."""
-_JUDGED = 4
-"""Prompts that a quartile needs."""
+"""Largest `Run.slowdown` of a steady row; undisturbed rows are at 1.03 to 1.10."""
+_MIN_PROMPTS = 4  # for a quartile
 _Job = Callable[[int, Sequence[Sequence[int]], Limits], list["Decoded"]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method with its settings, as one row of the table."""
+    """Method with its settings: one row of the table."""
 
     label: str
     method: str
@@ -50,18 +48,17 @@ class Entry:
 
 
 class Decoded(NamedTuple):
-    """One prompt decoded."""
+    """Tokens, counts and times of one prompt."""
 
     ids: list[int]
     tally: Tally
     seconds: float
-    """Of the whole."""
     reading: float
-    """Of them, those before the first step. 0: not known."""
+    """Seconds before the first step (prefill); 0 if unknown."""
 
 
 class RunKey(NamedTuple):
-    """One run of an evaluation: which entry, which prompt, which time."""
+    """Entry, prompt and repeat of one run."""
 
     label: str
     prompt: int
@@ -70,15 +67,15 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What one entry did: by prompt, every time that it was decoded; tokens and counts are those of the first."""
+    """Runs of one entry by prompt. Tokens and counts are those of the first repeat."""
 
     by_prompt: list[list[Decoded]]
     groups: Sequence[int] = ()
-    """By prompt, which of them were decoded together; each has the same share of the time. Empty: none were."""
+    """Batch of each prompt, whose time its prompts share equally; empty if prompts were decoded one by one."""
 
     @property
     def ids(self) -> list[list[int]]:
-        """Tokens of each prompt."""
+        """New tokens of each prompt."""
         return [runs[0].ids for runs in self.by_prompt]
 
     @property
@@ -86,61 +83,57 @@ class Run:
         """Counts of each prompt."""
         return [runs[0].tally for runs in self.by_prompt]
 
-    def only(self, prompts: Sequence[int]) -> Run:
-        """These prompts alone."""
+    def select(self, prompts: Sequence[int]) -> Run:
+        """Return the runs of these prompts."""
         return Run(
             [self.by_prompt[prompt] for prompt in prompts],
             [self.groups[prompt] for prompt in prompts] if self.groups else (),
         )
 
-    def together(self, values: Sequence[float]) -> list[float]:
-        """Sums of what prompts have over those that were decoded together."""
-        return [float(sum(some)) for some in self._grouped(values)]
-
-    def _grouped(self, values: Sequence[float]) -> list[list[float]]:
+    def by_batch(self, values: Sequence[float]) -> list[list[float]]:
+        """Group values of prompts by batch."""
         found: dict[int, list[float]] = {}
         for group, value in zip(self.groups or range(len(values)), values, strict=True):
             found.setdefault(group, []).append(value)
         return list(found.values())
 
     def median_seconds(self) -> list[float]:
-        """Seconds of each prompt."""
+        """Return the median seconds of each prompt."""
         return [statistics.median(run.seconds for run in runs) for runs in self.by_prompt]
 
     def stepping_seconds(self) -> list[float]:
-        """The same of the steps alone."""
+        """Return the same without prefill."""
         return [statistics.median(run.seconds - run.reading for run in runs) for runs in self.by_prompt]
 
     def stepping_rate(self) -> float:
-        """Tokens per second of the steps alone."""
+        """Return tokens per second without prefill."""
         return sum(len(ids) for ids in self.ids) / sum(self.stepping_seconds())
 
     def slowdown(self) -> float | None:
-        """How much longer the steps took than undisturbed ones, as far as the runs tell: something else running on the
-        machine only ever makes a run longer, and not all alike.
+        """Return the time of the steps over an estimate of their undisturbed time; None if there are too few prompts.
 
-        Runs of one prompt do the same work: the median of each prompt's over its fastest. Where each prompt was decoded
-        once, steps are taken to be alike: over as many at the lower quartile of a step's time; None for a few prompts.
+        Other work on the machine only makes runs longer, and not all alike. With several repeats the undisturbed time
+        is the fastest of each batch, otherwise the lower quartile of the time per step.
         """
         runs = zip(*([run.seconds - run.reading for run in each] for each in self.by_prompt), strict=True)
-        times = list(zip(*(self.together(each) for each in runs), strict=True))
+        times = list(zip(*(map(sum, self.by_batch(each)) for each in runs), strict=True))
         if len(times[0]) > 1:
             undisturbed = sum(map(min, times))
-        elif len(times) < _JUDGED:
+        elif len(times) < _MIN_PROMPTS:
             return None
         else:
-            steps = [max(some) for some in self._grouped([tally.rounds for tally in self.tallies])]
+            steps = [max(some) for some in self.by_batch([tally.rounds for tally in self.tallies])]
             each = [seconds / count for (seconds,), count in zip(times, steps, strict=True)]
             undisturbed = float(np.quantile(each, 0.25)) * sum(steps)
         return sum(self.stepping_seconds()) / undisturbed
 
     def unsteady(self) -> bool:
-        """Whether the times are known to be disturbed."""
+        """Return whether other work disturbed the times."""
         return (self.slowdown() or 1.0) > STEADY
 
 
-def steady(run: Run, base: Run) -> bool | None:
-    """Whether the times of an entry and of its baseline are; None: not known of both."""
+def are_steady(run: Run, base: Run) -> bool | None:
+    """Return whether the times of an entry and its baseline are steady; None if unknown."""
     if run.unsteady() or base.unsteady():
         return False
     return None if None in (run.slowdown(), base.slowdown()) else True
@@ -155,7 +148,7 @@ def decode(
     limits: Limits,
     profile: StepProfile | None = None,
 ) -> Decoded:
-    """One prompt with one method."""
+    """Decode one prompt with one method."""
     return decode_together(target, method, sampling, seed, [prompt], limits, profile)[0]
 
 
@@ -168,7 +161,7 @@ def decode_together(
     limits: Limits,
     profile: StepProfile | None = None,
 ) -> list[Decoded]:
-    """Prompts in one batch, each with the same share of the time; prompt b draws from seed + b."""
+    """Decode prompts in one batch, which share its time equally; prompt b draws from seed + b."""
     ids: list[list[int]] = [[] for _ in prompts]
     tallies = [Tally() for _ in prompts]
     synchronise(target)
@@ -184,36 +177,6 @@ def decode_together(
     return [Decoded(*text, seconds, reading) for text in zip(ids, tallies, strict=True)]
 
 
-class DecodedTexts(NamedTuple):
-    """Texts decoded in one batch, and their counts."""
-
-    texts: list[list[int]]
-    rejections_B: np.ndarray
-    """float64 [B]; of drafts whose replacement is in the text: one that the limit cut off is not counted."""
-    tally: list[Tally]
-
-
-def decode_side_by_side(
-    target: LanguageModel,
-    method: Method,
-    prompts: Sequence[Sequence[int]],
-    limits: Limits,
-    sampling: Sampling,
-    rng: Rng,
-) -> DecodedTexts:
-    """Decode all prompts in one batch, and count rejections as arXiv 2411.00841 does."""
-    rejections_B = np.zeros(len(prompts))
-    texts: list[list[int]] = [[] for _ in prompts]
-    tallies = [Tally() for _ in prompts]
-    for step in generate(target, *method, prompts, limits, sampling, rng):
-        kept_B = np.array([len(ids) for ids in step.new_ids])
-        rejections_B += step.active & step.rejected & (kept_B == step.accepted + 1)
-        for row, new in enumerate(step.new_ids):
-            texts[row] += new
-            tallies[row].add_step(step, row)
-    return DecodedTexts(texts, rejections_B, tallies)
-
-
 def sample_texts(
     target: LanguageModel,
     prompts: Sequence[Sequence[int]],
@@ -224,7 +187,7 @@ def sample_texts(
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """The target's own continuation of each prompt, decoded plainly; prompt b draws from seed + b."""
+    """Return the target's own continuation of each prompt; prompt b draws from seed + b."""
     texts: list[list[int]] = []
     method = build_method(BASELINE, Parts(), sampling)
     for first in range(0, len(prompts), batch):
@@ -238,7 +201,7 @@ def sample_texts(
 
 
 def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:
-    """One prompt with `transformers.generate`, greedily."""
+    """Decode one prompt greedily with `transformers.generate`."""
     ids = torch.tensor([list(prompt)], device=model.device)
     start = time.perf_counter()
     with torch.inference_mode():
@@ -272,16 +235,15 @@ def measure(
     on_run: Callable[[RunKey, Decoded], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Run]:
-    """Decode every prompt with every entry, `repeats` times, in an order that changes from prompt to prompt (see
-    `turn`); then entries whose times are unsteady once more, in turn with their baselines, `again` times at most.
-    Returns runs by label.
+    """Decode every prompt with every entry `repeats` times, and return the runs by label.
 
-    A prompt's tokens are drawn by `seed` and its index alone: each repeat writes the same.
+    The order changes from prompt to prompt (`turn`). Entries with unsteady times are repeated, with their baselines, at
+    most `again` times. The tokens of a prompt depend on the seed and its index only: each repeat writes the same.
 
     Args:
-        reference: a transformers model, run greedily by prompt as one more row where an entry is greedy.
-        batch: prompts decoded together.
-        finished: runs of an interrupted evaluation; they are not done again. `on_run` gets every other.
+        reference: Transformers model; decodes greedily as one more row if an entry is greedy.
+        batch: Number of prompts decoded together.
+        finished: Runs of an interrupted evaluation, which are not repeated; `on_run` receives every other run.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
     first = warm_ups(prompts, limits, target.device.type, target.supports_any_length)
@@ -289,8 +251,9 @@ def measure(
     keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), batch, repeat)]
 
     def runs() -> dict[str, Run]:
-        """All of `keys`, done if they are not yet."""
-        left = _first_of_batches(keys, done, batch)
+        """Do what is left of `keys`, and return all runs."""
+        missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
+        left = [key for key in keys if key in missing]  # the first key of each batch that is not complete
         for label in dict.fromkeys(key.label for key in left):
             for rows, (prompt, until) in itertools.product(sizes, first):
                 jobs[label](0, [prompt] * rows, until)
@@ -318,20 +281,17 @@ def measure(
 def warm_ups(
     prompts: Sequence[Sequence[int]], limits: Limits, device: str, supports_any_length: bool = False
 ) -> list[tuple[Sequence[int], Limits]]:
-    """What is decoded before anything is timed: on a GPU a prompt of each length that graphs tell apart, to its end, so
-    that none is captured while a clock runs, and the longest first, whose cache then serves them all."""
+    """Return the prompts and limits to decode before timing starts.
+
+    On a GPU these are a prompt of each length that needs a graph of its own, decoded to the limit so that no graph is
+    captured during measurement, and the longest first, whose cache then serves all.
+    """
     if device == "cpu":
         return [(prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))]
     if supports_any_length:
         return [(max(prompts, key=len), Limits(limits.max_new_tokens))]
     by_length = {round_up(len(prompt), STRIDE): prompt for prompt in sorted(prompts, key=len)}
     return [(prompt, Limits(limits.max_new_tokens)) for prompt in reversed(by_length.values())]
-
-
-def _first_of_batches(keys: Sequence[RunKey], done: Mapping[RunKey, Decoded], batch: int) -> list[RunKey]:
-    """The first run of each batch of which not all is done."""
-    missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
-    return [key for key in keys if key in missing]
 
 
 def _by_label(
@@ -346,14 +306,14 @@ def _by_label(
 
 
 def _unsteady(entries: Sequence[Entry], runs: Mapping[str, Run]) -> list[str]:
-    """Entries of unsteady times, and what they are compared with."""
+    """Return the labels of entries with unsteady times, and of their baselines."""
     unsteady = [entry for entry in entries if runs[entry.label].unsteady()]
     ways = [entry.sampling for entry in unsteady]
     return [each.label for each in entries if each in unsteady or (each.method == BASELINE and each.sampling in ways)]
 
 
 def _round(labels: Sequence[str], prompts: int, batch: int, repeat: int) -> list[RunKey]:
-    """Every prompt once with every label, those of a batch one after the other."""
+    """Return the keys of one repeat, with the prompts of a batch in succession."""
     together = [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]
     orders = [turn(len(labels), repeat * len(together) + number) for number in range(len(together))]
     pairs = zip(together, orders, strict=True)
@@ -361,7 +321,7 @@ def _round(labels: Sequence[str], prompts: int, batch: int, repeat: int) -> list
 
 
 def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int) -> dict[str, _Job]:
-    """What decodes prompts together, given the first one's index, by label."""
+    """Return functions by label that decode a batch, given the index of its first prompt."""
 
     def job(method: Method, sampling: Sampling) -> _Job:
         return lambda index, prompts, limits: decode_together(target, method, sampling, seed + index, prompts, limits)
@@ -376,8 +336,8 @@ def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], referen
 
 
 def turn(count: int, number: int) -> list[int]:
-    """The order of `count` jobs at turn `number`, of which each follows every other equally often over `count` turns,
-    or twice as many where `count` is odd (Williams 1949, designs balanced for what was done just before)."""
+    """Return the order of `count` jobs at turn `number`, in which each job follows every other equally often over
+    `count` turns, or twice as many if `count` is odd (Williams 1949)."""
     zigzag = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
     order = [(step + number) % count for step in zigzag]
     return order[::-1] if count % 2 and number // count % 2 else order
@@ -392,10 +352,7 @@ def profile_steps(
     seed: int = 0,
     batch: int = 1,
 ) -> StepProfile:
-    """Where the time of a step goes, over the first prompts, or the first batch of them, decoded once more.
-
-    Measured runs read no clock within a step; these are for this alone.
-    """
+    """Decode the first prompts, or their batches, again and time the phases of their steps."""
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
     whole = StepProfile(target.device)
     for first in range(0, min(PROFILED, len(prompts)), batch):
@@ -418,8 +375,8 @@ def energy_of(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Energy:
-    """Joules a token of an entry: the first prompts decoded over and over, their reading included, in whole rounds.
-    Raises CounterError: the counter failed."""
+    """Count the joules per token of an entry over repeated decoding of the first prompts, prefill included. Raises
+    CounterError: the counter failed."""
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
 
     def decode_all() -> float:
@@ -435,8 +392,7 @@ def energy_of(
 def check_capacity(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], prompts: Mapping[str, Sequence[int]], limits: Limits
 ) -> None:
-    """Refuse a prompt that leaves no positions for its answer, of the target or of a drafter that some row runs. Raises
-    ValueError: the tightest row is named."""
+    """Raise ValueError if the longest prompt and its answer exceed the positions of the target or a row's drafter."""
     found = []
     for entry in entries:
         proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
@@ -455,7 +411,7 @@ def check_capacity(
 
 
 def devices_of(target: LanguageModel, parts: Parts) -> list[torch.device]:
-    """Where a target and its parts lie, each device once."""
+    """Return the devices of a target and its parts."""
     models = [target, *filter(None, (parts.drafter, *parts.more_drafters))]
     found = [device for model in models for device in (model.device, *(model.layer_devices or ()))]
     if isinstance(parts.heads, nn.Module):

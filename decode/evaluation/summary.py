@@ -1,4 +1,4 @@
-"""From runs to rows: what `results.json` says of each method, as a whole, by category and by prompt."""
+"""Rows of `results.json` from runs: metrics of each method over all prompts, by category and by prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..engine import Limits
 from ..methods import Parts, build_method
 from ..models.base import LanguageModel
 from .energy import Energy
-from .measure import BASELINE, REFERENCE, Entry, Run, profile_steps, steady
+from .measure import BASELINE, REFERENCE, Entry, Run, are_steady, profile_steps
 from .metrics import impossible, speedup_interval, tokens_per_step_interval, total
 from .profile import StepFlops, drafting_cost, measured_flops
 from .quality import nearly_tied, perplexity_of, rouge_l, self_consistency, surprisal
@@ -20,7 +20,7 @@ from .quality import nearly_tied, perplexity_of, rouge_l, self_consistency, surp
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """A prompt, and what is known of it beside its tokens."""
+    """Prompt with its name, category and reference answers."""
 
     ids: Sequence[int]
     name: str = ""
@@ -30,45 +30,42 @@ class EvalPrompt:
 
 @dataclass
 class Summary:
-    """What an evaluation comes to."""
+    """Rows and errors of an evaluation."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    """What is wrong with entries whose measurements cannot be true: an error of the report each, not a row of it."""
+    """Entries whose measurements cannot be true; they have no row."""
     broken: list[str] = field(default_factory=list)
-    """Lossless methods that did not write what greedy decoding writes, near-ties apart."""
+    """Lossless methods whose text differs from greedy decoding's by more than near-ties."""
     same: list[int] | None = None
-    """How many prompts `transformers.generate` decodes to greedy decoding's tokens, and of how many; None: not run."""
-
-
-@dataclass
-class _Quality:
-    """Of one entry's texts, by prompt."""
-
-    nats: list[float]
-    rouge: list[float | None]
-    consistency: list[float | None]
+    """[prompts, of how many] that `transformers.generate` decodes to greedy decoding's tokens; None: not run."""
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Of one entry's steps."""
+class _Entry:
+    """Entry with its runs, its baseline, the quality of its texts by prompt, and the costs of its steps."""
 
+    entry: Entry
+    run: Run
+    base: Run
+    nats: list[float]
+    rouge: list[float | None]
+    consistency: list[float | None]
     flops: StepFlops
     drafting: float
-    """A proposal's forwards in isolation, over a one-token forward of the target."""
-    forwards: float
-    """The share of their time that forwards of target, drafter and heads take, the median step's."""
+    """Time of a proposal's forwards in isolation over a one-token forward of the target."""
+    share: float
+    """Median share of a step's time that forwards of target, drafter and heads take."""
 
 
 @dataclass(frozen=True)
 class Summariser:
-    """Makes rows of runs.
+    """Builder of rows from runs.
 
     Args:
-        limits, seed, batch: those of the runs, for what is decoded once more (see `measure.profile_steps`).
-        text_of: decodes token ids, for ROUGE-L; None leaves it out.
-        energies: joules a token by label, where they were counted.
+        limits, seed, batch: Those of the runs; prompts are decoded again to profile steps.
+        text_of: Decoder of token ids, for ROUGE-L; None leaves it out.
+        energies: Joules per token by label, where they were counted.
     """
 
     target: LanguageModel
@@ -82,8 +79,8 @@ class Summariser:
     batch: int = 1
 
     def summarise(self, entries: Sequence[Entry], progress: Callable[[int, int, str], None] | None = None) -> Summary:
-        """A row an entry, with the metric names of `metrics.py`. Raises ValueError without an autoregressive entry to
-        compare with, of the same warping."""
+        """Return a row for each entry. Raises ValueError: an entry without an autoregressive one of the same sampling
+        settings."""
         bases = {entry.sampling: self.runs[entry.label] for entry in entries if entry.method == BASELINE}
         greedy = next((run for sampling, run in bases.items() if sampling.greedy), None)
         summary = Summary()
@@ -116,24 +113,34 @@ class Summariser:
         nodes, context = counts.nodes / max(1, counts.rounds), round(statistics.mean(lengths))
         profile = profile_steps(self.target, self.parts, entry, prompts, self.limits, self.seed, self.batch)
         drafting, forwards = drafting_cost(self.target, method, nodes, context)
-        flops = measured_flops(self.target, method, nodes, context)
-        step = _Step(flops, drafting, statistics.median(profile.shares))
-        quality = _Quality(
-            [surprisal(self.target, prompt, ids) for prompt, ids in zip(prompts, run.ids, strict=True)],
-            [
+        known = _Entry(
+            entry,
+            run,
+            base,
+            nats=[surprisal(self.target, prompt, ids) for prompt, ids in zip(prompts, run.ids, strict=True)],
+            rouge=[
                 rouge_l(self.text_of(ids), prompt.references) if self.text_of and prompt.references else None
                 for prompt, ids in zip(self.asked, run.ids, strict=True)
             ],
-            [self_consistency(ids, greedy.ids[index]) if greedy else None for index, ids in enumerate(run.ids)],
+            consistency=[self_consistency(ids, greedy.ids[i]) if greedy else None for i, ids in enumerate(run.ids)],
+            flops=measured_flops(self.target, method, nodes, context),
+            drafting=drafting,
+            share=statistics.median(profile.shares),
         )
-        row: dict[str, Any] = {"label": entry.label, "method": entry.method, "options": entry.options}
-        row |= {"temperature": entry.sampling.temperature, "lossless": method.verifier.lossless}
-        chosen, joules = range(len(self.asked)), self.energies.get(entry.label)
-        row |= self._measured(entry, chosen, base, quality, step)
-        row |= {
+        joules = self.energies.get(entry.label)
+        groups: dict[str, list[int]] = {}
+        for index, prompt in enumerate(self.asked):
+            groups.setdefault(prompt.category, []).append(index)
+        return {
+            "label": entry.label,
+            "method": entry.method,
+            "options": entry.options,
+            "temperature": entry.sampling.temperature,
+            "lossless": method.verifier.lossless,
+            **self._metrics(known, range(len(self.asked))),
             "runs": len(run.by_prompt[0]),
             "slowdown": run.slowdown(),
-            "steady": steady(run, base),
+            "steady": are_steady(run, base),
             "near_ties": 0 if entry.sampling.greedy and method.verifier.lossless else None,
             "cost_ratio": drafting / forwards if forwards else None,
             "phases_us": profile.summary(),
@@ -141,59 +148,54 @@ class Summariser:
             "joules_per_token": joules.joules if joules else None,
             "energy_source": joules.source if joules else None,
             "energy": asdict(joules) if joules else None,
+            "by_category": {
+                name: {"prompts": len(group)} | self._metrics(known, group) for name, group in groups.items()
+            },
+            "by_prompt": [self._prompt_row(known, index) for index in range(len(self.asked))],
         }
-        groups: dict[str, list[int]] = {}
-        for index, prompt in enumerate(self.asked):
-            groups.setdefault(prompt.category, []).append(index)
-        row["by_category"] = {
-            name: {"prompts": len(group)} | self._measured(entry, group, base, quality, step)
-            for name, group in groups.items()
-        }
-        row["by_prompt"] = [self._of_prompt(entry, index, base, quality) for index in chosen]
-        return row
 
-    def _measured(
-        self, entry: Entry, chosen: Sequence[int], base: Run, quality: _Quality, step: _Step
-    ) -> dict[str, Any]:
-        """The metrics of some prompts: of all, or of a category."""
-        run, base = self.runs[entry.label].only(chosen), base.only(chosen)
-        counts = total(run.tallies)
-        part: dict[str, Any] = counts.metrics()
-        part["tokens_per_step_interval"] = tokens_per_step_interval(run.tallies)
-        part |= _speeds(run, base)
-        reference = self.runs.get(REFERENCE) if entry.sampling.greedy else None
-        part["speedup_over_transformers"] = _speeds(run, reference.only(chosen))["speedup"] if reference else None
-        part["identical_to_greedy"] = identical(run, base) if entry.sampling.greedy else None
-        part |= _bounds(part["speedup"], run, step.forwards)
-        part["ideal"] = counts.tokens / counts.rounds / (1 + step.drafting)
-        part["flops_per_token"] = step.flops.per_token(counts.tokens / counts.rounds)
-        part["perplexity"] = perplexity_of([quality.nats[index] for index in chosen], map(len, run.ids))
-        part["rouge_l"] = _mean([quality.rouge[index] for index in chosen])
-        part["self_consistency"] = _mean([quality.consistency[index] for index in chosen])
-        return part
-
-    def _of_prompt(self, entry: Entry, index: int, base: Run, quality: _Quality) -> dict[str, Any]:
-        run, asked = self.runs[entry.label], self.asked[index]
-        tally, seconds = run.tallies[index], run.median_seconds()[index]
-        rates, theirs = tally.metrics(), base.median_seconds()[index]
+    def _metrics(self, known: _Entry, chosen: Sequence[int]) -> dict[str, Any]:
+        """Return the metrics over all prompts, or over those of a category."""
+        run, base = known.run.select(chosen), known.base.select(chosen)
+        counts, greedy = total(run.tallies), known.entry.sampling.greedy
+        reference = self.runs.get(REFERENCE) if greedy else None
+        speeds = _speeds(run, base)
+        # The bound is the speedup if steps took no longer than their forwards, a share of the very time that the
+        # speedup is of: the speedup cannot exceed it.
+        efficiency = 1 - (1 - known.share) * sum(run.stepping_seconds()) / sum(run.median_seconds())
         return {
-            "prompt": asked.name,
-            "category": asked.category,
-            "tokens": tally.tokens,
-            "steps": tally.steps,
-            "accepted": tally.accepted,
-            "examined": tally.examined,
+            **counts.metrics(),
+            "tokens_per_step_interval": tokens_per_step_interval(run.tallies),
+            **speeds,
+            "speedup_over_transformers": _speeds(run, reference.select(chosen))["speedup"] if reference else None,
+            "identical_to_greedy": identical(run, base) if greedy else None,
+            "bound": speeds["speedup"] / efficiency,
+            "efficiency": efficiency,
+            "ideal": counts.tokens / counts.rounds / (1 + known.drafting),
+            "flops_per_token": known.flops.per_token(counts.tokens / counts.rounds),
+            "perplexity": perplexity_of([known.nats[index] for index in chosen], map(len, run.ids)),
+            "rouge_l": _mean([known.rouge[index] for index in chosen]),
+            "self_consistency": _mean([known.consistency[index] for index in chosen]),
+        }
+
+    def _prompt_row(self, known: _Entry, index: int) -> dict[str, Any]:
+        tally, seconds = known.run.tallies[index], known.run.median_seconds()[index]
+        rates, base = tally.metrics(), known.base
+        return {
+            "prompt": self.asked[index].name,
+            "category": self.asked[index].category,
+            **{name: getattr(tally, name) for name in ("tokens", "steps", "accepted", "examined")},
             "seconds": seconds,
             "tokens_per_step": rates["tokens_per_step"],
             "acceptance_rate": rates["acceptance_rate"],
-            "speedup": (tally.tokens / seconds) / (len(base.ids[index]) / theirs),
-            "perplexity": perplexity_of([quality.nats[index]], [tally.tokens]),
-            "rouge_l": quality.rouge[index],
-            "self_consistency": quality.consistency[index],
+            "speedup": (tally.tokens / seconds) / (len(base.ids[index]) / base.median_seconds()[index]),
+            "perplexity": perplexity_of([known.nats[index]], [tally.tokens]),
+            "rouge_l": known.rouge[index],
+            "self_consistency": known.consistency[index],
         }
 
     def _check_text(self, entry: Entry, row: dict[str, Any], base: Run, summary: Summary) -> str | None:
-        """Compare a lossless greedy method's text with greedy decoding's; every entry's text with its counts."""
+        """Return why an entry's text cannot be true: its counts or, of a lossless method, greedy decoding disagree."""
         run = self.runs[entry.label]
         for index, (ids, tally) in enumerate(zip(run.ids, run.tallies, strict=True)):
             if len(ids) != tally.tokens:
@@ -225,33 +227,28 @@ class Summariser:
 
 
 def identical(run: Run, base: Run) -> list[int]:
-    """How many prompts gave exactly the baseline's tokens, and of how many."""
+    """Return how many prompts gave exactly the baseline's tokens, and of how many."""
     return [sum(mine == theirs for mine, theirs in zip(run.ids, base.ids, strict=True)), len(base.ids)]
 
 
 def _speeds(run: Run, base: Run) -> dict[str, Any]:
-    seconds, tokens = run.median_seconds(), [len(ids) for ids in run.ids]
-    mine, theirs = (
-        (each.together([len(ids) for ids in each.ids]), each.together(each.median_seconds())) for each in (run, base)
-    )
-    speedup, interval = speedup_interval(*mine, *theirs)
+    seconds, tokens = sum(run.median_seconds()), sum(map(len, run.ids))
+    speedup, interval = speedup_interval(*_by_batch(run), *_by_batch(base))
     return {
-        "tokens": sum(tokens),
-        "seconds": sum(seconds),
-        "tokens_per_second": sum(tokens) / sum(seconds),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
         "speedup": speedup,
         "speedup_interval": interval,
     }
 
 
-def _bounds(speedup: float, run: Run, forwards: float) -> dict[str, float]:
-    """What the speedup would be if steps took no longer than their forwards, that share of them, did within them: as a
-    part of the very time that the speedup is of, they leave it no way to lie above."""
-    efficiency = 1 - (1 - forwards) * sum(run.stepping_seconds()) / sum(run.median_seconds())
-    return {"bound": speedup / efficiency, "efficiency": efficiency}
+def _by_batch(run: Run) -> tuple[list[float], list[float]]:
+    """Return tokens and seconds of each batch."""
+    tokens, seconds = [float(len(ids)) for ids in run.ids], run.median_seconds()
+    return [sum(each) for each in run.by_batch(tokens)], [sum(each) for each in run.by_batch(seconds)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of those that there are."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None

@@ -15,8 +15,7 @@ from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode_side_by_side
+from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.evaluation.quality import perplexity
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
@@ -54,7 +53,7 @@ class Pair:
         for first in range(0, len(self.prompts), batch):
             prompts = self.prompts[first : first + batch]
             rng = Rng.for_rows(first, len(prompts))
-            output += decode_side_by_side(self.target, method, prompts, self.limits, sampling, rng).texts
+            output += decode_texts(self.target, *method, prompts, self.limits, sampling, rng)
         return output
 
 

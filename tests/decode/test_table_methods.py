@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode_side_by_side
+from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
@@ -57,7 +56,7 @@ def test_greedy_output_is_the_targets_own(
         for options in ([{"add_k": add_k} for add_k in ADD_K] if name != "unigram" else [{}])
     ]
     plain, *outputs = (
-        decode_side_by_side(target, one, PROMPTS, Limits(16), sampling, Rng.for_rows(0, len(PROMPTS))).texts
+        decode_texts(target, *one, PROMPTS, Limits(16), sampling, Rng.for_rows(0, len(PROMPTS)))
         for one in (build_method("autoregressive", Parts(), sampling), *methods)
     )
     assert outputs == [plain] * len(methods)
@@ -75,7 +74,7 @@ def test_sampled_output_follows_the_target(
     rows, sampling = 8000, Sampling(1.0)
     built = build_method("bigram", Parts(table=table), sampling, gamma=1, add_k=add_k)
     target, stream = make_markov(chain_VV[None]), make_stream(7, rows)
-    output = decode_side_by_side(target, built, [[1]] * rows, Limits(2), sampling, stream).texts
+    output = decode_texts(target, *built, [[1]] * rows, Limits(2), sampling, stream)
     counts_VV = np.zeros((VOCAB, VOCAB))
     np.add.at(counts_VV, tuple(np.array(output).T), 1)
     wanted_VV = (chain_VV[1][:, None] * chain_VV).numpy() * rows

@@ -17,8 +17,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import method
 from draftsmith.decode.custom_generate import method as drop_in
-from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode_side_by_side
+from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
 from draftsmith.decode.models.final_norm import final_norm, norm_input
@@ -110,7 +109,7 @@ def run(target: LanguageModel, name: str, parts: Parts, temperature: float = 0.0
     sampling = Sampling(temperature)
     rng = Rng.for_rows(3, len(PROMPTS), target.device)
     chosen = build_method(name, parts, sampling, **options)
-    return decode_side_by_side(target, chosen, PROMPTS, Limits(20), sampling, rng).texts
+    return decode_texts(target, *chosen, PROMPTS, Limits(20), sampling, rng)
 
 
 @pytest.mark.parametrize(("family", "fast"), SCORERS)

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.evaluation.measure import decode_side_by_side
+from draftsmith.decode.engine import Limits, decode_texts, generate
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
 from draftsmith.decode.models.graphs import GraphedModel
@@ -139,7 +138,7 @@ def run(
 ) -> list[list[int]]:
     method = build_method(name, parts, sampling, **options)
     rng = Rng.for_rows(3, len(prompts), target.device)
-    return decode_side_by_side(target, method, prompts, Limits(30), sampling, rng).texts
+    return decode_texts(target, *method, prompts, Limits(30), sampling, rng)
 
 
 @pytest.mark.parametrize("states", ["after-norm", "before-norm"])

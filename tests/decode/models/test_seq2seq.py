@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.engine import Limits, Step, generate
-from draftsmith.decode.evaluation.measure import decode_side_by_side
+from draftsmith.decode.engine import Limits, Step, decode_texts, generate
 from draftsmith.decode.methods import METHODS, Parts, build_method, method_config, method_variants
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import load_model, wrap_model
@@ -205,7 +204,7 @@ def sample(name: str, options: dict[str, object]) -> tuple[PreTrainedModel, list
     method = build_method(name, Parts(drafter=wrap_model(drafter)), Sampling(1.0), **options)
     rows = [PAIR[row % 2] for row in range(6_000)]
     rng = Rng.for_rows(0, len(rows))
-    return model, decode_side_by_side(wrap_model(model), method, rows, Limits(3), Sampling(1.0), rng).texts
+    return model, decode_texts(wrap_model(model), *method, rows, Limits(3), Sampling(1.0), rng)
 
 
 PAIR = [[0, 1, 2, 4], [3]]
