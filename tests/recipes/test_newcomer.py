@@ -15,7 +15,7 @@ from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 README = Path(__file__).resolve().parents[2] / "README.md"
-HEADING = "## From nothing to served\n"
+HEADING = "## From training to serving\n"
 MODEL = (
     "{}.model.config.vocab_size=400", "{}.model.config.hidden_size=32", "{}.model.config.intermediate_size=64",
     "{}.model.config.num_attention_heads=2", "{}.model.config.num_key_value_heads=2",
