@@ -19,7 +19,6 @@ from common import LLAMA, SHARED, VICUNA, finish, parser_of
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.training import DrafterRecipe
-from draftsmith.train.loop.curve import fit_curve
 
 SHAPE_68M = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
 SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
@@ -57,12 +56,7 @@ def main() -> None:
     for point in points:
         shares = f"{point['top1_accuracy']:7.1%} {point['top5_accuracy']:7.1%}"
         print(f"{point['tokens']:10,} {shares} {point['heldout_loss']:7.3f}")
-    fitted = fit_curve([p["tokens"] for p in points], [p["top1_accuracy"] for p in points])
-    found: dict[str, Any] = {"shape": shape, "steps": steps, "curve": points}
-    if fitted is not None:
-        print(f"as many tokens again: {fitted.gain:+.1%} top-1 by the fitted curve (error {fitted.error:.2%})")
-        found["top1_gain_by_doubling"] = fitted.gain
-    finish(found)
+    finish({"shape": shape, "steps": steps, "curve": points})
 
 
 if __name__ == "__main__":

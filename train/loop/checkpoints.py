@@ -55,8 +55,6 @@ class StateFolder:
         self._keep = keep
         self.evaluations: dict[int, dict[str, float]] = {}
         """What was measured, by step."""
-        self.tokens_at: dict[int, int] = {}
-        """Tokens seen until then."""
         self._logged = 0  # lines
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
@@ -84,7 +82,7 @@ class StateFolder:
         position = from_main(self._accelerator, open_folder)
         for line in _read_lines(self.history):
             if "evaluation" in line:
-                self.evaluations[line["step"]], self.tokens_at[line["step"]] = line["evaluation"], line["tokens"]
+                self.evaluations[line["step"]] = line["evaluation"]
         return position
 
     def attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -152,7 +150,7 @@ class StateFolder:
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
         """Append what was measured after `step` steps and so many tokens."""
-        self.evaluations[step], self.tokens_at[step] = dict(metrics), tokens
+        self.evaluations[step] = dict(metrics)
         self.log({"step": step, "tokens": tokens, "evaluation": dict(metrics)})
 
     def losses(self) -> list[float]:

@@ -26,7 +26,6 @@ from ..parallel.interrupts import Interrupted, StopSignals, TrainingError, is_ou
 from ..parallel.processes import from_main, together
 from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
-from .curve import fit_curve
 from .optimizer import fixed_order, learning_rates, make_optimizer
 from .progress import Report, peak_flops, peak_memory
 
@@ -93,9 +92,6 @@ class FitResult:
     """Of the evaluation of the weights that were kept."""
     kept_step: int
     """The step whose weights were kept: the last, unless `keep_best` found a better one."""
-    extrapolation: dict[str, float] | None
-    """Of `keep_best`'s metric: `now`, and what as many tokens again would add by the fitted curve (`gain`), with the
-    curve's own `error`; None where there are too few evaluations."""
     tokens: int
     """Seen, untrained ones included, padding not."""
     seconds: float
@@ -413,24 +409,7 @@ class _Run:
         report.line(f"{self.title}: {found}: the weights of step {step} are kept")
         return step
 
-    def _extrapolation(self, report: Report) -> dict[str, float] | None:
-        name = self.config.keep_best
-        points = [
-            (self.state.tokens_at[step], metrics[name])
-            for step, metrics in sorted(self.state.evaluations.items())
-            if name is not None and name in metrics
-        ]
-        curve = fit_curve([x for x, _ in points], [y for _, y in points])
-        if curve is None:
-            return None
-        report.line(
-            f"{self.title}: {name} {curve.now:.4g} after {points[-1][0]:,} tokens; by a curve through "
-            f"{curve.points} evaluations (error {curve.error:.2g}) as many again add {curve.gain:.2g}"
-        )
-        return {"now": curve.now, "gain": curve.gain, "error": curve.error}
-
     def _result(self, position: Position, report: Report) -> FitResult:
-        extrapolation = self._extrapolation(report)
         kept = self._keep_best(position, report)
         self.accelerator.wait_for_everyone()  # the log is the main process's
         losses = self.state.losses()
@@ -441,7 +420,6 @@ class _Run:
             last_loss=sum(tail) / len(tail) if tail else math.nan,
             metrics=self.state.evaluations.get(kept, {}),
             kept_step=kept,
-            extrapolation=extrapolation,
             tokens=position.tokens,
             seconds=position.seconds,
             history=self.state.history,

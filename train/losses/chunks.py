@@ -1,22 +1,26 @@
-"""Logits chunk by chunk: of what is trained (the "drafter"), and what a teacher says at the same positions.
+"""Projection, objective and gradient of many positions in one pass, chunk by chunk.
 
-Letters: X flattened positions, C positions of a chunk, R rows of a block (a part of a chunk), D hidden of the drafter,
-E hidden of the teacher, V vocabulary, K tokens that a top-k teacher names, F events (K, or K + 1 with "any other").
+Letters: X positions, K heads (1 for a drafter), C positions of a chunk, R rows of a block (a part of a chunk), D hidden
+of the drafter, E hidden of the teacher, V vocabulary, F events (the K tokens that a top-k teacher names, and "any
+other"), N rows of a teacher that are learned from.
 
 Matrix products run over a *chunk* of positions, into one buffer; what comes after them is elementwise and runs over
-*blocks* of few rows, whose temporaries stay in a CPU's caches.
+*blocks* of few rows, whose temporaries stay in a CPU's caches. Logits, losses *and their gradient* are computed in the
+forward pass by three products (two if the projection is frozen), and the gradient takes the logits' memory (fused
+linear cross entropy: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989). The backward pass needs neither weights nor
+logits, so weights may exist during the forward pass only (DeepSpeed ZeRO-3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...checkpoints.storage.draft_vocabulary import widen
+from .objectives import DIVERGENCES, LABELS, cross_entropy_chunk
 
 IGNORED = -100  # a label that no loss counts
 
@@ -82,13 +86,14 @@ class Targets(NamedTuple):
 
 
 class TeacherTargets:
-    """A teacher's log-probabilities at `temperature`, chunk after chunk of at most `size` positions. Raises ValueError:
-    another vocabulary than the drafter's; `top_k`'s bucket at a temperature other than 1; more tokens wanted than a
-    sparse teacher has."""
+    """Log-probabilities of a teacher at `temperature`, chunk by chunk.
 
-    def __init__(
-        self, teacher: Teacher, vocab: int, size: int, top_k: TopK | None = None, temperature: float = 1.0
-    ) -> None:
+    Raises:
+        ValueError: The vocabulary is not the drafter's, the bucket of `top_k` is used at a temperature other than 1, or
+            a sparse teacher has fewer tokens than `top_k` asks for.
+    """
+
+    def __init__(self, teacher: Teacher, vocab: int, top_k: TopK | None = None, temperature: float = 1.0) -> None:
         self._teacher, self._vocab, self._temperature = teacher, vocab, temperature
         if isinstance(teacher, SparseTeacher):
             assert teacher.ids_XK.shape == teacher.log_probs_XK.shape
@@ -97,14 +102,13 @@ class TeacherTargets:
             if top_k.k > kept:
                 raise ValueError(f"top_k wants the {top_k.k} most likely tokens, and the teacher keeps {kept}")
         else:
-            hidden_XE, weight_VE = teacher.hidden_XE, teacher.weight_VE
-            self.positions = len(hidden_XE)
-            theirs = hidden_XE.shape[1] if weight_VE is None else len(weight_VE)
+            self.positions = len(teacher.hidden_XE)
+            theirs = teacher.hidden_XE.shape[1] if teacher.weight_VE is None else len(teacher.weight_VE)
             if theirs != vocab:
                 raise ValueError(
                     f"the drafter's vocabulary has {vocab} tokens, the teacher's {theirs}: they must agree"
                 )
-            self._product = Product(hidden_XE, weight_VE, size, own_type=True)
+            self._product = Product(teacher.hidden_XE.dtype)
         self._top_k = top_k
         if top_k is not None and top_k.tail == "bucket" and temperature != 1:
             raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
@@ -113,83 +117,33 @@ class TeacherTargets:
         """Go to the chunk of these positions."""
         self._rows_C = rows_C
         if isinstance(self._teacher, DenseTeacher):
-            self._logits_CV = self._product(rows_C)
+            self._logits_CV = self._product(self._teacher.hidden_XE.detach()[rows_C], self._teacher.weight_VE)
 
     def rows(self, rows_R: Tensor | slice) -> Targets:
-        """What the teacher says of these rows of the chunk."""
-        top_k = self._top_k
-        if isinstance(self._teacher, SparseTeacher):
+        """Return the log-probabilities at these rows of the chunk."""
+        teacher, top_k = self._teacher, self._top_k
+        if isinstance(teacher, SparseTeacher):
             assert top_k is not None
-            return self._named(self._teacher, self._rows_C[rows_R], top_k)
-        logits_RV = upcast(self._logits_CV[rows_R])
-        if top_k is not None and top_k.k < self._vocab:
-            return self._cut(logits_RV, top_k)
-        return Targets(None, divide_by_temperature(logits_RV, self._temperature).log_softmax(1))
-
-    def _named(self, teacher: SparseTeacher, rows_R: Tensor, top_k: TopK) -> Targets:
-        """Of a sparse teacher."""
-        ids_RK, scores_RK = teacher.ids_XK[rows_R], upcast(teacher.log_probs_XK.detach()[rows_R])
-        if top_k.k < ids_RK.shape[1]:
-            scores_RK, order_RK = scores_RK.topk(top_k.k, dim=1)
-            ids_RK = ids_RK.gather(1, order_RK)
-        if top_k.tail == "renormalise" or ids_RK.shape[1] == self._vocab:
-            return self._closed(ids_RK, scores_RK)
-        return Targets(ids_RK, torch.cat([scores_RK, _log_rest(scores_RK)], 1).log_softmax(1))
-
-    def _cut(self, logits_RV: Tensor, top_k: TopK) -> Targets:
-        """Of a dense teacher of which only the most likely tokens are wanted."""
-        scores_RK, ids_RK = logits_RV.topk(top_k.k, dim=1)
-        if top_k.tail == "renormalise":
-            return self._closed(ids_RK, scores_RK)
-        tail_R1 = logits_RV.scatter(1, ids_RK, -torch.inf).logsumexp(1, keepdim=True)
-        return Targets(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
-
-    def _closed(self, ids_RK: Tensor, scores_RK: Tensor) -> Targets:
-        """Nothing but these tokens is possible."""
+            rows_R = self._rows_C[rows_R]
+            ids_RK, scores_RK = teacher.ids_XK[rows_R], upcast(teacher.log_probs_XK.detach()[rows_R])
+            if top_k.k < ids_RK.shape[1]:
+                scores_RK, order_RK = scores_RK.topk(top_k.k, dim=1)
+                ids_RK = ids_RK.gather(1, order_RK)
+        else:
+            logits_RV = upcast(self._logits_CV[rows_R])
+            if top_k is None or top_k.k >= self._vocab:
+                return Targets(None, divide_by_temperature(logits_RV, self._temperature).log_softmax(1))
+            scores_RK, ids_RK = logits_RV.topk(top_k.k, dim=1)
+        whole = ids_RK.shape[1] == self._vocab
+        if top_k.tail == "bucket" and not whole:
+            if isinstance(teacher, SparseTeacher):  # log(1 − Σ p); −∞ if rounding made the sum 1 or more
+                rest_R1 = torch.expm1(scores_RK.logsumexp(1, keepdim=True)).neg_().clamp_(min=0).log_()
+            else:
+                rest_R1 = logits_RV.scatter(1, ids_RK, -torch.inf).logsumexp(1, keepdim=True)
+            return Targets(ids_RK, torch.cat([scores_RK, rest_R1], 1).log_softmax(1))
         log_probs_RK = divide_by_temperature(scores_RK, self._temperature).log_softmax(1)
-        if ids_RK.shape[1] == self._vocab:
-            return Targets(ids_RK, log_probs_RK)
         none_R1 = torch.full_like(log_probs_RK[:, :1], -torch.inf)
-        return Targets(ids_RK, torch.cat([log_probs_RK, none_R1], 1))
-
-
-def blocks_of_logits(
-    hidden_XD: Tensor,
-    weight_VD: Tensor | None,
-    labels_X: Tensor,
-    chunk: int | None,
-    teacher: Teacher | None = None,
-    proposed: Tensor | None = None,
-    top_k: TopK | None = None,
-) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
-    """Of the positions that have a label, block by block: labels int64 [R], logits [R, V], and what a teacher says;
-    arguments as in `drafter.mixture`, and ValueError as `TeacherTargets`. `proposed`: ids of the only tokens that have
-    a logit, the others having minus infinity."""
-    assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
-    vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
-    size = chunk or chunk_positions(vocab, hidden_XD.device)
-    if proposed is not None:
-        hidden_XD, weight_VD = rows_of(proposed, hidden_XD, weight_VD)
-    product, targets = Product(hidden_XD, weight_VD, size), None
-    if teacher is not None:
-        targets = TeacherTargets(teacher, vocab, size, top_k)
-        assert targets.positions == len(labels_X), (targets.positions, len(labels_X))
-    block = block_rows(vocab, size, hidden_XD.device)
-    kept = (labels_X != IGNORED).nonzero()[:, 0]
-    for rows_C in kept.split(size) if len(kept) else ():
-        logits_CV = product(rows_C)
-        if targets is not None:
-            targets.load(rows_C)
-        for start in range(0, len(rows_C), block):
-            part = slice(start, start + block)
-            said = None if targets is None else targets.rows(part)
-            logits_RV = upcast(logits_CV[part])
-            yield labels_X[rows_C[part]], logits_RV if proposed is None else widen(logits_RV, proposed, vocab), said
-
-
-def rows_of(ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """States and projection, or logits and None, of these tokens alone."""
-    return (hidden_XD[:, ids], None) if weight_VD is None else (hidden_XD, weight_VD[ids])
+        return Targets(ids_RK, log_probs_RK if whole else torch.cat([log_probs_RK, none_R1], 1))
 
 
 def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,11 +182,6 @@ def divide_by_temperature(logits_RV: Tensor, temperature: float) -> Tensor:
     return logits_RV if temperature == 1 else logits_RV / temperature
 
 
-def _log_rest(log_probs_RK: Tensor) -> Tensor:
-    """log(1 − Σ p) [R, 1]; −∞ where rounding made the sum 1 or more."""
-    return torch.expm1(log_probs_RK.logsumexp(1, keepdim=True)).neg_().clamp_(min=0).log_()
-
-
 def product_type(values: Tensor) -> torch.dtype:
     """The type that products of these values run in: that of autocast where it is on."""
     kind = values.device.type
@@ -240,18 +189,185 @@ def product_type(values: Tensor) -> torch.dtype:
 
 
 class Product:
-    """Rows of `hidden_XD @ weight_VD.T`, written into the same memory each time; or rows of `hidden_XD`."""
+    """Products of states and a projection in `dtype`, each written over the one before."""
 
-    def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, rows: int, own_type: bool = False) -> None:
-        self._dtype = hidden_XD.dtype if own_type else product_type(hidden_XD)
-        self._weight_VD = None if weight_VD is None else weight_VD.detach().to(self._dtype)
-        self._hidden_XD, self._rows = hidden_XD.detach(), min(rows, len(hidden_XD))
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._weight_VD: Tensor | None = None
         self._out_CV: Tensor | None = None
 
-    def __call__(self, rows_C: Tensor) -> Tensor:
-        hidden_CD = self._hidden_XD[rows_C]
-        if self._weight_VD is None:
+    def cast(self, weight_VD: Tensor) -> Tensor:
+        """Return a projection in the type of the products; only the last one is kept."""
+        if self._weight_VD is not weight_VD:
+            self._weight_VD = self._cast_VD = None
+            self._weight_VD, self._cast_VD = weight_VD, weight_VD.detach().to(self._dtype)
+        assert self._cast_VD is not None
+        return self._cast_VD
+
+    def __call__(self, hidden_CD: Tensor, weight_VD: Tensor | None) -> Tensor:
+        """Return logits [C, V] of detached states [C, D]; without a projection the states are logits."""
+        if weight_VD is None:
             return hidden_CD
-        if self._out_CV is None:
-            self._out_CV = hidden_CD.new_empty((self._rows, len(self._weight_VD)), dtype=self._dtype)
-        return torch.mm(hidden_CD.to(self._dtype), self._weight_VD.T, out=self._out_CV[: len(rows_C)])
+        if self._out_CV is None or len(self._out_CV) < len(hidden_CD):
+            self._out_CV = None
+            self._out_CV = hidden_CD.new_empty((len(hidden_CD), len(weight_VD)), dtype=self._dtype)
+        out_CV = self._out_CV[: len(hidden_CD)]
+        return torch.mm(hidden_CD.to(self._dtype), self.cast(weight_VD).T, out=out_CV)
+
+
+class Plan:
+    """Steps and scores of a fused loss; see `drafter.heads_mixture` for the arguments."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        features_XKD: Tensor,
+        projections: Sequence[Tensor | None],
+        labels_XK: Tensor,
+        teacher: Teacher | None,
+        teacher_rows_XK: Tensor | None,
+        temperature: float,
+        chunk: int | None,
+        top_k: TopK | None,
+    ) -> None:
+        assert features_XKD.shape[:2] == labels_XK.shape, (features_XKD.shape, labels_XK.shape)
+        assert len(projections) == labels_XK.shape[1], (len(projections), labels_XK.shape)
+        self._label_weight = float(weights.get(LABELS, 0.0))
+        self._divergences = [(DIVERGENCES[name], float(w)) for name, w in weights.items() if w and name != LABELS]
+        self._temperature, self._labels_XK, self._teacher_rows_XK = float(temperature), labels_XK, teacher_rows_XK
+        vocab = features_XKD.shape[2] if projections[0] is None else projections[0].shape[0]
+        self._size = chunk or chunk_positions(vocab, features_XKD.device)
+        self._block = block_rows(vocab, self._size, features_XKD.device)
+        self.dtype = product_type(features_XKD)
+        self._kept = [(labels_X != IGNORED).nonzero()[:, 0] for labels_X in labels_XK.unbind(1)]
+        self.counts_K = torch.tensor([len(rows) for rows in self._kept], device=labels_XK.device)
+        self._targets: TeacherTargets | None = None
+        if self._divergences:
+            if teacher is None:
+                raise ValueError(f"objective {dict(weights)} needs a teacher, and none was given")
+            self._targets = TeacherTargets(teacher, vocab, top_k, self._temperature)
+            assert teacher_rows_XK is not None or self._targets.positions == len(labels_XK)
+
+    def steps(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Yield a head, some of its positions int64 [C] and, with a teacher, their rows int64 [C] in its loaded chunk.
+
+        Without a teacher head follows head; with one, chunk follows chunk of its rows.
+        """
+        if self._targets is None:
+            for head, rows in enumerate(self._kept):
+                yield from ((head, rows_C, None) for rows_C in _even(rows, self._size))
+            return
+        source, kept = self._teacher_rows_XK, list(enumerate(self._kept))
+        rows_of_heads = [rows if source is None else source[rows, head] for head, rows in kept]
+        wanted_N = torch.cat(rows_of_heads).unique()
+        assert not len(wanted_N) or int(wanted_N[0]) >= 0, "a position with a label, and no teacher for it"
+        chunks = _even(wanted_N, self._size)
+        edges = [0, *torch.tensor([len(rows_C) for rows_C in chunks]).cumsum(0).tolist()]
+        # each head's positions in the order of the rows that teach them, cut where the chunks are
+        sorted_heads = [torch.searchsorted(wanted_N, rows).sort(stable=True) for rows in rows_of_heads]
+        bounds = torch.tensor(edges, device=wanted_N.device)
+        cuts = [torch.searchsorted(index, bounds).tolist() for index, _ in sorted_heads]
+        for number, rows_C in enumerate(chunks):
+            self._targets.load(rows_C)
+            for head, rows in kept:
+                index, order = (part[cuts[head][number] : cuts[head][number + 1]] for part in sorted_heads[head])
+                parts = zip(_even(rows[order], self._size), _even(index - edges[number], self._size), strict=True)
+                yield from ((head, positions_C, local_C) for positions_C, local_C in parts)
+
+    def score_chunk(self, head: int, rows_C: Tensor, target_rows_C: Tensor | None, logits_CV: Tensor) -> Tensor:
+        """Return the sum of a chunk's losses; their gradient takes the place of `logits_CV`."""
+        labels_C = self._labels_XK[rows_C, head]
+        sums = []
+        for start in range(0, len(labels_C), self._block):
+            block, targets = slice(start, start + self._block), None
+            if target_rows_C is not None:
+                assert self._targets is not None
+                targets = self._targets.rows(target_rows_C[block])
+            loss_R, grad_RV = self._score(upcast(logits_CV[block]), targets, labels_C[block])
+            logits_CV[block] = grad_RV
+            sums.append(loss_R.sum())
+        return torch.stack(sums).sum()
+
+    def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weighted losses of a block's rows [R], and the gradient of their sum with respect to the logits."""
+        parts = []
+        if self._label_weight:
+            parts.append(_scale(*cross_entropy_chunk(logits_RV, labels_R), self._label_weight))
+        if targets is not None:
+            log_drafter_RF, rest_RV = to_events(targets, divide_by_temperature(logits_RV, self._temperature))
+            scores = [_scale(*f(log_drafter_RF, targets.log_probs_RF), weight) for f, weight in self._divergences]
+            loss_R, grad_RF = _sum(scores)
+            if targets.ids_RK is not None:
+                assert rest_RV is not None
+                grad_RF = scatter_grad(grad_RF, targets.ids_RK, rest_RV)
+            tau = self._temperature  # the gradient: τ² of the loss times 1/τ of the chain rule
+            parts.append((loss_R, grad_RF) if tau == 1 else (loss_R * tau**2, grad_RF.mul_(tau)))
+        return _sum(parts)
+
+
+def _even(rows: Tensor, size: int) -> Sequence[Tensor]:
+    """Split into as few parts of at most `size` as possible, of about equal length: a product of few rows is slow."""
+    return rows.split(-(-len(rows) // -(-len(rows) // size))) if len(rows) else ()
+
+
+def _scale(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    return (loss_R, grad_RF) if weight == 1 else (loss_R * weight, grad_RF.mul_(weight))
+
+
+def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Add up losses, and their gradients into the first one's memory."""
+    (loss_R, grad_RF), *others = parts
+    for other_R, other_RF in others:
+        loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)
+    return loss_R, grad_RF
+
+
+class FusedLoss(torch.autograd.Function):
+    """Losses and gradients in one pass; `backward` only scales what `forward` has left."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, with_grad: bool, features_XKD: Tensor, *projections: Tensor | None) -> Tensor:
+        # sums of thousands of terms stay in float32 or more whatever the model's type; products run in the plan's
+        wide_dtype = torch.promote_types(features_XKD.dtype, torch.float32)
+        _, _, features_wanted, *wanted = ctx.needs_input_grad
+        grad_XKD = torch.zeros_like(features_XKD) if with_grad and features_wanted else None
+        sums: list[Tensor] = [torch.zeros((), dtype=wide_dtype, device=features_XKD.device) for _ in projections]
+        grads: list[Tensor | None] = [None] * len(projections)
+        product, features_XKD = Product(plan.dtype), features_XKD.detach()
+        with torch.autocast(features_XKD.device.type, enabled=False):
+            for head, rows_C, target_rows_C in plan.steps():
+                weight_VD = projections[head]
+                features_CD = features_XKD[:, head][rows_C].to(plan.dtype)
+                grad_CV = product(features_CD, weight_VD)
+                sums[head] += plan.score_chunk(head, rows_C, target_rows_C, grad_CV)
+                if grad_XKD is not None:
+                    grad_CD = grad_CV if weight_VD is None else grad_CV @ product.cast(weight_VD)
+                    grad_XKD[rows_C, head] = grad_CD.to(grad_XKD.dtype)
+                if with_grad and wanted[head]:
+                    grads[head] = _add_outer(grads[head], grad_CV, features_CD, wide_dtype)
+        for head, weight_VD in enumerate(projections):
+            if with_grad and wanted[head] and grads[head] is None:
+                assert weight_VD is not None
+                grads[head] = torch.zeros_like(weight_VD, dtype=wide_dtype)
+        ctx.grads = (grad_XKD, grads, [None if weight_VD is None else weight_VD.dtype for weight_VD in projections])
+        return torch.stack(sums)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output_K: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.grads is not None, "a fused loss can be differentiated once: its gradients were handed on"
+        (grad_XKD, grads, dtypes), ctx.grads = ctx.grads, None
+        if grad_XKD is not None:
+            grad_XKD.mul_(grad_output_K[:, None])
+        for head, dtype in enumerate(dtypes):
+            if grads[head] is not None:
+                grads[head] = grads[head].mul_(grad_output_K[head]).to(dtype)
+        return None, None, grad_XKD, *grads
+
+
+def _add_outer(sum_VD: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_VD + grad_CV.T @ hidden_CD, written into `sum_VD`; `dtype` is what sums are kept in."""
+    if sum_VD is None:
+        return (grad_CV.T @ hidden_CD).to(dtype)
+    if grad_CV.dtype == dtype:
+        return sum_VD.addmm_(grad_CV.T, hidden_CD)
+    return sum_VD.add_(grad_CV.T @ hidden_CD)

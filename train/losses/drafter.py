@@ -1,18 +1,34 @@
-"""Losses, computed chunk by chunk of positions (see `fused`): logits of a whole batch never exist.
+"""Losses, computed chunk by chunk of positions (see `chunks`): logits of a whole batch never exist.
 
 Letters: as in `chunks`; B batch, T tokens, K heads (of `heads_mixture` and `head_labels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .chunks import IGNORED, DenseTeacher, SparseTeacher, Teacher, TopK, blocks_of_logits, rows_of, to_events
-from .fused import FusedLoss, Plan
+from ...checkpoints.storage.draft_vocabulary import widen
+from .chunks import (
+    IGNORED,
+    DenseTeacher,
+    FusedLoss,
+    Plan,
+    Product,
+    SparseTeacher,
+    Targets,
+    Teacher,
+    TeacherTargets,
+    TopK,
+    block_rows,
+    chunk_positions,
+    product_type,
+    to_events,
+    upcast,
+)
 from .objectives import forward_kl_chunk
 
 TOP = 5  # tokens that "top-5" looks at
@@ -73,6 +89,11 @@ def heads_mixture(
     return sums_K, plan.counts_K
 
 
+def rows_of(ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return states and projection, or logits and None, of these tokens only."""
+    return (hidden_XD[:, ids], None) if weight_VD is None else (hidden_XD, weight_VD[ids])
+
+
 def narrowed(
     ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, teacher: Teacher | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Teacher | None]:
@@ -131,6 +152,42 @@ def head_labels(labels_BT: Tensor, documents_BT: Tensor, num_heads: int) -> Tens
     return torch.stack([shifted_labels(labels_BT, documents_BT, 2 + k) for k in range(num_heads)], dim=-1)
 
 
+def _blocks_of_logits(
+    hidden_XD: Tensor,
+    weight_VD: Tensor | None,
+    labels_X: Tensor,
+    chunk: int | None,
+    teacher: Teacher | None = None,
+    proposed: Tensor | None = None,
+    top_k: TopK | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
+    """Yield labels int64 [R], logits [R, V] and a teacher's targets, block by block of the positions with a label.
+
+    Arguments are those of `mixture`; tokens outside `proposed` have a logit of minus infinity.
+    """
+    assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
+    vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
+    size = chunk or chunk_positions(vocab, hidden_XD.device)
+    if proposed is not None:
+        hidden_XD, weight_VD = rows_of(proposed, hidden_XD, weight_VD)
+    product, targets = Product(product_type(hidden_XD)), None
+    if teacher is not None:
+        targets = TeacherTargets(teacher, vocab, top_k)
+        assert targets.positions == len(labels_X), (targets.positions, len(labels_X))
+    block = block_rows(vocab, size, hidden_XD.device)
+    kept = (labels_X != IGNORED).nonzero()[:, 0]
+    for rows_C in kept.split(size) if len(kept) else ():
+        logits_CV = product(hidden_XD.detach()[rows_C], weight_VD)
+        if targets is not None:
+            targets.load(rows_C)
+        for start in range(0, len(rows_C), block):
+            part = slice(start, start + block)
+            logits_RV = upcast(logits_CV[part])
+            if proposed is not None:
+                logits_RV = widen(logits_RV, proposed, vocab)
+            yield labels_X[rows_C[part]], logits_RV, None if targets is None else targets.rows(part)
+
+
 @torch.no_grad()
 def divergences(
     hidden_XD: Tensor,
@@ -144,14 +201,13 @@ def divergences(
     ValueError as in `mixture`."""
     found_X = torch.zeros(len(labels_X), device=labels_X.device)
     parts = [found_X[:0]]
-    for _, logits_RV, targets in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, top_k=top_k):
+    for _, logits_RV, targets in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, top_k=top_k):
         assert targets is not None
         parts.append(forward_kl_chunk(to_events(targets, logits_RV)[0], targets.log_probs_RF)[0].float())
     return found_X.masked_scatter_(labels_X != IGNORED, torch.cat(parts))
 
 
-@dataclass(frozen=True, slots=True)
-class LabelHits:
+class LabelHits(NamedTuple):
     """Sums over positions with a label: cross entropy (nats); how often the label is the drafter's first token, or one
     of its first five (of equally likely ones the lower id is first); and the number of positions."""
 
@@ -166,7 +222,7 @@ def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, ch
     """How well a drafter predicts the labels, in one pass; shapes as in `mixture`."""
     loss = torch.zeros((), dtype=torch.promote_types(hidden_XD.dtype, torch.float32), device=labels_X.device)
     top1, top5 = (torch.zeros((), dtype=torch.int64, device=labels_X.device) for _ in range(2))
-    for labels_R, logits_RV, _ in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk):
+    for labels_R, logits_RV, _ in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk):
         labels_R1 = labels_R[:, None]
         mine_R1 = logits_RV.gather(1, labels_R1)
         loss -= logits_RV.log_softmax(1).gather(1, labels_R1).sum()
@@ -178,8 +234,7 @@ def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, ch
     return LabelHits(loss, top1, top5, (labels_X != IGNORED).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(NamedTuple):
     """Sums over positions with a label: `overlap`, Σ_v min(p(v), q(v)), the chance that a draft token is accepted
     (Leviathan et al. 2023, arXiv 2211.17192, lemma 3.3; of a `SparseTeacher` an upper bound); `top1`: the same first
     token; `top5`: the share of the first five that both have; and the number of positions."""
@@ -202,7 +257,7 @@ def agreement(
     """How well a drafter agrees with its teacher, at temperature 1; ValueError: the vocabularies differ."""
     overlap, top5 = torch.zeros((), device=labels_X.device), torch.zeros((), device=labels_X.device)
     top1 = torch.zeros((), dtype=torch.int64, device=labels_X.device)
-    for _, logits_RV, targets in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, proposed):
+    for _, logits_RV, targets in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, proposed):
         assert targets is not None
         log_drafter_RF = to_events(targets, logits_RV)[0]
         overlap += torch.minimum(log_drafter_RF, targets.log_probs_RF).exp().sum()
