@@ -137,8 +137,8 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
         numbers = recipe.base.model_dump(exclude={"lora"})
         task = Medusa2Task(target, heads, heldout, Medusa2(**numbers), **common)
         task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
-    if runs_no_target(recipe):
-        _let_go(target)
+    if recipe.hidden.cache is not None and not recipe.measure.prompts and not recipe.shard_target:
+        _let_go(target)  # training reads only its embeddings and output layer
     if recipe.train.compile:
         task.module.compile()
     # what changes the training, or what its evaluations are compared by
@@ -150,11 +150,6 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     task.settings["hidden"] = None if states is None else states.settings
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return HeadsParts(heads, task, base, ref.sha256)
-
-
-def runs_no_target(recipe: HeadsRecipe) -> bool:
-    """Whether training needs nothing of its target but embeddings and output layer: all else lies in a cache."""
-    return recipe.hidden.cache is not None and not recipe.measure.prompts and not recipe.shard_target
 
 
 def _let_go(target: Any) -> None:

@@ -87,17 +87,10 @@ def build_model(section: ModelSection, target: str | None, seed: int) -> Trainab
     if section.embeddings == "target":
         assert target is not None, "the recipe's schema asks for a target"
         copy_embeddings(model, target)
-    return made_trainable(model, section)
-
-
-def made_trainable(model: PreTrainedModel, section: ModelSection) -> TrainableModel:
-    """A model with what its section freezes and adds."""
     if section.freeze_embeddings:
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             part.requires_grad_(False)
-    if section.lora is None:
-        return TrainableModel(model)
-    return TrainableModel(model, section.lora, add_lora(model, section))
+    return TrainableModel(model, section.lora, None if section.lora is None else add_lora(model, section))
 
 
 def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> PreTrainedModel:

@@ -6,7 +6,7 @@ Letters: as in `chunks`; B batch, T tokens, K heads (of `heads_mixture` and `hea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -207,7 +207,8 @@ def divergences(
     return found_X.masked_scatter_(labels_X != IGNORED, torch.cat(parts))
 
 
-class LabelHits(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LabelHits:
     """Sums over positions with a label: cross entropy (nats); how often the label is the drafter's first token, or one
     of its first five (of equally likely ones the lower id is first); and the number of positions."""
 
@@ -234,7 +235,8 @@ def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, ch
     return LabelHits(loss, top1, top5, (labels_X != IGNORED).sum())
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Agreement:
     """Sums over positions with a label: `overlap`, Σ_v min(p(v), q(v)), the chance that a draft token is accepted
     (Leviathan et al. 2023, arXiv 2211.17192, lemma 3.3; of a `SparseTeacher` an upper bound); `top1`: the same first
     token; `top5`: the share of the first five that both have; and the number of positions."""

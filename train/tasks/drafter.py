@@ -221,6 +221,12 @@ class DrafterTask(Task):
         self.rewrites = on_policy is not None
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
 
+    @property
+    def models_beside(self) -> list[nn.Module]:
+        """Models in memory that are run and not trained: the target, a reference."""
+        models = [side.model for side in self._beside if isinstance(side, ModelTeacher)]
+        return list(dict.fromkeys(models))
+
     def place(self, device: torch.device) -> None:
         for side in self._beside:
             side.place(device)

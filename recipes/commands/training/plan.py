@@ -1,7 +1,8 @@
 """`draftsmith train --plan`: what a training recipe will need of memory, disk and time, and whether there is as much.
 
-Weights and optimizer state are counted from configurations alone, so that a recipe that cannot fit is refused before
-anything is loaded; the rest is measured on a few real steps, which leave only the prepared data in its cache.
+The models are loaded and their states counted (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 3), so that a
+recipe that cannot fit is refused before it runs. The rest is measured on a few real steps, which leave only the
+prepared data in its cache.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from typing import Any
 
 import torch
 from rich.table import Column, Table
+from torch import nn
 
 from ....data.blocks.prepared import PreparedData
 from ....data.tokenizers import load_tokenizer
+from ....decode.models.draft_vocabulary import LowRankHead, whole_matrix
+from ....train.config import micro_steps
 from ....train.loop.fit import FitConfig
 from ....train.loop.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
 from ....train.parallel.accelerate import make_accelerator, zero_stage
 from ....train.parallel.processes import on_main, together
 from ...assemble.artifact import check_out, fit_config, prepare_once, state_folder
 from ...assemble.data import Prepared
-from ...assemble.drafter import drafter_parts
-from ...assemble.heads import heads_parts
-from ...assemble.sizes import RecipeSize, size_of
+from ...assemble.drafter import DrafterParts, drafter_parts
+from ...assemble.heads import HeadsParts, heads_parts
+from ...assemble.models import TrainableModel
 from ...schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
 from ...session.launch import run_on_all
 from ...session.terminal import console, duration, gigabytes, log
@@ -37,6 +41,23 @@ _LESS_MEMORY = (
     "a smaller `train.micro_batch`, `train.gradient_checkpointing=true`, `model.dtype=bfloat16`, a cache of the target "
     "(`teacher.cache`, `hidden.cache`) and ZeRO (`draftsmith recipes copy accelerate/zero3 .`) need less"
 )
+
+
+@dataclass(frozen=True)
+class RecipeSize:
+    """Sizes of what a recipe trains and runs."""
+
+    parameters: int
+    trained: int
+    """Number of trained parameters."""
+    target_parameters: int
+    """Parameters of other models in memory: the target, a reference."""
+    memory: dict[str, int]
+    """Bytes in each process, by purpose."""
+    artifact_bytes: int
+    """Bytes of the artifact's weights."""
+    checkpoint_bytes: int
+    """Bytes of a checkpoint's weights and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +100,34 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
     accelerator = run_on_all(partial(_accelerator, recipe))
     assert isinstance(recipe, DrafterRecipe | HeadsRecipe)
     on_main(accelerator, partial(check_out, Path(recipe.out), recipe))
-    size = together(accelerator, partial(size_of, recipe, accelerator))
+    numbers = (recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
+    together(accelerator, partial(micro_steps, *numbers))
     free, base = _least_free(accelerator), held_bytes(accelerator.device)
-    needed = sum(size.memory.values())
-    together(accelerator, partial(_check_memory, size.memory, free))
     tokenizer = together(accelerator, partial(load_tokenizer, recipe.tokenizer_source))
     prepared = prepare_once(recipe, tokenizer, accelerator)
     measured = bool(recipe.measure.prompts) and recipe.target is not None
     config = together(accelerator, partial(fit_config, recipe, prepared, measured))
-    checkpoint = size.checkpoint_bytes + _SMALL_FILES // 2
-    out, kept = Path(recipe.out), _kept(config)
+    watch = MemoryWatch(accelerator.device)
+    small, shares = _with_less_evaluation(recipe, prepared)
+    make_parts: Any = drafter_parts if isinstance(recipe, DrafterRecipe) else heads_parts
+    parts = together(accelerator, partial(make_parts, small, tokenizer, prepared, accelerator.device))
+    size = size_of(recipe, parts, accelerator)
+    together(accelerator, partial(_check_memory, size.memory, free))
+    out, checkpoint = Path(recipe.out), size.checkpoint_bytes + _SMALL_FILES // 2
     there = sum(path.stat().st_size for path in (state_folder(out) / "checkpoints").rglob("*") if path.is_file())
-    disk = {"checkpoints": max(0, kept * checkpoint - there), "artifact": size.artifact_bytes + _SMALL_FILES}
+    disk = {"checkpoints": max(0, _kept(config) * checkpoint - there), "artifact": size.artifact_bytes + _SMALL_FILES}
     free_disk = shutil.disk_usage(next(path for path in out.absolute().parents if path.exists())).free
     on_main(accelerator, partial(_check_disk, out, disk, free_disk))
-    found, evaluation_seconds = _probe(recipe, config, prepared, tokenizer, accelerator, needed, free)
+    needed = sum(size.memory.values())
+    if accelerator.is_main_process:
+        log(f"{role_of(recipe)}: trying one or two micro batches")
+    try:
+        found = probe(parts.task, prepared.train, config, accelerator, watch)
+    except MemoryError as error:
+        raise ValueError(
+            f"out of memory in the probe, though {gigabytes(needed)} were counted and {gigabytes(free[0])} are "
+            f"{free[1]} ({error}): {_LESS_MEMORY}"
+        ) from error
     stage, blocks = zero_stage(accelerator), prepared.train.blocks
     return Plan(
         kind=role_of(recipe),
@@ -110,7 +144,7 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
         epochs=config.steps * config.global_batch / blocks if blocks else None,
         evaluations=len(_due(config.steps, config.evaluate_every)),
         probe=found,
-        evaluation_seconds=evaluation_seconds,
+        evaluation_seconds=found.evaluation_seconds * shares,
         prepared=prepared.folder,
     )
 
@@ -206,25 +240,68 @@ def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
         )
 
 
-def _probe(
-    recipe: Any, config: FitConfig, prepared: Prepared, tokenizer: Any, accelerator: Any, needed: int, free: Any
-) -> tuple[Probe, float]:
-    """Run the recipe's task for a step or two and a part of its evaluation; also the seconds of a whole evaluation."""
-    if accelerator.is_main_process:
-        log(f"{role_of(recipe)}: trying one or two micro batches")
+def _with_less_evaluation(recipe: Any, prepared: Prepared) -> tuple[Any, int]:
+    """Return the recipe with a part of its evaluation, and the number of such parts in the whole."""
     section = recipe.measure
     blocks = min(section.blocks, prepared.heldout.blocks)
     shares = max(1, section.prompts or blocks)
     less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-blocks // shares)})
-    watch = MemoryWatch(accelerator.device)
-    try:
-        parts: Any = drafter_parts if isinstance(recipe, DrafterRecipe) else heads_parts
-        small = recipe.model_copy(update={"measure": less})
-        task = together(accelerator, partial(parts, small, tokenizer, prepared, accelerator.device)).task
-        found = probe(task, prepared.train, config, accelerator, watch)
-    except MemoryError as error:
-        raise ValueError(
-            f"out of memory in the probe, though {gigabytes(needed)} were counted and {gigabytes(free[0])} are "
-            f"{free[1]} ({error}): {_LESS_MEMORY}"
-        ) from error
-    return found, found.evaluation_seconds * shares
+    return recipe.model_copy(update={"measure": less}), shares
+
+
+def size_of(recipe: DrafterRecipe | HeadsRecipe, parts: DrafterParts | HeadsParts, accelerator: Any) -> RecipeSize:
+    """Return the sizes of a recipe's loaded models for the processes that were launched."""
+    others: list[nn.Module] = []
+    if isinstance(parts, DrafterParts):
+        parameters = stored = list(parts.trained.model.parameters())
+        exported = _exported_bytes(parts.trained)
+        others = parts.task.models_beside
+    else:
+        target, base = parts.task.target, parts.base
+        parameters = list(parts.heads.parameters())
+        exported = _count(parameters) * target.dtype.itemsize
+        if base is None:
+            others = [target]
+        else:
+            exported += _exported_bytes(base)
+            parameters = [*target.parameters(), *parameters]
+        stored = [p for p in parameters if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
+    count, trained_count, trained_bytes = _count(parameters), _count(trained), sum(p.nbytes for p in trained)
+    stage, processes = zero_stage(accelerator), accelerator.num_processes
+    if not stage:
+        memory = {"weights": sum(p.nbytes for p in parameters), "gradients": trained_bytes}
+        memory["AdamW's two moments"] = 2 * trained_bytes
+        checkpoint = sum(p.nbytes for p in stored) + 2 * trained_bytes
+    else:
+        item = 4 if recipe.train.precision == "no" else 2
+        memory = {
+            "weights": count * item // (processes if stage == 3 else 1),
+            "gradients": trained_count * item // (processes if stage >= 2 else 1),
+            "AdamW's two moments": 8 * trained_count // processes,
+            "weights in float32": 4 * trained_count // processes,
+        }
+        checkpoint = 4 * _count(stored) + 8 * trained_count  # float32, whatever it was trained in
+        zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        if accelerator.device.type != "cpu":  # what is offloaded lies in the machine's memory
+            if zero.get("offload_param", {}).get("device") == "cpu":
+                memory.pop("weights")
+            if zero.get("offload_optimizer", {}).get("device") == "cpu":
+                memory = {name: size for name, size in memory.items() if name == "weights"}
+    theirs = [p for model in others for p in model.parameters()]
+    if theirs:
+        memory["target"] = sum(p.nbytes for p in theirs)
+    return RecipeSize(count, trained_count, _count(theirs), memory, exported, checkpoint)
+
+
+def _count(parameters: list[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def _exported_bytes(trained: TrainableModel) -> int:
+    lora, head = trained.lora, trained.model.get_output_embeddings()
+    weights = sum(p.nbytes for p in trained.model.parameters())
+    if lora is None:  # factors are written next to their product
+        return weights + (whole_matrix(head).nbytes if isinstance(head, LowRankHead) else 0)
+    added = sum(p.nbytes for name, p in trained.model.named_parameters() if "lora_" in name)
+    return added if lora.export == "adapter" else weights - added

@@ -20,9 +20,9 @@ import yaml
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import Prepared, prepare_data
 from draftsmith.recipes.assemble.heads import heads_parts
-from draftsmith.recipes.assemble.sizes import size_of
 from draftsmith.recipes.assemble.teacher import open_cache, open_hidden, prepare_teacher
 from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.training.plan import size_of
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.losses.drafter import IGNORED, shifted_labels
@@ -210,9 +210,9 @@ def test_a_target_that_nothing_runs_is_held_without_its_layers(heads_file: Path)
     for prompts, is_whole in ((0, False), (2, True)):
         recipe = loaded(heads_file, f"measure.prompts={prompts}")
         prepare_teacher(recipe)
-        target = heads_parts(recipe, load_tokenizer(recipe.target), prepared_of(recipe), "cpu").task.target
-        names = [name for name, _ in target.named_parameters() if ".layers." in name]
-        size = size_of(recipe, make_accelerator("no")).memory["target"]
+        parts = heads_parts(recipe, load_tokenizer(recipe.target), prepared_of(recipe), "cpu")
+        names = [name for name, _ in parts.task.target.named_parameters() if ".layers." in name]
+        size = size_of(recipe, parts, make_accelerator("no")).memory["target"]
         assert (bool(names), size > ends) == (is_whole, is_whole)
         assert is_whole or size == ends
 
