@@ -1,14 +1,17 @@
-"""Finished texts read again by a model in one wide forward each, from nothing: no step, tree or cache has a part in it.
-Who judges has no part of ours at all: forward and warping are transformers' own.
+"""Finished texts scored again by a model in one forward each, without steps, trees or a cache.
+
+The judge uses none of this package's code for a forward: forward and warping are those of transformers.
 
 Shape letters: B rows, T positions of a row, X new tokens of all rows one after another, C tokens of a chunk,
-V vocabulary, D hidden.
+L continuations, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,64 +38,60 @@ from ..measure import sample_texts
 
 _TOKENS_A_FORWARD = 8192
 _NUMBERS_A_CHUNK = 1 << 22
-WIDTHS = (1, 4, 16, 64)
-_SAFETY = 4.0
-_TEXTS, _TOKENS = 4, 64  # that rounding is measured on
+_WIDTHS = (1, 4, 16, 64)
+_TEXTS, _TOKENS = 4, 64
+"""Number and length of the texts that rounding is measured on."""
 
 
 class Reading(NamedTuple):
-    """What a model makes of the new tokens of some rows."""
+    """Hidden states of the new tokens of some rows."""
 
     hidden_XD: Tensor
-    """The state that each new token is predicted from."""
+    """State that each new token is predicted from."""
     before_XD: Tensor
-    """The state that the token before it was predicted from; zeros where there is none."""
+    """State that the token before it was predicted from; zeros if there is none."""
     last_X: Tensor
     """int64; the token before it."""
     prefixes: list[list[int]]
-    """For each row, all committed tokens but the new ones."""
+    """All committed tokens of each row except the new ones."""
 
 
 @torch.inference_mode()
 def read_back(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Reading:
-    """Run prompts and outputs (of each row; at least one new token in all) through a model, rows side by side."""
-    longest = max(map(len, prompts)) + max(map(len, outputs))
-    rows = max(1, _TOKENS_A_FORWARD // longest)
+    """Run prompts and outputs through a model; there must be at least one new token in all rows together."""
+    rows = max(1, _TOKENS_A_FORWARD // (max(map(len, prompts)) + max(map(len, outputs))))
     parts = [
         _read_some(model, prompts[start : start + rows], outputs[start : start + rows])
         for start in range(0, len(prompts), rows)
     ]
     hidden, before, last, prefixes = zip(*parts, strict=True)
-    return Reading(torch.cat(hidden), torch.cat(before), torch.cat(last), [row for some in prefixes for row in some])
+    return Reading(torch.cat(hidden), torch.cat(before), torch.cat(last), list(itertools.chain(*prefixes)))
 
 
 def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Reading:
     starts, cache = model.begin(prompts, max(map(len, outputs)))
-    texts = [[*start, *output] for start, output in zip(starts, outputs, strict=True)]
-    ids_BT = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
-    for row, text in enumerate(texts):
-        ids_BT[row, : len(text)] = torch.tensor(text)
-    ids_BT = ids_BT.to(model.device)
-    # without the layers that it gives; what stands behind a shorter row's end is not looked at
+    texts = [torch.tensor([*start, *output]) for start, output in zip(starts, outputs, strict=True)]
+    ids_BT = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(model.device)
+    # The last part is the final state; states after a shorter row's end are not read.
     hidden_BTD = model.extend(cache, ids_BT[:, :-1])[..., -model.hidden_size :]
-    row_X = torch.tensor([row for row, output in enumerate(outputs) for _ in output], device=model.device)
-    place_X = torch.tensor(
-        [len(start) - 1 + index for start, output in zip(starts, outputs, strict=True) for index in range(len(output))],
-        device=model.device,
-    )
+    places = [
+        (row, len(start) - 1 + index)
+        for row, (start, output) in enumerate(zip(starts, outputs, strict=True))
+        for index in range(len(output))
+    ]
+    row_X, place_X = torch.tensor(places, dtype=torch.int64, device=model.device).reshape(-1, 2).T
     before_XD = hidden_BTD[row_X, (place_X - 1).clamp(min=0)].masked_fill((place_X < 1)[:, None], 0.0)
-    prefixes = [list(start) for start in starts]
-    return Reading(hidden_BTD[row_X, place_X], before_XD, ids_BT[row_X, place_X], prefixes)
+    return Reading(hidden_BTD[row_X, place_X], before_XD, ids_BT[row_X, place_X], [list(start) for start in starts])
 
 
 def chunks(tokens: int, vocab: int) -> Iterator[slice]:
-    """Slices of so many tokens that their distributions take little memory."""
+    """Return slices of the tokens whose distributions take little memory."""
     size = max(1, _NUMBERS_A_CHUNK // vocab)
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 class Judge(TransformersModel):
-    """Runs whole texts as transformers does by itself: causal, without a cache, mask or position of ours."""
+    """Scorer that runs whole texts as transformers does: causal, with no cache, mask or positions of this package."""
 
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
@@ -106,13 +105,13 @@ class Judge(TransformersModel):
 
 
 def judge_of(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:
-    """The judge of a transformers model's texts; of an encoder-decoder its scorer."""
+    """Return the judge of a transformers model's texts; for an encoder-decoder its usual scorer."""
     model = bare_model(model)
     return wrap_model(model, check=False) if model.config.is_encoder_decoder else Judge(model, states)
 
 
 def judged(logits_XV: Tensor, sampling: Sampling) -> Tensor:
-    """[X, V] float64: what `warpers.warp` should give above temperature 0, by transformers' own processors."""
+    """Return [X, V] float64 distributions above temperature 0, warped by the processors of transformers."""
     processors: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
     processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
@@ -122,7 +121,18 @@ def judged(logits_XV: Tensor, sampling: Sampling) -> Tensor:
     return logits_XV.double().softmax(-1)
 
 
-View = Callable[[slice], Tensor]
+def joint_law(
+    model: LanguageModel, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], length: int
+) -> np.ndarray:
+    """Return the probability of each continuation of `length` tokens, float64 [L]; only token 0 follows a stop."""
+    paths = list(itertools.product(range(model.vocab_size), repeat=length))
+    hidden_XD = read_back(model, [prompt] * len(paths), paths).hidden_XD
+    path_LX = torch.tensor(paths, device=hidden_XD.device)
+    probs_LXV = judged(model.logits(hidden_XD), sampling).unflatten(0, path_LX.shape)
+    own_LX = probs_LXV.gather(2, path_LX[..., None])[..., 0]
+    stopped_LX = torch.isin(path_LX, torch.tensor(stops, device=path_LX.device)).cummax(1).values
+    own_LX[:, 1:] = torch.where(stopped_LX[:, :-1], (path_LX[:, 1:] == 0).double(), own_LX[:, 1:])
+    return own_LX.prod(1).cpu().numpy()
 
 
 def proposers_view(
@@ -132,13 +142,11 @@ def proposers_view(
     outputs: Sequence[Sequence[int]],
     reading: Reading,
     vocab: int,
-) -> View | None:
-    """A function from a slice of the tokens to [C, V], what a proposer's drafter, heads or table hold likely as each
-    next token, given the text before it; None for proposers without any such part, and for drafters that read more
-    than the text.
+) -> Callable[[slice], Tensor] | None:
+    """Return a function from a slice of the tokens to the scores [C, V] that the proposer's part gives each next token.
 
-    The mean of several drafters; of heads the first; of prompt look-up all on the token that it finds. It only orders
-    the vocabulary: a deeper head proposes other tokens too.
+    These are the mean of several drafters, the first head, or a one-hot row of the token that prompt lookup finds. They
+    only order the vocabulary. None for proposers without such a part and for drafters that read auxiliary states.
     """
     if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree, ParallelChain)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
@@ -156,79 +164,79 @@ def proposers_view(
         return lambda index: warp(drafts.logits(reading.last_X[index]), sampling)
     if isinstance(proposer, (PromptLookup, SuffixTree)):
         rows = zip(reading.prefixes, outputs, strict=True)
-        found = [_looked_up(prefix, output, proposer, vocab) for prefix, output in rows]
+        found = [_look_up(prefix, output, proposer, vocab) for prefix, output in rows]
         found_X = torch.from_numpy(np.concatenate(found)).to(reading.last_X.device)
-        # One class more for places where nothing is found, which is cut off.
+        # The additional class stands for no match and is cut off.
         return lambda index: F.one_hot(found_X[index], vocab + 1)[:, :-1].float()
     return None
 
 
-def _looked_up(
-    prefix: Sequence[int], output: Sequence[int], proposer: PromptLookup | SuffixTree, nothing: int
+def _look_up(
+    prefix: Sequence[int], output: Sequence[int], proposer: PromptLookup | SuffixTree, missing: int
 ) -> np.ndarray:
-    """int64 [T]: the token that look-up in the text proposes in the place of each of the output's; `nothing`: none."""
+    """Return the token that lookup proposes at the place of each output token, int64 [T]; `missing` without a match."""
     text_S = np.array([*prefix, *output])
     lengths_T = len(prefix) + np.arange(len(output))
     if isinstance(proposer, SuffixTree):
         found = (longest_match(text_S[:length]) for length in lengths_T)
-        return np.array([text_S[start] if match else nothing for start, match in found])
+        return np.array([text_S[start] if match else missing for start, match in found])
     places_T = lookup(
         np.broadcast_to(text_S, (len(output), len(text_S))), lengths_T, proposer.longest, proposer.shortest
     )
-    return np.where(places_T >= 0, text_S[places_T], nothing)
+    return np.where(places_T >= 0, text_S[places_T], missing)
 
 
-class Rounding(NamedTuple):
-    """How far the target's forwards of different shapes are from each other on the same text."""
+@dataclass(frozen=True)
+class Rounding:
+    """Differences between the target's forwards of different shapes on the same text."""
 
     dtype: str
     spread: float
-    """The largest difference between two logits of one token at one place that was seen."""
+    """Largest difference seen between two logits of one token at one place."""
     near_tie: float
-    """Logits that differ by no more are taken for equal."""
+    """Largest difference at which two logits count as equal."""
     total_variation: float
     """Mean total variation between the warped distributions; at temperature 0 the share of places where the most
-    likely token changes. A bias as small as this is rounding's, whatever the method."""
+    likely token changes. A bias as small as this is explained by rounding."""
     places: int
-    """Places of texts that were looked at."""
+    """Number of tokens compared."""
 
 
 @torch.inference_mode()
 def measure_rounding(
     target: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling, reference: LanguageModel | None = None
 ) -> Rounding:
-    """Compare the target's forwards of 1, 4, 16 and 64 tokens with one wide forward of a few texts of its own, by
-    `reference` or the target itself.
+    """Compare the target's forwards of several widths with one wide forward by `reference` (default: the target).
 
-    A near-tie is a difference of up to four times the largest that was seen, at least one unit in the last place of the
-    largest logit, and no more than the root of the dtype's precision times that logit.
+    `near_tie` is four times the largest difference seen, at least one unit in the last place of the largest logit, and
+    at most the square root of the dtype's precision times that logit.
     """
     reference = reference or target
     prompts = list(prompts[:_TEXTS])
     outputs = sample_texts(target, prompts, Limits(_TOKENS), sampling, batch=_TEXTS)
     wide_XV = reference.logits(read_back(reference, prompts, outputs).hidden_XD).float()
-    finite_XV = wide_XV.isfinite()  # a model may rule tokens out by minus infinity
+    finite_XV = wide_XV.isfinite()  # A model may exclude tokens by minus infinity.
     spread, distance = 0.0, 0.0
-    for width in WIDTHS:
+    for width in _WIDTHS:
         narrow = [_rerun(target, prompt, output, width) for prompt, output in zip(prompts, outputs, strict=True)]
         narrow_XV = torch.cat(narrow).float()
         spread = max(spread, float((narrow_XV - wide_XV)[finite_XV].abs().max()))
         apart_X = (warp(narrow_XV, sampling) - warp(wide_XV, sampling)).abs().sum(-1) / 2
         distance = max(distance, float(apart_X.mean()))
     precision, largest = torch.finfo(target.weights_dtype).eps, float(wide_XV[finite_XV].abs().max())
-    near_tie = min(max(_SAFETY * spread, precision * largest), math.sqrt(precision) * largest)
+    near_tie = min(max(4.0 * spread, precision * largest), math.sqrt(precision) * largest)
     return Rounding(str(target.weights_dtype).removeprefix("torch."), spread, near_tie, distance, len(wide_XV))
 
 
 def _rerun(model: LanguageModel, prompt: Sequence[int], output: Sequence[int], width: int) -> Tensor:
-    """[X, V] logits of a row's new tokens from forwards of `width` tokens on top of the cache."""
+    """Return logits [X, V] of a row's new tokens from cached forwards of `width` tokens."""
     (start,), cache = model.begin([prompt], len(output) + width)
-    ids_1T = torch.tensor([[*start, *output]], device=model.device)
+    ids_1T = torch.tensor([[*start, *output[:-1]]], device=model.device)
     first = len(start) - 1
     if first:
         model.extend(cache, ids_1T[:, :first])
     parts = []
-    for index in range(first, ids_1T.shape[1] - 1, width):
+    for index in range(first, ids_1T.shape[1], width):
         cache.set_lengths([index])
-        parts.append(model.extend(cache, ids_1T[:, index : min(index + width, ids_1T.shape[1] - 1)])[0])
+        parts.append(model.extend(cache, ids_1T[:, index : index + width])[0])
     return model.logits(torch.cat(parts))

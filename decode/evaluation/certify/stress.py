@@ -1,7 +1,7 @@
-"""Methods on a pair so small that nearly every fault is plain: six tokens, whose joint law can be enumerated, and parts
-that are right often enough to be accepted and wrong often enough to be refused.
+"""Certificates on a small pair of six tokens, on which nearly every fault is plain.
 
-Target, drafters, heads and table are real ones, made in memory from a fixed seed. Prompts differ in length, so that all
+The joint law of its texts can be enumerated, and its parts are right often enough to be accepted and wrong often enough
+to be rejected. Target, drafters, heads and table are made in memory from a fixed seed. Prompts differ in length, so all
 batches are ragged; rows end at several limits and stop tokens.
 
 Shape letters: X tokens, K heads, V vocabulary, D hidden.
@@ -32,7 +32,7 @@ from .certify import Certificate, Plan, certify_method
 from .rescoring import Rounding, judge_of, measure_rounding, read_back
 
 SHARE = 6
-"""For each token of a plan so many are judged in a check above temperature 0, if nothing is found or doubtful."""
+"""Tokens that a check above temperature 0 judges for each token of the plan."""
 _VOCAB, _HEADS, _SHARPNESS, _STOP = 6, 4, 2.0, 0
 
 
@@ -44,7 +44,7 @@ class Check(NamedTuple):
     prompts: int
     batch: int
     short: bool = False
-    """Drafts of one token, or level: so the token after an accepted draft stands everywhere."""
+    """Whether drafts have one token or level, so that the token after an accepted draft is found everywhere."""
 
 
 CHECKS = (
@@ -57,7 +57,7 @@ CHECKS = (
 
 
 class World(NamedTuple):
-    """A target, what judges it, and parts for every method."""
+    """Target, its judge, and parts for every method."""
 
     target: LanguageModel
     judge: LanguageModel
@@ -67,14 +67,23 @@ class World(NamedTuple):
 
 
 def stress_method(
-    entry: Entry, plan: Plan, device: str = "cpu", progress: Callable[[int, int], None] | None = None
+    entry: Entry,
+    plan: Plan,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] = lambda done, planned: None,
 ) -> Iterator[Certificate]:
-    """Judge an entry's method with its options under every one of `CHECKS` in which it calls itself lossless; the
-    plan's level is that of all checks together."""
+    """Judge a method with its options under each of `CHECKS` in which it claims to be lossless.
+
+    The level of the plan is that of all checks together.
+    """
     given = {name: value for name, value in entry.options.items() if name != "drafter"}
     world = make_world(*_sizes(method_options(entry.method, given)), device)
     for check in CHECKS:
-        options = _short(method_options(entry.method, given)) if check.short else given
+        options = given
+        if check.short:
+            options = method_options(entry.method, given)
+            options |= {"k_config": options["k_config"].split("x")[0]} if "k_config" in options else {}
+            options |= {"gamma": 1} if "gamma" in options and "k_config" not in options else {}
         method = build_method(entry.method, world.parts, check.sampling, **options)
         if not method.verifier.lossless:
             continue
@@ -93,14 +102,8 @@ def stress_method(
         )
 
 
-def _short(options: Options) -> Options:
-    if "k_config" in options:
-        return options | {"k_config": options["k_config"].split("x")[0]}
-    return options | {"gamma": 1} if "gamma" in options else options
-
-
 def _sizes(options: Options) -> tuple[int, int]:
-    """How many tokens and heads there must be for a method's options: it may ask for more candidates than usual."""
+    """Return the vocabulary size and number of heads that a method's options need."""
     widths, depths = [_VOCAB], [_HEADS, options.get("max_depth") or 0]
     if "k_config" in options:
         widths += parse_branching(options["k_config"])
@@ -112,10 +115,9 @@ def _sizes(options: Options) -> tuple[int, int]:
 
 @cache
 def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", noise: float = 0.1) -> World:
-    """Drafters are the target with noise added to its weights; table and heads come from texts that it wrote."""
+    """Make the small pair: drafters are the target with noise on its weights; table and heads come from its texts."""
     model = _llama(vocab, 0, 0.0).to(device)
-    target = wrap_model(model, check=False)
-    judge = judge_of(model)
+    target, judge = wrap_model(model, check=False), judge_of(model)
     first, second = (wrap_model(_llama(vocab, seed, noise).to(device), check=False) for seed in (1, 2))
     draws = np.random.default_rng(0)
     prompts = [draws.integers(0, vocab, length).tolist() for length in (1, 5, 2, 8, 3, 7, 4, 6) * 8]
@@ -129,11 +131,11 @@ def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", no
 
 
 def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
-    """A random model of two layers; models of different seeds differ by the noise alone."""
+    """Return a random model of two layers; models of different seeds differ by the noise only."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.random.fork_rng(devices=[]):
         config = LlamaConfig(vocab_size=vocab, **sizes, num_key_value_heads=1, max_position_embeddings=128)
-        config.pard_token = vocab - 1  # at which drafters draft at once
+        config.pard_token = vocab - 1  # Mask token of parallel drafting.
         model = LlamaForCausalLM(config).eval()
     common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -146,7 +148,7 @@ def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
 
 
 class FittedHeads(torch.nn.Module):
-    """Heads by least squares: head k says what stands k + 2 places after the token that a state was read from."""
+    """Heads fitted by least squares: head k predicts the token k + 2 places after the state's own token."""
 
     def __init__(self, target: LanguageModel, texts: list[list[int]], num_heads: int) -> None:
         super().__init__()
@@ -156,7 +158,6 @@ class FittedHeads(torch.nn.Module):
         weights = []
         states = states_XD.split([len(text) - 1 for text in texts])
         for head in range(num_heads):
-            # state i of a text predicts its token i + 1; the head speaks of token i + 2 + head
             known_XD = torch.cat([state_TD[: len(state_TD) - 1 - head] for state_TD in states])
             wanted_X = torch.tensor([token for text in texts for token in text[2 + head :]], device=known_XD.device)
             wanted_XV = torch.nn.functional.one_hot(wanted_X, target.vocab_size).float()
@@ -164,4 +165,5 @@ class FittedHeads(torch.nn.Module):
         self.weight_KVD = torch.stack(weights)
 
     def forward(self, hidden_XD: Tensor) -> Tensor:
+        """Return logits [..., K, V]."""
         return torch.einsum("kvd,...d->...kv", self.weight_KVD, hidden_XD)

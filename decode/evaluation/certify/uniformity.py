@@ -1,12 +1,12 @@
-"""Does a text follow the distributions it should have been drawn from? Exact tests of one text, token by token.
+"""Exact tests that a text follows the distributions that it should have been drawn from.
 
-Let p be the distribution that a token y should follow given everything before it, and F its running sum in any order of
-the vocabulary that is fixed before y is drawn. With V uniform on [0, 1), u = F(before y) + V p(y) is uniform on [0, 1),
-and the u of successive tokens are independent: Rosenblatt's transform (1952), made continuous by V. This holds if and
-only if the text follows p. Which steps wrote the tokens must play no part: of a correct method only all tokens together
-follow p.
+Let p be the distribution that a token y should follow given all tokens before it, and F its cumulative sum in any order
+of the vocabulary that is fixed before y is drawn. With V uniform on [0, 1), u = F(before y) + V p(y) is uniform on
+[0, 1), and the u of successive tokens are independent (Rosenblatt's transform, 1952, made continuous by V). This holds
+if and only if the text follows p. Tokens must not be grouped by the step that wrote them: for a correct method only all
+tokens together follow p.
 
-Shape letters: X tokens of the text, V vocabulary.
+Shape letters: X tokens of the text, V vocabulary, L continuations, D dimensions of a grid.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.stats import chi2, norm
+from scipy.optimize import brentq
+from scipy.stats import chi2, chisquare, norm
 from torch import Tensor
 
 TESTS = ("bins", "kolmogorov-smirnov", "neighbours", "next neighbours", "two apart", "rows", "favoured")
-_PER_CELL = 50  # expected counts below which the chi-square approximation is not trusted far out in its tail
-_MOST_BINS = 50
-_MOST_SIDES = 8
+_PER_CELL = 50  # Below this expected count the chi-square approximation fails far out in its tail.
+_PER_CONTINUATION = 20  # Continuations with a smaller expected count are merged.
+_MAX_BINS, _MAX_SIDES = 50, 8
 
 
 class Result(NamedTuple):
-    """One test of one hypothesis."""
+    """Result of one test of one hypothesis."""
 
     test: str
     statistic: float
@@ -37,159 +38,154 @@ class Result(NamedTuple):
 
 @dataclass
 class Evidence:
-    """What one order of the vocabulary says about texts, in the order in which rows were asked for."""
+    """Statistics of texts under one order of the vocabulary, in the order in which rows were requested."""
 
     rows: list[np.ndarray] = field(default_factory=list)
-    """float64 [3, tokens] each. Of a token its u; its excess, 1{y in S} - p(S) for the set S of favoured tokens: mean
-    0 if the text follows p; and p(S) (1 - p(S)), the variance of that."""
+    """float64 [3, tokens] each: u; the excess 1{y in S} - p(S) for the set S of favoured tokens, with mean 0 if the
+    text follows p; and its variance p(S) (1 - p(S))."""
 
     def first(self, tokens: int) -> Evidence:
-        """The first so many tokens, row after row: what rows do must not decide how much is looked at."""
-        kept, left = Evidence(), tokens
+        """Return the first `tokens` tokens, so that the content of rows does not decide how many are tested."""
+        kept = Evidence()
         for row in self.rows:
-            if left <= 0:
+            if tokens <= 0:
                 break
-            kept.rows.append(row[:, :left])
-            left -= row.shape[1]
+            kept.rows.append(row[:, :tokens])
+            tokens -= row.shape[1]
         return kept
 
     @property
-    def uniforms(self) -> list[np.ndarray]:
-        return [row[0] for row in self.rows]
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.uniforms))
-
-    @property
-    def total_excess(self) -> float:
-        return float(sum(row[1].sum() for row in self.rows))
-
-    @property
-    def total_variance(self) -> float:
-        return float(sum(row[2].sum() for row in self.rows))
+    def joined(self) -> np.ndarray:
+        """Statistics [3, X] of all rows."""
+        return np.concatenate([*self.rows, np.zeros((3, 0))], 1)
 
     @property
     def bias(self) -> float:
-        """Mean share of probability that moved to the favoured tokens; at most the mean total variation from p."""
-        return self.total_excess / max(1, self.tokens)
+        """Mean probability that moved to the favoured tokens; at most the mean total variation from p."""
+        excess_X = self.joined[1]
+        return float(excess_X.sum()) / max(1, len(excess_X))
 
 
 def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: Tensor) -> Tensor:
-    """[X] float64: u of each token, the vocabulary ordered by descending score, and by number where scores are equal.
+    """Return u [X] float64 of each token, with the vocabulary ordered by descending score, then by token id.
 
     Args:
-        probs_XV: float64, the distributions that the tokens should follow; each sums to 1.
+        probs_XV: float64 distributions that the tokens should follow; each sums to 1.
         scores_XV: any numbers that were known before the tokens.
-        uniform_X: float64 in [0, 1), drawn for this alone.
+        uniform_X: float64 in [0, 1), drawn for this purpose only.
     """
     own_X1 = token_X[:, None]
     score_X1 = scores_XV.gather(1, own_X1)
-    numbers_V = torch.arange(probs_XV.shape[1], device=probs_XV.device)
-    before_XV = (scores_XV > score_X1) | ((scores_XV == score_X1) & (numbers_V < own_X1))
+    ids_V = torch.arange(probs_XV.shape[1], device=probs_XV.device)
+    before_XV = (scores_XV > score_X1) | ((scores_XV == score_X1) & (ids_V < own_X1))
     below_X = (probs_XV * before_XV).sum(1)
     return (below_X + uniform_X * probs_XV.gather(1, own_X1)[:, 0]).clamp(0, 1)
 
 
 def favour(probs_XV: Tensor, favoured_XV: Tensor, token_X: Tensor) -> tuple[Tensor, Tensor]:
-    """[X] float64 each: 1{y in S} - p(S) and p(S) (1 - p(S)) for sets S of tokens, given as truth values [X, V]."""
+    """Return 1{y in S} - p(S) and p(S) (1 - p(S)), float64 [X] each, for boolean sets S of tokens [X, V]."""
     share_X = (probs_XV * favoured_XV).sum(1).clamp(0, 1)
     inside_X = favoured_XV.gather(1, token_X[:, None])[:, 0].double()
     return inside_X - share_X, share_X * (1 - share_X)
 
 
 def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Result]:
-    """All of `TESTS`, for the hypothesis that the text follows p; each p-value is valid by itself.
+    """Apply all of `TESTS` to the hypothesis that the text follows p; each p-value is valid by itself.
 
-    - bins: chi-square of u over equal bins. kolmogorov-smirnov: the largest distance D of their distribution function
-      from the diagonal, p ≤ 2 exp(-2 n D²) (Massart 1990, exact for every n).
-    - neighbours: chi-square of pairs of successive u of a row over a grid, the first and second, third and fourth …
-      next neighbours: the second and third … two apart: the first and third, second and fourth … rows: tokens at one
-      position of two neighbouring rows. Neither draws nor rows may share their random numbers.
-    - favoured: the sum of `excess`, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and v the summed variance
-      (Freedman 1975): the most sensitive to a bias towards the favoured tokens.
+    - bins: chi-square of u over equal bins.
+    - kolmogorov-smirnov: the largest distance D of the distribution function of u from the diagonal,
+      p ≤ 2 exp(-2 n D²) (Massart 1990, valid for every n).
+    - neighbours: chi-square of pairs of successive u of a row over a grid: the first and second, third and fourth.
+      next neighbours: the second and third. two apart: the first and third. rows: tokens at one position of two
+      neighbouring rows. These detect shared random numbers.
+    - favoured: the sum of the excess, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and summed variance v
+      (Freedman 1975). It is the most sensitive to a bias towards the favoured tokens.
 
     Args:
-        rng: fills in the partner of a row's last token where it has none: leaving it out would favour texts that
+        evidence: tokens to test.
+        rng: draws the partner of a row's last token if it has none. Omitting that token would favour texts that
             continue.
     """
-    uniform_X = np.concatenate([*evidence.uniforms, np.zeros(0)])
-    count = len(uniform_X)
-    if not count:
-        return [Result(test, 0.0, 1.0) for test in TESTS]
-    sorted_X, place_X = np.sort(uniform_X), np.arange(count)
-    distance = float(max((sorted_X - place_X / count).max(), ((place_X + 1) / count - sorted_X).max()))
-    bins = min(_MOST_BINS, count // _PER_CELL)
+    uniform_X, excess_X, variance_X = evidence.joined
+    uniforms, sorted_X, place_X = [row[0] for row in evidence.rows], np.sort(uniform_X), np.arange(len(uniform_X))
+    count = max(1, len(uniform_X))
+    distance = max((sorted_X - place_X / count).max(initial=0), ((place_X + 1) / count - sorted_X).max(initial=0))
     apart = (("neighbours", 0, 1), ("next neighbours", 1, 1), ("two apart", 0, 2))
-    beside = [
+    rows = [
         np.stack((first[: len(second)], second[: len(first)]))
-        for first, second in zip(evidence.uniforms[::2], evidence.uniforms[1::2], strict=False)
+        for first, second in zip(uniforms[::2], uniforms[1::2], strict=False)
     ]
     return [
-        _chi_square("bins", np.histogram(uniform_X, bins=bins, range=(0, 1))[0] if bins > 1 else None),
-        Result("kolmogorov-smirnov", distance, min(1.0, 2 * math.exp(-2 * count * distance**2))),
-        *(_grid(test, [_pairs(row[first:], lag, rng) for row in evidence.uniforms]) for test, first, lag in apart),
-        _grid("rows", beside),
-        Result("favoured", evidence.bias, martingale_p(evidence.total_excess, evidence.total_variance)),
+        _test_cells("bins", [uniform_X[None]], _MAX_BINS),
+        Result("kolmogorov-smirnov", float(distance), min(1.0, 2 * math.exp(-2 * count * distance**2))),
+        *(
+            _test_cells(test, [_pairs(row[first:], lag, rng) for row in uniforms], _MAX_SIDES)
+            for test, first, lag in apart
+        ),
+        _test_cells("rows", rows, _MAX_SIDES),
+        Result("favoured", evidence.bias, martingale_p(float(excess_X.sum()), float(variance_X.sum()))),
     ]
 
 
 def _pairs(row: np.ndarray, lag: int, rng: np.random.Generator) -> np.ndarray:
-    """[2, pairs] a row's u that lie so far apart, none of them twice."""
+    """Return disjoint pairs [2, pairs] of a row's u at distance `lag`."""
     row = np.append(row, rng.random(-len(row) % (2 * lag)))
     return row.reshape(-1, 2, lag).transpose(1, 0, 2).reshape(2, -1)
 
 
-def _grid(name: str, pairs: Sequence[np.ndarray]) -> Result:
-    both = np.concatenate([*pairs, np.zeros((2, 0))], 1)
-    sides = min(_MOST_SIDES, math.isqrt(both.shape[1] // _PER_CELL))
+def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Result:
+    """Test by chi-square that points (pieces [D, points]) are uniform over a grid of equal cells."""
+    points_DX = np.concatenate([*pieces, np.zeros((len(pieces[0]) if pieces else 2, 0))], 1)
+    dimensions, count = points_DX.shape
+    sides = min(max_sides, int((count // _PER_CELL) ** (1 / dimensions)))
     if sides < 2:
-        return Result(name, 0.0, 1.0)
-    return _chi_square(name, np.histogram2d(both[0], both[1], bins=sides, range=((0, 1), (0, 1)))[0])
+        return Result(test, 0.0, 1.0)
+    statistic, p_value = chisquare(np.histogramdd(points_DX.T, sides, [(0, 1)] * dimensions)[0], axis=None)
+    return Result(test, float(statistic), float(p_value))
 
 
-def _chi_square(name: str, counts: np.ndarray | None) -> Result:
-    """Of equal cells; where there are too few tokens for two of them, nothing can be said."""
-    if counts is None:
-        return Result(name, 0.0, 1.0)
-    wanted = counts.sum() / counts.size
-    statistic = float(((counts - wanted) ** 2).sum() / wanted)
-    return Result(name, statistic, float(chi2.sf(statistic, counts.size - 1)))
+def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) -> Result:
+    """Test by chi-square the continuations after each prompt against their probabilities [L]."""
+    statistic, freedom = 0.0, 0
+    for law_L, found in zip(laws, outcomes, strict=True):
+        observed_L, expected_L = np.bincount(found, minlength=len(law_L)), law_L / law_L.sum() * len(found)
+        rare_L = expected_L < _PER_CONTINUATION
+        observed, expected = (np.append(each[~rare_L], each[rare_L].sum()) for each in (observed_L, expected_L))
+        kept = expected >= _PER_CONTINUATION
+        statistic += float(((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+        freedom += max(0, int(kept.sum()) - 1)
+    return Result("joint law", statistic, float(chi2.sf(statistic, freedom)) if freedom else 1.0)
 
 
 def martingale_p(total: float, variance: float) -> float:
-    """Bound on the probability that a sum of steps of at most 1 with this summed variance strays as far as `total`."""
+    """Bound the probability that a sum of steps of at most 1 with this summed variance deviates by `total`."""
     size = abs(total)
     if size < 1e-9:
         return 1.0
     if variance <= 0:
-        return 0.0 if size > 1e-3 else 1.0  # what cannot vary has strayed: more than rounding is a fault
+        return 0.0 if size > 1e-3 else 1.0  # Without variance, a deviation beyond rounding is a fault.
     ratio = size / variance
     return min(1.0, 2 * math.exp(-variance * ((1 + ratio) * math.log1p(ratio) - ratio)))
 
 
-def critical_total(variance: float, level: float) -> float:
-    """The sum at which `martingale_p` falls to `level`."""
-    low, high = 0.0, 1.0
-    while martingale_p(high, variance) > level:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if martingale_p(middle, variance) > level else (low, middle)
-    return high
-
-
 def detectable_bias(tokens: int, level: float, power: float, variance: float = 0.25) -> float:
-    """The smallest bias that `tokens` tokens find with probability `power` in the test `favoured` at `level`; 1: none.
+    """Return the smallest bias that the test `favoured` detects with probability `power`; 1 if none.
 
     A bias of b moves, averaged over contexts, probability b to the favoured tokens.
 
     Args:
-        variance: mean of p(S) (1 - p(S)); before anything is known 1/4, the most it can be.
+        tokens: number of tokens tested.
+        level: p-value below which the test rejects.
+        power: probability of detection.
+        variance: mean of p(S) (1 - p(S)), at most 1/4.
     """
-    need = critical_total(tokens * variance, level) if tokens else math.inf
-    sigmas = float(norm.ppf(power))
-    bias = 0.0
-    for _ in range(50):  # the bias adds to what the sum varies by, at most b a token
-        bias = min(1.0, (need + sigmas * math.sqrt(tokens * min(0.25, variance + bias))) / max(1, tokens))
+    if not tokens:
+        return 1.0
+    high = 1.0
+    while martingale_p(high, tokens * variance) > level:
+        high *= 2
+    critical = brentq(lambda total: martingale_p(total, tokens * variance) - level, 0.0, high)
+    sigmas, bias = float(norm.ppf(power)), 0.0
+    for _ in range(50):  # The bias itself adds at most b per token to the variance of the sum.
+        bias = min(1.0, (critical + sigmas * math.sqrt(tokens * min(0.25, variance + bias))) / tokens)
     return bias

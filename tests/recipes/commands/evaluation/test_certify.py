@@ -113,13 +113,11 @@ def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
     assert code == 0
     assert "(methods, plan differ)" in said, "texts of another certificate are not used"
     journal.parent.mkdir()
-    lines_written = written.splitlines(keepends=True)
-    for damaged in (lines_written[:2] + lines_written[3:], [lines_written[0], b'["autoregressive", 7]\n']):
-        journal.write_bytes(b"".join(damaged))
-        result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *asked])
-        assert isinstance(result.exception, ValueError)
-        assert f"texts.jsonl:{3 if len(damaged) > 2 else 2} is damaged" in str(result.exception)
-    journal.write_bytes(b"".join(lines_written))
+    journal.write_bytes(written.splitlines(keepends=True)[0] + b'["autoregressive", 7]\n["too", "many", 3]\n')
+    result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *asked])
+    assert isinstance(result.exception, ValueError)
+    assert "texts.jsonl:3 is damaged" in str(result.exception)
+    journal.write_bytes(written)
     code, said, again = certified(recipe, *asked)
     assert code == 0
     assert f"resuming; {texts} texts" in said
