@@ -44,14 +44,8 @@ def run_certify(
     """Certify every method of a recipe, first on a small pair (`stress.py`), then on the recipe's.
 
     If all rows are at temperature 0, lossless methods are certified at temperature 1 too. The certificate is written
-    after each method, so that an interrupted run resumes.
-
-    Args:
-        recipe: evaluation whose methods are certified.
-        tokens: number to judge for each method above temperature 0; on the small pair `SHARE` times as many a check.
-        batch: prompts decoded together.
-        out: certificate file (default: next to the results).
-        plan_only: print the estimated time of each method and return.
+    after each method, by default next to the results, so that an interrupted run resumes. `tokens` are judged for each
+    method above temperature 0, on the small pair `SHARE` times as many. With `plan_only` only print the estimated time.
     """
     out = out or beside(Path(recipe.out), KIND)
     check_writable(out)
