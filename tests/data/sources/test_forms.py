@@ -1,4 +1,4 @@
-"""Which columns hold who said what, beside the forms of the README's table: nulls anywhere, and what fits no form."""
+"""Which columns hold who said what, beside the forms that the README lists: nulls anywhere, and what fits no form."""
 
 from __future__ import annotations
 
@@ -102,12 +102,13 @@ def test_no_row_makes_it_fail_otherwise_than_by_an_error_with_a_place(value: Any
 
 
 README = Path(draftsmith.__path__[0]) / "data" / "README.md"
-LINES = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
-TABLE = [line for line in LINES if line[1].startswith(('`{"', "`[{", '`"'))]
+ITEMS = re.findall(r"^- (`.+?)(?=\n- |\n\n)", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+FORMS = [re.fullmatch(r"`(.+?)`: (.+) is read as (.+)", " ".join(item.split())) for item in ITEMS]
+TABLE = [form.groups() for form in FORMS]
 
 
 @pytest.mark.parametrize(("form", "written", "turns"), TABLE, ids=[form for form, _, _ in TABLE])
-def test_a_row_of_the_table_is_read_as_it_says(form: str, written: str, turns: str, tmp_path: Path) -> None:
+def test_row_of_each_documented_form_is_read_as_documented(form: str, written: str, turns: str, tmp_path: Path) -> None:
     source, forms, report = tmp_path / "rows.jsonl", list[str](), CorpusReport()
     rows = [span for span in re.findall(r"`(.+?)`", written) if span[0] in '{["']
     source.write_text("".join(json.dumps(json.loads(row)) + "\n" for row in rows))
