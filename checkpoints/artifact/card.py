@@ -95,7 +95,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
 
 def base_model(manifest: Manifest) -> str | None:
     """What on the hub an artifact is made from, else made for, by its name: a folder that lies here is none."""
-    source = _dict(manifest.recipe.get("model")).get("source") if manifest.kind == "drafter" else None
+    source = (manifest.recipe.get("model") or {}).get("source") if manifest.kind == "drafter" else None
     for found in (source, (manifest.target or {}).get("id")):
         name = found.partition("@")[0] if isinstance(found, str) and not Path(found).exists() else ""
         if _HUB_NAME.fullmatch(name):
@@ -107,27 +107,24 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
     """The corpora of an artifact: `source` (public name), `hub` (id or corpus; None of files), `files`, counts."""
     found = []
     for part in _parts(manifest.data):
-        identity = _dict(part.get("source"))
-        if not identity:
+        if not (identity := part.get("source")):
             continue
-        options, counts = _dict(identity.get("options")), _list(_dict(part.get("corpus")).get("sources"))
-        named = [_dict(one) for one in _list(options.get("mixture"))] or [options]
-        for i, one in enumerate(named):
-            source, hashes, count = str(one.get("source")), _at(identity.get("sources"), i), _at(counts, i)
-            is_local = "files" in hashes and not one.get("path")
+        options, counts = identity.get("options") or {}, (part.get("corpus") or {}).get("sources") or []
+        for i, one in enumerate(options.get("mixture") or [options]):
+            hashes, count = (each[i] if i < len(each) else {} for each in (identity.get("sources") or [], counts))
+            source, is_local = str(one.get("source")), "files" in hashes and not one.get("path")
             about: dict[str, Any] = {
                 "source": Path(source).name if is_local else source,
                 "hub": None if is_local else source,
             }
-            about |= {"files": _dict(hashes.get("files")), "weight": one.get("weight")}
+            about |= {"files": hashes.get("files") or {}, "weight": one.get("weight")}
             found.append(about | {key: count.get(key) for key in ("rows", "kept")})
     return found
 
 
 def _parts(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What merged tables were merged of; otherwise the data itself."""
-    inner = [part for part in _list(data.get("parts")) if isinstance(part, dict)]
-    return [each for part in inner for each in _parts(part)] if inner else [data]
+    """Return the parts that a merged table was made of; otherwise the data itself."""
+    return [each for part in data["parts"] for each in _parts(part)] if data.get("parts") else [data]
 
 
 def _is_eagle(manifest: Manifest) -> bool:
@@ -141,7 +138,7 @@ def _is_ours(manifest: Manifest) -> bool:
 
 def _head(manifest: Manifest, known: Evidence) -> str:
     """The block of YAML at a card's top; texts are lines, as one of theirs could end it."""
-    base, made_from = known.base_model, _dict(manifest.recipe.get("model")).get("source")
+    base, made_from = known.base_model, (manifest.recipe.get("model") or {}).get("source")
     relation = {"heads": "adapter"}.get(manifest.kind, "finetune" if base == made_from else None)
     is_model = manifest.kind in _MODELS
     values = {
@@ -185,31 +182,15 @@ def _is_encoder_decoder(manifest: Manifest) -> bool:
 
 def _contamination(data: Mapping[str, Any]) -> str:
     """Whether evaluation texts were looked for among the data."""
-    parts, sets, total = _parts(data), set[str](), 0
-    checked = [part for part in parts if _dict(_dict(part.get("source")).get("cleaning")).get("contamination")]
-    for part in checked:
-        sets |= set(map(str, _list(part["source"]["cleaning"]["contamination"])))
-        dropped = _dict(_dict(part.get("corpus")).get("dropped")).get("contamination", 0)
-        total += dropped if isinstance(dropped, int) else 0
+    parts = _parts(data)
+    checked = [part for part in parts if (part.get("source") or {}).get("cleaning", {}).get("contamination")]
+    sets = {str(name) for part in checked for name in part["source"]["cleaning"]["contamination"]}
+    total = sum((part.get("corpus") or {}).get("dropped", {}).get("contamination", 0) for part in checked)
     if not sets:
         return "Contamination with evaluation texts was not checked."
     some = "" if len(checked) == len(parts) else f" in {len(checked)} of {len(parts)} parts"
     count = f"{total:,} rows" if all(part.get("corpus") is not None for part in checked) else "rows"
     return f"Contamination was checked{some}: {count} with texts of {', '.join(map(text, sorted(sets)))} were dropped."
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    """A value of somebody's `artifact.json` if it is a dictionary; the schema says no more than that it is JSON."""
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    """The same of a list."""
-    return value if isinstance(value, list) else []
-
-
-def _at(values: Any, index: int) -> dict[str, Any]:
-    return _dict(_list(values)[index]) if index < len(_list(values)) else {}
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,22 +1,21 @@
-"""Artifacts to the hub and back: a push is planned, shown and then made as one commit; a pull is checked, then stands.
+"""Push of artifacts to the hub, as one commit that is planned and shown first, and pull of verified artifacts.
 
-The hub gets the artifact's files as they are, but for its card, README.md, which can say more than it did when the
-artifact was made; `artifact.json` there has that card's hash. Who asks is known by huggingface_hub's own store alone.
+The hub gets the artifact's files unchanged except README.md, the card, which may hold more than when the artifact was
+made; `artifact.json` on the hub has that card's hash. The account is that of huggingface_hub's stored token.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from huggingface_hub.hf_api import ModelInfo, RepoSibling
-from huggingface_hub.utils.sha import git_hash
+from huggingface_hub.hf_api import ModelInfo
 
 from ..artifact.artifact import CARD_FILE, check_replaceable, file_faults, load_manifest, verify_artifact
 from ..artifact.locate import fetch, fetch_artifact, hub_errors
@@ -52,8 +51,6 @@ class Plan:
     new_branch: bool
     files: dict[str, CommitOperationAdd]
     """All files of the artifact."""
-    sent: tuple[str, ...]
-    """Those that the hub lacks, or has others of the name of."""
     deleted: tuple[str, ...]
     """Files on the hub that the artifact does not have."""
 
@@ -61,17 +58,6 @@ class Plan:
     def card(self) -> str:
         """README.md."""
         return _text(self.files[CARD_FILE])
-
-    @property
-    def changes_files(self) -> bool:
-        """Whether there is anything to commit."""
-        return self.parent is None or bool(self.sent or self.deleted)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Name and content of each file that people may read, unless it is very large."""
-        for name, file in self.files.items():
-            if _is_text(name, file):
-                yield name, _text(file)
 
 
 def address() -> str:
@@ -118,7 +104,6 @@ def plan_push(
         raise ValueError(f"{repo} is public: make it private in its settings on the hub, or push without --private")
     if not replace_other:
         _check_other(repo, found, kind)
-    stored = _stored(found)
     return Plan(
         repo=repo,
         branch=branch,
@@ -128,30 +113,18 @@ def plan_push(
         parent=None if found is None else found.sha,
         new_branch=new_branch,
         files=files,
-        sent=tuple(name for name, file in files.items() if not _is_stored(file, stored.get(name))),
-        deleted=tuple(sorted(name for name in stored if name not in files)),
+        deleted=tuple(name for name in _stored(found) if name not in files),
     )
 
 
 def push(plan: Plan) -> str:
-    """Do what a plan says, in one commit, compare it, and give its name. Raises ValueError: nothing half is there."""
+    """Make the commit of a plan, unless it changes nothing, and return its name.
+
+    Raises:
+        ValueError: No token is stored, or the hub refuses; nothing is published then.
+    """
     if plan.account is None:
         raise ValueError("no token is stored: log in with `hf auth login`, then push again")
-    if plan.parent is not None and not plan.new_branch and not plan.changes_files:
-        return plan.parent
-    try:
-        commit = _commit(plan)
-    except ValueError as error:
-        raise ValueError(f"{error}; all of it or nothing was published, and another push goes on from there") from error
-    stored = _stored(_look(plan.repo, commit))
-    differing = [name for name, file in plan.files.items() if not _is_stored(file, stored.get(name))]
-    if differing := differing + [name for name in stored if name not in plan.files]:
-        names = ", ".join(differing)
-        raise ValueError(f"the hub made the commit {commit} of {plan.repo} with other content than was sent: {names}")
-    return commit
-
-
-def _commit(plan: Plan) -> str:
     deletions = [CommitOperationDelete(name, is_folder=False) for name in plan.deleted]
     with hub_errors(f"{plan.repo} on the hub", plan.repo):
         if plan.parent is None:
@@ -160,7 +133,7 @@ def _commit(plan: Plan) -> str:
             _api().create_branch(plan.repo, branch=plan.branch, exist_ok=True)
         done = _api().create_commit(
             plan.repo,
-            [*(plan.files[name] for name in plan.sent), *deletions],
+            [*plan.files.values(), *deletions],
             commit_message=plan.message,
             revision=plan.branch,
             parent_commit=plan.parent,
@@ -224,26 +197,17 @@ def _look(repo: str, revision: str | None = None) -> ModelInfo | None:
     """A repository and its files at a revision; None where there is none that can be seen."""
     with hub_errors(f"{repo} on the hub", repo):
         try:
-            return _api().model_info(repo, revision=revision, files_metadata=True, timeout=_PATIENCE)
+            return _api().model_info(repo, revision=revision, timeout=_PATIENCE)
         except GatedRepoError:
             raise
         except RepositoryNotFoundError:
             return None
 
 
-def _stored(found: ModelInfo | None) -> dict[str, RepoSibling]:
-    """A repository's files but for hidden ones, which are the hub's own (.gitattributes)."""
+def _stored(found: ModelInfo | None) -> list[str]:
+    """Return the names of a repository's files, without hidden ones, which are the hub's own (.gitattributes)."""
     siblings = [] if found is None else found.siblings or []
-    return {file.rfilename: file for file in siblings if not file.rfilename.startswith(".")}
-
-
-def _is_stored(file: CommitOperationAdd, stored: RepoSibling | None) -> bool:
-    """Whether the hub has this very file."""
-    if stored is None or stored.size != file.upload_info.size:
-        return False
-    if stored.lfs is not None:
-        return stored.lfs.sha256 == file.upload_info.sha256.hex()
-    return stored.blob_id == git_hash(_content(file))
+    return sorted(file.rfilename for file in siblings if not file.rfilename.startswith("."))
 
 
 def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> tuple[str, dict[str, CommitOperationAdd]]:
@@ -265,29 +229,21 @@ def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> tuple[str
 
 def _check_for_tokens(name: str, file: CommitOperationAdd) -> None:
     """Raises ValueError where a text holds a hub token: the stored one, or what looks like one."""
-    if not _is_text(name, file):
+    if not name.lower().endswith(_TEXT_FILES) or file.upload_info.size > _LARGEST_TEXT:
         return
     text, token = _text(file), get_token()
     if SECRET_VALUE.search(text) or (token and token in text):
         raise ValueError(f"{name} holds what looks like a token of the hub: take it out, then push again")
 
 
-def _is_text(name: str, file: CommitOperationAdd) -> bool:
-    return name.lower().endswith(_TEXT_FILES) and file.upload_info.size <= _LARGEST_TEXT
-
-
-def _content(file: CommitOperationAdd) -> bytes:
-    with file.as_file() as opened:
-        return opened.read()
-
-
 def _text(file: CommitOperationAdd) -> str:
-    return _content(file).decode(errors="replace")
+    with file.as_file() as opened:
+        return opened.read().decode(errors="replace")
 
 
 def _check_other(repo: str, found: ModelInfo | None, kind: str) -> None:
     """Raises ValueError where a repository holds something else than an artifact of this kind."""
-    names = sorted(name for name in _stored(found) if name not in _HARMLESS)
+    names = [name for name in _stored(found) if name not in _HARMLESS]
     theirs = "none"
     if found is not None and MANIFEST_FILE in names:
         folder = fetch(repo, [MANIFEST_FILE], found.sha)

@@ -217,7 +217,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         head_rows=head_rows,
         fit=fit,
         manifest=manifest,
-        weights_fault=weights_fault(folder, source, whole),
+        weights_fault=weights_fault(folder, source),
     )
 
 

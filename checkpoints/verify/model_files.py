@@ -92,7 +92,7 @@ def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
     source = model_source(str(source))
     config = load_config(source)
     try:
-        safe = {"use_safetensors": only_safetensors(source, config), "trust_remote_code": False}
+        safe = {"use_safetensors": only_safetensors(source), "trust_remote_code": False}
         return load_whole(model_class(config), source, **safe, **settings).eval()
     except UNLOADABLE as error:
         raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}") from error
@@ -190,45 +190,34 @@ def base_of(folder: Path) -> str:
     return base
 
 
-def only_safetensors(source: str, config: Any = None) -> bool | None:
-    """`use_safetensors` for transformers' `from_pretrained`: True, or None where pickles are allowed.
+def only_safetensors(source: str) -> bool | None:
+    """Return `use_safetensors` for transformers' `from_pretrained`: True, or None where pickles are allowed.
 
-    Looks at what True does not keep transformers and peft from: an adapter's weights, and files that a configuration or
-    an index names. `source` is a folder or hub id, `config` the model's, or None for an adapter. Raises ValueError: the
-    weights are pickled, or some of them.
+    Args:
+        source: Folder or hub id of a model or an adapter.
+
+    Raises:
+        ValueError: An adapter's weights are pickled, which that setting does not refuse, or an index names files
+            elsewhere.
     """
     if pickles_allowed():
         return None
-    folder = Path(source)
-    named = getattr(config, "transformers_weights", None)
-    if isinstance(named, str) and not named.endswith((".safetensors", ".safetensors.index.json")):
-        raise ValueError(_refusal([named]))
     lenient = _QUIET | {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_connection_errors": False}
     if cached_file(source, ADAPTER_CONFIG, **lenient) and not cached_file(source, ADAPTER_FILE, **lenient):
-        pickled = [name for name in _names(source) if name == "adapter_model.bin"]
-        if pickled or not folder.is_dir():
-            raise ValueError(_refusal(pickled))
-    if config is None or (folder / _WHOLE).is_file():
-        return True
-    index = cached_file(source, _INDEX, **lenient)
-    if index is not None:
+        raise ValueError(_refusal([name for name in _names(source) if name == "adapter_model.bin"]))
+    if (index := cached_file(source, _INDEX, **lenient)) is not None:
         shards_of(Path(index))
-    elif folder.is_dir() and (pickled := _pickled(source)):
-        raise ValueError(_refusal(pickled))
     return True
 
 
-def weights_fault(folder: Path, source: str, config: Any) -> str:
-    """Why `load_whole` would not get as far as a model's tensors; nothing where it would. Its files lie in the folder,
-    of a `source` on the hub the small ones alone."""
-    names = _names(str(folder))
-    if here(source) is None:
-        names += _names(split_revision(source)[0])
-    else:
-        try:
-            only_safetensors(str(folder), config)
-        except ValueError as error:
-            return str(error)
+def weights_fault(folder: Path, source: str) -> str:
+    """Return why the weights of a model cannot be loaded, or nothing.
+
+    Args:
+        folder: Folder of the files; of a model on the hub, of its small files.
+        source: Folder or hub id.
+    """
+    names = _names(str(folder)) + (_names(split_revision(source)[0]) if here(source) is None else [])
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     if any(name.endswith(".safetensors") for name in names) or (pickled and pickles_allowed()):
         return ""
@@ -238,25 +227,20 @@ def weights_fault(folder: Path, source: str, config: Any) -> str:
 
 
 def reason(source: str, error: Exception) -> str:
-    """Why no model could be loaded, in a line; of weights on the hub that are pickled alone, what to do."""
-    if isinstance(error, UnpicklingError):  # torch's own words are the advice to load anything
+    """Return in one line why a model could not be loaded, and for pickled weights what to do."""
+    if isinstance(error, UnpicklingError):  # torch's message advises to load anything
         return "its pickled weights hold more than tensors, or are damaged; they were not loaded"
-    if isinstance(error, OSError) and not Path(source).is_dir() and not pickles_allowed():
-        pickled = _pickled(source)
-        return _refusal(pickled) if pickled else out_of_reach() or first_line(error)
+    if isinstance(error, OSError) and not pickles_allowed():
+        names = _names(source)
+        pickled = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
+        if pickled and not any(name.endswith(".safetensors") for name in names):
+            return _refusal(pickled)
+        return ("" if Path(source).is_dir() else out_of_reach()) or first_line(error)
     return first_line(error)
 
 
-def _pickled(source: str) -> list[str]:
-    """Pickled weights of a model that has no others."""
-    names = _names(source)
-    if any(name.endswith(".safetensors") for name in names):
-        return []
-    return [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
-
-
 def _names(source: str) -> list[str]:
-    """Files of a folder or of a hub id, of which there are none without a way to it."""
+    """Return the files of a folder or of a hub id; none if the hub is out of reach."""
     if Path(source).is_dir():
         return sorted(path.name for path in Path(source).iterdir())
     try:

@@ -238,10 +238,14 @@ class _Handler(BaseHTTPRequestHandler):
         return Answer()
 
     def preupload(self, name: str, revision: str) -> Answer:
-        if self.server.repos[name].at(revision) is None:
+        repo = self.server.repos[name]
+        commit = repo.at(revision)
+        if commit is None:
             return NO_REVISION
-        asked = json.loads(self.sent)["files"]
-        files = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in asked]
+        held = {path: blob.oid for path, blob in repo.commits[commit].items()}
+        asked = [each["path"] for each in json.loads(self.sent)["files"]]
+        modes = {"uploadMode": "regular", "shouldIgnore": False}
+        files = [{"path": path, "oid": held.get(path)} | modes for path in asked]
         return as_json({"files": files})
 
     def commit(self, name: str, branch: str) -> Answer:

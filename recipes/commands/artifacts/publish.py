@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ from rich.table import Column, Table
 
 from ....checkpoints.artifact.card import Evidence, Measured, base_model, data_sources
 from ....checkpoints.artifact.manifest import Manifest
-from ....checkpoints.artifact.markdown import paths_in
 from ....checkpoints.hub.push_pull import Plan, address, is_on_hub
-from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.sources.registry import find_corpus
 from ...report.certificate import KIND, load_certificate
 from ...schema.results import beside, load_results
@@ -21,9 +18,6 @@ from ...session.terminal import console, log
 
 _CARD = "README.md"
 _BASELINE = "autoregressive"
-_NAMED_FOLDERS = 3
-_PATH_VALUE = re.compile(r'": "(~?/[^"\\]*)"')  # of JSON: `/models`, which in a text may be anything
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
 
 
 def evidence_of(
@@ -111,31 +105,16 @@ def show_plan(plan: Plan) -> None:
     branch = f"branch {plan.branch}" + (", to be begun" if plan.new_branch else "")
     out = console()
     out.print(f"{where} ({kind}, {state}, {branch})", soft_wrap=True)
-    columns = (Column("file", overflow="fold"), Column("bytes", justify="right", no_wrap=True), Column(no_wrap=True))
-    files = Table(*columns, box=None)
+    files = Table(Column("file", overflow="fold"), Column("bytes", justify="right", no_wrap=True), box=None)
     for name, file in sorted(plan.files.items()):
-        state = "is sent" if name in plan.sent else "is there already"
-        files.add_row(name, f"{file.upload_info.size:,}", state)
+        files.add_row(name, f"{file.upload_info.size:,}")
     for name in plan.deleted:
-        files.add_row(name, "", "is deleted there")
+        files.add_row(name, "is deleted there")
     out.print(files)
-    total = sum(plan.files[name].upload_info.size for name in plan.sent)
-    sent = f"{len(plan.sent)} files, {total:,} bytes to send, in one commit: {plan.message}"
-    out.print(sent, soft_wrap=True)
+    total = sum(file.upload_info.size for file in plan.files.values())
+    out.print(f"{len(plan.files)} files, {total:,} bytes, in one commit: {plan.message}", soft_wrap=True)
     account = "nobody: no token is stored (`hf auth login`)" if plan.account is None else plan.account
     out.print(f"as {account}")
-    for name, folders in sorted(_local_paths(plan).items()):
-        more = ", …" if len(folders) > _NAMED_FOLDERS else ""
-        named = ", ".join(folders[:_NAMED_FOLDERS]) + more
-        note = f"note: {name}, which others will read, names folders of this machine: {named}"
-        out.print(note, soft_wrap=True)
     out.rule(_CARD, align="left")
     out.print(plan.card, soft_wrap=True)
     out.rule()
-
-
-def _local_paths(plan: Plan) -> dict[str, list[str]]:
-    """Absolute paths by the files that hold them; those with some stay. Vocabularies have tokens that look like one."""
-    found = {name: set(paths_in(text)) for name, text in plan.texts() if Path(name).name not in _VOCABULARIES}
-    found[MANIFEST_FILE].update(_PATH_VALUE.findall(dict(plan.texts())[MANIFEST_FILE]))
-    return {name: sorted(paths) for name, paths in found.items() if paths}

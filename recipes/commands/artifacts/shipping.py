@@ -119,6 +119,5 @@ def push(
         log("push: nothing was uploaded; the same command with --yes does it")
         return
     commit = upload(plan)
-    done = "made" if plan.changes_files else "nothing to do, it stands at"
     there = f"{address()}/{repo}/commit/{commit}"
-    log(f"push: {done} {there}; the hub lists all {len(plan.files)} files as they are here")
+    log(f"push: {there} holds the {len(plan.files)} files")

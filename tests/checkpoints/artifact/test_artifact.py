@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
+from draftsmith.checkpoints.artifact.artifact import check_target, load_manifest, save_artifact, verify_artifact
 from draftsmith.checkpoints.artifact.manifest import Manifest, to_json_safe
 
 
@@ -76,3 +78,83 @@ def test_secrets_are_redacted_and_only_they() -> None:
     )
     for secret in ("sk-" + "a1" * 20, "ghp_" + "b2" * 18, "github_pat_" + "c3" * 20, "AKIA" + "D4" * 8):
         assert secret not in to_json_safe(f"say {secret}.")
+
+
+ENTRY = {"sha256": "0" * 64, "bytes": 1}
+
+
+def save_plain(out: Path, **changes: Any) -> Manifest:
+    return save(out, **({"write": lambda folder: (folder / "a.bin").write_text("weights")} | changes))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    save_plain(tmp_path / "t")
+    return tmp_path / "t"
+
+
+RECORDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a later schema": ({"schema": 3}, ("schema", "3", "2")),
+    "an unknown kind": ({"kind": "poem"}, ("'poem'", "drafter")),
+    "a vocabulary that is true": ({"vocab_size": True}, ("vocab_size", "True")),
+    "an export that says half": ({"export": {"format": "npz"}}, ("export", "npz")),
+    "a loss that is no number": ({"training": {"loss": float("nan")}}, ("training", "JSON")),
+    "a field too many": ({"colour": "red"}, ("colour",)),
+}
+RECORDS |= {f"the name {name!a}": ({"files": {name: ENTRY}}, (ascii(name),)) for name in ("../../etc/passwd", "a\\b")}
+RECORDS |= {
+    f"the entry {entry}": ({"files": {"a": entry}}, ("'a'", "sha256", "bytes"))
+    for entry in (ENTRY | {"bytes": -1}, None)
+}
+
+
+def refused(act: Callable[[], object], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(part)})" for part in parts)) as caught:
+        act()
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(("change", "parts"), RECORDS.values(), ids=RECORDS)
+def test_records_of_another_form(table: Path, change: dict[str, Any], parts: tuple[str, ...]) -> None:
+    path = table / "artifact.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    refused(lambda: load_manifest(table), parts)
+
+
+def test_a_text_that_is_no_record(table: Path) -> None:
+    (table / "artifact.json").write_bytes(b"\xff\xfe")
+    for read in (load_manifest, verify_artifact):
+        refused(lambda read=read: read(table), (f"{table / 'artifact.json'}", "UTF-8"))
+
+
+def _thesis(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    return folder
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no such folder": (lambda tmp: load_manifest(tmp / "nowhere"), ("nowhere",)),
+    "no record": (lambda tmp: load_manifest(_thesis(tmp / "mine")), ("mine", "artifact.json")),
+    "a folder above": (lambda tmp: load_manifest(tmp), ("artifact.json", "/t")),
+    "another kind": (lambda tmp: load_manifest(tmp / "t", kind="heads"), ("'table'", "'heads'")),
+    "over other files": (lambda tmp: save_plain(_thesis(tmp / "mine")), ("mine",)),
+    "over a file": (lambda tmp: save_plain(_thesis(tmp / "mine") / "thesis.txt"), ("thesis.txt",)),
+    "an unknown kind": (lambda tmp: save_plain(tmp / "x", kind="tables"), ("'tables'", "table")),
+    "an odd name": (lambda tmp: save_plain(tmp / "x", write=lambda f: (f / "a\\b").write_text("")), ("a\\b",)),
+    "another vocabulary": (
+        lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=65, tokenizer_fingerprint=None, what="it"),
+        ("64", "65", "vocab_size: 65"),
+    ),
+    "another tokenizer": (
+        lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=64, tokenizer_fingerprint="ef" * 32, what="it"),
+        ("ab" * 8, "ef" * 8),
+    ),
+}
+
+
+@pytest.mark.parametrize(("act", "parts"), REFUSED.values(), ids=REFUSED)
+def test_refused(table: Path, tmp_path: Path, act: Callable[[Path], object], parts: tuple[str, ...]) -> None:
+    refused(lambda: act(tmp_path), parts)
+    assert not (tmp_path / "x").exists()
+    assert not list(tmp_path.glob(".*"))

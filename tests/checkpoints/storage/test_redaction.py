@@ -17,13 +17,10 @@ from draftsmith.recipes.session.typed import typed_command
 
 SECRET = "corr3cth0rse"
 SECRETS = (
-    *(f"https://me:{SECRET}@h.org/x", f"https://{SECRET}@h.org/x", f"https://me:p@{SECRET}@h.org/x"),
-    *(f"https://me:p/{SECRET}@h.org/x", f"https://me:p#{SECRET}@h.org", f"postgres://me:{SECRET}@h:5432/x"),
-    *(f"https://h/x?{key}={SECRET}&a=1" for key in ("apikey", "auth", "api_key", "key", "sig", "token", "accessToken")),
-    *(f"https://h/x?a=1&{key}={SECRET}#b" for key in ("auth", "X-Amz-Signature", "password", "client_secret", "pwd")),
-    *(f"Bearer {SECRET}", f"Authorization: Basic {SECRET}", f"authorization=Bearer {SECRET}", f"x-api-key: {SECRET}"),
-    *(f"api_key: {SECRET}", f"OPENAI_API_KEY={SECRET}", f"say password = '{SECRET} two', please", f"token={SECRET}"),
-    *(json.dumps({"a": {"api_key": SECRET}}), json.dumps({"headers": f'{{"Authorization": "Bearer {SECRET}"}}'})),
+    *(f"https://me:{SECRET}@h.org/x", f"https://me:p/{SECRET}@h.org/x", f"postgres://me:{SECRET}@h:5432/x"),
+    *(f"https://h/x?apikey={SECRET}&a=1", f"https://h/x?a=1&X-Amz-Signature={SECRET}#b"),
+    *(f"Bearer {SECRET}", f"Authorization: Basic {SECRET}", f"OPENAI_API_KEY={SECRET}"),
+    *(f"say password = '{SECRET} two', please", json.dumps({"a": {"api_key": SECRET}})),
     *(f"{{token: {SECRET}, url: x}}", f"hf_{SECRET}{SECRET}", f"sk-{SECRET}{SECRET}"),
 )
 PLAIN = (
@@ -46,7 +43,11 @@ def test_what_is_no_secret_stays(text: str) -> None:
 def test_a_secret_reaches_no_output(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = {"kind": "regenerate", "out": "x.jsonl", "source": text, "target": "t", "system": f"see {text}."}
     recipe = RegenerateRecipe.model_validate(values)
-    about: dict[str, Any] = {"recipe": recipe.model_dump(), "data": {"source": [text]}, "evaluation": {"why": text}}
+    about: dict[str, Any] = {
+        "recipe": recipe.model_dump(),
+        "data": {"source": {"options": {"source": text}}},
+        "evaluation": {"why": text},
+    }
     about |= {"training": {}, "target": {"id": text}, "shapes": {}, "vocab_size": 8, "tokenizer_fingerprint": None}
     manifest = save_artifact(tmp_path / "a", kind="table", write=write, **about)
     with pytest.raises(ValueError, match="'target'") as refused:

@@ -90,18 +90,6 @@ def test_pickled_weights_are_converted_where_that_is_said(plain: Path, target: P
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
-def test_a_link_is_not_handed_on(plain: Path, target: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("mine")
-    (plain / "LICENSE").unlink()
-    (plain / "LICENSE").symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match=r"LICENSE is a link to .*secret"):
-        import_published(str(plain), tmp_path / "out", str(target))
-    assert not (tmp_path / "out").exists()
-    repaired = draftsmith("doctor", target, plain, "--fix", tmp_path / "out")
-    assert "LICENSE is a link to" in str(repaired.exception)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("case", ["no target", "states", "damaged", "there already", "an artifact"])
 def test_an_import_is_refused(case: str, plain: Path, target: Path, tiny_pair: Path, tmp_path: Path) -> None:
     source = tiny_pair / "drafter" if case == "an artifact" else plain
