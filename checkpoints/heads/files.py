@@ -25,14 +25,16 @@ _VERSIONS = {"own": "1", "target": "2", "low-rank": "low-rank"}
 def save_heads(
     heads: PredictionHeads, directory: Path, base_model_name_or_path: str, state: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write `medusa_lm_head.safetensors` and the `config.json` that serving engines read beside it.
+    """Write `medusa_lm_head.safetensors` and the `config.json` that serving engines read.
 
-    The config has no `architectures`, says `medusa_fc_bias` (readers that do not find it drop every bias), gives the
-    number of heads under both names in use, and FasterDecoding's `version`: "1" with own projections, "2" with the
-    target's.
+    Args:
+        heads: Heads to save.
+        directory: Folder to write to.
+        base_model_name_or_path: Name of the target.
+        state: Tensors of the heads where the module does not hold them, as with ZeRO-3.
 
-    `state` has the heads' tensors where they are not in the module itself, as with ZeRO-3. Raises ValueError: a tensor
-    that is missing, of another shape, without values or with some that are not finite.
+    Raises:
+        ValueError: A tensor is missing, has another shape, has no values or some that are not finite.
     """
     found = heads.state_dict() if state is None else dict(state)
     _check_complete(heads, found)
@@ -46,7 +48,11 @@ def save_heads(
 
 
 def engine_config(heads: PredictionHeads, base_model_name_or_path: str) -> dict[str, Any]:
-    """What serving engines look for in the `config.json` of heads; see `save_heads`."""
+    """Return the `config.json` of heads as serving engines read it.
+
+    It names no `architectures`. Readers drop every bias without `medusa_fc_bias`. The number of heads has both names in
+    use. FasterDecoding's `version` is "1" with own projections and "2" with the target's.
+    """
     return {
         "model_type": "medusa",
         "base_model_name_or_path": split_revision(base_model_name_or_path)[0],  # engines know no other names
@@ -68,10 +74,11 @@ def load_heads(
     lm_head: Tensor | None = None,
     unpickle: bool = False,
 ) -> PredictionHeads:
-    """Read a folder of heads in evaluation mode, in any of the layouts of `layouts.read_heads`; raises what that
-    raises. Form and sizes are counted from the tensors; of the config only `states` and `scale` are believed, with a
-    warning where it says something else. `lm_head` [V, D] is the target's output projection, for heads that reuse it;
-    it may also be attached later."""
+    """Load heads in evaluation mode from any of the layouts of `read_heads`, whose errors it raises.
+
+    Sizes are those of the tensors; of the config only `states` and `scale` are used, with a warning where it disagrees.
+    `lm_head` [V, D] is the target's output projection, for heads that reuse it; it can also be attached later.
+    """
     stored = read_heads(Path(directory), unpickle=unpickle)
     for disagreement in stored.disagreements:
         warnings.warn(disagreement, stacklevel=2)

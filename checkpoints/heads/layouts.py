@@ -1,4 +1,4 @@
-"""Where published prediction heads lie, and how they are read: FasterDecoding's layouts and ours.
+"""Reading of prediction heads from the layouts of FasterDecoding and from ours.
 
 Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank.
 """
@@ -39,71 +39,71 @@ EAGLE = "LlamaForCausalLMEagle3"
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """Heads as they lie on the disk: read and checked against each other, but not yet a module."""
+    """Tensors and sizes of heads in files, checked against each other."""
 
     path: Path
-    """The file that holds them, or its index."""
+    """File that holds them, or its index."""
     tensors: dict[str, Tensor]
-    """On the CPU, under the names of `PredictionHeads`."""
+    """Tensors on the CPU, under the names of `PredictionHeads`."""
     num_heads: int
     num_layers: int
     hidden_size: int
     vocab_size: int | None
-    """As the projections have it; for heads without one as the config has it, if it does."""
+    """Rows of the projections; for heads without projections the config's, if it names one."""
     projection: str
     rank: int
     states: str
     scale: float
-    """Of the hidden states, as the config has it; else 1."""
+    """Factor of the hidden states, from the config (default: 1)."""
     base_model: str | None
-    """The target that the config names."""
+    """Target that the config names."""
     disagreements: list[str]
-    """Where the config says something else than the tensors."""
+    """Entries of the config that contradict the tensors."""
 
     @property
     def inside(self) -> bool:
-        """Whether they lie among a whole model's tensors."""
+        """Whether they are among a whole model's tensors."""
         return self.path.name in _WHOLE
 
     @property
     def whole_model(self) -> bool:
-        """Whether a model lies in the same folder or files: the heads were trained together with it, or on it."""
+        """Whether a model is in the same folder or files, as heads that were trained together with it have."""
         return any((self.path.parent / name).is_file() for name in _WHOLE)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that all tensors fit into."""
-        return reduce(torch.promote_types, (t.dtype for name, t in self.tensors.items() if name != TOKENS))
-
     def build(self, vocab_size: int | None = None) -> PredictionHeads:
-        """The heads as a module, in the tensors' widest type; files that the tensors are mapped from may change.
-        `vocab_size` is the target's, for heads that reuse its projection; None: as the config has it."""
+        """Return the heads as a module, in the widest type of the tensors, which are copied.
+
+        `vocab_size` is the target's, for heads that reuse its projection (default: the config's).
+        """
         sizes = (self.num_heads, self.num_layers, self.hidden_size, vocab_size or self.vocab_size)
         with torch.device("meta"):
             heads = PredictionHeads(*sizes, self.projection, self.rank, self.states, self.scale)
-        held = dict(self.tensors)
-        heads.propose(held.get(TOKENS))
-        tensors = {name: t.to(None if name == TOKENS else self.dtype, copy=True) for name, t in held.items()}
+        heads.propose(self.tensors.get(TOKENS))
+        dtype = reduce(torch.promote_types, (each.dtype for name, each in self.tensors.items() if name != TOKENS))
+        tensors = {name: each.to(None if name == TOKENS else dtype, copy=True) for name, each in self.tensors.items()}
         heads.load_state_dict(tensors, assign=True)
         return heads
 
 
 def is_eagle(directory: Path) -> bool:
-    """Whether a folder holds EAGLE-3 heads, by its config. Raises ValueError: a config that cannot be read."""
+    """Return whether a folder holds EAGLE-3 heads, by its config; raise ValueError for one that cannot be read."""
     path = directory / CONFIG_FILE
     return path.is_file() and EAGLE in (read_config(path).get("architectures") or [])
 
 
 def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = None) -> StoredHeads:
-    """Read the heads in a folder, from the first that is there of
+    """Read the heads in a folder, from the first of these files that exists.
 
     - `medusa_lm_head.safetensors`, or pickled `medusa_lm_head.pt`: names as in `PredictionHeads`;
     - `model.safetensors` or `pytorch_model.bin`, whole or with an index of shards: the same after `medusa_head.`.
 
-    With `unpickle` `.pt` and `.bin` as well, of which only tensors are loaded (`weights_only`); `states` is what the
-    heads read, where the folder's config does not say it or is wrong.
+    Args:
+        directory: Folder of the heads.
+        unpickle: Whether to read `.pt` and `.bin`, of which only tensors are loaded.
+        states: Hidden states that the heads read, in place of the config's.
 
-    Raises ValueError: names the file, the tensor where one is at fault, and what was expected.
+    Raises:
+        ValueError: A file or tensor is missing, or differs from what is expected.
     """
     directory = Path(directory)
     if is_eagle(directory):
@@ -116,15 +116,9 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     tensors = _read_inside(path) if path.name in _WHOLE else _read(path, None)
     config_path = directory / CONFIG_FILE
     config = read_config(config_path) if config_path.is_file() else {}
-    return assemble_heads(tensors, config | ({"states": states} if states else {}), path, config_path)
-
-
-def assemble_heads(tensors: dict[str, Tensor], config: dict[str, Any], path: Path, config_path: Path) -> StoredHeads:
-    """Heads from tensors under the names of `PredictionHeads`, checked against each other and compared with what a
-    config says of them; the two paths are where they were read from. Raises what `read_heads` raises."""
     proposed = tensors.get(TOKENS)
     projection, sizes = _sizes_of({name: tensor for name, tensor in tensors.items() if name != TOKENS}, path)
-    states = config.get("states") or STATES[0]
+    states = states or config.get("states") or STATES[0]
     scale = config.get("scale", 1.0)
     if states not in STATES:
         raise ValueError(f"{config_path}: states is {states!r}, expected one of {', '.join(STATES)}")

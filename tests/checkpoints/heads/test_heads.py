@@ -54,7 +54,7 @@ def test_heads_begin_as_the_targets_projection() -> None:
     assert all(parameter.requires_grad for parameter in heads.parameters())
 
 
-@pytest.mark.parametrize("shape", [(8,), (1, 8), (5, 8), (2, 3, 8), (1, 1, 7, 8), (0, 8)])
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8), (0, 8)])
 @pytest.mark.parametrize(
     ("num_heads", "num_layers", "projection", "rank"),
     [

@@ -35,15 +35,11 @@ def heads(projection: str = "own") -> PredictionHeads:
     ("call", "parts"),
     [
         (lambda: PredictionHeads(0, 1, 8, 13), ("num_heads", "0", "1")),
-        (lambda: PredictionHeads(1, 1, 8, None), ("vocab_size", "1")),
         (lambda: PredictionHeads(1, 1, 8, 13, "lowrank"), ("projection", "lowrank", "low-rank")),
         (lambda: PredictionHeads(1, 1, 8, 13, "low-rank"), ("rank", "0", "1 to 8")),
-        (lambda: PredictionHeads(1, 1, 8, 13, "own", 0, "after-norm", 0.0), ("scale", "0.0")),
-        (lambda: heads().projection(3), ("3",)),
         (lambda: heads().attach(torch.zeros(13, 8)), ("own",)),
         (lambda: heads("target").attach(torch.zeros(12, 8)), ("[12, 8]", "[13, 8]")),
         (lambda: heads().propose(torch.tensor([1])), ("d2t", "own")),
-        (lambda: heads("target").propose(torch.tensor([1, 13])), ("13",)),
         (lambda: heads("target").propose(torch.tensor([3, 1])), ("rise",)),
         (lambda: PredictionHeads(1, 1, 8, None, "target")(torch.zeros(2, 8)), ("attach",)),
     ],
@@ -89,13 +85,9 @@ def put(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[
 
 TENSORS: list[tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = [
     (without("1.0.linear.bias"), ("1.0.linear.bias",)),
-    (without("1.2.weight"), ("1.2.weight",)),
-    (put("0.1.weight", 13, 8), ("1.1.weight",)),
     (put("0.2.up.weight", 13, 2), ("0.2.down.weight",)),
     (put("2.2.weight", 12, 8), ("2.2.weight", "[12, 8]", "[13, 8]")),
     (put("1.0.linear.bias", 8, dtype=torch.int8), ("1.0.linear.bias", "int8", "float32")),
-    (put("9999.9999.linear.weight", 8, 8), ("10000 heads",)),
-    (dict.clear, (HEADS_FILE,)),
     (put("d2t", 2, dtype=torch.int64), ("d2t", "own")),
 ]
 
@@ -123,16 +115,6 @@ def test_pickled_files_of_something_else(tmp_path: Path, content: Any, parts: tu
     refused(lambda: load_heads(tmp_path), (PICKLED_FILE, "unpickle=True", "--unpickle"))
 
 
-def test_a_pickle_that_would_run_something(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (Path.touch, (tmp_path / "done",))
-
-    torch.save({"0.1.weight": Evil()}, tmp_path / PICKLED_FILE)
-    refused(lambda: load_heads(tmp_path, unpickle=True), (PICKLED_FILE,))
-    assert not (tmp_path / "done").exists()
-
-
 def in_index(change: Callable[[dict[str, Any]], object]) -> Damage:
     def edit(folder: Path) -> None:
         content = json.loads((folder / INDEX).read_text())
@@ -148,10 +130,8 @@ def points(name: str, shard: Any) -> Damage:
 
 WHOLE_MODELS: list[tuple[Damage, tuple[str, ...]]] = [
     (lambda folder: (folder / "heads.safetensors").unlink(), (INDEX, "heads.safetensors")),
-    (points("9.0.linear.bias", "base.safetensors"), (INDEX, "base.safetensors", "9.0.linear.bias")),
     (points("0.0.linear.bias", "../elsewhere.safetensors"), (INDEX, "../elsewhere.safetensors")),
     (lambda folder: (folder / "config.json").write_text('{"states": "later"}'), ("later", "after-norm")),
-    (lambda folder: (folder / "config.json").write_text('{"scale": -1}'), ("scale", "-1")),
     (lambda folder: (folder / INDEX).unlink(), (HEADS_FILE, INDEX)),
 ]
 
@@ -167,8 +147,3 @@ def test_whole_models_that_are_broken(tmp_path: Path, damage: Damage, parts: tup
     assert holds_heads(tmp_path)
     damage(tmp_path)
     refused(lambda: load_heads(tmp_path), parts)
-
-
-def test_an_index_of_something_else_has_no_heads(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "weights.gguf"}}))
-    assert not holds_heads(tmp_path)
