@@ -1,4 +1,4 @@
-"""Reading what others wrote: files that may be too large, too deep, no files at all, or lead elsewhere."""
+"""Reading, hashing and copying of files that others wrote."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from .messages import brief, first_line
 
 UNREADABLE = (SafetensorError, OSError, RuntimeError)
 """What reading safetensors ends in; the last is torch's, where a file goes away while it is opened."""
-MAX_JSON_BYTES = 1 << 26
-"""64 MiB. The index of the largest published models' shards has a seventh of it; JSON takes ten times its size in
-memory."""
 UNPICKLE = "DRAFTSMITH_UNPICKLE"
 """The environment's variable that allows pickled weights, when it is 1."""
 
@@ -28,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: Not a regular file, too large, not UTF-8, not JSON or not an object. The file is not named.
+        ValueError: Not a regular file, not UTF-8, not JSON or not an object. The file is not named.
     """
     return parse_json(read_text(path))
 
@@ -67,12 +64,10 @@ def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
     return found
 
 
-def read_text(path: Path, most: int = MAX_JSON_BYTES) -> str:
-    """A text file of at most `most` bytes; a larger one is not read. Raises what `read_json` raises."""
+def read_text(path: Path) -> str:
+    """Return the text of a file; raise ValueError if it is no regular file or not UTF-8."""
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")
-    if (size := path.stat().st_size) > most:
-        raise ValueError(f"it has {size:,} bytes, expected at most {most:,}")
     content = path.read_bytes()
     try:
         return content.decode()

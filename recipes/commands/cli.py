@@ -203,7 +203,7 @@ def import_(
 ) -> None:
     """Make an artifact of a drafter, of Medusa heads in any layout that FasterDecoding has used, or of EAGLE-3 heads,
     plain or of speculators; of a GGUF file, a plain model folder."""
-    from .artifacts.import_drafter import import_published
+    from .artifacts.imports import import_published
 
     import_published(source, out, target, unpickle=unpickle, states=states)
 

@@ -47,7 +47,6 @@ RECIPES: dict[str, type[Section]] = {
 SHIPPED = Path(__file__).parents[1]
 _LEFT_OUT = ("", "pairs/", "evaluate/")
 """Folders that the name of a shipped recipe may leave out."""
-_MOST_BYTES = 1 << 20
 
 
 class _Loader(yaml.SafeLoader):
@@ -121,7 +120,7 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ValueError naming file and line where it is none."""
     try:
-        loaded = yaml.load(read_text(path, _MOST_BYTES), Loader=_Loader)
+        loaded = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)

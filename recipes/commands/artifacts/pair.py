@@ -26,7 +26,7 @@ from ....checkpoints.storage.safe_read import pickles_allowed
 from ....checkpoints.verify.model_files import is_adapter
 from ....data.tokenizers import load_tokenizer
 from ...session.terminal import console, log, write_json
-from .import_drafter import PICKLED, whole_model
+from .imports import PICKLED, whole_model
 
 if TYPE_CHECKING:
     from ..diagnosis.readings import Reading

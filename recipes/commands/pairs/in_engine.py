@@ -21,7 +21,7 @@ from ....checkpoints.storage.names import MANIFEST_FILE
 from ....decode.evaluation.tuning.tuner import Measurement, Workload
 from ...schema.forge import ForgeRecipe
 from ..artifacts.export import FORMATS
-from ..artifacts.import_drafter import import_drafter
+from ..artifacts.imports import import_drafter
 from ..serving.client import check_client
 from ..serving.engines import ENGINES, HOST, commands_of, engine_recipe
 from ..serving.lengths import MAX_TOKENS, max_draft_tokens, tune_lengths

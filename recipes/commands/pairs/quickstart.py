@@ -28,7 +28,7 @@ from ...schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ...schema.loading import parse_recipe, read_recipe, write_recipe
 from ...session.machine import has_bfloat16
 from ...session.terminal import bar, log
-from ..artifacts.import_drafter import import_gguf
+from ..artifacts.imports import import_gguf
 from ..evaluation.finished import evaluated
 from ..training.regenerate import run_regenerate
 from ..training.train import run_train

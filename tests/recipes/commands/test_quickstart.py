@@ -15,7 +15,7 @@ from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.draft_vocabulary import kept_tokens
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.commands.artifacts.import_drafter import import_gguf, import_published
+from draftsmith.recipes.commands.artifacts.imports import import_gguf, import_published
 from draftsmith.recipes.commands.pairs.quickstart import run_quickstart
 from draftsmith.recipes.schema.loading import load_recipe
 

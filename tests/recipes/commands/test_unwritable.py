@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from draftsmith.checkpoints.storage.atomic import check_writable
 from draftsmith.recipes.assemble.data import prepare_data
-from draftsmith.recipes.commands.artifacts.import_drafter import import_drafter
+from draftsmith.recipes.commands.artifacts.imports import import_drafter
 from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.trace import run_trace

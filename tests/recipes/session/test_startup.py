@@ -22,7 +22,6 @@ assert not found, found
 LIGHT = [
     ("--help",),
     ("recipes", "ls"),
-    ("export",),
     ("show", "{pair}/drafter"),
     ("show", "{pair}/table", "--json"),
 ]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.report.tables import Cell, Column, Table
 from draftsmith.recipes.session.terminal import console, log, write_json
 from rich.table import Table as RichTable
 from rich.text import Text
-from typer.testing import CliRunner, Result
 
 ROOT = Path(__file__).resolve().parents[3]
 PRINT = (ROOT / "recipes/session/terminal.py", ROOT / "train/loop/progress.py")
@@ -54,35 +51,6 @@ def test_what_people_write_is_not_changed(capsys: pytest.CaptureFixture[str]) ->
     text = "na\u00efve 中文 👨\u200d👩 می\u200cخواهم 5\u00a0% \u00ad\ue0a0 x\ty"
     console().print(text, soft_wrap=True)
     assert capsys.readouterr().out == text.expandtabs() + "\n"
-
-
-@pytest.fixture
-def run() -> Callable[..., Result]:
-    return lambda *arguments: CliRunner().invoke(app, arguments, catch_exceptions=False)
-
-
-def test_rows_of_others_are_linted_as_they_are(
-    run: Callable[..., Result], drafter_recipe: Path, tmp_path: Path
-) -> None:
-    messages = [{"role": role, "content": MARKED + STEERING[:-2]} for role in ("user", "assistant")]
-    rows = [{"id": f"{MARKED}{STEERING}{number}", "messages": messages} for number in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run(
-        "prepare", str(drafter_recipe), "--lint", f"data.source={tmp_path / 'rows.jsonl'}", "data.block_tokens=512"
-    )
-    assert done.exit_code in (0, 1)
-    assert not steering(done.output)
-    assert done.stdout.count(MARKED) >= 3 * 3
-
-
-def test_paths_are_shown_as_they_are(
-    run: Callable[..., Result], drafter_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = run("prepare", str(drafter_recipe), "data.cache='[x]cache/p[/red]'")
-    folder = Path(done.stdout.strip())
-    assert folder.parent == Path("[x]cache/p[/red]")
-    assert folder.is_dir()
 
 
 def test_errors_are_shown_as_they_are(launcher: Any) -> None:

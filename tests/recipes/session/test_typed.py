@@ -35,12 +35,8 @@ def test_the_command_is_what_one_would_type(
     [
         ("token=correct-horse", "'token=<redacted>'"),
         ("server.api_key=correct-horse", "'server.api_key=<redacted>'"),
-        ("server={api_key: correct-horse, url: x}", "'server={api_key: <redacted>, url: x}'"),
-        ("--hf-token=correct-horse", "'--hf-token=<redacted>'"),
         ("data.path=hf_" + "horse1" * 4, "'data.path=<redacted>'"),
         ("data.path=https://me:" + "correct-horse@example.org/x", "'data.path=https://<redacted>@example.org/x'"),
-        ("data.path=https://x.org/y?sig=correct-horse&a=1", "'data.path=https://x.org/y?sig=<redacted>&a=1'"),
-        ("https://me:" + "correct-horse@example.org/x", "'https://<redacted>@example.org/x'"),
         ("tokenizer=me/horse", "tokenizer=me/horse"),
         ("train.betas=[0.9, .inf]", "'train.betas=[0.9, .inf]'"),
     ],

@@ -13,7 +13,7 @@ from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.commands.artifacts.import_drafter import import_published
+from draftsmith.recipes.commands.artifacts.imports import import_published
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe

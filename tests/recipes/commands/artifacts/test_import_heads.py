@@ -15,7 +15,7 @@ from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.commands.artifacts.import_heads import import_heads
+from draftsmith.recipes.commands.artifacts.imports import import_heads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM

@@ -18,7 +18,7 @@ from draftsmith.checkpoints.pairs.sides import open_side
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.commands.artifacts.export import FORMATS
-from draftsmith.recipes.commands.artifacts.import_drafter import import_published
+from draftsmith.recipes.commands.artifacts.imports import import_published
 from draftsmith.recipes.commands.artifacts.pair import Measured, examine_pair
 from draftsmith.recipes.commands.diagnosis.readings import Reading, better
 from safetensors.torch import load_file, save_file
