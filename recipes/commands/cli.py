@@ -23,8 +23,9 @@ from ...train.parallel.processes import StoppedError, lost_another
 from ..session.launch import destroy_process_group, is_first, refuse_several, run_on_all
 from ..session.terminal import console, log
 from ..session.typed import typed_command
-from .artifacts.shipping import doctor, export, push
+from .artifacts.shipping import export, push
 from .artifacts.show import show
+from .diagnosis.doctor import doctor
 from .evaluation_cli import MethodsCommand, Overrides, bench, certify, evaluate, report, tune
 
 app = typer.Typer(

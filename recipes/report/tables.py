@@ -191,7 +191,6 @@ BENCH_COLUMNS = (
     _metric("to the first", "ms_to_first.median", 0, "ms"),
     _PER_TOKEN,
     Metric(Column("interval", "95 %, ms"), lambda row: interval_cell(row.get("ms_per_token_interval"), 1)),
-    _metric("expected", "expected.tokens_per_step", unit="τ"),
     _SAME,
 )
 _BY_CATEGORY = (_metric("prompts", "prompts", 0), *_STEP, _PERPLEXITY, _ROUGE)

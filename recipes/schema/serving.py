@@ -21,8 +21,6 @@ class BenchRecipe(Section):
     """Base URL of its API, such as http://127.0.0.1:8000/v1."""
     baseline: str | None = Field(None, pattern=_URL)
     """Base URL of a server of the same model without drafts. The two take turns and are compared by prompt."""
-    expect: str | None = Field(None, pattern=r"\.json$")
-    """Results of `draftsmith evaluate` with the same drafter, which give the expected acceptance and prompt lengths."""
     model: str | None = None
     """Name of the model on the server; null: the first that it lists."""
     baseline_model: str | None = None
@@ -60,4 +58,4 @@ class BenchRecipe(Section):
 
     def sources(self) -> list[str]:
         """Return all files, folders and hub ids that the recipe names."""
-        return [source for source in (self.prompts, self.prompts_path, self.expect) if source is not None]
+        return [source for source in (self.prompts, self.prompts_path) if source is not None]

@@ -1,4 +1,4 @@
-"""Commands about publishing: `doctor`, `export`, `push`."""
+"""Commands about publishing: `export`, `push`."""
 
 from __future__ import annotations
 
@@ -11,46 +11,6 @@ from rich.table import Column, Table
 from ...session.terminal import console, log
 
 Replace = Annotated[bool, typer.Option("--replace", help="Also where something else stands; that is deleted.")]
-
-
-def doctor(
-    target: Annotated[str | None, typer.Argument(help="A target (folder or hub id); by default this machine.")] = None,
-    drafter: Annotated[str | None, typer.Argument(help="Folder or hub id of a drafter for it.")] = None,
-    fix: Annotated[Path | None, typer.Option(help="Write a drafter that fits to this new folder.")] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help="Evaluation set, file or hub id; also measure where acceptance is lost on it.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --prompts: the diagnosis (.json; default: runs/evaluate/NAME).")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="With --prompts: key=value, such as limit=20.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts: the pair's findings as JSON.")] = False,
-) -> None:
-    """Check this machine, an artifact, or whether TARGET and DRAFTER (or heads, or a table) work together.
-
-    For a pair the exit code is 0 if transformers and this engine take it as it is, and 1 if one of them refuses it or
-    takes it with a "but"; with --fix the repaired drafter is checked. With --prompts the draft is decoded, and the
-    report says where acceptance is lower than in training and on which tokens.
-    """
-    if target is not None and drafter is not None:
-        from .pair import Measured, examine_pair
-
-        measured = None if prompts is None else Measured(prompts, out, tuple(overrides or ()))
-        raise typer.Exit(0 if examine_pair(target, drafter, fix, as_json, measured) else 1)
-    if target is not None and fix is None and prompts is None and not as_json:
-        from .show import verify_artifact
-
-        raise typer.Exit(0 if verify_artifact(target) else 1)
-    if target is not None or fix is not None or prompts is not None or as_json:
-        raise ValueError("a pair is two, and options are for pairs: draftsmith doctor TARGET DRAFTER")
-    from ...session.machine import findings
-
-    table = Table(show_header=False, box=None)
-    for finding in findings():
-        table.add_row(finding.name, finding.state, finding.advice)
-    console().print(table)
 
 
 def export(

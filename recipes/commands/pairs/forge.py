@@ -61,7 +61,7 @@ from ...schema.training import DrafterRecipe, HeadsRecipe
 from ...session.launch import run_launched
 from ...session.machine import machine
 from ...session.terminal import duration, log
-from ..artifacts.pair import pair_verdict
+from ..diagnosis.pair import pair_verdict
 from ..evaluation.evaluate import NotLosslessError
 from ..evaluation.finished import certified, evaluated
 from ..evaluation.tune import search_settings

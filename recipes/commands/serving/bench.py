@@ -28,7 +28,6 @@ from ...session.stopping import Stoppable
 from ...session.terminal import console, log
 from ..evaluation.journal import Journal, Kept
 from .client import Server, check_client, read_counters
-from .expected import Expected, compared, expected_of
 
 _BLOCKS = 4  # into which the prompts of a load are split; the two servers take turns
 _WARM_UP = 4  # requests to each server before a load, at most
@@ -65,11 +64,10 @@ def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
     """Measure the servers, print the table, write results and report; resume an interrupted run. Raises
     ConnectionError: a server does not answer; ValueError: it answered no prompt."""
     out, prompts = Path(recipe.out), prompts_of(recipe)
-    expected = expected_of(recipe, prompts)
-    identity = recipe.model_dump(mode="json", exclude={"out", "expect"})
+    identity = recipe.model_dump(mode="json", exclude={"out"})
     identity |= {"prompts": [prompt.id for prompt in prompts]}
     with Stoppable("bench") as signals, Journal(out, "blocks", identity) as journal:
-        results = asyncio.run(_measure(recipe, prompts, expected, Kept(journal, signals), signals))
+        results = asyncio.run(_measure(recipe, prompts, Kept(journal, signals), signals))
         write_results(out, results)
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
@@ -82,9 +80,7 @@ def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
     return results
 
 
-async def _measure(
-    recipe: BenchRecipe, prompts: Sequence[Prompt], expected: Expected | None, kept: Kept, signals: Stoppable
-) -> dict[str, Any]:
+async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], kept: Kept, signals: Stoppable) -> dict[str, Any]:
     connection = recipe.timeout, recipe.key_variable
     rows: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:
@@ -95,10 +91,7 @@ async def _measure(
         named = [(prompt.id, prompt.category) for prompt in prompts]
         for load in loads:
             blocks = await _blocks(recipe, servers, load, prompts, kept, signals)
-            found = load_rows(load, named, blocks, recipe.temperature)
-            if expected is not None:
-                found[0]["expected"] = compared(expected, found[0])
-            rows += found
+            rows += load_rows(load, named, blocks, recipe.temperature)
     models = [server.model for server in servers]
     return {
         "kind": BENCH,
@@ -201,7 +194,6 @@ def _warnings(models: Sequence[str | None], rows: Sequence[dict[str, Any]]) -> l
             )
         if row["method"] != "server" and row["drafted"]:
             found.append(f"{label}: the baseline drafts too")
-        found += [f"{label}: {why}" for why in row.get("expected", {}).get("why", ())]
         same = row["identical_to_greedy"]
         if same and same[0] < _MIN_IDENTICAL * same[1]:
             found.append(

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.data.prompts import load_questions
+from draftsmith.data.rendering.render import prompt_renderer
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.evaluation.serving import Block, Reply, serving_metrics
+from draftsmith.recipes.commands.diagnosis.pair import check_server
 from draftsmith.recipes.commands.evaluation.finished import evaluated
-from draftsmith.recipes.commands.serving.bench import bench_recipe, prompts_of, run_bench
-from draftsmith.recipes.commands.serving.expected import Expected, expected_of
+from draftsmith.recipes.commands.serving.bench import bench_recipe, run_bench
 from draftsmith.recipes.report.page import verdict
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
@@ -225,50 +229,38 @@ def test_pairs_that_are_none(measured: Callable[..., Any], other: Engine, named:
     assert any(named in line for line in found["errors"])
 
 
-@pytest.mark.parametrize(
-    ("reads", "kept", "drafts", "named"),
-    [
-        (lambda own: own, 2, 3, None),
-        (lambda own: own + 5, 2, 3, r"\+5 tokens each: another chat template"),
-        (lambda own: min(own, 9), 2, 3, "cuts prompts at 9 tokens"),
-        (lambda own: own + own % 3, 2, 3, "of 9 prompts .* another tokenizer"),
-        (lambda own: own, 2, 2, "drafts 3 tokens a step, in .* 2"),
-        (lambda own: own, 2, 4, "drafts 3 tokens a step, in .* 4"),
-        (lambda own: own, 3, 3, "keeps 3.00 tokens a step, 2.00 here: another drafter"),
-        (lambda own: own, 1, 3, "not say what it drafts"),
-    ],
-    ids=["as here", "template", "context", "tokenizer", "longer drafts", "shorter drafts", "drafter", "no drafts"],
-)
-def test_what_a_server_should_keep_is_known_and_a_wrong_set_up_named(
-    reads: Callable[[int], int], kept: int, drafts: int, named: str | None,
-    measured: Callable[..., Any], own_results: dict[str, Any], questions: list[str], tmp_path: Path,
+def test_the_doctor_compares_a_server_with_this_engine(
+    measured: Callable[..., Any], own_results: dict[str, Any], questions: list[str], tmp_path: Path, tiny_pair: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Six steps of which each keeps one of three drafts are two tokens a step. Depths that nothing was kept up to are
-    in no list of acceptance: how many were drafted is what the options say."""
+    """Six steps of which each accepts one of three draft tokens are two tokens per step."""
     for row in own_results["methods"]:
         drafter = row["method"] == "speculative"
-        row["acceptance_by_depth"] = [1.0, 0.0] if drafter else []
-        row["options"] = {"gamma": drafts} if drafter else {}
-    path = tmp_path / "own.json"
-    path.write_text(json.dumps(own_results))
-    recipe = bench_recipe(None, [f"expect={path}"], server="http://x", prompts=str(tmp_path / "questions.json"))
-    expected = expected_of(recipe, prompts_of(recipe))
-    assert expected is not None
-    lengths = dict(zip(questions, expected.prompt_tokens.values(), strict=True))
-    with running(engine := Engine(kept)):
-        engine.reads = lambda question: reads(lengths[question])
-        (row,) = measured(engine.url, f"expect={path}", concurrency="2")["methods"]
-    assert [bool(re.search(named or "", why)) for why in row["expected"]["why"]] == [True] * (named is not None)
-    with pytest.raises(ValueError, match=r"temperature 0\.7, only at 0$"):
-        measured("http://127.0.0.1:9/v1", f"expect={path}", "temperature=0.7")
-
-
-def test_what_was_kept_of_the_very_prompts_is_expected() -> None:
-    by_depth, kept = [0.5, 0.5], {"a": (60, 20), "b": (30, 20), "c": (1, 1)}
-    here = Expected("speculative", 2, by_depth, None, {}, kept)
-    assert here.tokens_per_step(2, ["a", "b", "unknown"]) == 90 / 40
-    assert here.tokens_per_step(2, ["unknown"]) == here._replace(kept={}).tokens_per_step(2, ["a"]) == 1.75
-    assert here.tokens_per_step(1, ["a", "b"]) == 1.5, "of other drafts the chances alone are known"
+        row |= {"acceptance_by_depth": [1.0, 0.0] if drafter else [], "options": {"gamma": 3} if drafter else {}}
+    (path := tmp_path / "own.json").write_text(json.dumps(own_results))
+    target = str(tiny_pair / "target")
+    tokenizer = load_tokenizer(target)
+    encode = prompt_renderer(get_template("chatml", tokenizer), tokenizer)
+    asked = {prompt.turns[-1].text: prompt for prompt in load_questions(str(tmp_path / "questions.json"), 80)}
+    for more, temperature, reasons in (
+        (0, "0", []),
+        (5, "0", ["+5 tokens each: another chat template"]),
+        (0, "1", None),
+    ):
+        with running(engine := Engine(2)):
+            engine.reads = lambda question, more=more: len(encode(asked[question].turns)) + more
+            measured(engine.url, f"temperature={temperature}", concurrency="2")
+        files = [tmp_path / "bench.json", path]
+        if reasons is None:
+            with pytest.raises(ValueError, match=r"temperature 1, only at 0$"):
+                check_server(target, files)
+            continue
+        assert check_server(target, files) == (not reasons)
+        out = capsys.readouterr()
+        assert all(reason in out.err for reason in reasons)
+        assert "2.00" in out.out
+    with pytest.raises(ValueError, match=r"results of `bench` and of `evaluate`, got .*bench.json$"):
+        check_server(target, [tmp_path / "bench.json"])
 
 
 @pytest.mark.parametrize(

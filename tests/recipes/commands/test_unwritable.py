@@ -13,7 +13,7 @@ import pytest
 from draftsmith.checkpoints.storage.atomic import check_writable
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.commands.artifacts.imports import import_drafter
-from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
+from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnosis
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.trace import run_trace
 from draftsmith.recipes.commands.evaluation.tune import run_tune
@@ -38,7 +38,7 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
     "evaluate": lambda out: run_evaluate(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "tune": lambda out: run_tune(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "report --trace": lambda out: run_trace(Path(f"{out}/r.json"), "beam"),
-    "diagnose": lambda out: run_diagnose(recipe("evaluate/all-methods", f"out={out}/r.json")),
+    "doctor": lambda out: run_diagnosis(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "train": lambda out: run_train(recipe("drafter/vicuna-68m", f"out={out}/drafter")),
     "train a table": lambda out: run_train(recipe("table/any-corpus", f"out={out}/table", "tokenizer=a/b")),
     "prepare": prepare,

@@ -17,8 +17,8 @@ from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.evaluation import open_recipe
-from draftsmith.recipes.commands.artifacts.pair import examine_pair
 from draftsmith.recipes.commands.cli import main
+from draftsmith.recipes.commands.diagnosis.pair import check_pair
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.session import machine
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -57,7 +57,7 @@ def test_the_legacy_flag_shows_behind_the_end(
     target, drafter = map(str, pair)
     texts = [load_tokenizer(folder)("</s>hello", add_special_tokens=False).input_ids for folder in (target, drafter)]
     assert texts[0] != texts[1], "or there is no fault to find"
-    assert not examine_pair(target, drafter, as_json=True)
+    assert not check_pair(target, drafter, as_json=True)
     shown = json.loads(capsys.readouterr().out)["pair"]
     (finding,) = shown["findings"]
     assert finding["check"] == "encoding"
@@ -66,7 +66,7 @@ def test_the_legacy_flag_shows_behind_the_end(
     assert "▁" in finding["drafter"]
     assert {verdict["outcome"] for verdict in shown["verdicts"].values()} == {"works but"}
 
-    assert examine_pair(target, drafter, tmp_path / "fixed", as_json=True)
+    assert check_pair(target, drafter, fix=tmp_path / "fixed", as_json=True)
     mended = json.loads(capsys.readouterr().out)
     assert mended["repaired"]["findings"] == []
     assert any("stays learned" in line for line in mended["repairs"]["left"])
@@ -78,7 +78,7 @@ def test_the_legacy_flag_shows_behind_the_end(
 def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     target, drafter = pair
     shutil.copytree(target, drafter.with_name("twin"))
-    assert examine_pair(str(target), str(drafter.with_name("twin")))
+    assert check_pair(str(target), str(drafter.with_name("twin")))
     out = capsys.readouterr().out
     assert "nothing differs that matters" in out
     assert out.count(" works ") == 5
@@ -86,11 +86,11 @@ def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.Captur
     model.resize_token_embeddings(352, mean_resizing=False)
     model.save_pretrained(drafter)
     shutil.copyfile(target / "tokenizer_config.json", drafter / "tokenizer_config.json")
-    assert not examine_pair(str(target), str(drafter))
+    assert not check_pair(str(target), str(drafter))
     out = " ".join(capsys.readouterr().out.split())
     for part in ("vocab_size", "320 (320 tokens)", "352 (320 tokens)", "assistant_tokenizer", "fault", "refused"):
         assert part in out
-    assert examine_pair(str(target), str(drafter), drafter.with_name("fixed"))
+    assert check_pair(str(target), str(drafter), fix=drafter.with_name("fixed"))
     said = capsys.readouterr()
     assert "repaired: 32 rows without a token of the target dropped" in said.err
     assert said.out.count("verdicts") == 2
@@ -103,22 +103,22 @@ def test_an_artifact_that_was_changed_is_told(
     shutil.copytree(tiny_pair / "drafter", drafter)
     for path in (tiny_pair / "target").glob("token*"):
         shutil.copyfile(path, drafter / path.name)
-    assert not examine_pair(target, str(drafter), as_json=True)
+    assert not check_pair(target, str(drafter), as_json=True)
     shown = json.loads(capsys.readouterr().out)["pair"]
     (finding,) = [one for one in shown["findings"] if one["check"] == "changed files"]
     assert "holds tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
     assert {name for name, one in shown["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
-    assert examine_pair(str(drafter), str(tiny_pair / "drafter"), as_json=True), "a target is taken as it is"
+    assert check_pair(str(drafter), str(tiny_pair / "drafter"), as_json=True), "a target is taken as it is"
     assert "the target is not what its artifact.json says" in capsys.readouterr().out
     with (drafter / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
         weights.write(b"\x07")
-    assert not examine_pair(target, str(drafter), as_json=True)
+    assert not check_pair(target, str(drafter), as_json=True)
     assert "model.safetensors has the hash" in capsys.readouterr().out
     with pytest.raises(ValueError, match=rf"model\.safetensors.*{drafter / 'artifact.json'}"):
-        examine_pair(target, str(drafter), fixed)
+        check_pair(target, str(drafter), fix=fixed)
     (drafter / "artifact.json").unlink()
-    assert examine_pair(target, str(drafter), fixed, as_json=True), "and repaired"
+    assert check_pair(target, str(drafter), fix=fixed, as_json=True), "and repaired"
     assert "tokenizer.json" in verify_artifact(fixed, "drafter").files
 
 
@@ -131,17 +131,17 @@ def test_weights_that_loading_refuses_are_refused(
     (drafter / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="pickled") as refused:
         load_model(str(drafter))
-    assert not examine_pair(str(target), str(drafter), as_json=True)
+    assert not check_pair(str(target), str(drafter), as_json=True)
     shown = json.loads(capsys.readouterr().out)["pair"]
     (reason,) = shown["verdicts"]["draftsmith"]["reasons"]
     assert shown["verdicts"]["draftsmith"]["outcome"] == "refused"
     assert reason.removeprefix("the drafter: ") in str(refused.value)
     monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
     load_model(str(drafter))
-    examine_pair(str(target), str(drafter), as_json=True)
+    check_pair(str(target), str(drafter), as_json=True)
     assert json.loads(capsys.readouterr().out)["pair"]["verdicts"]["draftsmith"]["outcome"] == "works but"
     (drafter / "pytorch_model.bin").unlink()
-    examine_pair(str(target), str(drafter), as_json=True)
+    check_pair(str(target), str(drafter), as_json=True)
     assert json.loads(capsys.readouterr().out)["pair"]["verdicts"]["draftsmith"]["outcome"] == "refused"
 
 
@@ -163,8 +163,8 @@ def test_the_command_line(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter = map(str, pair)
-
-    for arguments, said in (((target, "--json"), "a pair is two"), ((target, drafter, "--fix", drafter), "is one of")):
+    cases = ((target, "--json"), "options are for pairs"), ((target, drafter, "--fix", drafter), "is one of")
+    for arguments, said in cases:
         monkeypatch.setattr("sys.argv", ["draftsmith", "doctor", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from draftsmith.decode.evaluation.diagnose.agreement import (
     score,
     table_source,
 )
-from draftsmith.decode.evaluation.diagnose.attempts import cells, draft_attempts
-from draftsmith.decode.evaluation.diagnose.stages import Stage, findings
+from draftsmith.decode.evaluation.diagnose.expected import Expected, compare_server
+from draftsmith.decode.evaluation.diagnose.stages import Stage, draft_attempts, findings, token_cells
 from draftsmith.decode.evaluation.diagnose.token_classes import CLASSES, classify
 from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.evaluation.metrics import Tally
@@ -178,7 +179,7 @@ def test_cells_add_up_and_the_worst_comes_first() -> None:
     names = rng.choice(["good", "bad", "rare"], 400, p=[0.6, 0.35, 0.05]).tolist()
     chance = {"good": 0.9, "bad": 0.3, "rare": 0.9}
     accepted_X = np.array([rng.random() < chance[name] for name in names])
-    found = cells(names, accepted_X)
+    found = token_cells(names, accepted_X)
     assert found[0]["name"] == "bad"
     assert sum(cell["examined"] for cell in found) == 400
     assert sum(cell["accepted"] for cell in found) == accepted_X.sum()
@@ -187,12 +188,12 @@ def test_cells_add_up_and_the_worst_comes_first() -> None:
     for cell in found:
         assert cell["share"] == pytest.approx(accepted_X[[name == cell["name"] for name in names]].mean())
         assert cell["interval"][0] < cell["share"] < cell["interval"][1]
-    few = cells(["a"] * 4 + ["b"] * 4, np.array([False] * 4 + [True] * 4))
+    few = token_cells(["a"] * 4 + ["b"] * 4, np.array([False] * 4 + [True] * 4))
     assert [cell["interval"] for cell in few] == [
         pytest.approx((0, 0.6024), abs=1e-4),
         pytest.approx((0.3976, 1), abs=1e-4),
     ]
-    all_good = cells(["a", "b"], np.array([True, True]))
+    all_good = token_cells(["a", "b"], np.array([True, True]))
     assert [(cell["rejections_share"], cell["excess"]) for cell in all_good] == [(0, 0), (0, 0)]
 
 
@@ -222,6 +223,35 @@ def test_files_are_held_to_what_training_measured_though_some_of_it_is_missing()
     assert (found["cause"], found["lost"]) == ("export", None)
     assert "head1_top1 0.500 → 0.485" in found["description"]
     assert findings([record, files], False, False, True) == [], "as much is lost to 16 bits"
+
+
+SERVED = {"a": 10, "b": 20, "c": 12}
+
+
+@pytest.mark.parametrize(
+    ("change", "gamma", "reason"),
+    [
+        ({}, 3, None),
+        ({"prompt_tokens": {"a": 15, "b": 25}}, 3, r"\+5 tokens each: another chat template"),
+        ({"prompt_tokens": {"a": 10, "b": 16, "c": 12}}, 3, "cuts prompts at 16 tokens"),
+        ({"prompt_tokens": {"a": 11, "b": 23, "c": 13}}, 3, "3 of 3 prompts .* another tokenizer"),
+        ({}, 2, "drafts 3 tokens per step, 'row' drafts 2"),
+        ({}, 4, "drafts 3 tokens per step, 'row' drafts 4"),
+        ({"tokens_per_step": 3.0}, 3, "reaches 3.00 tokens per step, 2.00 here: another drafter"),
+        ({"drafted_per_step": None}, 3, "does not report draft tokens"),
+    ],
+)
+def test_a_wrong_server_is_explained(change: dict[str, Any], gamma: int, reason: str | None) -> None:
+    row: dict[str, Any] = {"prompt_tokens": SERVED, "drafted_per_step": 3.0, "tokens_per_step": 2.0} | change
+    _, reasons = compare_server(Expected("row", gamma, [1.0, 0.0], SERVED, {}), row)
+    assert [bool(re.search(reason or "", each)) for each in reasons] == [True] * (reason is not None)
+
+
+def test_measured_prompts_come_before_predictions() -> None:
+    here = Expected("speculative", 2, [0.5, 0.5], {}, {"a": (60, 20), "b": (30, 20), "c": (1, 1)})
+    assert here.tokens_per_step(2, ["a", "b", "unknown"]) == 90 / 40
+    assert here.tokens_per_step(2, ["unknown"]) == here._replace(measured={}).tokens_per_step(2, ["a"]) == 1.75
+    assert here.tokens_per_step(1, ["a", "b"]) == 1.5, "of shorter drafts only the acceptance rates are known"
 
 
 def classes_of(*pieces: str, special: str = "<none>") -> list[str]:

@@ -17,10 +17,10 @@ from draftsmith.checkpoints.pairs.eagle import examine_eagle, rotary_base
 from draftsmith.checkpoints.pairs.sides import open_side
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.evaluation.diagnose.readings import Reading, better, readings
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.artifacts.imports import import_published
-from draftsmith.recipes.commands.artifacts.pair import Measured, examine_pair
-from draftsmith.recipes.commands.diagnosis.readings import Reading, better
+from draftsmith.recipes.commands.diagnosis.pair import check_pair
 from safetensors.torch import load_file, save_file
 
 LAYERS, TOP = [1, 3, 6], "eagle_aux_hidden_state_layer_ids"
@@ -104,7 +104,7 @@ def test_other_forms_compute_the_same(form: Change, layers: list[int], normed: b
     assert torch.equal(*logits)
     assert found.proposed is not None
     assert found.proposed.tolist() == KEPT.tolist()
-    assert examine_pair(str(target), str(out)) == (not normed), "of engines SGLang alone minds the norm"
+    assert check_pair(str(target), str(out)) == (not normed), "of engines SGLang alone minds the norm"
     lines = export_artifact(out, "eagle3", target.with_name("served"), FORMATS)
     assert [line.partition(": ")[2].partition(" ")[0] for line in lines[1:]] == (["works", "works", "works", "works"])
     assert sum("works but" in line for line in lines) == normed
@@ -155,7 +155,7 @@ def test_a_planted_error_is_named_with_who_minds_it(
     change, check, minding = PLANTED[name]
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     changed(folder, change)
-    assert examine_pair(str(target), str(folder), as_json=True) == (not minding)
+    assert check_pair(str(target), str(folder), as_json=True) == (not minding)
     found = json.loads(capsys.readouterr().out)["pair"]
     assert {one["check"] for one in found["findings"]} == ({check} if check else set())
     assert {reader for reader, verdict in found["verdicts"].items() if verdict["outcome"] != "works"} == minding
@@ -182,23 +182,18 @@ def test_what_would_compute_something_else_is_refused(change: Change, words: str
         read_published(folder, AutoConfig.from_pretrained(target), torch.zeros(7, 7))
 
 
-def test_heads_are_decoded_as_engines_would_feed_them(
-    target: Path, tiny_pair: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each way once, the config's first; heads that know nothing keep no more in any. Those of engines are decoded."""
+def test_heads_are_read_as_engines_would_feed_them(target: Path) -> None:
+    """Each way once, the config's first."""
+    from transformers import AutoConfig
+
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     changed(folder, lambda config, weights: config.update(eagle_config={TOP: LAYERS}))
-    prompts = str(tiny_pair / "corpus" / "heldout.jsonl")
-    assert not examine_pair(str(target), str(folder), as_json=True, measured=Measured(prompts))
-    found = json.loads(capsys.readouterr().out)["readings"]
-    assert found[0]["who"] == ["as the config says", "vllm", "vllm, runner V1", "llama.cpp"]
-    ways = [(tuple(one["layers"]), one["normed"]) for one in found]
+    found = readings(json.loads((folder / "config.json").read_text()), AutoConfig.from_pretrained(target))
+    assert found[0].who == ["as the config says", "vllm", "vllm, runner V1", "llama.cpp"]
+    ways = [(one.layers, one.normed) for one in found]
     assert ways[:5] == [(each, False) for each in ((1, 3, 6), (2, 4, 7), (0, 2, 5), (2, 4, 5))] + [((1, 3, 6), True)]
-    assert [(one["base"], one["behind"]) for one in found[5:]] == [(None, True)]
-    assert "sglang" in found[1]["who"]
-    assert all(1 <= one["tokens_per_step"] < 2 for one in found[:2])
-    assert all(one["tokens_per_step"] is None for one in found[2:])
-    assert all(len(one["by_step"]) == 3 for one in found)
+    assert [(one.base, one.behind) for one in found[5:]] == [(None, True)]
+    assert "sglang" in found[1].who
 
 
 @pytest.mark.parametrize(("base", "named"), [(50.0, ["rotary positions"]), (10_000.0, [])])

@@ -26,7 +26,7 @@ from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.data import Prepared, prepare_data
-from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
+from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnosis
 from draftsmith.recipes.schema.data import DataSection
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.train.tasks.drafter import DrafterTask
@@ -134,14 +134,13 @@ def workshop(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop
 
 
 def diagnosed(recipe: EvaluateRecipe, capsys: Any) -> dict[str, Any]:
-    """The one part of a diagnosis, which is also shown and kept."""
-    found = run_diagnose(recipe)
+    """A diagnosis, which is also printed and written."""
+    found = run_diagnosis(recipe)
     shown = capsys.readouterr().out
     kept = json.loads(Path(recipe.out).with_name("diagnosis.json").read_text(encoding="utf-8"))
     assert kept == json.loads(json.dumps(found))
-    (part,) = kept["parts"]
-    assert all(f"{each['cause']}: " in shown for each in part["findings"])
-    return part
+    assert all(f"{each['cause']}: " in shown for each in kept["findings"])
+    return dict(kept)
 
 
 def causes(part: dict[str, Any], faults: bool = True) -> list[str]:
@@ -225,41 +224,22 @@ def test_the_command_needs_no_recipe_and_no_manifest(corpus: Path, tmp_path: Pat
     done = cli("doctor", str(shop.target), str(tmp_path / "plain"), *given, "--out", "found.json", cwd=tmp_path)
     assert done.returncode in (0, 1), done.stderr
     assert "verdicts" in done.stdout
-    assert "which drafts are refused" in done.stdout
-    (part,) = json.loads((tmp_path / "found.json").read_text())["parts"]
+    assert "which drafts are rejected" in done.stdout
+    part = json.loads((tmp_path / "found.json").read_text())
     assert [each["key"] for each in part["stages"]] == ["own", "decoding"]
     assert "no manifest" in part["skipped"][0]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "parts", "out", "named"),
+    ("recipe", "out", "named"),
     [
-        ({}, [], None, "drafter, heads, table"),
-        ({"drafter": "d"}, ["head"], None, "'head'"),
-        ({"drafter": "d"}, ["heads"], None, "heads"),
-        ({"drafter": "d"}, [], ".", "--out"),
-        ({"drafter": "d"}, [], "found.txt", r"found\.txt"),  # before anything is read: there is no such drafter
+        ({}, None, "drafter, heads, table, got none"),
+        ({"drafter": "d", "table": "t"}, None, "got drafter, table"),
+        ({"drafter": "d"}, "found.txt", r"found\.txt"),  # before anything is read: there is no such drafter
     ],
 )
-def test_what_cannot_be_diagnosed_is_refused(
-    workshop: Workshop, tmp_path: Path, recipe: dict[str, Any], parts: list[str], out: str | None, named: str
+def test_a_diagnosis_is_of_one_part(
+    workshop: Workshop, tmp_path: Path, recipe: dict[str, Any], out: str | None, named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        run_diagnose(workshop.recipe(**recipe), parts, None if out is None else tmp_path / out)
-
-
-def test_a_signal_leaves_the_parts_that_were_finished(
-    workshop: Workshop, tmp_path: Path, interrupted_when: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drafter = workshop.drafter(noisy(workshop.model), tmp_path / "drafter")
-    table = BigramTable.from_documents(iter([np.arange(VOCAB)]), VOCAB)
-    workshop.save("table", tmp_path / "table", table.save, {"count": {"pairs": "answers"}}, {}, {})
-    recipe = workshop.recipe(drafter=str(drafter), table=str(tmp_path / "table"), limit=40, max_new_tokens=48)
-    out = tmp_path / "found.json"
-    with interrupted_when(out.is_file):
-        run_diagnose(recipe, out=out)
-    found = json.loads(out.read_text())
-    assert [part["part"] for part in found["parts"]] == ["drafter"]
-    assert found["complete"] is False
-    assert str(out) in capsys.readouterr().err
-    assert run_diagnose(recipe, ["table"], out)["complete"] is json.loads(out.read_text())["complete"] is True
+        run_diagnosis(workshop.recipe(**recipe), None if out is None else tmp_path / out)

@@ -24,8 +24,8 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.evaluation import prompts_of
-from draftsmith.recipes.commands.artifacts.pair import Measured, examine_pair
-from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
+from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnosis
+from draftsmith.recipes.commands.diagnosis.pair import check_pair
 from draftsmith.recipes.commands.evaluation.recipe import template_of
 from draftsmith.recipes.schema.data import DataSection
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -158,25 +158,39 @@ def test_a_fault_is_named(
         change(heads)
     out = lesson.saved(heads, tmp_path / "heads", changed)
     sound.layers, sound.normed, sound.config.rope_parameters = kept
-    (part,) = run_diagnose(lesson.recipe(drafter=str(out)), out=tmp_path / "found.json")["parts"]
+    part = run_diagnosis(lesson.recipe(drafter=str(out)), out=tmp_path / "found.json")
     found = {each["cause"]: each for each in part["findings"] if each["cause"] not in ("text", "drafting")}
     assert {cause for cause, each in found.items() if not each["fault"]} == ({"files"} if name == "rotary" else set())
     assert sorted(found) == expected
     assert not expected or words in "".join(each["description"] for each in found.values())
-    capsys.readouterr()
-    assert examine_pair(
-        str(lesson.folder / "target"), str(out), as_json=True, measured=Measured(str(lesson.prompts))
-    ) == (expected in ([], ["steps"]))
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["readings"][0]["who"][0] == "as the config says"
-    served = [bool({"vllm", "sglang"} & {*each["who"]}) for each in shown["readings"]]
-    assert [each["tokens_per_step"] is not None for each in shown["readings"]] == served
+    assert part["readings"][0]["who"][0] == "as the config says"
+    assert "agreement when fed as" in capsys.readouterr().out
+
+
+def test_the_doctor_decodes_heads_and_fails_for_a_fault(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_eagle(sound, plain)
+    target, prompts = str(lesson.folder / "target"), str(lesson.prompts)
+    with pytest.raises(ValueError, match=r"is not an artifact.*draftsmith import"):
+        check_pair(target, str(plain), prompts=prompts)
+    for change, faultless in ((None, True), (later, False)):
+        kept = sound.layers
+        if change is not None:
+            change(sound)
+        out = lesson.saved(sound, tmp_path / f"heads-{faultless}")
+        sound.layers = kept
+        changes = ["limit=8", "max_prompt_tokens=80", "max_new_tokens=48", "device=cpu"]
+        found = tmp_path / f"{faultless}.json"
+        assert check_pair(target, str(out), prompts=prompts, out=found, overrides=changes) == faultless
+        faults = [each["cause"] for each in json.loads(found.read_text())["findings"] if each["fault"]]
+        assert faults == ["fed"] * (not faultless)
 
 
 def test_what_is_scored_is_what_is_decoded(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
     """Of the first token of each draft, of answers that the heads draft for."""
     out = lesson.saved(sound, tmp_path / "heads")
-    (part,) = run_diagnose(lesson.recipe(drafter=str(out)), out=tmp_path / "found.json")["parts"]
+    part = run_diagnosis(lesson.recipe(drafter=str(out)), out=tmp_path / "found.json")
     own, decoding = part["stages"][-2:]
     assert own["by_depth"][0] > 0.8
     assert decoding["value"] > 0.8
@@ -203,7 +217,7 @@ def test_what_training_measured_is_found_again_in_the_files(
         out = tmp_path / f"heads-{gamma}-{shift}"
         lesson.saved(few.eval(), out, recipe=recipe, data=prepared.summary(), training={"metrics": told})
         methods = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": gamma}}]
-        (part,) = run_diagnose(lesson.recipe(drafter=str(out), methods=methods), out=tmp_path / "found.json")["parts"]
+        part = run_diagnosis(lesson.recipe(drafter=str(out), methods=methods), out=tmp_path / "found.json")
         keys = [stage["key"] for stage in part["stages"]]
         assert keys == ["record", "files", "own", "decoding"]
         if not shift:

@@ -1,4 +1,4 @@
-"""What an artifact's manifest says of its training: what was measured on which blocks, the target, the template."""
+"""Training metrics, data and template that an artifact's manifest records."""
 
 from __future__ import annotations
 
@@ -15,65 +15,64 @@ from ....data.blocks.prepared import PreparedData
 from ....data.conversations import Conversation, Turn
 from ....data.rendering.render import render
 from ....data.rendering.templates import Template, get_template
-from ....decode.evaluation.diagnose.agreement import Passage
+from .agreement import Passage
 
-_PROBE = Conversation("probe", 2 * (Turn("user", "What is it?"), Turn("assistant", "It is a test.")))
+_EXAMPLE = Conversation("example", 2 * (Turn("user", "What is it?"), Turn("assistant", "It is a test.")))
 
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What is known of how an artifact was made."""
+    """Record of how an artifact was trained."""
 
     folder: Path
     manifest: Manifest
     metrics: dict[str, float] = field(default_factory=dict)
-    """What training measured of the weights in memory."""
+    """Metrics of the weights in memory, measured by training."""
 
     @property
-    def rounds(self) -> bool:
-        """Whether training's own measurement was taken in 16 bits."""
+    def is_rounded(self) -> bool:
+        """Whether training measured in 16 bits."""
         return str((self.manifest.recipe.get("train") or {}).get("precision", "no")) != "no"
 
-    def writes_otherwise(self, template: str, tokenizer: Any) -> bool:
-        """Whether conversations were written with another template, as far as is known."""
+    def has_other_template(self, template: str, tokenizer: Any) -> bool:
+        """Return whether conversations were rendered with another template, as far as the manifest records it."""
         saved = (self.manifest.data.get("source") or {}).get("template")
         if not isinstance(saved, dict) or set(saved) != {each.name for each in fields(Template)}:
             return False
         values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()}
-        theirs = Template(**values)
-        before, now = (render(_PROBE, each, tokenizer).ids for each in (theirs, get_template(template, tokenizer)))
-        return before.tolist() != now.tolist()
+        both = Template(**values), get_template(template, tokenizer)
+        before, now = (render(_EXAMPLE, each, tokenizer).ids.tolist() for each in both)
+        return bool(before != now)
 
     def passages(self) -> list[Passage] | str:
-        """The held-out documents that training measured on; where they are not here, why."""
+        """Return the held-out documents that training measured on, or why they are not available."""
         measured = (self.manifest.recipe.get("measure") or {}).get("blocks")
         if not self.metrics or not measured:
             return f"training measured nothing of {self.folder} on held-out blocks"
-        wanted = self.manifest.data.get("source")
         cache = Path(str((self.manifest.recipe.get("data") or {}).get("cache")))
-        for found in sorted(cache.glob("*/heldout/data.json")):
+        for path in sorted(cache.glob("*/heldout/data.json")):
             try:
-                same = load_json(found).get("source") == wanted
+                same = load_json(path).get("source") == self.manifest.data.get("source")
             except ValueError:
                 continue
             if same:
-                data = PreparedData.load(found.parent)
+                data = PreparedData.load(path.parent)
                 return block_passages(data, min(data.blocks, int(measured)))
-        return f"training's held-out blocks are not in {cache} any more (`draftsmith prepare` brings them back)"
+        return f"training's held-out blocks are no longer in {cache}; `draftsmith prepare` writes them again"
 
 
-def training_record(folder: str) -> TrainingRecord | None:
-    """What is known of an artifact; None of a hub id or a folder without a manifest."""
-    if not (Path(folder) / MANIFEST_FILE).is_file():
+def training_record(folder: Path) -> TrainingRecord | None:
+    """Return the record of an artifact, or None for a folder without a manifest."""
+    if not (folder / MANIFEST_FILE).is_file():
         return None
-    manifest = load_manifest(Path(folder))
+    manifest = load_manifest(folder)
     metrics = (manifest.training or {}).get("metrics") or {}
     numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
-    return TrainingRecord(Path(folder), manifest, numbers)
+    return TrainingRecord(folder, manifest, numbers)
 
 
 def block_passages(data: PreparedData, blocks: int) -> list[Passage]:
-    """The documents of the first blocks, of which the tokens that are trained on are judged."""
+    """Return the documents of the first blocks; their supervised tokens are judged."""
     passages = []
     for block in range(blocks):
         batch = data.batch([block])

@@ -1,0 +1,60 @@
+"""`draftsmith doctor`: check this machine, an artifact, or a target/drafter pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ...session.terminal import console
+
+
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET_OR_ARTIFACT]", help="Directory or hub id (default: this machine).")
+    ] = None,
+    draft: Annotated[str | None, typer.Argument(help="Drafter, heads or table for the target.")] = None,
+    fix: Annotated[Path | None, typer.Option(help="Write a drafter that fits to this new directory.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Evaluation set, file or hub id; also measure where acceptance is lost on it.")
+    ] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(help="Results of `bench` and of `evaluate` (given twice): compare the server with this engine."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --prompts: diagnosis file (.json; default: runs/evaluate/NAME).")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="With --prompts: key=value, such as limit=20.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a pair's findings as JSON.")] = False,
+) -> None:
+    """Check this machine, an artifact, or whether TARGET and DRAFT work together.
+
+    The exit code of a pair is 0 if transformers and this engine accept it without reservations, of EAGLE-3 heads if
+    all engines do. With --fix the repaired drafter is checked. With --prompts the draft is decoded, and the report says
+    where acceptance is lower than in training and on which tokens. With --results the report says why a server reaches
+    fewer tokens per step than this engine.
+    """
+    if target is not None and draft is not None:
+        from .pair import check_pair, check_server
+
+        if results:
+            raise typer.Exit(0 if check_server(target, results) else 1)
+        sound = check_pair(target, draft, fix=fix, prompts=prompts, out=out, overrides=overrides or (), as_json=as_json)
+        raise typer.Exit(0 if sound else 1)
+    if fix is not None or prompts is not None or results or as_json:
+        raise ValueError("options are for pairs: draftsmith doctor TARGET DRAFT")
+    if target is not None:
+        from ..artifacts.show import verify_artifact
+
+        raise typer.Exit(0 if verify_artifact(target) else 1)
+    from ...session.machine import findings
+
+    table = Table(show_header=False, box=None)
+    for finding in findings():
+        table.add_row(finding.name, finding.state, finding.advice)
+    console().print(table)
