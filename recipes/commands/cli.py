@@ -1,4 +1,4 @@
-"""The command line: it parses and forwards. `draftsmith`, `python -m draftsmith`, `accelerate launch -m draftsmith`."""
+"""Command line of `draftsmith`, `python -m draftsmith` and `accelerate launch -m draftsmith`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .diagnosis.doctor import doctor
 from .evaluation_cli import MethodsCommand, Overrides, bench, certify, evaluate, report, tune
 
 app = typer.Typer(
-    help="Train drafters, prediction heads and bigram tables for speculative decoding; measure what each is worth.",
+    help="Train draft models, prediction heads and bigram tables for speculative decoding; benchmark and export them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,7 +39,7 @@ recipes_app = typer.Typer(help="List and copy the recipes that come with the pac
 app.add_typer(recipes_app, name="recipes")
 
 _ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ")
-RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one.")]
+RecipeName = Annotated[str, typer.Argument(help="Recipe file, or name of a shipped recipe.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -49,19 +49,22 @@ def _before(
     if show:
         console().print(__version__)
         raise typer.Exit
-    if context.invoked_subcommand not in (None, "train", "prepare"):  # which know when they are for several
+    if context.invoked_subcommand not in (None, "train", "prepare"):  # these may run on several processes
         refuse_several(str(context.invoked_subcommand))
 
 
 @app.command()
 def quickstart(
     overrides: Overrides = None,
-    recipe: Annotated[str, typer.Option(help="quickstart, realpair, or a file.")] = "quickstart",
-    minutes: Annotated[float | None, typer.Option(help="Training time to aim at on two cores; buys quality.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Fixes corpus, weights and order.")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
+    recipe: Annotated[str, typer.Option(help="Recipe file or name: quickstart or realpair.")] = "quickstart",
+    minutes: Annotated[float | None, typer.Option(help="Time budget on two cores in minutes (default: 8).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of corpus, weights and order (default: 0).")] = None,
+    out: Annotated[str | None, typer.Option(help="Output directory (default: runs/quickstart).")] = None,
 ) -> None:
-    """The whole main job on text that is already here: nothing is downloaded. `--recipe realpair`: for SmolLM2."""
+    """Train and evaluate a small target with all kinds of drafters, without downloads.
+
+    Example: `quickstart --minutes 4`; `--recipe realpair` trains drafters for SmolLM2.
+    """
     from ..schema.evaluation import QuickstartRecipe
     from ..schema.loading import load_recipe
 
@@ -76,26 +79,28 @@ def quickstart(
 
 @app.command()
 def forge(
-    target: Annotated[str, typer.Argument(help="Folder or hub id of a model, or a GGUF file.")],
+    target: Annotated[str, typer.Argument(help="Directory or hub id of a model, or a GGUF file.")],
     overrides: Overrides = None,
-    hours: Annotated[float | None, typer.Option(help="What it may take, about; 2 by default.")] = None,
-    more_hours: Annotated[float | None, typer.Option(help="Go on with the training of what was chosen.")] = None,
-    prompts: Annotated[list[str] | None, typer.Option(help="A file of questions such as will be asked.")] = None,
-    drafter: Annotated[list[str] | None, typer.Option(help="A drafter that there is, to be tried too.")] = None,
-    batch: Annotated[str | None, typer.Option(help="Texts at a time, with commas between; 1 by default.")] = None,
-    temperature: Annotated[str | None, typer.Option(help="At which it shall be fast, with commas between.")] = None,
-    engine: Annotated[str | None, typer.Option(help="What shall run it: vllm, sglang or llama.cpp.")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be tried, and why.")] = False,
+    hours: Annotated[float | None, typer.Option(help="Time budget in hours (default: 2).")] = None,
+    more_hours: Annotated[float | None, typer.Option(help="Continue the training of the chosen drafter.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option(help="JSONL file with prompts of your workload.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="Existing drafter to try too; repeat for more.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch sizes to optimise for, such as 1,8 (default: 1).")] = None,
+    temperature: Annotated[str | None, typer.Option(help="Temperatures to optimise for, such as 0,1.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Serving engine: vllm, sglang or llama.cpp.")] = None,
+    out: Annotated[str | None, typer.Option(help="Output directory.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the plan and exit.")] = False,
 ) -> None:
-    """A target in, the fastest lossless set-up out: what costs no training is tried first, then what could win is
-    trained. Stopped or killed, it goes on."""
+    """Find the fastest lossless speculative-decoding setup for a model, and measure it.
+
+    Example: `forge Qwen/Qwen3-0.6B --hours 1 --prompts questions.jsonl`. An interrupted run resumes.
+    """
     from ..schema.forge import ForgeRecipe
     from ..schema.loading import parse_recipe
 
     given: dict[str, Any] = {"hours": hours, "more_hours": more_hours, "engine": engine, "out": out}
     given |= {"prompts": prompts or None, "drafters": drafter or None}
-    lists = [f"{name}=[{said}]" for name, said in (("batch", batch), ("temperature", temperature)) if said is not None]
+    lists = [f"{name}=[{text}]" for name, text in (("batch", batch), ("temperature", temperature)) if text is not None]
     values = {"kind": "forge", "target": target} | {key: value for key, value in given.items() if value is not None}
     recipe = parse_recipe(values, "forge", [*lists, *(overrides or [])], kinds=("forge",))
     assert isinstance(recipe, ForgeRecipe)
@@ -159,13 +164,16 @@ def _list_corpora() -> None:
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Only say what memory, disk and time it takes.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the required memory, disk and time, and exit.")] = False,
     sweep: Annotated[
         list[str] | None,
-        typer.Option("--sweep", help="key.path=value,value: a run with each; given again, all combinations."),
+        typer.Option("--sweep", help="Train once per value: train.seed=0,1; repeat for all combinations."),
     ] = None,
 ) -> None:
-    """Run a training recipe: a drafter, prediction heads or a correlation table."""
+    """Train a draft model, prediction heads or a bigram table.
+
+    Example: `train drafter/vicuna-68m train.steps=1000`. An interrupted run resumes.
+    """
     if sweep:
         from .training.sweep import plan_sweep, run_sweep
 
@@ -194,16 +202,15 @@ for _command in (evaluate, bench, certify, tune, report, doctor, export, push, s
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(help="Folder or hub id of a model, a LoRA adapter or heads; a GGUF file.")],
-    out: Annotated[Path, typer.Option(help="Folder of the artifact, or of the GGUF file's model.")],
-    target: Annotated[str | None, typer.Option(help="What it is for; by default what lies with heads.")] = None,
+    source: Annotated[str, typer.Argument(help="Directory or hub id of a model, LoRA adapter or heads; a GGUF file.")],
+    out: Annotated[Path, typer.Option(help="Output directory.")],
+    target: Annotated[str | None, typer.Option(help="Target model (default: the one that the heads name).")] = None,
     unpickle: Annotated[
         bool, typer.Option("--unpickle", help="Also read pickled files (.pt, .bin), of which only tensors are loaded.")
     ] = False,
-    states: Annotated[str | None, typer.Option(help="What heads read, if their config is silent: before-norm.")] = None,
+    states: Annotated[str | None, typer.Option(help="Hidden states that the heads read, such as before-norm.")] = None,
 ) -> None:
-    """Make an artifact of a drafter, of Medusa heads in any layout that FasterDecoding has used, or of EAGLE-3 heads,
-    plain or of speculators; of a GGUF file, a plain model folder."""
+    """Convert published drafters, Medusa heads or EAGLE-3 heads to an artifact; a GGUF file to a model directory."""
     from .artifacts.imports import import_published
 
     import_published(source, out, target, unpickle=unpickle, states=states)
@@ -211,7 +218,7 @@ def import_(
 
 @app.command()
 def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
-    """Replace a corpus's answers by a target's own, decoded here or asked of a server; resumes where it stopped."""
+    """Replace the answers of a corpus by the target's own, decoded here or by a server. An interrupted run resumes."""
     from ..schema.evaluation import RegenerateRecipe
     from ..schema.loading import load_recipe
 
@@ -225,7 +232,7 @@ def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
 
 @recipes_app.command("ls")
 def recipes_list() -> None:
-    """The shipped recipes, with the first sentence of their comment."""
+    """List the shipped recipes."""
     from ..schema.loading import first_sentence, shipped_recipes
 
     table = Table(show_header=False, box=None)
@@ -235,8 +242,8 @@ def recipes_list() -> None:
 
 
 @recipes_app.command("copy")
-def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="A new file, or a folder.")]) -> None:
-    """Copy a recipe, or settings of accelerate or DeepSpeed (accelerate/zero2, deepspeed/zero2 …), to change it."""
+def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="New file, or a directory.")]) -> None:
+    """Copy a recipe, or settings such as accelerate/zero2 or deepspeed/zero2, to edit it."""
     from ..schema.loading import find_recipe, launch_settings
 
     source = launch_settings().get(recipe.removesuffix(".yaml").removesuffix(".json")) or find_recipe(recipe)

@@ -32,53 +32,49 @@ class MethodsCommand(typer.core.TyperCommand):
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
-RecipeOrTarget = Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")]
-Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target.")]
-ResultsFile = Annotated[str | None, typer.Option(help="The results file (.json).")]
+RecipeOrTarget = Annotated[str | None, typer.Argument(help="Recipe file or name; without one, give --target.")]
+Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target.")]
+ResultsFile = Annotated[str | None, typer.Option(help="Results file (.json).")]
 Methods = Annotated[
     list[str] | None,
     typer.Option("--method", help="Method, or label of a row; repeat for more. Methods: {methods}."),
 ]
-Every = Annotated[bool, typer.Option("--all", help="Every method that the artifacts allow.")]
-Plan = Annotated[bool, typer.Option("--plan", help="Only say what would be decoded, and how long it takes.")]
-Concurrency = Annotated[str | None, typer.Option(help="Comma-separated numbers of requests in flight (default: 1).")]
+Every = Annotated[bool, typer.Option("--all", help="Run every method that the artifacts allow.")]
+Plan = Annotated[bool, typer.Option("--plan", help="Print the rows and the estimated time, and exit.")]
+Concurrency = Annotated[str | None, typer.Option(help="Numbers of requests in flight, such as 1,8 (default: 1).")]
 EngineName = Annotated[
-    str | None, typer.Option(help="Instead, start this one with an export (--drafter or --heads), and one without.")
+    str | None,
+    typer.Option(help="Tune this engine with an export (--drafter or --heads): vllm, sglang, llama.cpp."),
 ]
-EngineOptions = Annotated[str, typer.Option(help="More options for the engine, such as '--dtype float32'.")]
-
-
+EngineOptions = Annotated[str, typer.Option(help="Further options of the engine, such as '--dtype float32'.")]
 ENERGY_BATCHES = [1, 2, 4, 8, 16]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the commands that evaluate are given: a recipe with changes, and what replaces its own by name."""
+    """Arguments that evaluate, certify and tune share."""
 
     recipe: RecipeOrTarget = None
     overrides: Overrides = None
     target: Target = None
-    drafter: Annotated[str | None, typer.Option(help="Folder or hub id of a drafter.")] = None
-    heads: Annotated[str | None, typer.Option(help="Folder or hub id of prediction heads.")] = None
-    table: Annotated[str | None, typer.Option(help="Folder or hub id of a correlation table.")] = None
-    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None
-
-    @property
-    def given(self) -> dict[str, str | None]:
-        """What replaces the recipe's own."""
-        return {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
+    drafter: Annotated[str | None, typer.Option(help="Directory or hub id of a draft model.")] = None
+    heads: Annotated[str | None, typer.Option(help="Directory or hub id of prediction heads.")] = None
+    table: Annotated[str | None, typer.Option(help="Directory or hub id of a bigram table.")] = None
+    prompts: Annotated[str | None, typer.Option(help="Prompt set such as spec-bench, or a file or hub id.")] = None
 
     def load(
-        self, command: str, method: list[str] | None = None, every: bool = False, **more: str | bool | None
+        self, command: str, method: list[str] | None = None, every: bool = False, out: str | None = None
     ) -> EvaluateRecipe:
+        """Return the recipe with the changes of these arguments."""
         from .evaluation.recipe import Rows, evaluate_recipe
 
+        given = {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
         rows = Rows(tuple(method or ()), every)
-        return evaluate_recipe(self.recipe, self.overrides or [], self.given | more, command, rows)
+        return evaluate_recipe(self.recipe, self.overrides or [], given | {"out": out}, command, rows)
 
 
 def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the fields of an `Evaluation` in place of its first parameter, which gets that."""
+    """Give a command the fields of `Evaluation` as parameters in place of its first one."""
     common = inspect.signature(Evaluation, eval_str=True).parameters
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
@@ -106,11 +102,12 @@ def evaluate(
 ) -> None:
     """Decode held-out prompts with several methods and compare them.
 
-    Without a recipe: plain decoding and one method for each artifact. An interrupted evaluation resumes.
+    Example: `evaluate --target Qwen/Qwen3-0.6B --drafter runs/drafter --prompts spec-bench limit=20`. Without a recipe,
+    the rows are autoregressive decoding and one method for each artifact. An interrupted evaluation resumes.
     """
     loaded = asked.load("evaluate", method, every, out=out)
     if plan:
-        from .evaluation.estimate import show_plan
+        from .evaluation.evaluate import show_plan
 
         show_plan(loaded)
     else:
@@ -167,15 +164,17 @@ def bench(
 @_takes_evaluation
 def certify(
     asked: Evaluation,
-    tokens: Annotated[int, typer.Option(help="To test for each method above temperature 0.")] = 4_000,
-    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
-    out: Annotated[Path | None, typer.Option(help="The certificate; by default beside the results.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to test for each method at temperatures above 0.")] = 4_000,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 8,
+    out: Annotated[Path | None, typer.Option(help="Certificate file (default: beside the results).")] = None,
     method: Methods = None,
     every: Every = False,
     plan: Plan = False,
 ) -> None:
-    """Test that methods write what the target alone would write, on a small pair of six tokens and on yours; exit code
-    1 where one should and does not, or where that stays undecided."""
+    """Test that methods are lossless: that they write what the target alone would write.
+
+    Runs on a small pair with six tokens and on yours. Exits with 1 if a lossless method fails or stays undecided.
+    """
     loaded = asked.load("certify", method, every)
     from .evaluation.certify import run_certify
 
@@ -194,9 +193,11 @@ def tune(
     engine: EngineName = None,
     engine_options: EngineOptions = "",
 ) -> None:
-    """Find each method's best settings by replay under measured costs, and confirm the winners by decoding; what is
-    found lies beside the results file. Resumes where it was stopped. With --engine: how many tokens a step that should
-    draft under each load."""
+    """Find the best settings of each method by replay under measured costs, and confirm them by decoding.
+
+    Example: `tune --target T --drafter D --method speculative`. With --engine, find the best number of draft tokens
+    under each load. An interrupted run resumes.
+    """
     if engine is not None:
         from .serving.engines import commands_of, engine_recipe
         from .serving.lengths import max_draft_tokens, tune_lengths
@@ -218,7 +219,7 @@ def tune(
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Results files; others are compared with the first.")],
+    results: Annotated[list[Path], typer.Argument(help="Results files; the others are compared with the first.")],
     out: Annotated[Path | None, typer.Option(help="Page to write (default: report.html beside the first).")] = None,
     trace: Annotated[
         str | None,

@@ -27,7 +27,7 @@ from draftsmith.decode.evaluation.metrics import speedup_interval
 from draftsmith.decode.evaluation.tuning.costs import Curve
 from draftsmith.decode.evaluation.tuning.plan import Candidate, ModelShape, list_candidates
 from draftsmith.decode.evaluation.tuning.tuner import Workload
-from draftsmith.recipes.commands.evaluation.finished import evaluated
+from draftsmith.recipes.commands.evaluation.evaluate import evaluate_once
 from draftsmith.recipes.commands.pairs.quickstart import run_stage
 from draftsmith.recipes.commands.pairs.stages import (
     DRAFT_VOCABULARY,
@@ -148,7 +148,7 @@ def measured(
         recipe = evaluation_of(
             base_of(forge.recipe), forge.recipe, f"{name}-{number}", rows, workload, limit, **given
         ).model_copy(update={"table": str(table)})
-        by_label = {row["label"]: row for row in evaluated(recipe)["methods"]}
+        by_label = {row["label"]: row for row in evaluate_once(recipe)["methods"]}
         found |= {index: by_label[label] for index, label in zip(own, labels, strict=True)}
     return [found[index] for index in range(len(ways))]
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from common import SHARED, finish, parser_of
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.recipes.commands.evaluation.finished import evaluated
+from draftsmith.recipes.commands.evaluation.evaluate import evaluate_once
 from draftsmith.recipes.commands.pairs.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe, QuickstartRecipe
 from draftsmith.recipes.schema.loading import parse_recipe, read_recipe, write_recipe
@@ -133,7 +133,7 @@ def measured(seed: int, pair: QuickstartRecipe, work: Path, limit: int, kinds: l
             "temperature": temperature, "compare_with_transformers": False, "energy": "off",
             "methods": rows_of(temperature, kinds), **heads,
         })  # fmt: skip
-        results = evaluated(recipe)
+        results = evaluate_once(recipe)
         found[f"T={temperature:g}"] = {row["label"]: numbers_of(row) for row in results["methods"]}
         print_rows(f"seed {seed}, T={temperature:g}", found[f"T={temperature:g}"])
     return found

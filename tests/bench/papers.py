@@ -26,8 +26,7 @@ from draftsmith.checkpoints.storage.atomic import atomic_text
 from draftsmith.decode.evaluation.bootstrap import resample_weights
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.recipes.assemble.evaluation import load_target
-from draftsmith.recipes.commands.evaluation.evaluate import measure_energy
-from draftsmith.recipes.commands.evaluation.finished import evaluated
+from draftsmith.recipes.commands.evaluation.evaluate import evaluate_once, measure_energy
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe, parse_recipe
@@ -289,11 +288,11 @@ def results_of(name: str, folder: Path, options: Any) -> dict[str, Any]:
         runs = measure_energy(wrap_model(load_target(recipe)), recipe)["rows"]
         numbers = ({key: np.array([value]) for key, value in row.items() if isinstance(value, float)} for row in runs)
         return {f"batch {row['batch']}": SimpleNamespace(**each) for row, each in zip(runs, numbers, strict=True)}
-    rows = evaluated(recipe_for(name, folder, options))["methods"]
+    rows = evaluate_once(recipe_for(name, folder, options))["methods"]
     if name == "slim/saturation":
         for size in (5, 50):
             table, out = partial_table(folder, size), str(folder / "papers" / f"{name}-{size}.json")
-            part = evaluated(recipe_for(name, folder, options, table=str(table), out=out))["methods"]
+            part = evaluate_once(recipe_for(name, folder, options, table=str(table), out=out))["methods"]
             rows += [row | {"label": f"table of {size}"} for row in part if row["label"] == "table"]
     return {row["label"]: metrics_of(row) for row in rows}
 

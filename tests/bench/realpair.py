@@ -54,9 +54,7 @@ from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
-from draftsmith.recipes.commands.evaluation.estimate import evaluation_runs, time_words
-from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError
-from draftsmith.recipes.commands.evaluation.finished import evaluated
+from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError, evaluate_once, evaluation_runs, time_words
 from draftsmith.recipes.commands.evaluation.journal import Journal, Kept
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
@@ -230,7 +228,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
             said_first(options, f"methods, T={temperature:g}", case, evaluation_runs(recipe, len(case.prompts)))
             continue
         try:
-            results = evaluated(recipe)
+            results = evaluate_once(recipe)
         except NotLosslessError as error:
             print(f"error: {error}")
             results = load_results(recipe.out)

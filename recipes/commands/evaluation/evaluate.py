@@ -1,11 +1,12 @@
-"""`draftsmith evaluate`: measures every method of a recipe and writes a table, `results.json` and a report."""
+"""`draftsmith evaluate`: measure every method of a recipe, and write the table, `results.json` and the report."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,27 +14,36 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ....checkpoints.storage.atomic import check_writable
+from .... import __version__
+from ....checkpoints.artifact.model_ref import source_hash
+from ....checkpoints.storage.atomic import atomic_text, check_writable
+from ....checkpoints.storage.places import here
+from ....checkpoints.storage.safe_read import load_json
+from ....checkpoints.verify.model_files import quietly
 from ....data.prompts import SkippedPrompts
 from ....decode.evaluation.energy import CounterError, Energy, measure_batches, open_meter
-from ....decode.evaluation.measure import check_capacity, devices_of, energy_of, measure
+from ....decode.evaluation.measure import PROFILED, check_capacity, devices_of, energy_of, measure
 from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
-from ....decode.methods import Parts
+from ....decode.evaluation.tuning.costs import measure_forwards
+from ....decode.methods import Parts, method_options
 from ....decode.models.base import LanguageModel
+from ....decode.models.loading import wrap_model
 from ....train.parallel.interrupts import is_out_of_memory
-from ...assemble.evaluation import Case, entries_of, open_case, prompts_digest
+from ...assemble.evaluation import Case, device_of, entries_of, load_target, open_case, prompts_digest
+from ...report.certificate import KIND
 from ...report.page import report_beside, write_report
-from ...report.tables import UNSTEADY, energy_table, method_table
+from ...report.tables import UNSTEADY, Cell, Column, Table, energy_table, method_table, options_text
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
-from ...schema.results import EVALUATION, write_results
+from ...schema.results import EVALUATION, beside, load_results, write_results
 from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import bar, console, duration, log
-from .estimate import evaluation_runs, time_words
+from .certify import run_certify
 from .journal import Journal, Kept
 
 _ENERGY = TypeAdapter(Energy)
+_CONTEXT = 64  # assumed tokens of a prompt if none was read
 
 
 class NotLosslessError(ValueError):
@@ -55,8 +65,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
     with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity) as journal:
-        work = _Evaluation(case, Kept(journal, signals), signals)
-        summary, resumed = work.measure()
+        summary, resumed = _measure(case, Kept(journal, signals), signals)
         results = _results(case, skipped, resumed, summary)
         if recipe.energy_batches:
             results["energy_by_batch"] = measure_energy(opened.target, recipe)
@@ -71,76 +80,113 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     return results
 
 
-@dataclass(frozen=True)
-class _Evaluation:
-    """Measurement of a case that keeps what is finished."""
+def evaluate_once(recipe: EvaluateRecipe) -> dict[str, Any]:
+    """Return the results of an evaluation, which is run unless it finished before with the same settings, files,
+    version and machine."""
+    out = Path(recipe.out)
+    stamp = out.with_suffix(".stamp.json")
+    # Before decoding: files that change meanwhile were not decoded.
+    identity = identity_of(recipe.recorded(exclude={"out"}), recipe.sources(), recipe)
+    if out.is_file() and read_finished(stamp, identity) is not None:
+        log(f"{out} had finished already")
+        return load_results(out)
+    stamp.unlink(missing_ok=True)
+    results = run_evaluate(recipe)
+    atomic_text(stamp, json.dumps({"identity": identity}) + "\n")
+    return results
 
-    case: Case
-    kept: Kept
-    signals: Stoppable
 
-    def measure(self) -> tuple[Summary, int]:
-        """Return the rows, and the number of runs that an earlier process finished."""
-        case, opened, recipe = self.case, self.case.opened, self.case.recipe
-        entries, kept = entries_of(recipe), self.kept.runs("run")
-        with self.signals.bar("evaluating", "runs") as advance:
-            runs = measure(
-                opened.target,
-                opened.parts,
-                entries,
-                case.prompts,
-                case.limits,
-                reference=opened.model if recipe.compare_with_transformers else None,
-                repeats=recipe.repeats,
-                again=recipe.again,
-                batch=recipe.batch,
-                seed=recipe.seed,
-                progress=advance,
-                **kept,
-            )
-        energies = self._energies() if recipe.energy != "off" else {}
+def certify_once(recipe: EvaluateRecipe, tokens: int) -> dict[str, str]:
+    """Return the verdicts of a certificate by row, which is made unless it was before."""
+    stamp = beside(Path(recipe.out), KIND).with_suffix(".stamp.json")
+    identity = identity_of([recipe.recorded(exclude={"out"}), tokens], recipe.sources(), recipe)
+    if (found := read_finished(stamp, identity)) is None:
+        found = {"identity": identity, "verdicts": {each.label: each.verdict for each in run_certify(recipe, tokens)}}
+        atomic_text(stamp, json.dumps(found) + "\n")
+    return dict(found["verdicts"])
 
-        def text_of(ids: Sequence[int]) -> str:
-            return str(opened.tokenizer.decode(ids, skip_special_tokens=True))
 
-        prompts = [
+def identity_of(settings: Any, sources: Sequence[str], evaluation: EvaluateRecipe) -> str:
+    """Return the hash of what results depend on: version, settings, files and machine."""
+    states = {source: source_hash(source) for source in sources}
+    known = [__version__, settings, states, machine(device_of(evaluation))]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
+    """Read what an earlier run with the same identity left, or None."""
+    try:
+        found = load_json(path)
+    except (OSError, ValueError):
+        return None
+    return found if found.get("identity") == identity else None
+
+
+def _measure(case: Case, kept: Kept, signals: Stoppable) -> tuple[Summary, int]:
+    """Return the rows, and the number of runs that an earlier process finished."""
+    opened, recipe, entries, known = case.opened, case.recipe, entries_of(case.recipe), kept.runs("run")
+    with signals.bar("evaluating", "runs") as advance:
+        runs = measure(
+            opened.target,
+            opened.parts,
+            entries,
+            case.prompts,
+            case.limits,
+            reference=opened.model if recipe.compare_with_transformers else None,
+            repeats=recipe.repeats,
+            again=recipe.again,
+            batch=recipe.batch,
+            seed=recipe.seed,
+            progress=advance,
+            **known,
+        )
+    summariser = Summariser(
+        opened.target,
+        opened.parts,
+        [
             EvalPrompt(ids, asked.id, asked.category, asked.references)
             for asked, ids in zip(case.asked, case.prompts, strict=True)
-        ]
-        more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies, "batch": recipe.batch}
-        summariser = Summariser(opened.target, opened.parts, prompts, runs, case.limits, **more)
-        with self.signals.bar("timing steps, reading texts", "methods") as advance:
-            return summariser.summarise(entries, advance), len(kept["finished"])
+        ],
+        runs,
+        case.limits,
+        seed=recipe.seed,
+        text_of=lambda ids: str(opened.tokenizer.decode(ids, skip_special_tokens=True)),
+        energies=_count_energy(case, kept, signals) if recipe.energy != "off" else {},
+        batch=recipe.batch,
+    )
+    with signals.bar("timing steps, reading texts", "methods") as advance:
+        return summariser.summarise(entries, advance), len(known["finished"])
 
-    def _energies(self) -> dict[str, Energy]:
-        """Return joules per token by label, as far as they can be counted, and log why others cannot."""
-        opened, recipe = self.case.opened, self.case.recipe
-        names = {entry.label: f"joules of {entry.label}" for entry in entries_of(recipe)}
-        found = {label: self.kept.known(name, _ENERGY) for label, name in names.items() if name in self.kept}
-        left = [entry for entry in entries_of(recipe) if entry.label not in found]
-        if not left:
-            return found
-        meter, covers = open_meter(devices_of(opened.target, opened.parts))
-        if meter is None:
-            log(f"evaluate: no joules: {covers}")
-            return found
-        least = duration(len(left) * meter.timing.least)
-        log(f"evaluate: counting joules of {covers} ({meter.source}), at least {least}; `energy: off` skips it")
-        with meter, self.signals.bar("counting joules", "windows") as advance:
-            try:
-                idle = meter.idle_watts()
-                for number, entry in enumerate(left):
 
-                    def progress(trial: int, trials: int, number: int = number, label: str = entry.label) -> None:
-                        advance(number * trials + trial, len(left) * trials, label)
-
-                    what = (opened.target, opened.parts, entry, self.case.prompts, self.case.limits, meter, idle)
-                    work = partial(energy_of, *what, seed=recipe.seed, progress=progress)
-                    found[entry.label] = self.kept(names[entry.label], _ENERGY, work)
-            except CounterError as error:
-                missing = ", ".join(entry.label for entry in left if entry.label not in found)
-                log(f"evaluate: no joules of {missing}: {error}")
+def _count_energy(case: Case, kept: Kept, signals: Stoppable) -> dict[str, Energy]:
+    """Return joules per token by label, as far as they can be counted, and log why others cannot."""
+    opened, entries = case.opened, entries_of(case.recipe)
+    names = {entry.label: f"joules of {entry.label}" for entry in entries}
+    found = {label: kept.known(name, _ENERGY) for label, name in names.items() if name in kept}
+    left = [entry for entry in entries if entry.label not in found]
+    if not left:
         return found
+    meter, covers = open_meter(devices_of(opened.target, opened.parts))
+    if meter is None:
+        log(f"evaluate: no joules: {covers}")
+        return found
+    least = duration(len(left) * meter.timing.least)
+    log(f"evaluate: counting joules of {covers} ({meter.source}), at least {least}; `energy: off` skips it")
+    with meter, signals.bar("counting joules", "windows") as advance:
+        try:
+            idle = meter.idle_watts()
+            for number, entry in enumerate(left):
+
+                def progress(trial: int, trials: int, number: int = number, label: str = entry.label) -> None:
+                    advance(number * trials + trial, len(left) * trials, label)
+
+                given = (opened.target, opened.parts, entry, case.prompts, case.limits, meter, idle)
+                work = partial(energy_of, *given, seed=case.recipe.seed, progress=progress)
+                found[entry.label] = kept(names[entry.label], _ENERGY, work)
+        except CounterError as error:
+            missing = ", ".join(entry.label for entry in left if entry.label not in found)
+            log(f"evaluate: no joules of {missing}: {error}")
+    return found
 
 
 def measure_energy(target: LanguageModel, recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -196,8 +242,55 @@ def _show(case: Case, results: dict[str, Any]) -> None:
         console().print(f"{UNSTEADY}: unsteady times of {unsteady}: {why}", soft_wrap=True)
     for error in results["errors"]:
         console().print(f"error: {error}")
-    same = results["greedy_equals_transformers"]
-    if same is not None:
+    if (same := results["greedy_equals_transformers"]) is not None:
         console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")
     if results["resumed"]:
         console().print(f"{results['resumed']} runs were timed by an earlier process that was interrupted")
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def show_plan(recipe: EvaluateRecipe) -> None:
+    """Print prompts, rows, models, the largest number of decoded tokens and the estimated time."""
+    limits = f"at most {recipe.max_new_tokens} new tokens each, {recipe.repeats} run(s)"
+    console().print(f"{recipe.limit} prompts of {recipe.prompts}, template {recipe.template}, {limits}", soft_wrap=True)
+    rows = []
+    for label, row in zip(recipe.labels(), recipe.methods, strict=True):
+        method_options(row.method, row.options)
+        texts = (label, row.method, options_text(row.model_dump()), f"{recipe.temperature_of(row):g}")
+        rows.append([*map(Cell, texts)])
+    columns = [*(Column(heading, numeric=False) for heading in ("row", "method", "options")), Column("temperature")]
+    console().print(Table("", columns, rows).rich())
+    parts = {name: getattr(recipe, name) for name in ("target", "drafter", "heads", "table")}
+    named = [f"{part} {source}" for part, source in parts.items() if source is not None]
+    named += [f"drafter {source}" for source in recipe.more_drafters]
+    tokens = recipe.limit * recipe.repeats * recipe.max_new_tokens * len(recipe.methods)
+    console().print(f"{', '.join(named)}; at most {tokens:,} tokens in all rows", soft_wrap=True)
+    console().print(planned_time(recipe, evaluation_runs(recipe, recipe.limit)), soft_wrap=True)
+
+
+def evaluation_runs(recipe: EvaluateRecipe, prompts: int) -> int:
+    """Return the number of texts that an evaluation decodes: of measured rows, of `transformers.generate`, and those
+    that show where the time of a step goes."""
+    greedy = any(recipe.temperature_of(row) == 0 for row in recipe.methods)
+    rows = len(recipe.methods) + (recipe.compare_with_transformers and greedy)
+    return rows * prompts * recipe.repeats + len(recipe.methods) * min(PROFILED, prompts)
+
+
+def planned_time(recipe: EvaluateRecipe, runs: int) -> str:
+    """Return the estimated time of a recipe, of which the target alone is loaded if it is on this machine."""
+    if here(recipe.target) is None:
+        return f"the time is unknown until {recipe.target} is on this machine"
+    with quietly():
+        model = load_target(recipe)
+    return time_words(wrap_model(model, check=False), runs, recipe.max_new_tokens)
+
+
+def time_words(target: LanguageModel, runs: int, new_tokens: int, context: int = _CONTEXT) -> str:
+    """Estimate the time of runs of autoregressive decoding with `context` prompt tokens, from a few forwards."""
+    context = max(1, min(context, (target.max_positions - 1) // 2))
+    forward = measure_forwards(target, Parts(), context, target_nodes=(1, context), runs=3).target
+    seconds = runs * (forward(context) + new_tokens * forward(1))
+    each = f"{runs:,} runs of at most {new_tokens:,} tokens, {1e3 * forward(1):.3g} ms each in autoregressive decoding"
+    return f"about {duration(seconds)} or less ({each})"

@@ -1,5 +1,4 @@
-"""What a command has done, kept on disk as it is finished, so that one that is killed, or stopped by a signal, can
-resume."""
+"""Finished work of a command on disk, so that a killed or interrupted command resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,11 +23,11 @@ _LINE = TypeAdapter(tuple[str, Any])
 
 
 class Journal:
-    """`<out>.state/<name>.jsonl`: in its first line what its lines belong to; open for one writer.
+    """File `<out>.state/<name>.jsonl` with the identity of the work in its first line; open for one writer.
 
-    A line is written and flushed when its work is done; a half last line, which a killed writer leaves, is cut off.
-    Lines that belong to something else are dropped. Which it was is logged. `lines` are what earlier processes wrote,
-    in order. Raises ValueError: another process is writing; a damaged line that is not the last, with its number.
+    Each line is flushed when its work is done. A half last line, which a killed writer leaves, is cut off, and lines of
+    another identity are dropped. `lines` are those of earlier processes. Raises ValueError: another process is writing,
+    or a line that is not the last is damaged.
     """
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any]) -> None:
@@ -37,29 +36,29 @@ class Journal:
         with ExitStack() as stack:
             stack.callback(_remove_if_empty, self.path.parent)
             stack.enter_context(sole_writer(self.path))
-            self._file: BinaryIO = stack.enter_context(self.path.open("a+b", buffering=0))
+            self._file = stack.enter_context(self.path.open("a+b", buffering=0))
             self._read(json.loads(json.dumps({"identity": identity})))
             self._stack = stack.pop_all()
         if self.lines:
             log(f"resuming; {len(self.lines)} {name} of an earlier process are kept")
 
     def parsed(self, number: int, line: Any, form: TypeAdapter[Found]) -> Found:
-        """A line, or what stands in it, as what it was written from. Raises ValueError: it has another form."""
+        """Return the object that a line, or a part of it, was written from."""
         try:
             return form.validate_python(line)
         except ValidationError as error:
             raise self.damaged(number, "it has another form") from error
 
     def damaged(self, number: int, why: str) -> ValueError:
-        """What to raise for a line; 1 is the first, which names what the others belong to."""
+        """Return the error to raise for a line, counted from 1."""
         return ValueError(f"{self.path}:{number} is damaged: {why}; delete the file to restart")
 
     def add(self, line: Any) -> None:
-        """Write down what is finished."""
+        """Write and flush a line."""
         append_line(self._file, json.dumps(line, allow_nan=False).encode())
 
     def remove(self) -> None:
-        """Delete the journal: the results stand."""
+        """Delete the journal after the results are written."""
         self.path.unlink()
 
     def __enter__(self) -> Self:
@@ -88,14 +87,14 @@ class Journal:
             if not isinstance(theirs, dict):
                 raise self.damaged(1, "it names no identity")
             names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-            changed = ", ".join(_told(name, theirs.get(name), mine.get(name)) for name in names)
+            changed = ", ".join(_describe_change(name, theirs.get(name), mine.get(name)) for name in names)
             log(f"{self.path} belongs to other settings ({changed} differ): restarting")
         self._file.truncate(0)
         self.add(head)
 
 
 class Kept:
-    """Does work, or finds what an earlier process made of it; ends before work where a signal has come."""
+    """Named results of work in a journal; stops before new work if a signal has arrived."""
 
     def __init__(self, journal: Journal, signals: Stoppable) -> None:
         self._journal, self._signals = journal, signals
@@ -105,7 +104,7 @@ class Kept:
             self._found[name] = number, value
 
     def __call__(self, name: str, form: TypeAdapter[Found], work: Callable[[], Found]) -> Found:
-        """What the work of this name gives, of this form."""
+        """Return the result of this name, from the journal or by doing the work."""
         if name in self:
             return self.known(name, form)
         self._signals.check()
@@ -114,11 +113,11 @@ class Kept:
         return found
 
     def each(self, name: str, form: TypeAdapter[Found]) -> Callable[[int, Callable[[], Found]], Found]:
-        """The same of works with numbers."""
+        """Return the same for numbered work."""
         return lambda number, work: self(f"{name} {number}", form, work)
 
     def runs(self, name: str) -> dict[str, Any]:
-        """What `measure` is given: the runs that are finished, and what keeps the others."""
+        """Return the arguments of `measure` for the finished runs and for keeping others."""
         names = [each for each in self._found if each.startswith(f"{name} [")]
         finished = {RunKey(*json.loads(each.removeprefix(name))): self.known(each, RUN) for each in names}
         return {"finished": finished, "on_run": lambda key, run: self.add(f"{name} {json.dumps(key)}", RUN, run)}
@@ -127,11 +126,11 @@ class Kept:
         return name in self._found
 
     def known(self, name: str, form: TypeAdapter[Found]) -> Found:
-        """What an earlier process found."""
+        """Return a result of an earlier process."""
         return self._journal.parsed(*self._found[name], form)
 
     def add(self, name: str, form: TypeAdapter[Found], found: Found) -> None:
-        """Keep what was found."""
+        """Keep a result."""
         self._journal.add([name, form.dump_python(found, mode="json")])
 
 
@@ -140,6 +139,5 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _told(name: str, before: Any, now: Any) -> str:
-    """A setting that has changed, by both values where they are hashes."""
+def _describe_change(name: str, before: Any, now: Any) -> str:
     return f"{name} ({before}, now {now})" if name.startswith("hash of ") else name

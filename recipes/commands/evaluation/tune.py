@@ -46,8 +46,7 @@ from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
 from ...session.stopping import Stoppable
 from ...session.terminal import console, log
-from .estimate import planned_time, time_words
-from .finished import evaluated, identity_of, read_finished
+from .evaluate import evaluate_once, identity_of, planned_time, read_finished, time_words
 from .journal import RUN, Journal, Kept
 
 LeftOut = dict[str, str]
@@ -104,7 +103,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     rows = [MethodSection(method=each.method, label=label, options=each.options) for label, each in chosen.items()]
     changes: dict[str, Any] = {"compare_with_transformers": False, "energy": "off", "predict": False}
     changes |= {"methods": [MethodSection(method=BASELINE), *rows], "out": str(folder / "confirmed.json")}
-    results = evaluated(recipe.model_copy(update=changes))
+    results = evaluate_once(recipe.model_copy(update=changes))
     baseline, *measured = results["methods"]
     found = {row["label"]: row for row in measured}
     lossless = [label for label, row in found.items() if row["lossless"]]

@@ -62,8 +62,7 @@ from ...session.launch import run_launched
 from ...session.machine import machine
 from ...session.terminal import duration, log
 from ..diagnosis.pair import pair_verdict
-from ..evaluation.evaluate import NotLosslessError
-from ..evaluation.finished import certified, evaluated
+from ..evaluation.evaluate import NotLosslessError, certify_once, evaluate_once
 from ..evaluation.tune import search_settings
 from .in_engine import check_engine, drafts_of, tune_in_engine
 from .quickstart import run_stage
@@ -248,7 +247,7 @@ class _Forge:
                 self.base, self.recipe, self._name(stage, workload), rows, workload, self.prompts[workload], **parts
             )
             with self.ledger.stage(self._name(stage, workload)):
-                results = evaluated(recipe)
+                results = evaluate_once(recipe)
             baseline, *others = [Measurement.of_row(name, row, steps) for row in results["methods"]]
             # Without rows, their measurements could not be true.
             best = max(others, key=lambda each: (each.is_steady, each.speedup), default=baseline)
@@ -393,7 +392,7 @@ class _Forge:
 
         def confirm(labels: Sequence[str]) -> dict[str, Measurement]:
             with self.ledger.stage(name):
-                found = {row["label"]: row for row in evaluated(recipe)["methods"] if row["label"] in labels}
+                found = {row["label"]: row for row in evaluate_once(recipe)["methods"] if row["label"] in labels}
             about = {label: (settings[label].name, row, settings[label].steps) for label, row in found.items()}
             return {label: Measurement.of_row(*each) for label, each in about.items()}
 
@@ -443,7 +442,7 @@ class _Forge:
             self._note(f"to certify it: draftsmith certify {file}", workload)
             return
         with self.ledger.stage(f"certificate {name}"):
-            verdicts = self.verdicts[workload] = certified(recipe, tokens)
+            verdicts = self.verdicts[workload] = certify_once(recipe, tokens)
         self._note("; ".join(f"{label}: {verdict}" for label, verdict in verdicts.items()), workload)
         if broken := [label for label, verdict in verdicts.items() if verdict == "not lossless"]:
             self._write()

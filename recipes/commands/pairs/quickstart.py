@@ -29,7 +29,7 @@ from ...schema.loading import parse_recipe, read_recipe, write_recipe
 from ...session.machine import has_bfloat16
 from ...session.terminal import bar, log
 from ..artifacts.imports import import_gguf
-from ..evaluation.finished import evaluated
+from ..evaluation.evaluate import evaluate_once
 from ..training.regenerate import run_regenerate
 from ..training.train import run_train
 
@@ -64,7 +64,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
             log(f"\n— {name} → {stage.out}")
             run_stage(stage)
         log(f"\n— evaluation → {resolved.evaluate.out}")
-        results = evaluated(resolved.evaluate)
+        results = evaluate_once(resolved.evaluate)
     log(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
     return results
 

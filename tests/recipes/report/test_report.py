@@ -185,12 +185,8 @@ def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
     alerts = Page(run_report([rich])).alerts
     assert "drafter elsewhere" in alerts
     assert "not complete" in alerts
-    older = {"kind": "certificate", "schema": 1, "complete": True, "artifacts": {}, "certificates": [{"label": "a"}]}
-    for odd in ({"schema": 99}, {"artifacts": None}, {}):  # the results stand
-        path.write_text(json.dumps(older | odd))
-        assert str(path) in Page(run_report([rich])).alerts
-    path.write_text(json.dumps(told | {"recipe": recipe.model_dump(mode="json", exclude={"dtype"})}))
-    assert "dtype" not in Page(run_report([rich])).alerts
+    path.write_text(json.dumps({"kind": "certificate", "schema": 1, "certificates": [{"label": "a"}]}))
+    assert str(path) in Page(run_report([rich])).alerts  # the results stand
 
 
 def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path, rich: Path) -> None:
@@ -274,24 +270,12 @@ def test_other_prompts_and_methods_are_compared_as_far_as_they_go(
     assert "prompts: 5 of" in shown
     assert "mjsd at temperature 0" in shown
     rows = page.table("Tokens per step")
+    links = [attributes["href"] for tag, attributes in page.elements if tag == "a" and attributes["href"][0] == "#"]
+    marks = [attributes["id"] for _, attributes in page.elements if "part-" in attributes.get("id", "")]
+    assert links == [f"#{mark}" for mark in marks]
     assert [row[0] for row in rows[1:]] == ["autoregressive", "speculative"]
     assert rows[0][2:4] == ["first/results.json", "second/results.json"]
     assert page.text.count("<h2 ") == 3  # side by side, and each by itself
-
-
-def test_contents_lead_to_every_part_and_one_category_is_none(results: Path, rich: Path, tmp_path: Path) -> None:
-    one, both = (
-        Page(run_report([results], tmp_path / "one.html")),
-        Page(run_report([results, rich], tmp_path / "a.html")),
-    )
-    for page in (one, both):
-        marks = [attributes["id"] for _, attributes in page.elements if "part-" in attributes.get("id", "")]
-        links = [attributes["href"] for tag, attributes in page.elements if tag == "a" and attributes["href"][0] == "#"]
-        assert links == [f"#{mark}" for mark in marks]
-        assert len(set(marks)) == len(marks) > 6
-        assert page.text.index("</nav>") < page.text.index("<table")
-    headings = [re.findall(r"<caption[^>]*>(.*?)</caption>", page.text) for page in (one, both)]
-    assert ["By category" in each for each in headings] == [False, True]
 
 
 def test_rows_are_told_apart_and_unsteady_ones_marked(results: Path, tmp_path: Path) -> None:
@@ -329,6 +313,10 @@ def test_what_cannot_be_compared_is_said(results: Path) -> None:
     assert any(note.startswith("machine: ") for note in compare(["a", "b"], [found, other]).notes)
     assert change("tokens_per_second", KEY, found, other) is None
     assert change("speedup", KEY, found, other) is not None
+    unknown = copy.deepcopy(found)
+    for row in unknown["methods"]:
+        row["by_prompt"] = []  # without numbers by prompt there is no interval
+    assert change("speedup", KEY, unknown, unknown) == Change(1.0)
     cold, warm = (found | {"methods": part} for part in (found["methods"][:3], found["methods"][3:]))
     with pytest.raises(ValueError, match=r"cold has autoregressive at temperature 0.*warm"):
         compare(["cold", "warm"], [cold, warm])
@@ -336,33 +324,13 @@ def test_what_cannot_be_compared_is_said(results: Path) -> None:
         run_report([results, results.parent / ".." / results.parent.name / results.name])
 
 
-@pytest.mark.parametrize("width", [80, 100])
-def test_names_and_numbers_are_not_broken_on_a_terminal(results: Path, width: int) -> None:
+def test_names_and_numbers_are_not_broken_on_a_terminal(results: Path) -> None:
     rows = load_results(results)["methods"]
     rows[1] |= {"label": "multi-candidate", "tokens_per_second": 123456.0, "speedup_interval": [1.23, 2.34]}
-    with (console := Terminal(width=width)).capture() as shown:
+    with (console := Terminal(width=80)).capture() as shown:
         console.print(method_table("a title", rows).rich())
     assert {"multi-candidate", "123,456", "1.23–2.34"} <= set(shown.get().split())
-    assert max(map(len, shown.get().splitlines())) <= width
-
-
-def test_plain_decoding_alone_has_no_depths(results: Path, tmp_path: Path) -> None:
-    found = load_results(results)
-    (tmp_path / "results.json").write_text(json.dumps(found | {"methods": found["methods"][:1]}))
-    assert "Acceptance by depth" not in Page(run_report([tmp_path / "results.json"])).text
-
-
-def test_changes_for_people(results: Path) -> None:
-    found = load_results(results)
-    other = changed(found, 1.2)
-    found["methods"][1]["label"] = other["methods"][1]["label"] = "[red]x[/red]"
-    console = Terminal(width=140, record=True)
-    with console.capture() as shown:
-        console.print(compare(["a", "b"], [found, other]).tables[2].rich())
-    assert re.search(r"\[red\]x\[/red\] .* -\d+\.\d % \(-\d+\.\d to -\d+\.\d\)", shown.get())
-    for row in found["methods"]:
-        row["by_prompt"] = []  # without numbers by prompt there is no interval
-    assert change("speedup", ("[red]x[/red]", 0.0), found, found) == Change(1.0)
+    assert max(map(len, shown.get().splitlines())) <= 80
 
 
 def test_an_acceptance_for_vllm_to_pretend(results: Path, cli: Any) -> None:
@@ -378,14 +346,3 @@ def test_an_acceptance_for_vllm_to_pretend(results: Path, cli: Any) -> None:
     for label, named in (("speculativ", "speculative"), ("speculative", "no draft")):
         with pytest.raises(ValueError, match=named):
             vllm_config(load_results(results), label)
-
-
-def test_the_command(results: Path, rich: Path, tmp_path: Path, cli: Any) -> None:
-    done = cli("report", str(results), str(rich), "--out", str(tmp_path / "both.html"))
-    assert done.returncode == 0, done.stderr
-    assert "Tokens per step" in done.stdout
-    assert str(tmp_path / "both.html") in done.stdout
-    rich.write_text(rich.read_text()[:-20])
-    damaged = cli("report", str(rich))
-    assert damaged.returncode == 2
-    assert re.search(r"results\.json is damaged.* line \d+", damaged.stderr)

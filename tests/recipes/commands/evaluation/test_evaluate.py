@@ -119,20 +119,6 @@ def test_one_command_measures_whatever_artifacts_there_are(
     assert load_recipe(str(Path(loaded.out).with_suffix(".recipe.yaml"))) == loaded, "the written recipe repeats it"
 
 
-def test_the_command_without_a_recipe(
-    artifacts: Path, corpus: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    arguments = ["--target", "target", "--drafter", "drafter", "--prompts", str(corpus / "rows.json")]
-    few = ["limit=3", "max_new_tokens=4", "methods=[{method: autoregressive}, {method: speculative}]"]
-    done = cli("evaluate", *arguments, "--out", "r.json", "template=chatml", *few, cwd=artifacts)
-    assert done.returncode == 0, done.stderr
-    assert "evaluate: autoregressive, speculative; prompts in the template 'chatml'" in done.stderr
-    assert "evaluate: about " in done.stderr
-    assert "yes 3/3" in done.stdout
-    rows = load_results(artifacts / "r.json")["methods"]
-    assert [row["label"] for row in rows] == ["autoregressive", "speculative"]
-
-
 def test_a_drafter_of_another_tokenizer_drafts_by_its_text(
     artifacts: Path,
     corpus: Path,
@@ -148,6 +134,9 @@ def test_a_drafter_of_another_tokenizer_drafts_by_its_text(
     assert done.returncode == 0, done.stderr
     row = load_results(artifacts / "other.json")["methods"][1]
     assert (row["method"], row["identical_to_greedy"]) == ("speculative", [3, 3])
+    assert "evaluate: autoregressive, speculative; prompts in the template 'chatml'" in done.stderr
+    assert "evaluate: about " in done.stderr
+    assert "yes 3/3" in done.stdout
     refused = cli("evaluate", *given, *few, "--method", "bild", cwd=artifacts)
     assert refused.returncode == 2
     assert "speculative" in refused.stderr

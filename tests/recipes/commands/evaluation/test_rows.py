@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.recipes.commands.evaluation.estimate import evaluation_runs
+from draftsmith.recipes.commands.evaluation.evaluate import evaluation_runs
 from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 
