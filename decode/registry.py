@@ -170,12 +170,14 @@ def _choices_that_matter(name: str) -> list[Options]:
 
 
 def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Options]]:
-    """Return the variants of all methods that can be built from these artifacts and matter at a temperature."""
+    """Return the variants of all methods that can be built from these artifacts and matter at a temperature, except
+    those with a datastore, since few tables keep texts."""
     rows = [(name, options, method_config(name, options)) for name, options in method_variants()]
     return [
         (name, options)
         for name, options, config in rows
         if all(part in parts for part in config.needs)
+        and "datastore" not in options
         and not (config.greedy_only if temperature else config.is_lossless < METHODS[name].lossless)
     ]
 
