@@ -1,4 +1,4 @@
-"""Two or more results side by side: what changed from the first to each other one, and how sure that is."""
+"""Comparison of two or more results with the first, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = {
     "tokens_per_second": ("Tokens/s", ("tokens", "seconds")),
     "speedup": ("Speedup", ("tokens", "seconds")),
 }
-"""What is compared, with the captions of the tables, and the numbers by prompt that each is a quotient of."""
+"""Compared metrics, with table captions and the numbers by prompt that each is a quotient of."""
 _DECODED_ALIKE = ("target", "max_new_tokens", "top_k", "top_p", "dtype")
 Results = Mapping[str, Any]
 Key = tuple[str, float]
@@ -27,14 +27,14 @@ Key = tuple[str, float]
 
 
 class Change(NamedTuple):
-    """A value over the first results' value of the same method, with a 95 % interval where one can be given."""
+    """Ratio to the first results' value of the same method, with a 95 % interval if one is known."""
 
     ratio: float
     interval: tuple[float, float] | None = None
 
 
 class Comparison(NamedTuple):
-    """Results side by side."""
+    """Comparison of results."""
 
     names: list[str]
     tables: list[Table]
@@ -43,14 +43,11 @@ class Comparison(NamedTuple):
 
 
 def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
-    """Compare the methods that all results hold, by label and temperature: for each metric a table of what was
-    measured, and what changed from the first; changes whose interval leaves out that nothing did are bold.
+    """Compare the methods that all results hold, by label and temperature.
 
-    Intervals are 95 % bootstrap intervals (percentile, 2,000 resamples of the prompts): paired where both sides decoded
-    the same prompts, otherwise each side is resampled by itself, and a note says so. Speeds of different machines are
-    not compared; speedups are, for each is over its own machine's baseline.
-
-    Raises ValueError: no method at the same temperature is in all of them.
+    Intervals are 95 % bootstrap intervals over prompts: paired if both results decoded the same prompts, otherwise each
+    is resampled by itself. Changes whose interval excludes 0 are bold. Tokens per second of different machines are not
+    compared. Raises ValueError: no method at the same temperature is in all results.
     """
     held = [_rows(result) for result in results]
     common = [key for key in held[0] if all(key in rows for rows in held)]
@@ -82,7 +79,7 @@ def _rows(results: Results) -> dict[Key, Mapping[str, Any]]:
 
 
 def change(metric: str, key: Key, first: Results, second: Results) -> Change | None:
-    """How a metric of a method differs between two results; None where it cannot be compared."""
+    """Return the change of a method's metric between two results, or None if it cannot be compared."""
     rows = [_rows(each)[key] for each in (first, second)]
     if metric == "tokens_per_second" and _machine(first) != _machine(second):
         return None
@@ -125,7 +122,7 @@ def _pairs(metric: str, results: Results, key: Key) -> dict[str, list[Any]] | No
 
 
 def _same_prompts(one: Results, other: Results) -> bool:
-    """By the hash of their token ids, which says nothing of how they were named."""
+    """Compare the hashes of the prompts' token ids."""
     mine = one.get("prompts_sha256")
     return mine is not None and mine == other.get("prompts_sha256")
 
@@ -135,7 +132,7 @@ def _machine(results: Results) -> str:
 
 
 def _notes(first: str, name: str, one: Results, other: Results) -> list[str]:
-    """What differs between two results."""
+    """Return what differs between two results."""
     sides = (one, other)
     facts = {"machine": [_machine(side) for side in sides]}
     facts |= {key: [side["recipe"].get(key) for side in sides] for key in _DECODED_ALIKE}

@@ -219,12 +219,17 @@ def _charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
     drawn: list[str] = []
     for temperature, group in groups.items():
         at = f", temperature {temperature:g}" if len(groups) > 1 else ""
-        drawn += [speed_chart(group, at), perplexity_chart(group, at)]
-    return [*drawn, _phase_chart([each for group in groups.values() for each in group])]
+        drawn += [_speed_chart(group, at), _perplexity_chart(group, at)]
+    rows = [each for group in groups.values() for each in group]
+    timed = [(f"{index} {row['label']}", row["phases_us"]) for index, row in rows if row.get("phases_us")]
+    if timed:
+        milliseconds = [(label, {name: us / 1e3 for name, us in phases.items()}) for label, phases in timed]
+        bars = stacked_bars(milliseconds, "ms", "time of a step by phase")
+        drawn.append(_figure(bars, "Where the time of a step goes", _PHASES, "broad"))
+    return drawn
 
 
-def figure(drawn: str, title: str, caption: str, kind: str = "") -> str:
-    """Return a chart with its title and caption."""
+def _figure(drawn: str, title: str, caption: str, kind: str = "") -> str:
     return render("figure.html", drawn=drawn, title=title, caption=caption, kind=kind)
 
 
@@ -239,34 +244,23 @@ def _points(group: Sequence[Numbered], x: str) -> list[Point]:
     return points
 
 
-def speed_chart(group: Sequence[Numbered], at: str = "") -> str:
-    """Draw numbered rows of one temperature by tokens per step; empty without such rows or matplotlib."""
+def _speed_chart(group: Sequence[Numbered], at: str) -> str:
     title, points = f"Speedup against tokens per step{at}", _points(group, "tokens_per_step")
-    if not points or missing_matplotlib() is not None:
+    if not points:
         return ""
     drawn = scatter_with_diagonal(points, "tokens per step (τ)", "speedup (×)", title, "a draft that costs nothing")
     bounded = any(point.bound is not None for point in points)
-    return figure(drawn, title, (_BOUND if bounded else "") + _INTERVAL)
+    return _figure(drawn, title, (_BOUND if bounded else "") + _INTERVAL)
 
 
-def perplexity_chart(group: Sequence[Numbered], at: str = "") -> str:
-    """Draw numbered rows of one temperature with the frontier; empty if all are lossless, or without
-    matplotlib."""
+def _perplexity_chart(group: Sequence[Numbered], at: str) -> str:
+    """Draw the frontier of speed and perplexity; empty if all rows are lossless."""
     points = _points(group, "perplexity")
-    if not points or all(row.get("lossless") for _, row in group) or missing_matplotlib() is not None:
+    if not points or all(row.get("lossless") for _, row in group):
         return ""
     title = f"Speed against perplexity{at}"
     drawn = scatter_with_frontier(points, "perplexity of the output under the target", "speedup (×)", title)
-    return figure(drawn, title, _PERPLEXITY)
-
-
-def _phase_chart(rows: Sequence[Numbered]) -> str:
-    timed = [(f"{index} {row['label']}", row["phases_us"]) for index, row in rows if row.get("phases_us")]
-    if not timed:
-        return ""
-    milliseconds = [(label, {name: us / 1e3 for name, us in phases.items()}) for label, phases in timed]
-    drawn = stacked_bars(milliseconds, "ms", "time of a step by phase")
-    return figure(drawn, "Where the time of a step goes", _PHASES, "broad")
+    return _figure(drawn, title, _PERPLEXITY)
 
 
 def _load_charts(name: str, rows: Sequence[Row]) -> list[str]:
@@ -280,7 +274,7 @@ def _load_charts(name: str, rows: Sequence[Row]) -> list[str]:
     for found, title, level in ((speed, "speedup (×)", 1.0), (pace, "time per token (ms)", None)):
         if known := [line for line in found if line.xs]:
             heading = f"{title.partition(' (')[0].capitalize()} against {axis}"
-            drawn.append(figure(lines(known, axis, title, heading, level), heading, _LOADS))
+            drawn.append(_figure(lines(known, axis, title, heading, level), heading, _LOADS))
     return drawn
 
 

@@ -1,4 +1,4 @@
-"""Tables as HTML and on the terminal: a missing value is a dash, a cell carries what it sorts by."""
+"""Tables as HTML and for the terminal. A missing value is a dash; a cell carries its sort key."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 DASH = "–"
-_DEPTHS = 12
-"""That are shown at most."""
+_DEPTHS = 12  # shown at most
 
 
 @cache
@@ -31,14 +30,14 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """A template with its values, all texts escaped. What has `__html__`, as a `Table`, is HTML already."""
+    """Render a template; texts are escaped, objects with `__html__` such as `Table` are not."""
     from markupsafe import Markup
 
     return Markup(_environment().get_template(template).render(**values))
 
 
 class Column(NamedTuple):
-    """The head of a column."""
+    """Heading of a column."""
 
     heading: str
     unit: str = ""
@@ -46,34 +45,34 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One cell."""
+    """Cell of a table."""
 
     text: str
     value: float | str | None = None
-    """What it is sorted by; by default a text by itself."""
+    """Sort key; by default the text."""
     note: str = ""
-    """In small print below it, on the page alone."""
+    """Small print below the text, on the page only."""
     style: str = ""
-    """On the terminal; `bold` is bold on the page, too."""
+    """Style on the terminal; `bold` is bold on the page, too."""
     mark: str = ""
-    """Before it, on the page alone."""
+    """Text before the cell, on the page only."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under a caption; the first column names the rows."""
+    """Table with a caption; the first column names the rows."""
 
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     kinds: Sequence[str] = ()
-    """Of each row, where they are told apart: `best`, `slower` or nothing."""
+    """`best`, `slower` or nothing for each row; empty: rows are not distinguished."""
 
     def __html__(self) -> str:
         return render("table.html", table=self)
 
     def rich(self) -> RichTable:
-        """The table for a terminal."""
+        """Return the table for a terminal."""
         look: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
         look |= {"padding": (0, 0 if len(self.columns) > 7 else 1), "show_header": any(c.heading for c in self.columns)}
         table = RichTable(title=self.caption, **look)
@@ -90,19 +89,19 @@ class Table:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """A number for people; a dash where there is none, which is not the same as 0."""
+    """Format a number; anything else, NaN included, is a dash."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return DASH
     return f"{value:,.{digits}f}"
 
 
 def number_cell(value: Any, digits: int = 2) -> Cell:
-    """A number and what it is sorted by."""
+    """Return a cell with a number."""
     return Cell(number(value, digits), value)
 
 
 def interval_cell(pair: Any, digits: int = 2) -> Cell:
-    """`1.80–2.10`, or a dash; sorted by its lower end."""
+    """Return `1.80–2.10`, or a dash, sorted by its lower end."""
     if not pair:
         return Cell(DASH)
     return Cell(f"{number(pair[0], digits)}–{number(pair[1], digits)}", pair[0])
@@ -118,7 +117,7 @@ def metric_of(row: Row, metric: str) -> float | None:
 
 
 class Metric(NamedTuple):
-    """A column of the tables of methods."""
+    """Column of the tables of methods."""
 
     column: Column
     cell: Callable[[Row], Cell]
@@ -133,7 +132,7 @@ def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: floa
 
 
 def _lossless(row: Row) -> Cell:
-    """Whether a method keeps the target's distribution, and on how many prompts that was seen."""
+    """Return whether a method is lossless, and on how many prompts its text was greedy decoding's."""
     same, ties = row.get("identical_to_greedy"), row.get("near_ties")
     seen = f" {same[0]}/{same[1]}" if same and row.get("lossless") else ""
     note = f"{ties} near-tie{'s' * (ties > 1)}" if ties else ""
@@ -146,7 +145,7 @@ def _share_cell(pair: Any) -> Cell:
 
 
 def speedup_cell(row: Row) -> Cell:
-    """Marked where the row's times are unsteady."""
+    """Return the speedup, marked if the row's times are unsteady."""
     cell = number_cell(row.get("speedup"))
     if row.get("steady") is not False:
         return cell
@@ -154,7 +153,7 @@ def speedup_cell(row: Row) -> Cell:
 
 
 UNSTEADY = "?"
-"""What marks a speedup of unsteady times."""
+"""Mark of a speedup from unsteady times."""
 _LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
 _STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
@@ -181,7 +180,7 @@ QUALITY = (
     _metric("output", "tokens", 0, "tokens"),
 )
 TERMINAL = (*_STEP, *_BOUND, _LOSSLESS)
-"""What fits into the 80 columns of a terminal beside a name of 15."""
+"""Columns that fit into a terminal of 80 columns."""
 _PER_TOKEN = _metric("per token", "ms_per_token", 1, "ms")
 _SAME = Metric(Column("same", "greedy text"), lambda row: _share_cell(row.get("identical_to_greedy")))
 BENCH_TERMINAL = (*_STEP, _PER_TOKEN, _SAME)
@@ -197,8 +196,10 @@ _BY_CATEGORY = (_metric("prompts", "prompts", 0), *_STEP, _PERPLEXITY, _ROUGE)
 
 
 def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
-    """What a step and a token cost; FLOPs in the unit that suits the largest."""
-    name, size = flops_unit(rows)
+    """Return the columns of costs, with FLOPs in a unit that suits the largest."""
+    most = max((metric_of(row, "flops_per_token.total") or 0 for row in rows), default=0)
+    units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+    name, size = next(((name, size) for name, size in units if most >= size), ("kFLOP", 1e3))
     sources = sorted({row["energy_source"] for row in rows if row.get("energy_source")})
     joules = "J/token" + (f", {'/'.join(sources)}" if sources else "")
     parts = {"verification": "verification", "drafting": "drafting", "both": "total"}
@@ -213,26 +214,19 @@ def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
     )
 
 
-def flops_unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """The unit in which the most FLOPs a token of some rows are a number of few digits."""
-    most = max((metric_of(row, "flops_per_token.total") or 0 for row in rows), default=0)
-    units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
-    return next(((name, size) for name, size in units if most >= size), ("kFLOP", 1e3))
-
-
 METHOD = Column("method", numeric=False)
 BASELINE = "autoregressive"
-_KINDS = {"best": "fastest lossless method", "slower": "slower than plain decoding"}
+_KINDS = {"best": "fastest lossless method", "slower": "slower than the baseline"}
 
 
 def best_lossless(rows: Iterable[Row]) -> Row | None:
-    """The fastest method that keeps the target's distribution, plain decoding aside; of steady times, where any are."""
+    """Return the fastest lossless method except the baseline, of rows with steady times if there are any."""
     fit = [row for row in rows if row.get("lossless") and row["method"] != BASELINE and row.get("speedup") is not None]
     return max(fit, key=lambda row: (row.get("steady") is not False, float(row["speedup"])), default=None)
 
 
 def kinds_of(rows: Sequence[Row]) -> list[str]:
-    """Of each row: `best` of those at its temperature, `slower` than plain decoding, or neither."""
+    """Return `best` at its temperature, `slower` than the baseline, or nothing for each row."""
     best = [best_lossless(row for row in rows if row["temperature"] == each["temperature"]) for each in rows]
     slower = [row["method"] != BASELINE and (row.get("speedup") or 1) < 1 for row in rows]
     return [
@@ -242,7 +236,7 @@ def kinds_of(rows: Sequence[Row]) -> list[str]:
 
 
 def method_cell(index: int, row: Row, kind: str = "") -> Cell:
-    """A method's number, which stands for it in the charts, its name and settings, and what kind of row it is."""
+    """Return the cell of a method: its number in the charts, name, settings and kind of row."""
     options = options_text(row)
     named = "" if row["label"].startswith(row["method"]) else f"{row['method']}, " if options else row["method"]
     notes = [named + options, _KINDS.get(kind, "")]
@@ -250,12 +244,12 @@ def method_cell(index: int, row: Row, kind: str = "") -> Cell:
 
 
 def options_text(row: Row) -> str:
-    """`gamma 4, beams 8`."""
+    """Return options as `gamma 4, beams 8`."""
     return ", ".join(f"{name} {value}" for name, value in (row.get("options") or {}).items())
 
 
 def method_table(caption: str, rows: Sequence[Row], metrics: Sequence[Metric] = TERMINAL) -> Table:
-    """A row a method."""
+    """Return a table with a row for each method."""
     columns, kinds = [METHOD, *(metric.column for metric in metrics)], kinds_of(rows)
     cells = [
         [method_cell(index, row, kind), *(metric.cell(row) for metric in metrics)]
@@ -265,7 +259,7 @@ def method_table(caption: str, rows: Sequence[Row], metrics: Sequence[Metric] = 
 
 
 def category_table(rows: Sequence[Row]) -> Table:
-    """A row a method and category of prompts."""
+    """Return a table with a row for each method and category of prompts."""
     columns = [METHOD, Column("category", numeric=False), *(metric.column for metric in _BY_CATEGORY)]
     known = [(n, row, *part) for n, row in enumerate(rows, 1) for part in (row.get("by_category") or {}).items()]
     cells = [
@@ -276,7 +270,7 @@ def category_table(rows: Sequence[Row]) -> Table:
 
 
 def depth_table(rows: Sequence[Row]) -> Table:
-    """Of the steps that reached a depth, the share that accepted a token there."""
+    """Return the table of acceptance by depth."""
     deepest = max((len(row.get("acceptance_by_depth") or ()) for row in rows), default=0)
     metrics = [_metric(str(n + 1), f"acceptance_by_depth.{n}") for n in range(min(deepest, _DEPTHS))]
     return method_table("Acceptance by depth", rows, metrics)

@@ -33,34 +33,51 @@ from ...session.terminal import duration, log
 from .bench import bench_recipe, prompts_of, run_bench
 
 HOST = "127.0.0.1"
-_STARTING = 1800  # seconds: of a large model weights are read, and graphs captured
+_STARTING = 1800  # seconds for reading weights and capturing graphs
 _ENDING = 30
-_LINES = 20  # of its log that are shown where an engine ended
+_LINES = 20  # lines of the log that are shown if an engine ends
 _SAY_EVERY = 30  # seconds
 PORT = 8000
 
 
 @dataclass(frozen=True)
 class Draft:
-    """An export, and how many tokens a step are drafted with it."""
+    """Export of a drafter or heads, and the number of draft tokens per step."""
 
     form: str
     folder: str
     tokens: int
     mixes_attention: bool = False
     parallel: bool = False
-    """Whether they are drafted by one forward."""
+    """Whether one forward drafts all tokens."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Serving engine that reads exports."""
+
+    forms: Mapping[str, str]
+    """Export formats that it reads, and its name of the method for each."""
+    command: Callable[[str, Draft | None], list[str]]
+    """Returns the command without host and port that serves a target, with a draft or without."""
+    lookup: Callable[[int], list[str]] | None = None
+    """Returns the arguments of its own prompt lookup by the number of draft tokens; None if it has none."""
 
 
 def _vllm(target: str, draft: Draft | None) -> list[str]:
     command = ["vllm", "serve", target]
     if draft is None:
         return command
-    if draft.mixes_attention:  # of a drafter vLLM takes one kind of cache; without this each kind gets its own
+    if draft.mixes_attention:  # vLLM otherwise gives each kind of attention a cache of its own
         command.append("--disable-hybrid-kv-cache-manager")
     speculative: dict[str, Any] = {"method": ENGINES["vllm"].forms[draft.form], "model": draft.folder}
     speculative |= {"num_speculative_tokens": draft.tokens} | ({"parallel_drafting": True} if draft.parallel else {})
     return [*command, "--speculative-config", json.dumps(speculative)]
+
+
+def _vllm_lookup(tokens: int) -> list[str]:
+    config = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    return ["--speculative-config", json.dumps(config)]
 
 
 def _sglang(target: str, draft: Draft | None) -> list[str]:
@@ -78,23 +95,6 @@ def _llama_cpp(target: str, draft: Draft | None) -> list[str]:
         return command
     command += ["-md", f"{draft.folder}/model.gguf", "--spec-type", ENGINES["llama.cpp"].forms[draft.form]]
     return [*command, "--spec-draft-n-max", str(draft.tokens), "--metrics"]
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A serving engine that takes exports."""
-
-    forms: Mapping[str, str]
-    """Which forms it reads, and what it calls the method."""
-    command: Callable[[str, Draft | None], list[str]]
-    """What starts it, with drafts or without; host and port follow."""
-    lookup: Callable[[int], list[str]] | None = None
-    """Returns the arguments of its own prompt lookup with so many draft tokens; None if it has none."""
-
-
-def _vllm_lookup(tokens: int) -> list[str]:
-    config = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    return ["--speculative-config", json.dumps(config)]
 
 
 def _llama_cpp_lookup(tokens: int) -> list[str]:
@@ -118,7 +118,7 @@ ENGINES = {
 
 
 class Running(NamedTuple):
-    """An engine that answers."""
+    """Running engine."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -127,10 +127,11 @@ class Running(NamedTuple):
 def commands_of(
     export: Path | str | None, engine: str, target: str | None = None, tokens: int | None = None
 ) -> list[list[str]]:
-    """What serves a target with an export, and without.
+    """Return the commands that serve a target with an export, and without.
 
-    Raises ValueError: an engine that is not known; no export, what is none, or one in a form that the engine does not
-    read; a target that nobody names, or that the engine does not read."""
+    Raises ValueError: an unknown engine, a folder that is no export or one of a format that the engine does not read,
+    or a target that is missing or not readable.
+    """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
     if export is None:
@@ -163,9 +164,11 @@ def running(
     signals: Stoppable | None = None,
     **process: Any,
 ) -> Iterator[Running]:
-    """A server that a command starts on the loopback, once it answers; ended afterwards. `port`: by default any that
-    is free. Raises ConnectionError: it ended, with the last lines of its log; ValueError: it is not installed, or
-    something else listens there."""
+    """Start a server on the loopback, at any free port by default; yield it once it answers, and end it afterwards.
+
+    Raises ConnectionError: the server ended (with the last lines of its log); ValueError: it is not installed, or the
+    port is in use.
+    """
     if shutil.which(command[0], path=process.get("env", os.environ).get("PATH")) is None:
         raise ValueError(f"{command[0]} is not on the PATH: install it, or activate the environment that has it")
     with socket.socket() as free:
@@ -211,7 +214,7 @@ def _wait(server: subprocess.Popen[bytes], url: str, log_file: Path, signals: St
 
 
 def _check(engines: Sequence[tuple[Running, Path]]) -> None:
-    """Raises ConnectionError: an engine has ended, or does not call itself healthy, with the last lines of its log."""
+    """Raise ConnectionError, with the end of its log, if an engine ended or is not healthy."""
     for engine, log_file in engines:
         try:
             urlopen(f"{engine.url}/health", timeout=30).close()
@@ -229,7 +232,7 @@ def _ended(server: subprocess.Popen[bytes], log_file: Path) -> str:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """The engine and the processes that it started."""
+    """End the engine and the processes that it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(server.pid, number)
