@@ -1,4 +1,4 @@
-"""What the benches share: shared data, command line, random models, times in turns, bootstrap. Needs no pydantic."""
+"""What the benches share: shared data, command line, random models, times in turns. Needs no pydantic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 from children import kilobytes
 from draftsmith.recipes.session.machine import machine
-from draftsmith.train.loop.fit import FitConfig, fit
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -47,7 +45,7 @@ def finish(results: Mapping[str, Any], device: str = "cpu") -> None:
     print(json.dumps({**results, "machine": machine(device)}))
 
 
-# --- models, and their training ---------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------------------------
 
 
 def random_llama(
@@ -72,37 +70,6 @@ def random_llama(
             return LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def train_steps(task: Any, data: Any, section: Any, steps: int, rate: float, seed: int) -> Any:
-    """What `fit` measures in so many steps, with the other settings of a recipe's `train` section."""
-    config = FitConfig(
-        steps=steps, global_batch=section.global_batch, micro_batch=section.micro_batch, learning_rate=rate,
-        schedule=section.schedule, warmup=section.warmup, betas=section.betas, log_every=steps, seed=seed,
-        evaluate_every=0, save_every=0,
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as state:
-        return fit(task, data, config, state)
-
-
-class Trained(NamedTuple):
-    """A row of one seed: counts of its decoding by setting, metrics on held-out blocks, seconds of training."""
-
-    counts: dict[str, np.ndarray]
-    metrics: dict[str, float]
-    seconds: float
-
-
-def by_seed(names: Sequence[str], seeds: int, run: Callable[[str, int], Trained]) -> dict[str, list[Trained]]:
-    """Every row with every seed; seeds outside: what is finished early compares all rows."""
-    found: dict[str, list[Trained]] = {name: [] for name in names}
-    began = time.monotonic()
-    for seed in range(seeds):
-        for name in names:
-            found[name].append(run(name, seed))
-            now = {setting: round(per_step(counts), 3) for setting, counts in found[name][-1].counts.items()}
-            print(f"[{time.monotonic() - began:5.0f} s] seed {seed} {name}: {now}")
-    return found
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,17 @@ from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimize
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
 _SUMMARY = "checkpoint.json"
-_FULL, _NO_SPACE = 1 << 16, "No space left on device"  # a disk with fewer bytes
 _ZIP_WRITER = "inline_container"  # in what torch's zip writer raises
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps, seconds of training, tokens seen, how far streamed data is read, lines of the log."""
+    """Progress of a run: steps, seconds of training, tokens seen, position in streamed data."""
 
     step: int = 0
     seconds: float = 0.0
     tokens: int = 0
     data: dict[str, int] = field(default_factory=dict)
-    lines: int = 0
 
 
 class StateFolder:
@@ -55,7 +53,6 @@ class StateFolder:
         self._keep = keep
         self.evaluations: dict[int, dict[str, float]] = {}
         """What was measured, by step."""
-        self._logged = 0  # lines
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
         """Find the newest whole checkpoint (None: there is none) and make log and `fit.json` agree with it; ValueError:
@@ -72,10 +69,6 @@ class StateFolder:
             atomic_text(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
             last = -1 if newest is None else newest.step
             lines = [json.dumps(line) for line in _read_lines(self.history) if line["step"] <= last]
-            self._logged = len(lines)
-            if newest is not None and self._logged < newest.lines:
-                lost = f"{newest.lines - self._logged} of the {newest.lines} lines that it had at step {newest.step}"
-                warnings.warn(f"{self.history} has lost {lost}", stacklevel=2)
             atomic_text(self.history, "".join(f"{line}\n" for line in lines))
             return newest
 
@@ -146,7 +139,6 @@ class StateFolder:
         if self._accelerator.is_main_process:
             with self.history.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
-            self._logged += 1
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
         """Append what was measured after `step` steps and so many tokens."""
@@ -216,15 +208,14 @@ class StateFolder:
         except (OSError, RuntimeError, SafetensorError) as error:
             if isinstance(error, RuntimeError) and _ZIP_WRITER not in str(error):
                 raise
-            full = shutil.disk_usage(folder).free < _FULL
-            raise OSError(f"{folder} could not be written: {_NO_SPACE if full else error}") from error
+            raise OSError(f"{folder} could not be written: {error}") from error
 
     def _finish(self, temporary: Path, target: Path, position: Position, pinned: int | None) -> None:
         files = sorted(temporary.iterdir())
         stage = zero_stage(self._accelerator)
         summary = {
             "format": 1,
-            **asdict(replace(position, lines=self._logged)),
+            **asdict(position),
             "processes": self._accelerator.num_processes,
             "parallelism": f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value),
             "files": {path.name: file_entry(path) for path in files},
@@ -263,40 +254,32 @@ def _tied_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _position_of(folder: Path) -> Position:
-    """Of a checkpoint that is whole. Raises ValueError, OSError: it is not; the file is named."""
+    """Return the position of a whole checkpoint. Raises ValueError, OSError: it is incomplete or damaged."""
     file = folder / _SUMMARY
     try:
         summary = load_json(file)
+        files = dict(summary["files"])
+        position = Position(**{each.name: summary[each.name] for each in fields(Position)})
     except FileNotFoundError as error:
         raise ValueError(f"incomplete, it has no {_SUMMARY}") from error
-    try:
-        written = {name: (dict(known), known["bytes"]) for name, known in summary["files"].items()}
-        position = Position(**{each.name: summary[each.name] for each in fields(Position) if each.name in summary})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
-    for name, (known, size) in written.items():
-        path = folder / name
-        if not path.is_file():
+    for name, known in files.items():
+        if not (folder / name).is_file():
             raise ValueError(f"{name} is missing")
-        if path.stat().st_size != size or file_entry(path) != known:
+        if file_entry(folder / name) != known:
             raise ValueError(f"{name} is damaged")
     return position
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a last line that was cut short by a crash is left out. Raises ValueError: a damaged line."""
-    if not path.exists():
-        return []
+    """Return the lines of a log, without a last one that a crash cut short. Raises ValueError: a damaged line."""
     lines = []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], 1):
         try:
             line = parse_json(text.decode())
-            whole = isinstance(line["step"], int)
-            if "evaluation" in line:
-                whole = whole and isinstance(line["evaluation"], dict) and isinstance(line["tokens"], int)
-            if not whole:
-                raise ValueError("it has another form")
-        except (ValueError, KeyError) as error:
+            int(line["step"])
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number} is damaged ({error}): delete that line to resume without it") from error
         lines.append(line)
     return lines

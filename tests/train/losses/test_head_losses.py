@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.train.losses.chunks import BLOCK_ELEMENTS, DenseTeacher, SparseTeacher, TopK
+from draftsmith.train.losses.chunks import BLOCK_ELEMENTS, DenseTeacher
 from draftsmith.train.losses.drafter import heads_mixture, mixture
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # X, K, D, V, chunk
-SHAPES = [(1, 1, 2, 3, None), (19, 3, 6, 11, 5), (40, 5, 3, 17, 1), (33, 2, 7, 50, 64), (64, 4, 8, 9, 64)]
+SHAPES = [(1, 1, 2, 3, None), (19, 3, 6, 11, 5), (40, 5, 3, 17, 1), (33, 2, 7, 50, 64)]
 WEIGHTS = [
     {"cross-entropy": 1.0},
     {"forward-kl": 1.0},
@@ -138,30 +138,6 @@ def test_any_rows_of_a_teacher_may_be_wanted_by_any_head():
     sums, _ = case.found(weights, 4)
     close(sums, expected, 1e-5, 1e-4)
     close(torch.autograd.grad(sums.sum(), case.leaves), grads, 1e-4, 5e-5)
-
-
-@pytest.mark.parametrize(("top_k", "sparse"), [(TopK(4), False), (TopK(4, "renormalise"), False), (None, True)])
-def test_a_teacher_of_few_tokens_is_that_of_a_drafter(top_k: TopK | None, sparse: bool):
-    """Each head alone is a drafter with the same rows of the teacher."""
-    case = Case((33, 3, 6, 17))
-    logits = case.teacher.hidden_XE @ case.teacher.weight_VE.T
-    teacher: Any = case.teacher
-    if sparse:
-        log_probs, ids = logits.log_softmax(1).topk(5, dim=1)
-        teacher = SparseTeacher(ids, log_probs)
-    sums, _ = heads_mixture(
-        {"forward-kl": 1.0}, case.features, case.projections, case.labels, teacher, case.rows, 1.0, 7, top_k
-    )
-    for k, weight in enumerate(case.projections):
-        rows = case.rows[:, k].clamp(min=0)
-        if sparse:
-            mine: Any = SparseTeacher(teacher.ids_XK[rows], teacher.log_probs_XK[rows])
-        else:
-            mine = DenseTeacher(logits[rows])
-        alone, _ = mixture(
-            {"forward-kl": 1.0}, case.features[:, k], weight, case.labels[:, k], mine, chunk=7, top_k=top_k
-        )
-        torch.testing.assert_close(sums[k], alone)
 
 
 class Watch(TorchDispatchMode):
