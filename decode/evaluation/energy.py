@@ -1,17 +1,16 @@
-"""Joules: the energy counters of devices, and the rules by which they are read.
+"""Energy counters of devices, and rules for reading them.
 
-Counted is the whole of a device, whoever uses it: a GPU's board with its memory, or a processor's packages and the
-memory behind them where the machine counts that too; never fans, disks and power supplies.
+A counter covers a whole device, whoever uses it: a GPU's board with its memory, or a processor's packages and, where
+the machine counts it, their memory; never fans, disks and power supplies.
 
-The rules are the three of Yang, Adámek and Armour (arXiv 2312.02741), as in arXiv 2407.09722, appendix B. Sensors of
-GPUs show a mean over a window, a new one every period; the A100's and H100's look at 25 ms of every 100 ms.
+The rules are those of Yang, Adámek and Armour (arXiv 2312.02741), as in arXiv 2407.09722, appendix B. GPU sensors show
+a mean over a window once per period; those of the A100 and H100 see 25 ms of every 100 ms.
 
-1. Long: at least `Timing.seconds`, many periods. Where the sensor does not look all the time, eight pauses of its
-   window's length shift the work against it; their energy at idle power is taken off: joules are too high by 4 % at
-   most.
-2. Several times: four trials, each after a wait of random length; given are their mean and its standard error.
-3. Without transients: what runs while the power rises is discarded. A window begins and ends at readings at which the
-   counter has just changed, so that both ends lag alike.
+1. Long windows: at least `Timing.seconds`, many periods. If the sensor does not look all the time, eight pauses of its
+   window's length shift the work against it; their idle energy is subtracted (joules are at most 4 % too high).
+2. Several trials, each after a wait of random length; results are their mean and its standard error.
+3. No transients: work while the power rises is discarded. A window begins and ends at readings at which the counter has
+   just changed, so that both ends lag alike.
 
 Shape letters: B batch, T positions.
 """
@@ -24,8 +23,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -46,21 +46,21 @@ class CounterError(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a kind of counter must be looked at, in seconds."""
+    """Durations for reading a kind of counter, in seconds."""
 
     seconds: float
-    """A window of one trial lasts at least so long."""
+    """Minimum length of the window of one trial."""
     discard: float
-    """What runs first in a trial is not counted for so long."""
+    """Time at the start of a trial that is not counted."""
     period: float
-    """Between two changes of the counter, at most."""
+    """Maximum time between two changes of the counter."""
     pause: float
-    """Length of the pauses that shift the work against the sensor; 0: it looks all the time, and none are made."""
+    """Length of the pauses that shift the work against the sensor; 0 for a sensor that looks all the time."""
     trials: int = 4
 
     @property
     def least(self) -> float:
-        """What one measurement takes, of work that a window holds many times."""
+        """Minimum duration of one measurement of short work."""
         return self.trials * (self.discard + self.seconds + _PAUSES * self.pause)
 
 
@@ -70,22 +70,21 @@ RAPL = Timing(seconds=1.0, discard=0.2, period=0.01, pause=0.0)
 
 @dataclass(frozen=True)
 class Energy:
-    """What a unit of work takes: a token, or a forward."""
+    """Energy of a unit of work: a token or a forward."""
 
     source: str
-    """What counted: "nvml" or "rapl"."""
+    """Counter: "nvml" or "rapl"."""
     joules: float
-    """A unit's, idle power included: the mean of the trials."""
+    """Mean of the trials, idle power included."""
     error: float
     """Standard error of that mean."""
     above_idle: float | None
-    """A unit's joules without those that the device would have taken idle; None if it took no more than that, as where
-    something else ran on it meanwhile."""
+    """Joules above those of the idle device; None if there are none, for example if something else ran on it."""
     watts: float
     """Mean power while working."""
     idle_watts: float
     seconds: float
-    """A unit's, in the windows."""
+    """Seconds of a unit in the windows."""
     trials: list[float]
     """Joules of a unit by trial."""
 
@@ -100,8 +99,10 @@ class _Window(NamedTuple):
 
 
 class EnergyMeter:
-    """A counter, read by the rules above: `joules` of all devices since some moment, which raises CounterError;
-    `source` and `covers` see `Energy`. `clock` and `sleep` are of the time that the counter lives in."""
+    """Counter read by the rules above.
+
+    `joules` returns those of all devices since some moment, and raises CounterError. `clock` and `sleep` define time.
+    """
 
     def __init__(
         self,
@@ -117,14 +118,14 @@ class EnergyMeter:
         self.joules, self.source, self.covers, self.timing = joules, source, covers, timing
         self._close, self._clock, self._sleep = close, clock, sleep
 
-    def __enter__(self) -> EnergyMeter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._close()
 
     def idle_watts(self) -> float:
-        """Power while this process does nothing, after what ran before has faded. Raises CounterError."""
+        """Return the power while this process is idle, after earlier work has faded. Raises CounterError."""
 
         def rest() -> float:
             self._sleep(self.timing.period / 20)
@@ -144,8 +145,10 @@ class EnergyMeter:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Energy:
-        """Joules of a unit of work, by the three rules. `work` does some and returns how many units; it has waited for
-        the devices when it returns. `seed` is of the random waits before the trials. Raises CounterError."""
+        """Return the energy of a unit of work. Raises CounterError.
+
+        `work` does some work, waits for the devices, and returns how many units it did. `seed` is that of the waits.
+        """
         rng, timing = random.Random(seed), self.timing
         trials, times = [], []
         for trial in range(timing.trials):
@@ -163,12 +166,12 @@ class EnergyMeter:
         return Energy(self.source, joules, error, above if above >= 0 else None, watts, idle_watts, seconds, trials)
 
     def _run(self, work: Callable[[], float], seconds: float, pause: float = 0.0) -> _Window:
-        """Work for so long, and on until the counter changes."""
+        """Work for `seconds`, then until the counter changes."""
         clock, period = self._clock, self.timing.period
         begin = changed_at = clock()
         value, units, paused, pauses = self.joules(), 0.0, 0.0, 0
         while True:
-            # To read a counter takes time of the work's: it is read often only where a window may end.
+            # Reading the counter takes time from the work, so it is read often only where a window may end.
             due = clock() + period * (2.5 if begin + seconds - clock() > 3 * period else 0.1)
             units += work()
             while clock() < due:
@@ -188,9 +191,8 @@ class EnergyMeter:
 
 
 class RaplCounter:
-    """Zones of Linux's power capping interface: processors' packages, and their memory.
+    """Zones of Linux's power capping interface. `energy_uj` wraps at `max_energy_range_uj`, so it must be read often.
 
-    `energy_uj` begins again at 0 after `max_energy_range_uj`, every few minutes to hours: it must be read more often.
     Raises OSError, ValueError: a file that may not be read, or holds no number.
     """
 
@@ -203,20 +205,21 @@ class RaplCounter:
         return [int((zone / "energy_uj").read_text(encoding="ascii")) for zone in self._zones]
 
     def __call__(self) -> float:
-        """Joules since this was made."""
+        """Return joules since the counter was made."""
         try:
             now = self._read()
         except (OSError, ValueError) as error:
             raise CounterError(f"the processor's energy counter cannot be read any more: {error}") from error
-        for new, old, most in zip(now, self._last, self._ranges, strict=True):
-            self._total += (new - old) % most
+        self._total += sum((new - old) % most for new, old, most in zip(now, self._last, self._ranges, strict=True))
         self._last = now
         return self._total * 1e-6
 
 
 def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str]:
-    """What counts the energy of these devices: GPUs without their processor where there are any, else the processor;
-    and what it covers, or None, and why there is none."""
+    """Return a meter of the GPUs among the devices, or else of the processor, and what it covers.
+
+    Without a counter return None and the reason.
+    """
     kinds = {device.type for device in devices} - {"meta"}
     if "cuda" in kinds:
         return _open_nvml(sorted({cuda_uuid(device) for device in devices if device.type == "cuda"}))
@@ -226,7 +229,7 @@ def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str
 
 
 def cuda_uuid(device: torch.device) -> str:
-    """NVML's name of a device: it counts GPUs in an order of its own, hidden ones too."""
+    """Return NVML's name of a device; NVML's order of GPUs differs and includes hidden ones."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -236,7 +239,7 @@ def _open_rapl() -> tuple[EnergyMeter | None, str]:
             zone: (zone / "name").read_text(encoding="ascii").strip() for zone in sorted(POWERCAP.glob("intel-rapl:*"))
         }
         packages = [zone for zone, name in names.items() if name.startswith("package")]
-        # A package holds its cores; the memory beside it does not belong to it. `psys`, the platform, holds both.
+        # A package contains its cores but not the memory; `psys`, the platform, contains both.
         memory = [zone for zone, name in names.items() if name == "dram"]
         if not packages:
             return None, f"the processor's energy counter (RAPL) is not there: no package among {POWERCAP}/intel-rapl:*"
@@ -250,7 +253,7 @@ def _open_rapl() -> tuple[EnergyMeter | None, str]:
 
 
 def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
-    """NVML's counter: millijoules since the driver was loaded (Volta and later)."""
+    """Open NVML's counter of millijoules since the driver was loaded (Volta and later)."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -272,6 +275,7 @@ def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
     return EnergyMeter(joules, "nvml", covers, NVML, close=nvml.nvmlShutdown), covers
 
 
+@torch.inference_mode()
 def measure_batches(
     model: LanguageModel,
     batches: Sequence[int],
@@ -290,8 +294,21 @@ def measure_batches(
     """
     calls = {batch: batch_forward(model, batch, context, seed) for batch in sorted(batches)}
     seconds, energies, failure = _time_forwards(model, calls, runs, progress), dict[int, Energy](), None
-    if meter is not None:
-        energies, failure = _count_joules(model, meter, calls, seed, progress)
+
+    def forward(call: Callable[[], Tensor]) -> float:
+        call()
+        synchronise(model)
+        return 1.0
+
+    try:
+        idle = meter.idle_watts() if meter is not None else 0.0
+        for number, (batch, call) in enumerate(calls.items()):
+            if meter is None:
+                break
+            progress(number, len(calls))
+            energies[batch] = meter.measure(partial(forward, call), idle, seed=seed)
+    except CounterError as error:
+        failure = str(error)
     first = next(iter(energies.values()), None)
     return {
         "runs": runs,
@@ -319,7 +336,6 @@ def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0)
     return lambda: model.logits(model.extend(cache, tokens_BT[:, context:]))
 
 
-@torch.inference_mode()
 def _time_forwards(
     model: LanguageModel, calls: dict[int, Callable[[], Tensor]], runs: int, progress: Callable[[int, int], None]
 ) -> dict[int, list[list[float]]]:
@@ -334,32 +350,6 @@ def _time_forwards(
             call()  # warms up after the other forwards
             seconds[batch].append([time_call(model, call) for _ in range(turns)])
     return seconds
-
-
-@torch.inference_mode()
-def _count_joules(
-    model: LanguageModel,
-    meter: EnergyMeter,
-    calls: dict[int, Callable[[], Tensor]],
-    seed: int,
-    progress: Callable[[int, int], None],
-) -> tuple[dict[int, Energy], str | None]:
-    """Return joules of a forward by batch size, as far as the counter gives them, and why the others are missing."""
-    found: dict[int, Energy] = {}
-    try:
-        idle = meter.idle_watts()
-        for number, (batch, call) in enumerate(calls.items()):
-
-            def forward(call: Callable[[], Tensor] = call) -> float:
-                call()
-                synchronise(model)
-                return 1.0
-
-            progress(number, len(calls))
-            found[batch] = meter.measure(forward, idle, seed=seed)
-    except CounterError as error:
-        return found, str(error)
-    return found, None
 
 
 def batch_row(batch: int, rounds: Sequence[Sequence[float]], energy: Energy | None) -> dict[str, Any]:

@@ -29,23 +29,23 @@ PHASES = ("draft", "score", "verify", "commit", "host")
 
 
 class FirstStep:
-    """Notes when the first step begins, at which the prompt has been read; give it to `generate` as `profile`."""
+    """Profile that records when the first step begins, after the prompt has been read."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before, self.at = before, math.inf
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         if self.at == math.inf:
             self._before()
             self.at = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """A phase of it has ended."""
+        """End a phase of the step."""
 
 
 class StepProfile:
-    """Seconds of each phase of each step; give it to `engine.generate` as `profile`.
+    """Profile of the seconds of each phase of each step.
 
     On CUDA the phases up to the verdict are timed with events; the commit ends in the step's one synchronisation.
     `host` is the time between two steps and, on CUDA, the part of a step in which the device was idle.
@@ -56,13 +56,13 @@ class StepProfile:
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self.steps: list[float] = []
         self.shares: list[float] = []
-        """Of each step's time the part that forwards took, of what `timing_forwards` was given."""
+        """Share of each step's time in forwards of the parts given to `timing_forwards`."""
         self._ended: float | None = None
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._forwards: list[tuple[Any, Any]] | None = None  # while a step runs: when each began and ended
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._started = self._last = time.perf_counter()
         self._between = self._started - self._ended if self._ended is not None else 0.0
         self._forwards = []
@@ -70,7 +70,7 @@ class StepProfile:
             self._marks = [("start", self._event())]
 
     def mark(self, phase: str) -> None:
-        """A phase of it has ended."""
+        """End a phase of the step."""
         now = time.perf_counter()
         if self._cuda:
             self._marks.append((phase, self._event()))
@@ -82,12 +82,10 @@ class StepProfile:
 
     @contextmanager
     def timing_forwards(self, *parts: Any) -> Iterator[None]:
-        """Within, every forward of these models and heads in a step is timed too, as a part of the step's own time, so
-        that it cannot exceed it: see `shares`."""
+        """Time every forward of these models and heads within a step too: see `shares`."""
         with ExitStack() as changes:
             for part in {id(part): part for part in parts}.values():
-                names = ("extend", "logits") if isinstance(part, LanguageModel) else ("forward",)
-                for name in names:
+                for name in ("extend", "logits") if isinstance(part, LanguageModel) else ("forward",):
                     if (call := getattr(part, name, None)) is not None:
                         changes.enter_context(_replaced(part, name, self._timed(call)))
             yield
@@ -128,21 +126,21 @@ class StepProfile:
         self.shares.append(forwards / self.steps[-1] if self.steps[-1] else 1.0)
 
     def add(self, other: StepProfile) -> None:
-        """Take another's steps over."""
+        """Append the steps of another profile."""
         self.steps += other.steps
         self.shares += other.shares
         for phase, seconds in other.seconds.items():
             self.seconds[phase] += seconds
 
     def summary(self) -> dict[str, float]:
-        """Median microseconds of a step by phase, and of the whole step (`step`)."""
+        """Return median microseconds of a step by phase and of the whole step (`step`)."""
         medians = {phase: 1e6 * statistics.median(series) for phase, series in self.seconds.items() if series}
         return medians | ({"step": 1e6 * statistics.median(self.steps)} if self.steps else {})
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of the object alone, for a while."""
+    """Replace an attribute of the object itself."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -152,7 +150,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def time_call(model: LanguageModel, call: Callable[[], object]) -> float:
-    """Seconds of a call on a model's device."""
+    """Return the seconds of a call on a model's device."""
     synchronise(model)
     start = time.perf_counter()
     call()
@@ -161,21 +159,23 @@ def time_call(model: LanguageModel, call: Callable[[], object]) -> float:
 
 
 def synchronise(model: LanguageModel) -> None:
-    """Wait for a model's device, before a clock is read."""
+    """Wait for a model's device."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
 
 @torch.inference_mode()
 def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: int) -> tuple[float, int]:
-    """Seconds of a proposal's forwards in isolation, over those of a one-token forward of the target, behind `context`
-    committed tokens; how many they are. `nodes`: that the target scores an iteration."""
+    """Return the time of a proposal's forwards over that of a one-token forward of the target, and their number.
+
+    Forwards run in isolation after `context` committed tokens; the target scores `nodes` per iteration.
+    """
     drafts = Counter[tuple[Any, int]]((model or target, count) for model, count in method.proposer.forwards(nodes))
     calls = {each: isolated_forward(target, *each, context) for each in ((target, 1), *drafts)}
     seconds: dict[Any, list[float]] = {each: [] for each in calls}
     for _ in range(_RUNS):
         for each, call in calls.items():
-            call()  # finds what other forwards have left
+            call()  # Warms up after other forwards.
             seconds[each].append(time_call(target, call))
     median = {each: statistics.median(series) for each, series in seconds.items()}
     drafting = sum(times * median[each] for each, times in drafts.items())
@@ -183,15 +183,17 @@ def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: 
 
 
 def isolated_forward(target: LanguageModel, part: Any, width: int, context: int) -> Callable[[], Any]:
-    """A forward of a model on top of `context` tokens, or of heads on one state, ready to be timed."""
+    """Return a forward of a model after `context` tokens, or of heads on one state, to be timed."""
     if isinstance(part, LanguageModel):
         return raw_forward(part, width, context)
     return partial(part, torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device))
 
 
 def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
-    """A forward of `nodes` tokens behind `context` committed ones, to be timed. They differ: tokens that are alike
-    would all go to the same experts of a mixture, and the others' weights would not be read."""
+    """Return a forward of `nodes` tokens after `context` committed ones, to be timed.
+
+    Tokens differ, since equal ones would use the same experts of a mixture.
+    """
     ids = torch.randint(model.vocab_size, (1, context + nodes), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         _, cache = model.begin(ids[:, :context].tolist(), context + nodes)
@@ -202,9 +204,8 @@ def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], 
 
 # --- FLOPs of forwards by their shapes --------------------------------------------------------------------------------
 #
-# A multiplication and an addition are two FLOPs, as in torch's counter. Matrix products are counted: those with weights
-# and those of attention, of each new token with the keys and values of every slot, masked or not. Norms, activations
-# and rotations are left out, and so are slots that a CUDA graph reads beyond the last token.
+# A multiplication and an addition are two FLOPs, as in torch's counter. Matrix products with weights are counted, and
+# those of attention, of each new token with every slot, masked or not.
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3")
 FAMILIES = (*_GATED, "opt", "gpt_neox", "gpt2", "t5", "mt5", "umt5")
@@ -212,12 +213,12 @@ FAMILIES = (*_GATED, "opt", "gpt_neox", "gpt2", "t5", "mt5", "umt5")
 
 
 class Flops(NamedTuple):
-    """Of a forward."""
+    """FLOPs of a forward."""
 
     layers: float
-    """Of attention, of what projects into it and out of it, and of feed-forward layers; of heads all."""
+    """FLOPs of attention and feed-forward layers; of prediction heads all."""
     head: float = 0.0
-    """Of the vocabulary projection."""
+    """FLOPs of the vocabulary projection."""
 
     @property
     def total(self) -> float:
@@ -227,9 +228,10 @@ class Flops(NamedTuple):
 def forward_flops(
     config: Any, new_tokens: float, context_tokens: float, *, rows: int = 1, source_tokens: float = 0
 ) -> Flops:
-    """FLOPs of a decoder's forward of M new tokens a row (or a mean over steps) on top of cached ones, each projected
-    to the vocabulary, for a transformers configuration of one of `FAMILIES`. Of an encoder-decoder, `source_tokens` are
-    what each new token attends to in the source; the encoder's forward is not counted."""
+    """Return FLOPs of a decoder's forward of new tokens after cached ones, for a configuration of one of `FAMILIES`.
+
+    In an encoder-decoder each new token attends to `source_tokens`; the encoder's forward is not counted.
+    """
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     hidden, heads = text.hidden_size, text.num_attention_heads
     layers = text.num_decoder_layers if text.is_encoder_decoder else text.num_hidden_layers
@@ -253,7 +255,7 @@ def forward_flops(
 
 
 def heads_flops(heads: PredictionHeads, rows: float = 1) -> float:
-    """FLOPs of prediction heads on `rows` hidden states: of their residual blocks and their projections."""
+    """Return FLOPs of the residual blocks and projections of prediction heads on `rows` hidden states."""
     width, blocks = heads.hidden_size, heads.num_heads * heads.num_layers * heads.hidden_size**2
     tokens = heads.vocab_size if heads.proposed is None else len(heads.proposed)
     each = heads.rank * (width + tokens) if heads.projection_kind == "low-rank" else width * tokens
@@ -261,9 +263,9 @@ def heads_flops(heads: PredictionHeads, rows: float = 1) -> float:
 
 
 def part_flops(part: Any, new_tokens: float, context_tokens: float, *, rows: int = 1) -> Flops | None:
-    """FLOPs of a forward of a scorer or of prediction heads; None where they do not follow from shapes.
+    """Return FLOPs of a forward of a scorer or of prediction heads; None if they do not follow from shapes.
 
-    Of an encoder-decoder's prompt, source and decoded tokens are both taken to be `context_tokens` long.
+    The source and the decoded tokens of an encoder-decoder both count as `context_tokens` long.
     """
     if isinstance(part, PredictionHeads):
         return Flops(heads_flops(part, rows))
@@ -276,17 +278,17 @@ def part_flops(part: Any, new_tokens: float, context_tokens: float, *, rows: int
 
 
 class StepFlops(NamedTuple):
-    """Of one step for one row."""
+    """FLOPs of one step for one row."""
 
     verification: float
-    """Of the target's forward."""
+    """FLOPs of the target's forward."""
     drafting: float
-    """Of the proposal's forwards."""
+    """FLOPs of the proposal's forwards."""
     checked: float | None = None
-    """FLOPs by shapes over those of torch's counter, of the same forwards; None: not compared."""
+    """FLOPs by shapes over those of torch's counter; None if not compared."""
 
     def per_token(self, kept: float) -> dict[str, float]:
-        """By the tokens that a step keeps; `checked` is left out where the FLOPs are the counter's."""
+        """Return FLOPs per token for steps that keep `kept` tokens; `checked` is absent if FLOPs are the counter's."""
         found = {"verification": self.verification / kept, "drafting": self.drafting / kept}
         found["total"] = (self.verification + self.drafting) / kept
         return found if self.checked is None else found | {"checked": self.checked}
@@ -294,8 +296,7 @@ class StepFlops(NamedTuple):
 
 @torch.inference_mode()
 def measured_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops:
-    """`step_flops`, checked by torch's counter; the counter's own where FLOPs do not follow from shapes. Arguments as
-    there."""
+    """Return `step_flops` checked by torch's counter, or the counter's own if they do not follow from shapes."""
     scored = (target, max(1, round(nodes)))
     forwards = Counter([scored, *((model or target, count) for model, count in method.proposer.forwards(nodes))])
     counted = {each: count_flops(isolated_forward(target, *each, context)) for each in forwards}
@@ -309,8 +310,7 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
 
 
 def step_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops | None:
-    """FLOPs of a step: the target's forward of its nodes (a mean), and every forward of the proposal at its width; None
-    where those of a model do not follow from shapes."""
+    """Return FLOPs of the target's and the proposal's forwards of a step; None if they do not follow from shapes."""
     proposer, drafting, before = method.proposer, 0.0, Counter[int]()
     scored = part_flops(target, nodes, context)
     if scored is None:
@@ -332,8 +332,7 @@ def step_flops(target: LanguageModel, method: Method, nodes: float, context: int
 
 
 def count_flops(call: Callable[[], Any]) -> int:
-    """FLOPs of a call as torch's counter sees them, with those inside the CPU's fused attention and of packed weights,
-    which it passes over by itself."""
+    """Return FLOPs of a call by torch's counter, with fused attention on the CPU and packed weights."""
     unknown = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products,
         torch.ops.mkldnn._linear_pointwise: _packed_products,
@@ -346,11 +345,11 @@ def count_flops(call: Callable[[], Any]) -> int:
 def _attention_products(
     query_BHME: Sequence[int], key_BHSE: Sequence[int], value_BHSE: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """From shapes: queries with keys, and weights with values."""
+    """Return FLOPs of queries with keys and of weights with values."""
     batch, heads, new, width = query_BHME
     return 2 * batch * heads * new * key_BHSE[2] * (width + value_BHSE[3])
 
 
 def _packed_products(x_XI: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
-    """From shapes, of which the packed weight has none."""
+    """Return FLOPs of a product with a packed weight, which has no shape."""
     return 2 * math.prod(out_shape) * x_XI[-1]

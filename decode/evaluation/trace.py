@@ -1,6 +1,6 @@
-"""What each step proposed and what became of it, token by token.
+"""Traces: what each step proposed and what became of each draft token.
 
-The engine's steps hold counts only; here the verifier is wrapped, so that decoding without a trace pays nothing.
+The engine's steps hold counts only; a wrapped verifier records the rest.
 
 Shape letters: B batch, N tree nodes, V vocabulary.
 """
@@ -24,22 +24,22 @@ class TracedStep:
     """One step of one row."""
 
     accepted: tuple[int, ...]
-    """Draft tokens that were kept, in order."""
+    """Accepted draft tokens, in order."""
     refused_before: tuple[int, ...]
-    """Of each accepted token, how many of its siblings were tried before it and refused."""
+    """Number of siblings that were tried and rejected before each accepted token."""
     rejected: tuple[int, ...]
-    """Tokens that were tried behind the accepted ones and refused: in a chain the next one (all that are left, where
-    the verifier looked at all of them), in a tree every child of the last accepted node."""
+    """Tokens tried and rejected after the accepted ones: in a chain the next one (or all that the verifier examined),
+    in a tree every child of the last accepted node."""
     next_id: int | None
-    """The token that the target added; None where a stop token or the limit came first."""
+    """Token that the target added; None if a stop token or the limit came first."""
     proposed: int
-    """Draft tokens in the tree, those that the drafter left empty not counted."""
+    """Number of draft tokens in the tree."""
     cut: tuple[int, ...] = ()
-    """Draft tokens that were accepted behind the end of the text, which a stop token or the limit set before them."""
+    """Accepted draft tokens after the end of the text."""
 
 
 class _Watched(Verifier):
-    """Another verifier, whose last proposal and verdict are remembered."""
+    """Verifier that remembers the last proposal and verdict of another one."""
 
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
@@ -54,10 +54,7 @@ class _Watched(Verifier):
 def trace(
     target: LanguageModel, method: Method, prompt: Sequence[int], limits: Limits, sampling: Sampling, seed: int = 0
 ) -> list[TracedStep]:
-    """Decode one prompt as `engine.generate` does, and report what became of every draft token that was tried.
-
-    Each step's accepted tokens and its next one, joined, are the ids of decoding without a trace.
-    """
+    """Decode one prompt as `engine.generate` does, and return what became of every draft token that was tried."""
     watched = _Watched(method.verifier)
     steps = []
     for step in generate(
@@ -69,7 +66,7 @@ def trace(
 
 
 def _traced(proposal: Proposal, verdict: Verdict, kept: int, rejected: bool, examined: int) -> TracedStep:
-    """The first row's step, of whose new tokens `kept` stayed."""
+    """Return the step of the first row, which kept `kept` of its new tokens."""
     tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
     filled = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()

@@ -86,31 +86,11 @@ def _svg(figure: Figure, description: str) -> str:
     return drawn.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1)
 
 
-def scatter_with_diagonal(points: Sequence[Point], x_title: str, y_title: str, description: str, diagonal: str) -> str:
-    """Numbered points with intervals and bounds, from 0 on, and the line y = x, which stands for `diagonal`."""
-    with _chart_of_points(points, x_title, y_title) as (figure, axes):
-        axes.set(xlim=(0, None), ylim=(0, None))
-        end = max(axes.get_xlim()[1], axes.get_ylim()[1])
-        axes.autoscale(False)
-        axes.plot([0, end], [0, end], color=_SOFT, linestyle=":", linewidth=1, label=diagonal)
-        axes.legend(loc="lower right", frameon=False, labelcolor=_SOFT)
-        return _svg(figure, description)
+def scatter(points: Sequence[Point], x_title: str, y_title: str, description: str, diagonal: str | None = None) -> str:
+    """Draw numbered points with intervals and bounds, and their names on the right.
 
-
-def scatter_with_frontier(points: Sequence[Point], x_title: str, y_title: str, description: str) -> str:
-    """Numbered points, one at least, with intervals and bounds; those of `best_points` are joined."""
-    with _chart_of_points(points, x_title, y_title) as (figure, axes):
-        best = best_points(points)
-        right = axes.get_xlim()[1]
-        axes.autoscale(False)
-        xs, ys = [*(point.x for point in best), right], [*(point.y for point in best), best[-1].y]
-        axes.plot(xs, ys, drawstyle="steps-post", color=_BLUE, linestyle="--", linewidth=1.2)
-        return _svg(figure, description)
-
-
-@contextmanager
-def _chart_of_points(points: Sequence[Point], x_title: str, y_title: str) -> Iterator[tuple[Figure, Axes]]:
-    """With the names of all points at the right, one below the other."""
+    With `diagonal`, the name of the line y = x, draw that line and start both axes at 0; otherwise join `best_points`.
+    """
     with _figure(8.2, max(3.9, 0.8 + _LINE * len(points)), right=2.6) as figure:
         axes = figure.subplots()
         axes.set(xlabel=x_title, ylabel=y_title)
@@ -120,7 +100,18 @@ def _chart_of_points(points: Sequence[Point], x_title: str, y_title: str) -> Ite
             name, place = f"{point.number}  {_shortened(point.label, 34)}", (10, -6 - 72 * _LINE * line)
             axes.annotate(name, (1, 1), place, va="top", fontsize=8, color=_BLUE if point.filled else _RED, **look)
         axes.margins(0.12)
-        yield figure, axes
+        if diagonal is not None:
+            axes.set(xlim=(0, None), ylim=(0, None))
+            end = max(axes.get_xlim()[1], axes.get_ylim()[1])
+            axes.autoscale(False)
+            axes.plot([0, end], [0, end], color=_SOFT, linestyle=":", linewidth=1, label=diagonal)
+            axes.legend(loc="lower right", frameon=False, labelcolor=_SOFT)
+        else:
+            best, right = best_points(points), axes.get_xlim()[1]
+            axes.autoscale(False)
+            xs, ys = [*(point.x for point in best), right], [*(point.y for point in best), best[-1].y]
+            axes.plot(xs, ys, drawstyle="steps-post", color=_BLUE, linestyle="--", linewidth=1.2)
+        return _svg(figure, description)
 
 
 def _draw_point(axes: Axes, point: Point) -> None:

@@ -16,7 +16,7 @@ from ...decode.evaluation.serving import synthetic_acceptance
 from ..schema.results import BENCH, beside, load_results
 from ..session.terminal import console, log
 from .certificate import KIND, certificate_section, load_certificate
-from .charts import Line, Point, lines, missing_matplotlib, scatter_with_diagonal, scatter_with_frontier, stacked_bars
+from .charts import Line, Point, lines, missing_matplotlib, scatter, stacked_bars
 from .compare import Comparison, compare
 from .tables import (
     BASELINE,
@@ -248,7 +248,7 @@ def _speed_chart(group: Sequence[Numbered], at: str) -> str:
     title, points = f"Speedup against tokens per step{at}", _points(group, "tokens_per_step")
     if not points:
         return ""
-    drawn = scatter_with_diagonal(points, "tokens per step (τ)", "speedup (×)", title, "a draft that costs nothing")
+    drawn = scatter(points, "tokens per step (τ)", "speedup (×)", title, "a draft that costs nothing")
     bounded = any(point.bound is not None for point in points)
     return _figure(drawn, title, (_BOUND if bounded else "") + _INTERVAL)
 
@@ -259,7 +259,7 @@ def _perplexity_chart(group: Sequence[Numbered], at: str) -> str:
     if not points or all(row.get("lossless") for _, row in group):
         return ""
     title = f"Speed against perplexity{at}"
-    drawn = scatter_with_frontier(points, "perplexity of the output under the target", "speedup (×)", title)
+    drawn = scatter(points, "perplexity of the output under the target", "speedup (×)", title)
     return _figure(drawn, title, _PERPLEXITY)
 
 

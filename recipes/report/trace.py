@@ -1,48 +1,39 @@
-"""A trace for people: each token shown as what it was, accepted, rejected, corrected, added or cut off.
+"""Rendering of a trace on the terminal, one line per step (figure 1 of Leviathan et al., arXiv 2211.17192).
 
-As in figure 1 of Leviathan et al. (arXiv 2211.17192): a line a step. Where a
-terminal has no colour, `»[-rejected-]{+corrected+}` is written out.
+Each token is shown as accepted, rejected, corrected, added or cut off. Without colours, tokens carry marks:
+`»[-rejected-]{+corrected+}`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
 from ...checkpoints.storage.messages import pictured
 
-if TYPE_CHECKING:  # a report is made without the libraries that decode
+if TYPE_CHECKING:  # Reports are made without the libraries that decode.
     from ...decode.evaluation.trace import TracedStep
 
-KINDS = ("accepted", "rejected", "corrected", "added", "cut")
-_STYLES = {"accepted": "green", "rejected": "red strike", "corrected": "bold blue", "added": "cyan underline"}
-_STYLES["cut"] = "dim"
-_MARKS = {"accepted": ("", ""), "rejected": ("[-", "-]"), "corrected": ("{+", "+}"), "added": ("{", "}")}
-_MARKS["cut"] = ("(", ")")
-_NOT_KEPT = ("rejected", "cut")
-_MEANINGS = {
-    "accepted": "drafted and kept; ◌: a part of a character",
-    "rejected": "drafted and refused; +2: so many more siblings refused",
-    "corrected": "the target's own token in place of it",
-    "added": "the target's token after a draft that was kept whole, or where none was made",
-    "cut": "accepted, but behind the end of the text: a stop token or the limit",
+_KINDS = {
+    "accepted": ("green", "", "", "drafted and kept; ◌: a part of a character"),
+    "rejected": ("red strike", "[-", "-]", "drafted and rejected; +2: two more siblings rejected"),
+    "corrected": ("bold blue", "{+", "+}", "the target's own token in place of it"),
+    "added": ("cyan underline", "{", "}", "the target's token after an accepted or empty draft"),
+    "cut": ("dim", "(", ")", "accepted, but after the end of the text: a stop token or the limit"),
 }
+"""Style, marks and meaning of each kind of token."""
 _SHOWN = str.maketrans({"\n": "↵", "\t": "⇥"})
-_PENDING = "\ufffd"
-_PART = "◌"
 _BEFORE = 60
-"""Letters of the text before a step that stand on its line."""
+"""Number of characters of the preceding text shown before a step."""
 
 
 class TokenTexts:
-    """Texts of tokens one after another, behind the ids `before`: what each adds, given those before it.
+    """Incremental detokenizer: the text that each token adds after the ids `before`.
 
-    Where a token ends inside a character, the character goes to the token that completes it. A U+FFFD of the text's own
-    looks unfinished until the text goes on. Joined, with `rest` behind them, the texts are those of all ids
-    together.
+    If a token ends inside a character, the character belongs to the token that completes it. Joined, with `rest` at the
+    end, the texts are those of all ids together.
     """
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
@@ -51,109 +42,71 @@ class TokenTexts:
         self._open: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that a token adds; empty while a character is unfinished."""
+        """Return the text that a token adds; empty while a character is unfinished."""
         text = self._added([*self._open, token])
-        if text.endswith(_PENDING):
+        if text.endswith("\ufffd"):
             self._open.append(token)
             return ""
         self._settled, self._open = [*self._open, token], []
         return text
 
     def would_add(self, token: int) -> str:
-        """The same for a token that is not kept; an unfinished character is shown as such."""
+        """Return the text of a token that is not kept; an unfinished character is U+FFFD."""
         return self._added([*self._open, token])
 
     def rest(self) -> str:
-        """What the text ends in beyond what was added: a character left unfinished, or a U+FFFD of its own."""
+        """Return the unfinished end of the text: part of a character, or a U+FFFD of the text itself."""
         return self._added(self._open) if self._open else ""
 
     def _added(self, ids: list[int]) -> str:
-        before = self._decode(self._settled)
-        return self._decode([*self._settled, *ids])[len(before) :]
+        return self._decode([*self._settled, *ids])[len(self._decode(self._settled)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
-
-
-def describe_steps(steps: Iterable[TracedStep], tokenizer: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
-    """Steps as texts: `{"proposed": n, "accepted": n, "cut": n, "tokens": [{"kind", "text", "more"}]}`, `more` only
-    where siblings of a token were refused too, or tokens behind it cut off; `cut` only where any were."""
-    texts = TokenTexts(tokenizer, prompt)
-    traced: list[dict[str, Any]] = []
-    for step in steps:
-        tokens = []
-        for token, passed in zip(step.accepted, step.refused_before, strict=True):
-            tokens.append(_token("accepted", texts.add(token), passed))
-        if step.rejected:
-            # the first stands for the others: of a tree they are its siblings, of a chain they follow it
-            tokens.append(_token("rejected", texts.would_add(step.rejected[0]), len(step.rejected) - 1))
-        if step.next_id is not None:
-            tokens.append(_token("corrected" if step.rejected else "added", texts.add(step.next_id), 0))
-        if step.cut:
-            tokens.append(_token("cut", texts.would_add(step.cut[0]), len(step.cut) - 1))
-        cut = {"cut": len(step.cut)} if step.cut else {}
-        traced.append({"proposed": step.proposed, "accepted": len(step.accepted), **cut, "tokens": tokens})
-    kept = [token for token in traced[-1]["tokens"] if token["kind"] not in _NOT_KEPT] if traced else []
-    if kept and texts.rest():
-        kept[-1]["text"] += texts.rest()
-    return traced
-
-
-def _token(kind: str, text: str, more: int) -> dict[str, Any]:
-    return {"kind": kind, "text": text} | ({"more": more} if more else {})
-
-
-def kept_text(steps: Iterable[Mapping[str, Any]]) -> str:
-    """The text that was decoded."""
-    return "".join(token["text"] for step in steps for token in step["tokens"] if token["kind"] not in _NOT_KEPT)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def visible(text: str) -> str:
-    """Line ends and control characters as pictures, so that a text stays on its line and moves no cursor."""
+    """Replace line ends and control characters by pictures."""
     return pictured(text.translate(_SHOWN))
 
 
-def _shown(token: Mapping[str, Any]) -> str:
-    return visible(token["text"]) or _PART
-
-
-def step_line(number: int, before: str, step: Mapping[str, Any], marks: bool) -> Text:
-    """One step: its number, accepted of proposed tokens, the end of the text so far, and what became of each token;
-    with `marks` around tokens, for terminals without styles."""
-    line = Text(f"{number:4} {step['accepted']:2}/{step['proposed']:<3}", no_wrap=False)
-    tail = visible(before)
-    line.append(("…" + tail[-_BEFORE:]) if len(tail) > _BEFORE else tail, "dim")
-    if marks:
-        line.append("»")
-    for token in step["tokens"]:
-        start, end = _MARKS[token["kind"]] if marks else ("", "")
-        more = f"+{token['more']}" if token.get("more") else ""
-        line.append(start + _shown(token) + end, _STYLES[token["kind"]])
-        line.append(more, "dim red")
+def legend(marks: bool) -> Text:
+    """Return the line that explains styles or marks."""
+    line = Text("legend: ")
+    for kind, (style, start, end, meaning) in _KINDS.items():
+        line.append(f"{start}{kind}{end}" if marks else kind, style).append(f" ({meaning})  ", "dim")
     return line
 
 
-def show_trace(traced: Mapping[str, Any], console: Console) -> None:
-    """A trace on the terminal: a line a step, and what the marks mean."""
-    marks = console.color_system is None or console.no_color
-    legend = Text("legend: ")
-    for kind in KINDS:
-        start, end = _MARKS[kind] if marks else ("", "")
-        legend.append(f"{start}{kind}{end}", _STYLES[kind]).append(f" ({_MEANINGS[kind]})  ", "dim")
-    console.print(legend)
-    for prompt in traced["prompts"]:
-        console.print(Text(f"\n{traced['row']['label']}: {visible(prompt['prompt'])}", "bold"))
-        before = ""
-        for number, step in enumerate(prompt["steps"], 1):
-            console.print(step_line(number, before, step, marks))
-            before += kept_text([step])
-        console.print(_summary(prompt["steps"]))
+def trace_lines(steps: Sequence[TracedStep], tokenizer: Any, prompt: Sequence[int], marks: bool) -> list[Text]:
+    """Return a line per step and a summary.
 
-
-def _summary(steps: Sequence[Mapping[str, Any]]) -> str:
-    tokens = sum(token["kind"] not in _NOT_KEPT for step in steps for token in step["tokens"])
-    accepted, proposed, cut = (sum(step.get(key, 0) for step in steps) for key in ("accepted", "proposed", "cut"))
-    share = f", {accepted} of {proposed} draft tokens kept" if proposed else ""
-    share += f", {cut} accepted but behind the end" if cut else ""
-    return f"{tokens} tokens in {len(steps)} steps{share}"
+    A step's line has its number, accepted and proposed tokens, the end of the text before it, and its tokens; of
+    several rejected or cut tokens only the first, with the number of the others.
+    """
+    texts, before, kept = TokenTexts(tokenizer, prompt), "", 0
+    lines = []
+    for number, step in enumerate(steps, 1):
+        tail = visible(before)
+        line = Text(f"{number:4} {len(step.accepted):2}/{step.proposed:<3}", no_wrap=False)
+        line.append(("…" + tail[-_BEFORE:]) if len(tail) > _BEFORE else tail, "dim").append("»" if marks else "")
+        pairs = zip(step.accepted, step.refused_before, strict=True)
+        tokens = [("accepted", texts.add(token), more) for token, more in pairs]
+        if step.rejected:
+            tokens.append(("rejected", texts.would_add(step.rejected[0]), len(step.rejected) - 1))
+        if step.next_id is not None:
+            tokens.append(("corrected" if step.rejected else "added", texts.add(step.next_id), 0))
+        if step.cut:
+            tokens.append(("cut", texts.would_add(step.cut[0]), len(step.cut) - 1))
+        for kind, text, more in tokens:
+            style, start, end, _ = _KINDS[kind]
+            piece = visible(text) or "◌"
+            line.append(f"{start}{piece}{end}" if marks else piece, style)
+            line.append(f"+{more}" if more else "", "dim red")
+        before += "".join(text for kind, text, _ in tokens if kind not in ("rejected", "cut"))
+        kept += len(step.accepted) + (step.next_id is not None)
+        lines.append(line)
+    proposed, cut = sum(step.proposed for step in steps), sum(len(step.cut) for step in steps)
+    summary = f"{kept} tokens in {len(steps)} steps"
+    summary += f", {sum(len(step.accepted) for step in steps)} of {proposed} draft tokens kept" if proposed else ""
+    return [*lines, Text(summary + (f", {cut} accepted but after the end" if cut else ""))]

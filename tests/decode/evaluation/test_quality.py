@@ -19,7 +19,6 @@ from draftsmith.decode.evaluation.quality import (
     surprisal,
 )
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.pool import common_prefix
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
 
 LENGTHS = [(1, 1), (7, 1), (1, 9), (12, 40), (5, 300)]
@@ -109,9 +108,6 @@ def test_the_common_subsequence_equals_the_plain_table() -> None:
 
 
 def test_self_consistency_counts_up_to_the_first_difference() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert common_prefix([1, 2], [1, 2, 4]) == 2
-    assert common_prefix([], [1]) == 0
     assert self_consistency([1, 2, 3, 9], [1, 2, 4, 9]) == 0.5  # what agrees again later does not count
     assert self_consistency([1, 2], [1, 2, 4, 5]) == 0.5
     assert self_consistency([1, 2, 4, 5, 6], [1, 2, 4, 5]) == 1.0

@@ -15,7 +15,6 @@ from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.commands.artifacts.imports import import_drafter
 from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnosis
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.commands.evaluation.trace import run_trace
 from draftsmith.recipes.commands.evaluation.tune import run_tune
 from draftsmith.recipes.commands.pairs.quickstart import run_quickstart
 from draftsmith.recipes.commands.training.regenerate import run_regenerate
@@ -37,7 +36,6 @@ def prepare(out: str) -> None:
 COMMANDS: dict[str, Callable[[str], Any]] = {
     "evaluate": lambda out: run_evaluate(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "tune": lambda out: run_tune(recipe("evaluate/all-methods", f"out={out}/r.json")),
-    "report --trace": lambda out: run_trace(Path(f"{out}/r.json"), "beam"),
     "doctor": lambda out: run_diagnosis(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "train": lambda out: run_train(recipe("drafter/vicuna-68m", f"out={out}/drafter")),
     "train a table": lambda out: run_train(recipe("table/any-corpus", f"out={out}/table", "tokenizer=a/b")),

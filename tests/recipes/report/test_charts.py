@@ -20,7 +20,7 @@ def texts(svg: str) -> list[str]:
 def test_points_lie_where_their_numbers_say() -> None:
     drawn = [Point(7, "a", 2.0, 1.0, True, 0.9, 1.1, 1.6), Point(8, "b", 3.0, 1.5, filled=False)]
     titles = ("x title", "y title", "what it shows")
-    for svg in (charts.scatter_with_frontier(drawn, *titles), charts.scatter_with_diagonal(drawn, *titles, "same")):
+    for svg in (charts.scatter(drawn, *titles), charts.scatter(drawn, *titles, "same")):
         assert 'aria-label="what it shows"' in svg
         places = {text.text: text for text in ElementTree.fromstring(svg).iter("text")}
         assert {"7", "8", "x title", "y title"} <= set(places)

@@ -140,9 +140,6 @@ def test_the_martingale_bound_is_one() -> None:
     assert martingale_p(1e-7, 0.0) == 1.0
 
 
-def test_few_tokens_say_nothing() -> None:
+def test_no_tokens_say_nothing() -> None:
     assert detectable_bias(0, 1e-8, 0.99) == 1.0
-    rng = np.random.default_rng(6)
-    assert {result.p_value for result in uniformity_tests(Evidence(), rng)} == {1.0}
-    one = Evidence([np.array([[0.5], [0.4], [0.24]])])
-    assert all(result.p_value > 0.05 for result in uniformity_tests(one, rng))
+    assert {result.p_value for result in uniformity_tests(Evidence(), np.random.default_rng(6))} == {1.0}

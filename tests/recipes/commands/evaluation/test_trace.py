@@ -1,24 +1,16 @@
-"""Traces as people see them: texts of tokens, marks, pages, and the command line on real models."""
+"""Rendering of traces: texts of tokens, marks, and the command line on real models."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.prompts import load_prompts
-from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode
+from draftsmith.data.tokenizers import train_bpe
 from draftsmith.decode.evaluation.trace import TracedStep
-from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models.loading import load_model, wrap_model
-from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.recipe import named_rows
-from draftsmith.recipes.commands.evaluation.trace import run_trace
-from draftsmith.recipes.report.trace import TokenTexts, describe_steps, kept_text, step_line
+from draftsmith.recipes.report.trace import TokenTexts, trace_lines
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +75,7 @@ def test_a_token_that_is_not_kept_leaves_no_trace() -> None:
     assert texts.add(the) == " the"
 
 
-def test_steps_are_described_as_they_were() -> None:
+def test_steps_are_shown_with_styles_or_marks() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     ids = {letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdxy"}
     steps = [
@@ -91,63 +83,25 @@ def test_steps_are_described_as_they_were() -> None:
         TracedStep((), (), (), ids["d"], 0),
         TracedStep((ids["a"],), (0,), (), None, 4, (ids["x"], ids["y"], ids["a"])),
     ]
-    traced = describe_steps(steps, tokenizer, [])
-    assert traced[0]["tokens"] == [
-        {"kind": "accepted", "text": "a"},
-        {"kind": "accepted", "text": "b", "more": 1},
-        {"kind": "rejected", "text": "x", "more": 1},
-        {"kind": "corrected", "text": "c"},
-    ]
-    assert traced[1]["tokens"] == [{"kind": "added", "text": "d"}]
-    assert kept_text(traced) == "abcda"
-    assert traced[2] == {"proposed": 4, "accepted": 1, "cut": 3, "tokens": [
-        {"kind": "accepted", "text": "a"}, {"kind": "cut", "text": "x", "more": 2}
-    ]}  # fmt: skip
-    assert step_line(3, "d", traced[2], marks=True).plain == "   3  1/4  d»a(x)+2"
-    assert step_line(1, "", traced[0], marks=True).plain == "   1  2/6  »ab+1[-x-]+1{+c+}"
-    assert step_line(12, "abc", traced[1], marks=True).plain == "  12  0/0  abc»{d}"
-    assert step_line(12, "abc", traced[1], marks=False).plain == "  12  0/0  abcd"
+    summary = "5 tokens in 3 steps, 3 of 10 draft tokens kept, 3 accepted but after the end"
+    assert [line.plain for line in trace_lines(steps, tokenizer, [], marks=True)] == [
+        "   1  2/6  »ab+1[-x-]+1{+c+}", "   2  0/0  abc»{d}", "   3  1/4  abcd»a(x)+2", summary
+    ]  # fmt: skip
+    assert trace_lines(steps, tokenizer, [], marks=False)[1].plain == "   2  0/0  abcd"
 
 
-@pytest.fixture
-def recipe(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """Two chains and a tree."""
+def test_the_command_prints_what_was_decoded(evaluation: dict[str, Any], tmp_path: Path, cli: Any) -> None:
     methods: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 2}}]
-    methods.append({"method": "autoregressive", "temperature": 1.0})
-    methods.append({"method": "multi-candidate", "temperature": 1.0, "label": "tree", "options": {"k_config": "3x2"}})
-    return evaluation | {"max_new_tokens": 20, "seed": 4, "methods": methods}
-
-
-def test_the_command_shows_and_keeps_what_was_decoded(recipe: dict[str, Any], tmp_path: Path, cli: Any) -> None:
-    small = {"limit": 1, "compare_with_transformers": False, "energy": "off", "again": 0}
     out = tmp_path / "runs" / "results.json"
-    run_evaluate(EvaluateRecipe.model_validate(recipe | small | {"out": str(out)}))
-    tokenizer = load_tokenizer(str(tmp_path / "target"))
-    target = wrap_model(load_model(str(tmp_path / "target"), device="cpu"))
-    parts = Parts(wrap_model(load_model(str(tmp_path / "drafter"), device="cpu")))
-    prompts = load_prompts(recipe["prompts"], "chatml", tokenizer, 2, 1024)
-    for label, row, width in (("tree", recipe["methods"][3], 9), ("speculative", recipe["methods"][1], 2)):
-        run_trace(out, label, limit=2)
-        kept = json.loads((tmp_path / "runs" / "trace.json").read_text())
-        assert kept["row"]["label"] == label
-        for place, ((prompt, ids), shown) in enumerate(zip(prompts, kept["prompts"], strict=True)):
-            assert shown["prompt"] == prompt.turns[-1].text
-            sampling = Sampling(row.get("temperature", 0.0))
-            method = build_method(row["method"], parts, sampling, **row["options"])
-            limits = Limits(20, (tokenizer.eos_token_id,))
-            wanted = decode(target, method, sampling, 4 + place, ids, limits)
-            whole, before = tokenizer.decode([*ids[-8:], *wanted.ids]), tokenizer.decode(ids[-8:])
-            assert kept_text(shown["steps"]) == whole[len(before) :]
-            assert len(shown["steps"]) == wanted.tally.steps
-            assert sum(step["proposed"] for step in shown["steps"]) == width * len(shown["steps"])
+    small = {"limit": 1, "compare_with_transformers": False, "energy": "off", "again": 0, "max_new_tokens": 20}
+    recipe = EvaluateRecipe.model_validate(evaluation | small | {"out": str(out), "methods": methods})
+    run_evaluate(recipe)
     done = cli("report", str(out), "--trace", "speculative", "--prompt", "keeps the [red]tree?", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "{+" in done.stdout
     assert "speculative: keeps the [red]tree?" in done.stdout
-
-
-def test_rows_by_name(recipe: dict[str, Any]) -> None:
+    assert " tokens in " in done.stdout
     with pytest.raises(ValueError, match="'speculative'"):
-        named_rows(EvaluateRecipe(**recipe), ["speculatve"])
-    (row,) = named_rows(EvaluateRecipe(**recipe), ["spectr"])
+        named_rows(recipe, ["speculatve"])
+    (row,) = named_rows(recipe, ["spectr"])
     assert (row.method, row.options, row.temperature) == ("spectr", {}, None)
