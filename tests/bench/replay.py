@@ -71,9 +71,7 @@ def tuned(pair: Pair, recording: Recording, limits: Limits, count: int, repeats:
         name: search_by_replay(recording, pair.parts, forwards, name, space=Space(nodes=32)) for name, _ in SWEPT
     }
     probed = [(choice.method, choice.options) for tried in choices.values() for choice in select_probes(tried)]
-    costs = measure_overheads(
-        forwards, pair.target, pair.parts, probed, pair.prompts[:6], limits, sampling, repeats=repeats
-    )
+    costs = measure_overheads(forwards, pair.target, pair.parts, probed, pair.prompts[:6], limits, sampling)
     entries = [Entry(BASELINE, BASELINE, {}, sampling)]
     entries += [Entry(label_of(name, options), name, options, sampling) for name, options in SWEPT]
     runs = measure(pair.target, pair.parts, entries, pair.prompts[:count], limits, repeats=repeats)

@@ -1,7 +1,7 @@
-"""What a step of a method costs on this machine: measured forwards, interpolated, and what happens between them.
+"""Cost of a method's step on this machine: measured forwards, interpolated, and the overhead between them.
 
-A step's forwards are known without decoding (`Proposer.forwards`); what it takes beyond them (drawing, warping,
-verifying, committing) is measured by decoding a few texts, as a constant and a part that grows with the tree.
+The forwards of a step are known without decoding (`Proposer.forwards`). The overhead (sampling, warping, verifying,
+committing) is measured by decoding a few texts, as a constant and a part that grows with the tree.
 
 Shape letters: B batch, N nodes, D hidden.
 """
@@ -9,7 +9,7 @@ Shape letters: B batch, N nodes, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,23 +28,23 @@ from ..profile import raw_forward, time_call
 TARGET_NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 DRAFTER_NODES = (1, 2, 4, 8, 16, 32)
 PROBE_REPEATS = 3
-"""Runs of each prompt to learn what a step takes beyond its forwards."""
+"""Number of runs of each prompt to measure overheads."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a forward by the number of nodes, never falling; straight lines between what was measured."""
+    """Seconds of a forward by its number of nodes, non-decreasing and linear between measurements."""
 
     nodes: tuple[int, ...]
     seconds: tuple[float, ...]
 
     @classmethod
     def through(cls, nodes: Sequence[int], seconds: Sequence[float]) -> Curve:
-        """The rising curve nearest to measured seconds (isotonic regression)."""
+        """Fit the nearest non-decreasing curve to measured seconds (isotonic regression)."""
         return cls(tuple(nodes), tuple(float(value) for value in isotonic_regression(seconds).x))
 
     def __call__(self, nodes: float) -> float:
-        """Seconds of so many nodes; beyond the last point the last line continues."""
+        """Return the seconds for a number of nodes; beyond the last point the last line continues."""
         if nodes > self.nodes[-1] and len(self.nodes) > 1:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
             return self.seconds[-1] + slope * (nodes - self.nodes[-1])
@@ -53,10 +53,17 @@ class Curve:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of a step beyond its forwards."""
+    """Seconds of a step in addition to its forwards."""
 
     constant: float = 0.0
     per_node: float = 0.0
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> Overhead:
+        """Fit (nodes, seconds) by least squares; return the mean if the line would fall."""
+        nodes, seconds = (np.array(column) for column in zip(*points, strict=True))
+        slope, constant = np.polyfit(nodes, seconds, 1) if np.ptp(nodes) >= 0.5 else (0.0, 0.0)
+        return cls(float(constant), float(slope)) if slope > 0 else cls(float(seconds.mean()))
 
     def __call__(self, nodes: float) -> float:
         return self.constant + self.per_node * nodes
@@ -64,7 +71,7 @@ class Overhead:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of a step, by method and settings."""
+    """Seconds of a step by method and settings."""
 
     target: Curve
     """Forwards of the target."""
@@ -72,16 +79,16 @@ class CostModel:
     heads: float | None = None
     """Seconds of the heads."""
     baseline: float = 0.0
-    """A step of autoregressive decoding beyond its forward."""
+    """Overhead of a step of autoregressive decoding."""
     overheads: dict[str, Overhead] = field(default_factory=dict)
-    """By method."""
+    """Overheads by method."""
     default: Overhead = Overhead()
-    """Of methods that have none of their own."""
+    """Overhead of other methods."""
     batch: int = 1
-    """Number of sequences decoded together: a forward of B sequences is taken to cost that of B times the nodes."""
+    """Number of sequences decoded together; their forwards are assumed to cost as much as B times the nodes."""
 
     def forwards_seconds(self, method: Method, nodes: float) -> float:
-        """The forwards of a step of `nodes` nodes, by parts whose cost is known."""
+        """Return the seconds of the forwards of a step with `nodes` nodes."""
         seconds = self.target(self.batch * nodes)
         for model, count in method.proposer.forwards(nodes):
             if model is None:
@@ -95,55 +102,47 @@ class CostModel:
         return seconds
 
     def step_seconds(self, name: str, method: Method, nodes: float) -> float:
-        """A whole step of a method: never less than one of plain decoding, all of which it holds."""
+        """Return the seconds of a step, at least those of autoregressive decoding."""
         seconds = self.forwards_seconds(method, nodes) + self.overheads.get(name, self.default)(nodes)
         return max(seconds, self.plain_seconds())
 
     def draft_token(self, gamma: int) -> tuple[float, float]:
-        """Of a chain, in forwards of the target: the drafter's forward, and what one token more makes the target's
-        longer."""
+        """Return the costs of a chain's token in forwards of the target: the drafter's, and the target's increase."""
         assert self.drafter is not None
         plain = self.target(self.batch)
         longer = (self.target(self.batch * (1 + gamma)) - plain) / gamma
         return self.drafter(self.batch) / plain, longer / plain
 
     def plain_seconds(self) -> float:
-        """A step of autoregressive decoding: a token."""
+        """Return the seconds of a step of autoregressive decoding."""
         return self.target(self.batch) + self.baseline
 
     def speedup(self, tokens_per_step: float, step_seconds: float) -> float:
-        """Over autoregressive decoding by this engine, the reading of prompts left out."""
+        """Return the speedup over autoregressive decoding, without prefill."""
         return tokens_per_step * self.plain_seconds() / step_seconds
 
 
 @torch.inference_mode()
 def measure_forwards(
-    target: LanguageModel,
-    parts: Parts,
-    context: int,
-    *,
-    target_nodes: Sequence[int] = TARGET_NODES,
-    drafter_nodes: Sequence[int] = DRAFTER_NODES,
-    runs: int = 12,
+    target: LanguageModel, parts: Parts, context: int, *, target_nodes: Sequence[int] = TARGET_NODES, runs: int = 12
 ) -> CostModel:
-    """Time forwards of the target, the drafter and the heads behind `context` committed tokens, all in turn so that
-    drift is shared."""
+    """Time forwards of the target, the drafter and the heads after `context` tokens, in turns to share drift."""
     calls: list[Callable[[], Any]] = [raw_forward(target, count, context) for count in target_nodes]
     if parts.drafter is not None:
-        calls += [raw_forward(parts.drafter, count, context) for count in drafter_nodes]
+        calls += [raw_forward(parts.drafter, count, context) for count in DRAFTER_NODES]
     if parts.heads is not None:
         hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
         calls.append(partial(parts.heads, hidden_BD))
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):
         for index, call in enumerate(calls):
-            call()  # finds what other forwards have left
+            call()  # finds the caches as other forwards left them
             seconds[index] += [time_call(target, call) for _ in range(2)]
-    found = [typical(series) for series in seconds]
-    wide, narrow = len(target_nodes), len(drafter_nodes)
+    found = [_lower_quartile(series) for series in seconds]
+    wide = len(target_nodes)
     return CostModel(
         Curve.through(target_nodes, found[:wide]),
-        Curve.through(drafter_nodes, found[wide : wide + narrow]) if parts.drafter is not None else None,
+        Curve.through(DRAFTER_NODES, found[wide:][: len(DRAFTER_NODES)]) if parts.drafter is not None else None,
         found[-1] if parts.heads is not None else None,
     )
 
@@ -157,52 +156,39 @@ def measure_overheads(
     limits: Limits,
     sampling: Sampling,
     *,
-    repeats: int = PROBE_REPEATS,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, work: None,
     keep: Callable[[int, Callable[[], Decoded]], Decoded] = lambda _, work: work(),
 ) -> CostModel:
-    """The cost model with what a step takes beyond its forwards, by decoding.
+    """Measure the overheads of steps by decoding.
 
     Args:
-        probes: methods with settings; of two or more settings of a method the part that grows with the tree is known.
-        keep: does a run, by its number, or knows what came of it.
+        probes: methods with settings; several settings of a method determine the part that grows with the tree.
+        keep: runs the work of a run, by its number, or returns the result of an earlier process.
     """
     jobs = [(BASELINE, build_method(BASELINE, parts, sampling))]
     jobs += [(name, build_method(name, parts, sampling, **options)) for name, options in probes]
-    work, done = repeats * len(prompts) * len(jobs), 0
+    work, done = PROBE_REPEATS * len(prompts) * len(jobs), 0
     runs: list[list[Decoded]] = [[] for _ in jobs]
     for _, method in jobs:
         decode(target, method, sampling, seed, prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))
-    for _ in range(repeats):
+    for _ in range(PROBE_REPEATS):
         for row, prompt in enumerate(prompts):
-            for index, (_, method) in enumerate(jobs):
-                work_of = partial(decode, target, method, sampling, seed + row, prompt, limits)
-                runs[index].append(keep(done, work_of))
+            for own, (_, method) in zip(runs, jobs, strict=True):
+                own.append(keep(done, partial(decode, target, method, sampling, seed + row, prompt, limits)))
                 done += 1
-                if progress:
-                    progress(done, work)
+                progress(done, work)
     points: dict[str, list[tuple[float, float]]] = {}
     for (name, method), own in zip(jobs, runs, strict=True):
         counts = total(run.tally for run in own)
         nodes = counts.nodes / counts.steps
-        step = typical([(run.seconds - run.reading) / run.tally.steps for run in own])
+        step = _lower_quartile([(run.seconds - run.reading) / run.tally.steps for run in own])
         points.setdefault(name, []).append((nodes, step - costs.forwards_seconds(method, nodes)))
     baseline = points.pop(BASELINE)[0][1]
-    overheads = {name: fit_overhead(pairs) for name, pairs in points.items()}
-    return CostModel(costs.target, costs.drafter, costs.heads, baseline, overheads, Overhead(baseline))
+    overheads = {name: Overhead.through(pairs) for name, pairs in points.items()}
+    return replace(costs, baseline=baseline, overheads=overheads, default=Overhead(baseline))
 
 
-def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: what else runs on a machine only ever makes a measurement longer, and not all alike."""
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    """Return the lower quartile, since other processes only ever make a measurement longer."""
     return float(np.quantile(np.asarray(seconds), 0.25))
-
-
-def fit_overhead(points: Sequence[tuple[float, float]]) -> Overhead:
-    """The line of least squares through (nodes, seconds), whose constant may lie below 0; the mean where it would
-    fall."""
-    nodes, seconds = (np.array(column) for column in zip(*points, strict=True))
-    if nodes.max() - nodes.min() < 0.5:
-        return Overhead(float(seconds.mean()))
-    slope, constant = np.polyfit(nodes, seconds, 1)
-    return Overhead(float(constant), float(slope)) if slope > 0 else Overhead(float(seconds.mean()))

@@ -102,17 +102,9 @@ def best_draft(candidate: Candidate, seconds: Seconds, acceptance: Sequence[floa
 
 def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) -> tuple[bool, str]:
     """Return whether a candidate could beat autoregressive decoding at a batch size, and why."""
-
-    def best_at(size: int) -> float:
-        return best_draft(candidate, lambda tokens: seconds(size * tokens))[1]
-
-    reason = f"{candidate.name}: at most {best_at(batch):.2f}x"
-    if best_at(batch) >= _WORTH:
-        return True, reason
-    halves = (batch >> times for times in range(1, batch.bit_length()))
-    smaller = next((size for size in halves if best_at(size) >= _WORTH), None)
-    hint = f"; with batch {smaller} up to {best_at(smaller):.2f}x" if smaller else ""
-    return False, f"{reason}: not trained, autoregressive decoding is as fast{hint}"
+    best = best_draft(candidate, lambda tokens: seconds(batch * tokens))[1]
+    reason = f"{candidate.name}: at most {best:.2f}x"
+    return best >= _WORTH, reason + ("" if best >= _WORTH else ": not trained, autoregressive decoding is as fast")
 
 
 def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:

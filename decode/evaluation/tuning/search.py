@@ -57,11 +57,11 @@ def search_by_decoding(
     costs: CostModel,
     name: str,
     limits: Limits,
-    fixed: Mapping[str, Any] | None = None,
-    space: Space | None = None,
+    fixed: Mapping[str, Any],
+    space: Space,
     *,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, work: None,
     keep: Callable[[int, Callable[[], Setting | None]], Setting | None] = lambda _, work: work(),
 ) -> list[Setting]:
     """Decode the recording's first prompts with every setting of a method; return the fastest first.
@@ -72,12 +72,11 @@ def search_by_decoding(
         seed: prompt i draws from seed + i.
         keep: runs the work of a setting, by its number, or returns the result of an earlier process.
     """
-    space, sampling = space or Space(), recording.sampling
-    prompts = recording.prompts[: space.decoded_prompts]
+    sampling, prompts = recording.sampling, recording.prompts[: space.decoded_prompts]
 
     def decode_setting(options: Options) -> Setting | None:
         """Return None for a setting with more nodes than the space allows."""
-        given = dict(fixed or {}) | options
+        given = {**fixed, **options}
         method = build_method(method_name(name), parts, sampling, **given)
         runs = [decode(target, method, sampling, seed + row, prompt, limits) for row, prompt in enumerate(prompts)]
         counts = total(run.tally for run in runs)
@@ -91,10 +90,9 @@ def search_by_decoding(
 
     options, settings = list_settings(name, sampling, parts, space, recording, costs), []
     for done, each in enumerate(options):
-        if progress:
-            progress(done, len(options))
-        settings.append(keep(done, partial(decode_setting, each)))
-    return apply_costs([setting for setting in settings if setting is not None], parts, sampling, costs)
+        progress(done, len(options))
+        settings += [setting] if (setting := keep(done, partial(decode_setting, each))) is not None else []
+    return apply_costs(settings, parts, sampling, costs)
 
 
 def apply_costs(settings: Sequence[Setting], parts: Parts, sampling: Sampling, costs: CostModel) -> list[Setting]:

@@ -20,14 +20,12 @@ from ...methods import Options, Parts, needs_of
 from ...tree import parse_tree
 from ...warpers import Sampling
 from .costs import CostModel
-from .heads import head_ranks, walk_tree
 from .recording import Recording
-from .steps import by_text, visits
+from .steps import head_ranks, visits, walk_tree, yields_of
 
 Paths = list[tuple[int, ...]]
 
 SAME_WHEN_GREEDY = {
-    "naive-multi-candidate": "multi-candidate",
     "batch-speculative": "speculative",
     "spectr": "speculative",
     "specinfer": "speculative",
@@ -135,21 +133,16 @@ def best_head_trees(recording: Recording, sizes: Sequence[int], rounds: int = 3)
     """
     rank_TH = head_ranks(recording)
     assert recording.heads is not None
-    width = recording.heads.token_THC.shape[2]
-    found = {}
+    width, found = recording.heads.token_THC.shape[2], {}
     for size in sizes:
         weight_T = np.ones(len(rank_TH))
-        paths: Paths = []
         for _ in range(rounds):
-            paths = _best_paths(rank_TH, weight_T, width, size)
-            if not paths:
+            if not (paths := _best_paths(rank_TH, weight_T, width, size)):
                 break
-            accepted_BT = by_text(walk_tree(recording, *parse_tree(format_tree(paths)))[0], recording.lengths)
-            yield_BTJ = (accepted_BT[..., None] == np.arange(rank_TH.shape[1] + 1)).astype(np.float64)
-            begin_BT = visits(recording.lengths, yield_BTJ)
-            weight_T = begin_BT[np.arange(begin_BT.shape[1]) < recording.lengths[:, None]]
-        if paths:
             found[size] = paths
+            accepted_T = walk_tree(recording, *parse_tree(format_tree(paths)))
+            begin_BT = visits(recording.lengths, yields_of(recording, accepted_T, rank_TH.shape[1]))
+            weight_T = begin_BT[np.arange(begin_BT.shape[1]) < recording.lengths[:, None]]
     return found
 
 
@@ -219,7 +212,7 @@ def _replayed_grid(name: str, parts: Parts, space: Space) -> dict[str, Iterable[
     gammas = range(1, space.gamma + 1)
     if name == "prompt-lookup":
         return {"gamma": gammas, "max_ngram": (1, 2, 3, 4), "min_ngram": (1, 2, 3)}
-    if name in ("multi-candidate", "naive-multi-candidate"):
+    if name == "multi-candidate":
         widths = [width for width in _WIDTHS if width <= space.candidates]
         found = k_configurations(space.nodes, space.depth, widths)
         return {"k_config": ["x".join(map(str, branching)) for branching in found]}

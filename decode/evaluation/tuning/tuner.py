@@ -6,7 +6,6 @@ A backend predicts and measures: this engine (replay under measured costs, confi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,7 +15,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 MAX_FINALISTS = 4
 """Maximum number of measurements that compete for the first place."""
-_LARGEST_GROWTH = 0.12  # of tokens per step for each doubling of the training, if only one amount was measured
 
 
 @dataclass(frozen=True)
@@ -147,35 +145,6 @@ def choose_winner(measurements: Sequence[Measurement]) -> tuple[Measurement | No
         )
     tied = [each.label for each in ranked[1:] if each.interval[1] >= first.speedup]
     return first, words + (f"; within its interval: {', '.join(tied)}" if tied else "")
-
-
-def extrapolate_speedup(history: Sequence[Measurement], steps: int) -> tuple[float, float]:
-    """Return the range of a candidate's speedup after `steps` steps of training.
-
-    Tokens per step grow with the logarithm of the steps, at most as fast as measured. Both ends include the errors of
-    two measurements.
-    """
-    last = history[-1]
-    low, high = (last.speedup + math.sqrt(2) * (end - last.speedup) for end in last.interval)
-    doublings = max(0.0, math.log2(max(steps, 1) / last.steps))
-    growth = _LARGEST_GROWTH
-    if len(history) > 1 and last.steps > history[-2].steps:
-        measured = math.log2(last.steps / history[-2].steps)
-        growth = min(growth, max(0.0, last.tokens_per_step / history[-2].tokens_per_step - 1) / measured)
-    return low, high * (1 + growth) ** doublings
-
-
-def rank_survivors(
-    history: Mapping[str, Sequence[Measurement]], steps: Mapping[str, int], best: float
-) -> tuple[list[str], str]:
-    """Rank the candidates whose extrapolated speedup can exceed `best`, that of untrained methods; and give reasons."""
-    ends = {name: extrapolate_speedup(found, steps[name]) for name, found in history.items()}
-    ranked = sorted((name for name in ends if ends[name][1] > best), key=lambda name: -ends[name][1])
-    reasons = []
-    for name, (low, high) in ends.items():
-        below = "" if name in ranked else f", below untrained methods ({best:.2f}x)"
-        reasons.append(f"{name} {history[name][-1].speedup:.2f}x, fully trained {low:.2f}x to {high:.2f}x{below}")
-    return ranked, "; ".join(reasons)
 
 
 def interleave_rankings(rankings: Sequence[Sequence[str]], count: int) -> list[str]:

@@ -101,7 +101,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     search = search_settings(recipe, space)
     chosen = {_label(each): each for each in _to_confirm(search.settings)}
     rows = [MethodSection(method=each.method, label=label, options=each.options) for label, each in chosen.items()]
-    changes: dict[str, Any] = {"compare_with_transformers": False, "energy": "off", "predict": False}
+    changes: dict[str, Any] = {"compare_with_transformers": False, "energy": "off"}
     changes |= {"methods": [MethodSection(method=BASELINE), *rows], "out": str(folder / "confirmed.json")}
     results = evaluate_once(recipe.model_copy(update=changes))
     baseline, *measured = results["methods"]

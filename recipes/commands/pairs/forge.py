@@ -46,7 +46,6 @@ from ....decode.evaluation.tuning.tuner import (
     Workload,
     choose_winner,
     interleave_rankings,
-    rank_survivors,
     tune,
     within_interval_of_best,
 )
@@ -68,8 +67,10 @@ from .in_engine import check_engine, drafts_of, tune_in_engine
 from .quickstart import run_stage
 from .stages import (
     DRAFT_VOCABULARY,
+    REVERSED_HELDOUT,
     UNTRAINED,
     WITH_ANSWERS,
+    Ledger,
     Row,
     affordable_space,
     answers_of,
@@ -79,10 +80,11 @@ from .stages import (
     kind_of,
     label_of,
     list_rows,
+    measure_costs,
+    prepare_prompts,
     training_of,
     tuning_of,
 )
-from .start import FROM_THE_END, Ledger, costs_of, prepared
 
 _MAX_ROWS = 3  # of a candidate
 _TRIED = 16  # training steps that show how long a step takes
@@ -131,9 +133,9 @@ class _Forge:
     def run(self, plan_only: bool) -> dict[str, Any]:
         """Run all stages."""
         with self.ledger.stage("corpus"):
-            self.questions = prepared(self.recipe, self.base, self.out)
+            self.questions = prepare_prompts(self.recipe, self.base, self.out)
         with self.ledger.stage("costs"):
-            costs = costs_of(self.base, self.out, self.questions.answered)
+            costs = measure_costs(self.base, self.out, self.questions.answered)
         self.section = "Plan: costs, candidates and budget"
         self.shape, self.curve = ModelShape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
         self.prefill = self.questions.tokens * costs["seconds"][-1] / costs["nodes"][-1]
@@ -302,29 +304,22 @@ class _Forge:
         names, reason = affordable_candidates(rates, seconds)
         if reason:
             self._note(reason)
-        known = {name: known[name] for name in names}
-        ends = {name: max(MIN_STEPS, int((1 - RACE) * seconds / rates[name])) for name in known}
-        first: list[str] = []
-        for rung in range(1, RUNGS + 1):
-            share = RACE * seconds / max(1, len(known) * RUNGS)
-            for name, candidate in known.items():
-                steps = min(ends[name], max(MIN_STEPS, int(share / rates[name])))
-                self._train_and_measure(candidate, steps, f"rung-{rung}-{candidate.slug}")
-            rankings = []
-            for workload in self.workloads if known else ():
-                best = max([1.0, *(each.speedup for each in self.untrained[workload])])
-                own = {name: self.history[workload][name] for name in known}
-                ranked, reason = rank_survivors(own, ends, best)
-                self._note(reason, workload)
-                rankings.append(ranked)
-            left = interleave_rankings(rankings, -(-len(known) // 2))
-            if left and rung < RUNGS:
-                self._note(f"{', '.join(left)} continue")
-            first = list(dict.fromkeys(ranked[0] for ranked in rankings if ranked))
-            known = {name: known[name] for name in left}
-        if not first:
-            self._note("nothing is trained further")
+        if not names:
             return []
+        for rung in range(1, RUNGS + 1):
+            share = RACE * seconds / (len(names) * RUNGS)
+            for name in names:
+                steps = max(MIN_STEPS, int(share / rates[name]))
+                self._train_and_measure(known[name], steps, f"rung-{rung}-{known[name].slug}")
+            rankings = []
+            for workload in self.workloads:
+                ranked = sorted((self.history[workload][name][-1] for name in names), key=lambda each: -each.speedup)
+                self._note("; ".join(f"{each.name} {each.speedup:.2f}x" for each in ranked), workload)
+                rankings.append([each.name for each in ranked])
+            names = interleave_rankings(rankings, -(-len(names) // 2))
+            if rung < RUNGS:
+                self._note(f"{', '.join(names)} continue")
+        first = list(dict.fromkeys(ranked[0] for ranked in rankings))
         seconds = self._training_seconds(self._spent("finish"), _MAX_ROWS * len(first))
         share = (seconds + 3600 * self.recipe.more_hours) / len(first)
         last = self.history[self.workloads[0]]
@@ -387,7 +382,7 @@ class _Forge:
                 settings.setdefault(label, each)
         rows, parts = combine_rows(list(settings.values()), self.trained, self.recipe.drafters)
         prompts, name = self._count_prompts(workload, "confirm", len(rows) + 1), self._name("confirm", workload)
-        parts |= {"labels": list(settings), "source": FROM_THE_END}
+        parts |= {"labels": list(settings), "source": REVERSED_HELDOUT}
         recipe = evaluation_of(self.base, self.recipe, name, rows, workload, prompts, **parts)
 
         def confirm(labels: Sequence[str]) -> dict[str, Measurement]:

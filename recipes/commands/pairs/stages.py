@@ -1,16 +1,32 @@
-"""Recipes that a forge writes: answers, each candidate's training, evaluations; and the settings that it measures."""
+"""Stages of a forge: its prompts, the measured costs of the target, and the recipes that it writes and runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from ....checkpoints.heads.eagle import EagleHeads
 from ....checkpoints.heads.layouts import is_eagle
+from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.draft_vocabulary import mask_token
+from ....checkpoints.storage.safe_read import load_json
 from ....checkpoints.verify.model_files import is_adapter, load_config
+from ....data.prompts import load_prompts
+from ....data.tokenizers import load_tokenizer
+from ....decode.evaluation.tuning.costs import measure_forwards
 from ....decode.evaluation.tuning.plan import (
     EXPECTED_ACCEPTANCE,
+    MIN_ANSWERS,
+    MIN_BATCHES,
     Candidate,
     Kind,
     ModelShape,
@@ -19,20 +35,139 @@ from ....decode.evaluation.tuning.plan import (
 )
 from ....decode.evaluation.tuning.space import Space
 from ....decode.evaluation.tuning.tuner import Measurement, Workload
-from ....decode.methods import needs_of
+from ....decode.methods import Parts, needs_of
+from ....decode.models.loading import wrap_model
+from ...assemble.evaluation import load_target
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
-from ...schema.loading import find_recipe, parse_recipe, read_extended
+from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, write_recipe
 from ...schema.training import DrafterRecipe, HeadsRecipe, ParallelSection
 from ..evaluation.tune import count_runs, sampling_of, tuned_as
-from .quickstart import resolve
+from ..training.regenerate import run_regenerate
+from .in_engine import ENGINE_FIELDS
+from .quickstart import make_corpus, make_target, resolve
 
 DRAFT_VOCABULARY = 8192
 """Size of the draft vocabulary if that of the target is larger."""
 Row = tuple[str, dict[str, Any]]
 UNTRAINED: list[Row] = [("prompt-lookup", {"min_ngram": 2}), ("suffix", {})]
 WITH_ANSWERS: list[Row] = [("suffix", {"datastore": "table"}), ("suffix", {"datastore": "table", "max_nodes": 4})]
+REVERSED_HELDOUT = "heldout-reversed.jsonl"
+"""Held-out prompts in reverse order, so that settings are confirmed on other prompts than those that chose them."""
 _MAX_LENGTH = 6
+_PROBED = 24  # answers that are timed
+_CONTEXT = 200
+
+
+class Prompts(NamedTuple):
+    """Sizes of the prompts."""
+
+    answered: int
+    """Number of prompts that the target may answer."""
+    held_out: int
+    """Number of held-out prompts that are short enough to measure with."""
+    tokens: float
+    """Mean length of a held-out prompt, with the template."""
+
+
+class Ledger:
+    """Seconds that each stage took, in all processes of a forge."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.seconds: dict[str, float] = load_json(path, "seconds")["seconds"] if path.is_file() else {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of a stage, however it ends."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+            atomic_text(self._path, json.dumps({"seconds": self.seconds}, indent=1) + "\n")
+
+    @property
+    def spent(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.seconds.values())
+
+
+def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Prompts:
+    """Write the target's folder and the prompts; return the sizes of the prompts.
+
+    Raises:
+        ValueError: Too few prompts, or a folder of another forge.
+    """
+    written, target, corpus = out / "forge.yaml", out / "target", out / "corpus"
+    if known := written.is_file():
+        earlier = load_recipe(str(written), kinds=("forge",)).model_dump()
+        new, free = recipe.model_dump(), ("hours", "more_hours", "out", *ENGINE_FIELDS)
+        if changed := [name for name in new if name not in free and new[name] != earlier[name]]:
+            raise ValueError(
+                f"{out} holds a forge with another `{changed[0]}` ({earlier[changed[0]]!r}, not "
+                f"{new[changed[0]]!r}): choose another folder with --out"
+            )
+    write_recipe(recipe, written)  # first, since it identifies the folder
+    if not target.is_dir():
+        assert isinstance(base.target, str)
+        make_target(base.target, target)
+    make_corpus(base, corpus)
+    try:
+        return _read_prompts(recipe, base, corpus)
+    except ValueError:
+        if not known:  # allow another recipe in the folder
+            shutil.rmtree(corpus)
+            target.unlink() if target.is_symlink() else shutil.rmtree(target)
+            written.unlink()
+        raise
+
+
+def _read_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, corpus: Path) -> Prompts:
+    report, heldout = load_json(corpus / "report.json", "conversations"), corpus / "heldout.jsonl"
+    answered, batch, most = report["conversations"] - report["heldout"], max(recipe.batch), recipe.max_prompt_tokens
+    tokenizer = load_tokenizer(f"{recipe.out}/target")
+    found = load_prompts(str(heldout), base.evaluate.template, tokenizer, report["heldout"], most)
+    if answered < MIN_ANSWERS or len(found) < MIN_BATCHES * batch:
+        raise ValueError(
+            f"{answered} prompts, and {len(found)} of {report['heldout']} held-out prompts with at most {most} tokens: "
+            f"with `batch` {batch} at least {MIN_ANSWERS} and {MIN_BATCHES * batch} are needed; `heldout_share` is "
+            f"{recipe.heldout_share:g}"
+        )
+    if not (turned := corpus / REVERSED_HELDOUT).is_file():  # a new file would invalidate measurements
+        atomic_text(turned, "".join(reversed(heldout.read_text().splitlines(keepends=True))))
+    return Prompts(answered, len(found), sum(len(ids) for _, ids in found) / len(found))
+
+
+def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, Any]:
+    """Measure the target's forwards and answers once; return its shape and these costs."""
+    path, answers = out / "costs.json", min(_PROBED, prompts)
+    if path.is_file():
+        return dict(load_json(path, "seconds_per_answer"))
+    began = time.monotonic()
+    model = load_target(base.evaluate)
+    loading = time.monotonic() - began
+    head, inner = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    count = sum(weight.numel() for weight in model.parameters())
+    count -= head.numel() + (0 if head is inner else inner.numel())
+    layers = model.config.num_hidden_layers
+    shape = ModelShape(layers, count / layers, model.config.hidden_size, len(head))
+    curve = measure_forwards(wrap_model(model), Parts(), _CONTEXT).target
+    found = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds, "eagle": False}
+    with suppress(ValueError):  # EAGLE-3 does not support the target
+        EagleHeads.for_target(model.config)
+        found["eagle"] = True
+    del model, head, inner  # loaded again for the answers
+    gc.collect()
+    torch.cuda.empty_cache()
+    probe = answers_of(base, answers, "probe")
+    Path(probe.out).unlink(missing_ok=True)
+    began = time.monotonic()
+    run_regenerate(probe)
+    seconds = time.monotonic() - began
+    found["seconds_per_answer"] = max(seconds - loading, seconds / 2) / answers
+    atomic_text(path, json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def list_rows(kind: Kind, seconds: Seconds, shape: ModelShape, cost: float | None = None) -> list[Row]:

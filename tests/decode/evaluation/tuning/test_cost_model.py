@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from draftsmith.decode.evaluation.tuning.costs import (
-    CostModel,
-    Curve,
-    Overhead,
-    fit_overhead,
-)
+from draftsmith.decode.evaluation.tuning.costs import CostModel, Curve, Overhead
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
@@ -27,11 +22,11 @@ def test_curves_rise_and_go_on_straight() -> None:
 
 
 def test_overheads_are_lines_that_do_not_fall() -> None:
-    line = fit_overhead([(5, 2.0), (9, 4.0)])
+    line = Overhead.through([(5, 2.0), (9, 4.0)])
     assert line(7) == pytest.approx(3.0)
     assert line.per_node == pytest.approx(0.5)
-    assert fit_overhead([(5, 4.0), (9, 2.0)]) == Overhead(3.0)
-    assert fit_overhead([(5, 4.0)]) == Overhead(4.0)
+    assert Overhead.through([(5, 4.0), (9, 2.0)]) == Overhead(3.0)
+    assert Overhead.through([(5, 4.0)]) == Overhead(4.0)
 
 
 def test_a_step_is_its_forwards_and_its_overhead(make_llama: Any, make_heads: Any) -> None:

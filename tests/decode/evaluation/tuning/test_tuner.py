@@ -21,9 +21,7 @@ from draftsmith.decode.evaluation.tuning.tuner import (
     Measurement,
     Workload,
     choose_winner,
-    extrapolate_speedup,
     interleave_rankings,
-    rank_survivors,
     tune,
     within_interval_of_best,
 )
@@ -59,13 +57,6 @@ def test_candidates_that_cannot_win_are_not_trained(seconds: Callable[[float], f
     assert f"{best_draft(DRAFTER, seconds)[1]:.2f}" in reason
 
 
-def test_a_smaller_batch_is_named_if_one_could_pay() -> None:
-    """Sixteen tokens are free; each further one costs what they do together."""
-    able, reason = is_worth_training(DRAFTER, lambda tokens: max(1.0, tokens / 16), 64)
-    assert not able
-    assert "with batch 8" in reason
-
-
 def test_the_best_draft_maximises_tokens_per_cost() -> None:
     """With free target tokens: (1 + 0.95 + … + 0.95ⁿ) / (1 + 0.14 n); parallel drafts cost one forward."""
     by_length = [sum(0.95**i for i in range(n + 1)) / (1 + 0.14 * n) for n in range(1, 6)]
@@ -75,22 +66,7 @@ def test_the_best_draft_maximises_tokens_per_cost() -> None:
     assert best_draft(heads, lambda tokens: 1.0) == (3, pytest.approx((1 + 0.9 + 0.675 + 0.405) / 1.14))
 
 
-def test_speedups_are_extrapolated_at_the_measured_growth() -> None:
-    first, second = measured("a", 100, 1.3, 1.1), measured("a", 200, 1.365, 1.15)
-    error = 2**0.5 * 0.05
-    assert extrapolate_speedup([first], 100) == pytest.approx((1.1 - error, 1.1 + error))
-    low, high = extrapolate_speedup([first, second], 800)
-    assert (low, high) == pytest.approx((1.15 - error, (1.15 + error) * 1.05**2))
-    assert extrapolate_speedup([first, measured("a", 200, 1.2, 1.0)], 800)[1] == pytest.approx(1 + error)
-
-
-def test_candidates_that_cannot_win_do_not_survive() -> None:
-    speedups = {"a": (1.3, 1.1), "b": (1.4, 1.2), "c": (1.1, 0.8)}
-    history = {name: [measured(name, 100, *each)] for name, each in speedups.items()}
-    ends = dict.fromkeys(history, 400)
-    assert rank_survivors(history, ends, 0.9)[0] == ["b", "a", "c"]
-    assert rank_survivors(history, ends, 1.5)[0] == ["b"]
-    assert rank_survivors(history, ends, 2.0)[0] == []
+def test_rankings_of_several_workloads_are_interleaved() -> None:
     assert interleave_rankings([["a", "b", "c"], ["c", "d", "a"]], 3) == ["a", "c", "b"]
     assert interleave_rankings([["a"], ["b"], []], 1) == ["a", "b"], "the first of each continues in any case"
 
