@@ -17,8 +17,7 @@ from ...checkpoints.artifact.manifest import to_json_safe
 from ...checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
 from ...data.blocks.prepared import PreparedData
 from ...train.loop.fit import FitConfig, FitResult, Task, fit
-from ...train.parallel.interrupts import TrainingError
-from ...train.parallel.processes import StoppedError, on_main, together
+from ...train.parallel.processes import StoppedError, TrainingError, on_main, together
 from ..schema.loading import write_recipe
 from ..schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
 from ..session.terminal import log

@@ -25,8 +25,7 @@ from ...decode.models.final_norm import layers_in
 from ...decode.models.loading import load_model
 from ...train.loop.checkpoints import data_fingerprint
 from ...train.parallel.accelerate import make_accelerator
-from ...train.parallel.interrupts import Interrupted
-from ...train.parallel.processes import on_main, together
+from ...train.parallel.processes import Interrupted, on_main, together
 from ...train.teachers.cache import CacheWriter, MakeRows, RowCache, Source, discard_damage, locked, read_manifest
 from ...train.teachers.teacher import (
     CachedHidden,

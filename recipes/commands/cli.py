@@ -18,8 +18,7 @@ from rich.table import Column, Table
 
 from ... import __version__
 from ...checkpoints.storage.messages import words
-from ...train.parallel.interrupts import Interrupted, TrainingError
-from ...train.parallel.processes import StoppedError, lost_another
+from ...train.parallel.processes import Interrupted, StoppedError, TrainingError, lost_another
 from ..session.launch import destroy_process_group, is_first, refuse_several, run_on_all
 from ..session.terminal import console, log
 from ..session.typed import typed_command

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
-from ...train.parallel.interrupts import Interrupted, StopSignals
+from ...train.parallel.processes import Interrupted, StopSignals
 from .terminal import Advance, bar, log
 
 

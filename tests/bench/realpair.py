@@ -60,7 +60,7 @@ from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
 from draftsmith.recipes.session.machine import machine
 from draftsmith.recipes.session.stopping import Stoppable
-from draftsmith.train.parallel.interrupts import Interrupted
+from draftsmith.train.parallel.processes import Interrupted
 from engines import vllm_ways
 from pair import on_pair
 from peers import GAMMAS, TUNED, Peer, of_format, print_peers, ways

@@ -17,7 +17,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.recipes.session.launch import destroy_process_group
 from draftsmith.train.config import Medusa2, Parallel
 from draftsmith.train.loop.fit import fit
-from draftsmith.train.parallel.interrupts import Interrupted, TrainingError
+from draftsmith.train.parallel.processes import Interrupted, TrainingError
 from draftsmith.train.tasks.drafter import DrafterModule
 from draftsmith.train.tasks.heads import EagleTask, HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2Task

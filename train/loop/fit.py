@@ -22,8 +22,7 @@ from ...checkpoints.storage.messages import first_line
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
 from ..parallel.accelerate import Stepper, configure, gathered, make_accelerator
-from ..parallel.interrupts import Interrupted, StopSignals, TrainingError, is_out_of_memory
-from ..parallel.processes import from_main, together
+from ..parallel.processes import Interrupted, StopSignals, TrainingError, from_main, is_out_of_memory, together
 from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
 from .optimizer import fixed_order, learning_rates, make_optimizer

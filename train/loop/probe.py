@@ -16,7 +16,7 @@ import torch
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
 from ..parallel.accelerate import Stepper, configure, gathered
-from ..parallel.interrupts import is_out_of_memory
+from ..parallel.processes import is_out_of_memory
 from .fit import run_micro_batches
 from .optimizer import make_optimizer
 from .progress import most_held, seconds_now

@@ -28,7 +28,7 @@ from ....decode.evaluation.tuning.costs import measure_forwards
 from ....decode.methods import Parts, method_options
 from ....decode.models.base import LanguageModel
 from ....decode.models.loading import wrap_model
-from ....train.parallel.interrupts import is_out_of_memory
+from ....train.parallel.processes import is_out_of_memory
 from ...assemble.evaluation import Case, device_of, entries_of, load_target, open_case, prompts_digest
 from ...report.certificate import KIND
 from ...report.page import report_beside, write_report

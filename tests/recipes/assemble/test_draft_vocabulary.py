@@ -25,7 +25,7 @@ from draftsmith.recipes.assemble.drafter import frequent_tokens
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe
-from draftsmith.train.parallel.interrupts import Interrupted
+from draftsmith.train.parallel.processes import Interrupted
 from draftsmith.train.tasks.drafter import DrafterModule
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

@@ -27,7 +27,7 @@ from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.losses.drafter import IGNORED, shifted_labels
 from draftsmith.train.parallel.accelerate import make_accelerator
-from draftsmith.train.parallel.interrupts import Interrupted
+from draftsmith.train.parallel.processes import Interrupted
 from draftsmith.train.teachers.cache import CacheWriter, RowCache, locked
 from draftsmith.train.teachers.teacher import CachedTeacher, CacheSource, ModelTeacher, load_teacher, mean_mass
 from typer.testing import CliRunner

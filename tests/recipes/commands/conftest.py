@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.train.parallel.interrupts import Interrupted
+from draftsmith.train.parallel.processes import Interrupted
 
 
 @pytest.fixture

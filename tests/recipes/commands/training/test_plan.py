@@ -12,8 +12,7 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.models.draft_vocabulary import factorise, keep_tokens, save_vocabulary
-from draftsmith.decode.models.loading import load_model
+from draftsmith.decode.models.draft_vocabulary import save_vocabulary
 from draftsmith.recipes.assemble.artifact import Run, prepare_once, state_folder
 from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.commands.training import plan as planning
@@ -30,11 +29,8 @@ SIZES = {
 VARIANTS = {
     "whole": ["model.config.tie_word_embeddings=false"],
     "cut": ["model.config=null", "model.source=SOURCE", "model.layers=[0, 2]"],
-    "half": ["model.config=null", "model.source=SOURCE", "model.dtype=bfloat16"],
     "trimmed": ["model.vocabulary.tokens=48", "model.config.tie_word_embeddings=true"],
     "low rank": ["model.vocabulary={tokens: 48, rank: 24}"],
-    "of a trimmed one": ["model.config=null", "model.source=TRIMMED", "model.layers=[0, 2]"],
-    "low rank of a trimmed one": ["model={source: TRIMMED, vocabulary: {rank: 8}}", "model.config=null"],
     "trimmed adapter": [
         "model={source: SOURCE, vocabulary: {tokens: 48}, lora: {rank: 64, export: adapter}}",
         "model.config=null",
@@ -53,23 +49,12 @@ def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def trimmed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with less than its whole output layer."""
-    folder = shutil.copytree(source, tmp_path_factory.mktemp("trimmed"), dirs_exist_ok=True)
-    model = load_model(str(source))
-    keep_tokens(model, torch.arange(7, 55))
-    factorise(model, 24)
-    save_vocabulary(model, folder)
-    return folder
-
-
 @pytest.fixture
-def recipe(drafter_recipe: Path, source: Path, trimmed: Path) -> Any:
+def recipe(drafter_recipe: Path, source: Path) -> Any:
     """`recipe("train.steps=3")`: the tiny recipe with a larger model, and what is said."""
 
     def load(*overrides: str) -> Any:
-        given = [text.replace("SOURCE", str(source)).replace("TRIMMED", str(trimmed)) for text in overrides]
+        given = [text.replace("SOURCE", str(source)) for text in overrides]
         sizes = [] if any("model.config=" in text for text in given) else [f"model.config={json.dumps(SIZES)}"]
         return load_training(str(drafter_recipe), [*sizes, *given])
 
