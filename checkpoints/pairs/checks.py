@@ -13,7 +13,7 @@ from ..artifact.model_ref import tokenizer_fingerprint
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import here
 from ..verify.tensors import describe
-from .sides import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
+from .sides import Diagnosis, Effect, Finding, Side, both, refused, works_but
 from .tokenizers import end_ids, tokenizer_findings, wrapping
 
 LLAMA_CPP_SIZES = 128
@@ -21,7 +21,6 @@ LLAMA_CPP_SIZES = 128
 LLAMA_CPP_FIRST = 5
 """The first id whose text it compares."""
 _OTHER = "the artifact's manifest says that it was made with another tokenizer"
-_DECODERS_ALONE = ("vllm", "sglang", "llama.cpp")
 _SHOWN = 3
 
 
@@ -76,18 +75,14 @@ def _proposes(side: Side) -> str:
     return "any token" if proposed is None else f"{proposed:,} of {side.vocab_size:,} tokens"
 
 
-def _all(outcome: str, reason: str) -> dict[str, Effect]:
-    return dict.fromkeys(CONSUMERS, Effect(outcome, reason))
-
-
 def _kind(target: Side, drafter: Side) -> Iterator[Finding]:
     names = ("a decoder", "an encoder-decoder")
     kinds = both(lambda side: names[bool(side.config.is_encoder_decoder)], target, drafter)
     if kinds[0] != kinds[1]:
         what = "they are models of different kinds"
-        yield Finding("kind of model", what, *kinds, _all(REFUSED, "both must be decoders, or both encoder-decoders"))
+        yield Finding("kind of model", what, *kinds, refused("both must be decoders, or both encoder-decoders"))
     elif kinds[0] == names[True]:
-        effects = dict.fromkeys(_DECODERS_ALONE, Effect(REFUSED, "it does not draft with encoder-decoders"))
+        effects = refused("it does not draft with encoder-decoders", "vllm", "sglang", "llama.cpp")
         yield Finding("kind of model", "both are encoder-decoders, with which few engines draft", *kinds, effects)
 
 
@@ -96,17 +91,13 @@ def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
     if mine == theirs:
         return
     same = "both must have the same vocab_size"
-    reasons = {
-        "transformers": "generate() stops at different vocab_sizes, unless `tokenizer` and `assistant_tokenizer` are "
-        "given too: then drafts are translated by way of their text",
-        "vllm": f"{same} (or `use_heterogeneous_vocab`, which drafts greedily)",
-        "sglang": same,
-        "draftsmith": f"{same}, but for `speculative` alone, which drafts by way of the text",
-    }
-    if abs(mine - theirs) > LLAMA_CPP_SIZES:
-        gap = abs(mine - theirs)
-        reasons["llama.cpp"] = f"sizes may differ by {LLAMA_CPP_SIZES} at most, these do by {gap:,}"
-    effects = {name: Effect(REFUSED, reason) for name, reason in reasons.items()}
+    by_text = "unless `tokenizer` and `assistant_tokenizer` are given too: then drafts are translated by their text"
+    effects = refused(f"generate() stops at different vocab_sizes, {by_text}", "transformers")
+    effects |= refused(f"{same} (or `use_heterogeneous_vocab`, which drafts greedily)", "vllm")
+    effects |= refused(same, "sglang")
+    effects |= refused(f"{same}, but for `speculative` alone, which drafts by way of the text", "draftsmith")
+    if (gap := abs(mine - theirs)) > LLAMA_CPP_SIZES:
+        effects |= refused(f"sizes may differ by {LLAMA_CPP_SIZES} at most, these do by {gap:,}", "llama.cpp")
     values = both(
         lambda side: f"{side.vocab_size:,}" + (f" ({len(side.vocab):,} tokens)" if side.tokenizer is not None else ""),
         *(target, drafter),
@@ -122,7 +113,7 @@ def _by_itself(side: Side, name: str) -> Iterator[Finding]:
         return Finding(check, what, *((value, "–") if name == "target" else ("–", value)), effects)
 
     if fault := side.weights_fault:
-        effects = {"draftsmith": Effect(REFUSED, f"the {name}: {fault}")}
+        effects = refused(f"the {name}: {fault}", "draftsmith")
         yield finding("weights", f"the {name}'s are not loaded here", fault, effects)
     wrong = [
         f"{part} {rows:,}"
@@ -131,14 +122,14 @@ def _by_itself(side: Side, name: str) -> Iterator[Finding]:
     ]
     if wrong:
         what, value = f"the {name}'s weights and configuration disagree", f"{', '.join(wrong)} rows"
-        effects = _all(REFUSED, f"the {name} does not load as it stands")
+        effects = refused(f"the {name} does not load as it stands")
         yield finding("rows", what, f"{value}, vocab_size {side.vocab_size:,}", effects)
     if shown := "; ".join(describe(side.fit, "it")):
-        effects = _all(REFUSED, f"the {name} does not load as it stands, or with random numbers for what it lacks")
+        effects = refused(f"the {name} does not load as it stands, or with random numbers for what it lacks")
         yield finding("tensors", f"the {name}'s weights are not those of its configuration", shown, effects)
     if side.manifest is not None and here(side.source) and (faults := file_faults(side.folder, side.manifest)):
         reason = "it loads no artifact whose files are not what its artifact.json says"
-        effects = {"draftsmith": Effect(REFUSED, reason)} if name == "drafter" else {}
+        effects = refused(reason, "draftsmith") if name == "drafter" else {}
         yield finding("changed files", f"the {name} is not what its artifact.json says", _list(faults), effects)
 
 
@@ -148,10 +139,10 @@ def _list(texts: list[str]) -> str:
 
 def _no_tokenizer(target: Side, drafter: Side) -> Iterator[Finding]:
     values = both(lambda side: "none" if side.tokenizer is None else "one", target, drafter)
-    effects = {"llama.cpp": Effect(REFUSED, "its converter needs the files of a tokenizer in each folder")}
+    effects = refused("its converter needs the files of a tokenizer in each folder", "llama.cpp")
     known = drafter.manifest is not None and drafter.manifest.tokenizer_fingerprint is not None
     if not (known and target.tokenizer is not None):
-        effects = _all(BUT, "nothing says that an id means the same to both") | effects
+        effects = works_but("nothing says that an id means the same to both") | effects
     yield Finding("tokenizer", "there are not two to compare", *values, effects)
 
 
@@ -177,21 +168,15 @@ def _token_texts(target: Side, drafter: Side) -> Iterator[Finding]:
 
 def _vocabulary_effects(target: Side, drafter: Side, mine: dict[int, str], theirs: dict[int, str]) -> dict[str, Effect]:
     lossy = "such ids are drafted for what they mean to the drafter, and rejected; the output stays the target's"
-    sizes_alone = Effect(BUT, f"it compares sizes alone: {lossy}")
-    effects = {
-        "transformers": sizes_alone,
-        "vllm": sizes_alone,
-        "sglang": Effect(REFUSED, "both tokenizers must have the same get_vocab()"),
-        "draftsmith": Effect(BUT, f"ids are not looked at: {lossy}"),
-    }
-    if other_fingerprint(target, drafter):
-        effects["draftsmith"] = Effect(REFUSED, _OTHER)
+    effects = works_but(f"it compares sizes alone: {lossy}", "transformers", "vllm")
+    effects |= refused("both tokenizers must have the same get_vocab()", "sglang")
+    is_other = other_fingerprint(target, drafter)
+    effects |= refused(_OTHER, "draftsmith") if is_other else works_but(f"ids are not looked at: {lossy}", "draftsmith")
     for number in range(LLAMA_CPP_FIRST, min(target.vocab_size, drafter.vocab_size)):
         pad = f"[PAD{number}]"  # what its converter calls a row without a token
         if mine.get(number, pad) != theirs.get(number, pad):
             reason = f"texts must be the same from id {LLAMA_CPP_FIRST} on, {number} is the first that differs"
-            effects["llama.cpp"] = Effect(REFUSED, reason)
-            break
+            return effects | refused(reason, "llama.cpp")
     return effects
 
 
@@ -200,10 +185,9 @@ def _special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
         mine, theirs = (str(getattr(side.tokenizer, f"{name}_token_id")) for side in (target, drafter))
         if mine != theirs:
             reason = f"engines go by the target's: a drafter that {where} its texts with another token drafts that"
-            effects = _all(BUT, reason)
-            del effects["llama.cpp"]
+            effects = works_but(reason, "transformers", "vllm", "sglang", "draftsmith")
             if name in (*wrapping(target.tokenizer), *wrapping(drafter.tokenizer)):
-                effects["llama.cpp"] = Effect(REFUSED, f"the {name} that is added to a text must be the same")
+                effects |= refused(f"the {name} that is added to a text must be the same", "llama.cpp")
             yield Finding("special ids", f"{name} is another token", mine, theirs, effects)
 
 
@@ -211,32 +195,29 @@ def _draft_vocabulary(drafter: Side) -> Iterator[Finding]:
     """An artifact as training leaves it; exports have what others read."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
         reason = f"it takes {DRAFT_VOCABULARY} for weights; `draftsmith export` leaves that out"
-        effects = {"vllm": Effect(REFUSED, reason)}
+        effects = refused(reason, "vllm")
         if drafter.manifest is None or "proposed_tokens" in drafter.manifest.shapes:
             reason = "it has it propose any token, of which some were never trained; `draftsmith export` mends that"
-            effects |= dict.fromkeys(("transformers", "sglang", "llama.cpp"), Effect(BUT, reason))
+            effects |= works_but(reason, "transformers", "sglang", "llama.cpp")
         what = "this engine alone reads what the drafter has instead of a whole output layer"
         yield Finding("draft vocabulary", what, "–", DRAFT_VOCABULARY, effects)
 
 
 def _context(target: Side, drafter: Side) -> Iterator[Finding]:
     """Positions, and for this engine alone windows that it does not keep: the others keep all."""
-    reasons: dict[str, str] = {}
+    effects = dict[str, Effect]()
     theirs = drafter.positions
     if _shorter(theirs, target.positions):
         after = "there are no positions beyond that: a longer text stops with an error"
         if drafter.rotary:
             after = "drafts beyond that come from positions it was never trained for"
-        reasons = {
-            "transformers": f"the drafter has {theirs:,} positions; {after}",
-            "vllm": f"its newest runner serves the target with {theirs:,} positions, as many as the drafter's",
-            "sglang": f"it starts only with --context-length {theirs} or less",
-            "llama.cpp": f"the drafter's context is at most {theirs:,}",
-        }
+        effects = works_but(f"the drafter has {theirs:,} positions; {after}", "transformers")
+        effects |= works_but(f"its newest runner serves the target with the drafter's {theirs:,} positions", "vllm")
+        effects |= works_but(f"it starts only with --context-length {theirs} or less", "sglang")
+        effects |= works_but(f"the drafter's context is at most {theirs:,}", "llama.cpp")
     if _shorter(drafter.limit, target.limit):
-        reasons["draftsmith"] = f"texts of more than {drafter.limit:,} tokens, drafts included, are refused"
-    if reasons:
-        effects = {name: Effect(BUT, reason) for name, reason in reasons.items()}
+        effects |= works_but(f"texts of more than {drafter.limit:,} tokens, drafts included, are refused", "draftsmith")
+    if effects:
         yield Finding("context length", "the drafter's is shorter", *both(_positions, target, drafter), effects)
 
 
@@ -255,4 +236,4 @@ def _fingerprint(target: Side, drafter: Side) -> Iterator[Finding]:
         return
     assert drafter.manifest is not None
     wanted, named = tokenizer_fingerprint(target.tokenizer), str(drafter.manifest.tokenizer_fingerprint)
-    yield Finding("fingerprint", _OTHER, f"{wanted[:16]}…", f"{named[:16]}…", {"draftsmith": Effect(REFUSED, _OTHER)})
+    yield Finding("fingerprint", _OTHER, f"{wanted[:16]}…", f"{named[:16]}…", refused(_OTHER, "draftsmith"))

@@ -17,7 +17,7 @@ from ..heads.eagle import HEAD, LAYER_IDS, NORMED, default_layers, proposed_in
 from ..heads.published import SPECULATORS, layers_named
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
-from .sides import BUT, REFUSED, Diagnosis, Effect, Finding, Side
+from .sides import Diagnosis, Effect, Finding, Side, refused, works_but
 
 READERS = {
     "vllm": "vLLM 0.33, method eagle3",
@@ -63,7 +63,7 @@ def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
     ]
     proposed = config.get("draft_vocab_size") or target.vocab_size
     facts = [
-        ("layers", f"{target.config.num_hidden_layers}", f"reads {_listed(trained)}"),
+        ("layers", f"{target.config.num_hidden_layers}", f"reads {', '.join(map(str, trained))}"),
         ("hidden_size", f"{target.config.hidden_size:,}", f"{_inner(config).get('hidden_size')}"),
         ("vocab_size", f"{target.vocab_size:,}", f"proposes {proposed:,} tokens"),
     ]
@@ -76,48 +76,42 @@ def _inner(config: Config) -> Config:
     return found
 
 
-def _listed(layers: list[int]) -> str:
-    return ", ".join(map(str, layers))
-
-
 def _form(config: Config, folder: Path, stored: Mapping[str, Any]) -> Iterator[Finding]:
     if SPECULATORS in config:
-        what, imported = "the config is in the form of speculators", "`draftsmith import` makes it the form of all"
-        effects = {"sglang": Effect(REFUSED, "it does not know this form"), "draftsmith": Effect(REFUSED, imported)}
+        effects = refused("it does not know this form", "sglang")
+        effects |= refused("`draftsmith import` makes it the form of all", "draftsmith")
+        what = "the config is in the form of speculators"
         yield Finding("form", what, "–", str(config[SPECULATORS]), effects)
     elif not any(name.startswith("midlayer.") for name in stored):
         reason = "it reads its own names alone: `draftsmith import` gives them"
         value = next(iter(sorted(stored)), "no safetensors")
-        yield Finding("form", "tensors have other names", "–", value, {"draftsmith": Effect(REFUSED, reason)})
-    inner = _inner(config)
-    if inner.get("tie_word_embeddings", SPECULATORS not in config):
-        effects = {
-            "sglang": Effect(BUT, "it takes the embeddings for the output layer: set tie_word_embeddings: false")
-        }
+        yield Finding("form", "tensors have other names", "–", value, refused(reason, "draftsmith"))
+    if _inner(config).get("tie_word_embeddings", SPECULATORS not in config):
+        effects = works_but("it takes the embeddings for the output layer: set tie_word_embeddings: false", "sglang")
         yield Finding("tied", "the config says, or leaves it open, that embeddings are tied", "–", "true", effects)
     if config.get(NORMED, SPECULATORS in config):
-        effects = {"sglang": Effect(BUT, f"it does not know {NORMED}: the layer's residual stream is another")}
+        effects = works_but(f"it does not know {NORMED}: the layer's residual stream is another", "sglang")
         yield Finding("norm", "the residual stream begins behind a norm", "–", f"{NORMED}: true", effects)
     if not (folder / WHOLE_FILES[0]).is_file():
-        effects = {"draftsmith": Effect(REFUSED, "it reads safetensors alone: `draftsmith import --unpickle`")}
+        effects = refused("it reads safetensors alone: `draftsmith import --unpickle`", "draftsmith")
         yield Finding("weights", f"there is no {WHOLE_FILES[0]}", "–", "–", effects)
 
 
 def _layers(config: Config, trained: list[int], target: Side) -> Iterator[Finding]:
     if len(trained) != 3:
-        effects = {"llama.cpp": Effect(REFUSED, f"it takes heads that read three layers, not {len(trained)}")}
+        effects = refused(f"it takes heads that read three layers, not {len(trained)}", "llama.cpp")
         yield Finding("number of layers", "not every engine takes this many", "3", str(len(trained)), effects)
     read = layers_read(config, target.config.num_hidden_layers)
     wrong = {name: layers for name, layers in read.items() if layers != trained}
     if wrong:
-        effects = {
-            name: Effect(BUT, f"it feeds layers {_listed(layers)}: little is accepted")
-            for name, layers in wrong.items()
-        }
+        effects = dict[str, Effect]()
+        for name, layers in wrong.items():
+            effects |= works_but(f"it feeds layers {', '.join(map(str, layers))}: little is accepted", name)
         if LAYER_IDS not in config:
-            effects["draftsmith"] = Effect(REFUSED, f"it looks for {LAYER_IDS} beside the sizes: `draftsmith import`")
+            effects |= refused(f"it looks for {LAYER_IDS} beside the sizes: `draftsmith import`", "draftsmith")
         what = f"engines find other layers in the config than {LAYER_IDS} means"
-        yield Finding("layers", what, _listed(next(iter(wrong.values()))), _listed(trained), effects)
+        mine, theirs = (", ".join(map(str, layers)) for layers in (next(iter(wrong.values())), trained))
+        yield Finding("layers", what, mine, theirs, effects)
 
 
 def _sizes(config: Config, target: Side) -> Iterator[Finding]:
@@ -125,7 +119,7 @@ def _sizes(config: Config, target: Side) -> Iterator[Finding]:
         mine, theirs = getattr(target.config, name), _inner(config).get(name)
         if mine != theirs:
             reason = "the heads are of another target"
-            yield Finding(name, reason, str(mine), str(theirs), _all(Effect(REFUSED, reason)))
+            yield Finding(name, reason, str(mine), str(theirs), refused(reason, *READERS))
     mine, theirs = rotary_base(vars(target.config)), rotary_base(_inner(config))
     if mine != theirs:
         reason = "positions turn otherwise than in the target: right only if the heads were trained so"
@@ -139,14 +133,14 @@ def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iter
     named = config.get("draft_vocab_size") or target.vocab_size
     if rows != named:
         reason = "sizes of the output layer do not agree"
-        yield Finding("draft vocabulary", reason, str(named), str(rows), _all(Effect(REFUSED, reason)))
+        yield Finding("draft vocabulary", reason, str(named), str(rows), refused(reason, *READERS))
     if HEAD not in stored and config.get("draft_vocab_size") is not None:
         reason = "it drafts with random rows, since it takes the target's output layer only if draft_vocab_size is null"
         what = "the files have no output layer"
-        yield Finding("output layer", what, "–", f"draft_vocab_size: {named}", {"sglang": Effect(BUT, reason)})
+        yield Finding("output layer", what, "–", f"draft_vocab_size: {named}", works_but(reason, "sglang"))
     if named < target.vocab_size and TOKENS not in stored:
         reason = "nothing says which tokens the output rows are of"
-        yield Finding("draft vocabulary", reason, "–", f"no {TOKENS}", _all(Effect(BUT, reason)))
+        yield Finding("draft vocabulary", reason, "–", f"no {TOKENS}", works_but(reason, *READERS))
     if (ids_R := proposed_in(stored)) is None:
         return
     known = [number for number, kept in enumerate(stored["t2d"].tolist()) if kept] if "t2d" in stored else None
@@ -156,9 +150,5 @@ def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iter
     except ValueError as error:
         wrong = str(error)
     if wrong:
-        effects = _all(Effect(BUT, f"{TOKENS} has it draft other tokens than it learned"))
+        effects = works_but(f"{TOKENS} has it draft other tokens than it learned", *READERS)
         yield Finding("draft vocabulary", f"{TOKENS} does not hold offsets to the ids", "–", wrong, effects)
-
-
-def _all(effect: Effect) -> dict[str, Effect]:
-    return dict.fromkeys(READERS, effect)

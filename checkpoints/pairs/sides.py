@@ -1,12 +1,11 @@
-"""A target and a drafter as their files describe them, and what can be said of the two: findings and verdicts.
+"""Targets and drafters as their files describe them, and the findings and verdicts of a pair.
 
-Read are configurations, tokenizers and the headers of safetensors files; nothing pickled, no remote code. Weights are
-read only to compare an artifact that lies here with its manifest (`checks.py`).
+Only configurations, tokenizers and headers of safetensors files are read; no pickles and no remote code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,7 @@ from ..artifact.model_ref import weight_files
 from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.places import here, hub_place
-from ..verify.model_files import (
-    UNLOADABLE,
-    Fit,
-    fit_to_model,
-    meta_model,
-    names_of_embeddings,
-    weights_fault,
-)
+from ..verify.model_files import UNLOADABLE, Fit, fit_to_model, meta_model, names_of_embeddings, weights_fault
 from ..verify.tensors import header_shapes
 from ..verify.windows import position_limit, sliding_window
 
@@ -38,7 +30,7 @@ CONSUMERS = {
     "llama.cpp": "llama.cpp of August 2026 (b10576), draft-simple, after its converter",
     "draftsmith": "this engine",
 }
-"""Who decodes with a pair, and of which versions the rules were read."""
+"""Engines, and the versions that the rules were read of."""
 WORKS, BUT, REFUSED = "works", "works but", "refused"
 KEPT_FILES = ("LICENSE*", "NOTICE*", "README.md", "recipe.yaml", DRAFT_VOCABULARY)
 """Files of a drafter that its repaired copy keeps beside its weights."""
@@ -50,35 +42,44 @@ _SETTINGS = ("config.json", "generation_config.json", MANIFEST_FILE, "adapter_co
 
 @dataclass(frozen=True)
 class Effect:
-    """What a finding means for one who decodes with the pair."""
+    """Meaning of a finding for an engine."""
 
     outcome: str
     """`works but` or `refused`."""
     reason: str
 
 
+def refused(reason: str, *consumers: str) -> dict[str, Effect]:
+    """Return the effects of a finding for which consumers (by default all) refuse the pair."""
+    return dict.fromkeys(consumers or CONSUMERS, Effect(REFUSED, reason))
+
+
+def works_but(reason: str, *consumers: str) -> dict[str, Effect]:
+    """Return the effects of a finding with which consumers (by default all) decode less well."""
+    return dict.fromkeys(consumers or CONSUMERS, Effect(BUT, reason))
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One thing in which the two differ."""
+    """One difference between the two."""
 
     check: str
-    """A short name that does not change."""
+    """Stable short name."""
     what: str
     target: str
     drafter: str
     effects: dict[str, Effect]
-    """By consumer; those that it does not touch are left out."""
+    """Affected engines only."""
 
     @property
     def severity(self) -> str:
-        """`fault` where somebody refuses the pair, `weakness` where it works less well."""
-        outcomes = {effect.outcome for effect in self.effects.values()}
-        return "fault" if REFUSED in outcomes else "weakness"
+        """`fault` if an engine refuses the pair, otherwise `weakness`."""
+        return "fault" if REFUSED in {effect.outcome for effect in self.effects.values()} else "weakness"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one consumer makes of the pair: the worst of all findings, and every reason for that."""
+    """Worst outcome of all findings for an engine, with every reason."""
 
     outcome: str
     reasons: tuple[str, ...]
@@ -86,7 +87,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was compared."""
+    """Facts and findings of a pair."""
 
     target: str
     drafter: str
@@ -94,15 +95,22 @@ class Diagnosis:
     """Name, the target's value, the drafter's."""
     findings: tuple[Finding, ...]
     consumers: Mapping[str, str] = field(default_factory=lambda: CONSUMERS)
-    """Who may decode with them, and of which versions the rules were read."""
+    """Engines that may decode with them."""
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """By consumer."""
-        return {name: _verdict(name, self.findings) for name in self.consumers}
+        """Verdict of each engine."""
+        found = {}
+        for name in self.consumers:
+            effects = [finding.effects[name] for finding in self.findings if name in finding.effects]
+            outcomes = {effect.outcome for effect in effects}
+            worst = REFUSED if REFUSED in outcomes else BUT if outcomes else WORKS
+            reasons = dict.fromkeys(effect.reason for effect in effects if effect.outcome == worst)
+            found[name] = Verdict(worst, tuple(reasons))
+        return found
 
     def as_json(self) -> dict[str, Any]:
-        """Facts, findings and verdicts as JSON can hold them."""
+        """Return facts, findings and verdicts as JSON."""
         return {
             "target": self.target,
             "drafter": self.drafter,
@@ -110,13 +118,6 @@ class Diagnosis:
             "findings": [asdict(finding) | {"severity": finding.severity} for finding in self.findings],
             "verdicts": {name: {"reader": self.consumers[name]} | asdict(one) for name, one in self.verdicts.items()},
         }
-
-
-def _verdict(consumer: str, findings: Iterable[Finding]) -> Verdict:
-    effects = [finding.effects[consumer] for finding in findings if consumer in finding.effects]
-    outcomes = {effect.outcome for effect in effects}
-    worst = REFUSED if REFUSED in outcomes else BUT if outcomes else WORKS
-    return Verdict(worst, tuple(dict.fromkeys(effect.reason for effect in effects if effect.outcome == worst)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..storage.chat_templates import render_chat
-from .sides import BUT, CONSUMERS, REFUSED, Effect, Finding, Side, both
+from .sides import Finding, Side, both, refused, works_but
 
 _TEXTS = (
     *("Hello, world!", "def f(x):\n    return  x\n\n\tif  x :\n        pass  ", "1234567890 3.14 -2e10 1,000"),
@@ -29,24 +29,17 @@ _CHAT = (
     {"role": "assistant", "content": "A guess."},
     {"role": "user", "content": "And then?"},
 )
-_LEARNED = Effect(
-    BUT, "prompts come from the target's tokenizer: if the drafter was trained with its own, it knows other ids"
-)
-_TEMPLATE = Effect(
-    BUT,
-    "prompts come from the target's chat template: if the drafter was trained with its own, it drafts chats less well",
+_LEARNED = "prompts come from the target's tokenizer: if the drafter was trained with its own, it knows other ids"
+_TEMPLATE = (
+    "prompts come from the target's chat template: if the drafter was trained with its own, it drafts chats less well"
 )
 
 
 def tokenizer_findings(target: Side, drafter: Side) -> list[Finding]:
     """In what the tokenizers differ, except for their tokens and the special ones' ids; both sides have one."""
     mine, theirs = target.tokenizer, drafter.tokenizer
-    return [
-        *_encoding(target, drafter),
-        *_ends(mine, theirs),
-        *_vocabulary_type(mine, theirs),
-        *_chat_template(mine, theirs),
-    ]
+    shared = [*_ends(mine, theirs), *_vocabulary_type(mine, theirs), *_chat_template(mine, theirs)]
+    return [*_encoding(target, drafter), *shared]
 
 
 def _encoding(target: Side, drafter: Side) -> Iterator[Finding]:
@@ -58,7 +51,7 @@ def _encoding(target: Side, drafter: Side) -> Iterator[Finding]:
             start = max(0, min(same, len(mine), len(theirs)) - 1)
             few, other = (" ".join(map(repr, side[start : start + 5])) for side in (mine, theirs))
             what = f"{_short(text)} is cut differently"
-            yield Finding("encoding", what, few, other, dict.fromkeys(CONSUMERS, _LEARNED))
+            yield Finding("encoding", what, few, other, works_but(_LEARNED))
             return
 
 
@@ -102,8 +95,7 @@ def _ends(target: Any, drafter: Any) -> Iterator[Finding]:
     """Whether each puts its BOS before a text, and its EOS behind it."""
     mine, theirs = wrapping(target), wrapping(drafter)
     if mine != theirs:
-        effects = dict.fromkeys(CONSUMERS, _LEARNED)
-        effects["llama.cpp"] = Effect(REFUSED, "both must add BOS, or neither, and the same for EOS")
+        effects = works_but(_LEARNED) | refused("both must add BOS, or neither, and the same for EOS", "llama.cpp")
         values = both(lambda side: "adds " + (" and ".join(side) or "nothing"), mine, theirs)
         yield Finding("bos and eos around a text", "one adds what the other does not", *values, effects)
 
@@ -119,8 +111,8 @@ def wrapping(tokenizer: Any) -> list[str]:
 def _vocabulary_type(target: Any, drafter: Any) -> Iterator[Finding]:
     mine, theirs = (_llama_cpp_type(tokenizer) for tokenizer in (target, drafter))
     if mine is not None and theirs is not None and mine != theirs:
-        effect = Effect(REFUSED, f"its vocabulary types differ, {mine} and {theirs}")
-        yield Finding("vocabulary type", "llama.cpp has another type for each", mine, theirs, {"llama.cpp": effect})
+        effects = refused(f"its vocabulary types differ, {mine} and {theirs}", "llama.cpp")
+        yield Finding("vocabulary type", "llama.cpp has another type for each", mine, theirs, effects)
 
 
 def _llama_cpp_type(tokenizer: Any) -> str | None:
@@ -142,7 +134,7 @@ def _chat_template(target: Any, drafter: Any) -> Iterator[Finding]:
         same = next((i for i, (a, b) in enumerate(zip(*rendered, strict=False)) if a != b), min(map(len, rendered)))
         values = both(lambda text: _short(text[max(0, same - 12) : same + 28]), *rendered)
         what = f"a conversation is written differently, from character {same} on"
-        yield Finding("chat template", what, *values, dict.fromkeys(CONSUMERS, _TEMPLATE))
+        yield Finding("chat template", what, *values, works_but(_TEMPLATE))
 
 
 def _rendered(tokenizer: Any) -> str:
