@@ -1,4 +1,4 @@
-"""How good a text is: perplexity under the target, likeness to a reference, agreement with the greedy text.
+"""Quality of texts: perplexity under the target, ROUGE-L, agreement with the greedy text.
 
 Shape letters: B batch (1 here), T positions, V vocabulary, D hidden.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from ..models.base import LanguageModel
 from ..pool import common_prefix
 
-_POSITIONS_AT_ONCE = 256  # the logits of more would fill the memory where vocabularies are large
+_POSITIONS_AT_ONCE = 256  # Limits the memory of logits for large vocabularies.
 _WORD = re.compile(r"[a-z0-9]+")
-# Multiples of the dtype's step at the largest logit, within which forwards of different shapes were seen to differ.
+# Near-tie limits as multiples of the dtype's precision at the largest logit.
 _TIE = {torch.float32: 1024, torch.float16: 16, torch.bfloat16: 4}
 
 
 @torch.inference_mode()
 def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """−log p(output | prompt) under the unwarped target, in nats; infinite where the target holds it impossible."""
+    """Return −log p(output | prompt) under the unwarped target, in nats; infinite for an impossible output."""
     if not output:
         return 0.0
     hidden_BTD = _states(target, prompt, output)
@@ -36,9 +36,9 @@ def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int
 
 
 def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
-    """exp of the mean surprisal of a token, over all texts (arXiv 2407.09722, eq. 1), of each text's nats and tokens.
+    """Return exp of the mean surprisal per token over all texts (arXiv 2407.09722, eq. 1).
 
-    None where there are no tokens, or where a text is impossible; nan where the target gave no numbers.
+    None without tokens or if a text is impossible; nan if the target gave nan.
     """
     loss, count = sum(nats), sum(tokens)
     if math.isnan(loss):
@@ -49,16 +49,16 @@ def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
 def perplexity(
     target: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> float | None:
-    """`perplexity_of` outputs under the unwarped target."""
+    """Return the perplexity of outputs under the unwarped target."""
     nats = [surprisal(target, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
     return perplexity_of(nats, map(len, outputs))
 
 
 def rouge_l(text: str, references: Sequence[str]) -> float | None:
-    """ROUGE-L: F-measure of the longest common subsequence of words (Lin 2004); of several references the best, of none
-    None.
+    """Return ROUGE-L, the F-measure of the longest common subsequence of words (Lin 2004).
 
-    Words are runs of a–z and 0–9 after lower-casing, not stemmed, as in Google's `rouge_score`.
+    Of several references the best counts; None without any. Words are runs of a–z and 0–9 after lower-casing, not
+    stemmed, as in Google's `rouge_score`.
     """
     words = _WORD.findall(text.lower())
     return max((_f_measure(words, _WORD.findall(reference.lower())) for reference in references), default=None)
@@ -73,7 +73,7 @@ def _f_measure(words: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    """Length of the longest common subsequence, a row of the table a number (Hyyrö 2004: its zeros are counted)."""
+    """Return the length of the longest common subsequence, by a bit-parallel table (Hyyrö 2004)."""
     indices: dict[str, int] = {}
     for index, word in enumerate(first):
         indices[word] = indices.get(word, 0) | 1 << index
@@ -85,14 +85,16 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def self_consistency(text: Sequence[int], greedy: Sequence[int]) -> float:
-    """Share of the greedy text's tokens that lie before the first difference."""
+    """Return the share of the greedy text's tokens before the first difference."""
     return common_prefix(text, greedy) / len(greedy) if greedy else 1.0
 
 
 @torch.inference_mode()
 def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
-    """Whether two texts part where the target can hardly distinguish their tokens: forwards of one token and of many
-    round differently. A sieve with one limit a dtype; a certificate of losslessness measures it."""
+    """Check whether two texts first differ at a near-tie, which forwards of other shapes may round differently.
+
+    The limit depends on the dtype only; a certificate of losslessness measures it.
+    """
     index = common_prefix(text, greedy)
     if index == min(len(text), len(greedy)):
         return False
@@ -105,7 +107,7 @@ def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int
 
 
 def _states(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """[1, T, D] the hidden states that each of the T tokens of the output is read from, the tokens given."""
+    """Return the hidden states [1, T, D] that the tokens of the output are predicted from."""
     start, cache = target.begin([prompt], len(output))
     ids_BT, first = torch.tensor([[*start[0], *output]], device=target.device), len(start[0])
     return target.extend(cache, ids_BT[:, :-1])[:, first - 1 :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -152,11 +151,8 @@ def test_undisturbed_times_are_steady_and_disturbed_ones_are_not() -> None:
     assert run_of(twice).slowdown() == pytest.approx((2 + 1 + 1.5) / 3)
     assert run_of([[1.0, 3.0, 1.1], [1.0, 1.0, 1.0]]).unsteady() is False  # the median passes it over
     assert run_of([[1.0], [9.0], [1.0]]).slowdown() is None
-
-
-def test_steps_count_not_the_length_of_answers() -> None:
-    longer = [run.by_prompt[0] for run in (run_of([[float(n)]], n) for n in (4, 8, 40, 16, 5))]
-    assert Run(longer).slowdown() == pytest.approx(1)
+    longer = [run_of([[float(n)]], n).by_prompt[0] for n in (4, 8, 40, 16, 5)]
+    assert Run(longer).slowdown() == pytest.approx(1), "by step, whatever the length"
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -184,18 +180,9 @@ def test_unsteady_rows_are_timed_again_with_their_baseline_and_go_on_where_they_
     assert runs[label].unsteady() == (times == 1)
     assert [len(run.by_prompt[0]) for run in runs.values()] == [1 + times, 1 + times, 1]
     assert all(len({tuple(one.ids) for one in each}) == 1 for run in runs.values() for each in run.by_prompt)
-    half = dict(list(done.items())[: len(done) // 2])
-    more: list[RunKey] = []
-    resumed = measure(
-        target,
-        parts,
-        chosen,
-        prompts,
-        LIMITS,
-        finished=disturbed | half,
-        again=times,
-        on_run=lambda key, _: more.append(key),
-    )
+    half, more = dict(list(done.items())[: len(done) // 2]), list[RunKey]()
+    again |= {"finished": disturbed | half, "on_run": lambda key, _: more.append(key)}
+    resumed = measure(target, parts, chosen, prompts, LIMITS, **again)
     assert not set(more) & set(half)
     assert {*more, *half} == set(done)
     assert resumed == runs
@@ -205,15 +192,16 @@ def test_rows_say_whether_their_times_are_steady(models: tuple[Any, Parts]) -> N
     target, parts = models
     asked, chosen = [*ASKED, EvalPrompt([4, 20])], ENTRIES[:2]
     runs = measure(target, parts, chosen, [prompt.ids for prompt in asked], LIMITS)
-    flags: Callable[..., Any] = lambda found: [  # noqa: E731
-        row["steady"] for row in Summariser(target, parts, asked, found, LIMITS).summarise(chosen).rows
-    ]
-    assert flags(runs) == [True, True]
-    first, *others = runs["autoregressive"].by_prompt
-    slow = [first[0]._replace(seconds=first[0].seconds * 9)]
-    assert flags(runs | {"autoregressive": Run([slow, *others])}) == [False, False]  # the speedups of all rows are
-    chain = chosen[1].label
-    first, *others = runs[chain].by_prompt
-    slow = [first[0]._replace(seconds=first[0].seconds * 9)]
-    assert flags(runs | {chain: Run([slow, *others])}) == [True, False]
+
+    def flags(slow: str | None = None) -> list[bool | None]:
+        """Whether rows are steady if the first run of `slow` takes nine times as long."""
+        changed = dict(runs)
+        if slow is not None:
+            (first, *more), *others = runs[slow].by_prompt
+            changed[slow] = Run([[first._replace(seconds=first.seconds * 9), *more], *others])
+        return [row["steady"] for row in Summariser(target, parts, asked, changed, LIMITS).summarise(chosen).rows]
+
+    assert flags() == [True, True]
+    assert flags("autoregressive") == [False, False], "the speedups of all rows"
+    assert flags(chosen[1].label) == [True, False]
     assert STEADY == 1.25
