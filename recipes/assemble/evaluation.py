@@ -1,4 +1,4 @@
-"""What an evaluation recipe names, opened: target, drafters, heads and table, checked against one another."""
+"""Loading of the target, drafters, heads, table and prompts of an evaluation recipe."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from ..session.machine import machine
 from ..session.terminal import Advance, bar, log
 
 Bar = Callable[[str, str], AbstractContextManager[Advance]]
-"""Progress of a title, in a unit."""
+"""Opens a progress bar with a title and a unit."""
 
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """An evaluation's target and parts, ready to decode."""
+    """Target and parts of an evaluation, ready to decode."""
 
     tokenizer: Any
     model: PreTrainedModel
-    """The target as transformers has it."""
+    """Transformers model of the target."""
     target: LanguageModel
     parts: Parts
     device: str
@@ -59,12 +59,12 @@ class LoadedPair:
     """Files of the target ("target") and of each part ("drafter", "drafter 2", "heads", "table")."""
 
     def artifacts(self) -> dict[str, Any]:
-        """Return what was loaded, as results and certificates name it."""
+        """Return the loaded files as results and certificates record them."""
         return {name: ref.record() for name, ref in sorted(self.refs.items())}
 
 
 def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
-    """Load what a recipe names. Raises ValueError for what is unknown, missing or unfit."""
+    """Load what a recipe names. Raises ValueError: an unknown method, a missing part, or parts that do not fit."""
     for row in recipe.methods:
         method_options(row.method, row.options)
         for part in needs_of(row.method, row.options):
@@ -75,7 +75,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     refs = {"target": resolve_model(recipe.target)}
     tokenizer, model = load_tokenizer(recipe.target), load_target(recipe)
     heads = table = None
-    if recipe.heads is not None:  # which decide what hidden states the target must give
+    if recipe.heads is not None:  # first, since they decide which hidden states the target must return
         folder = Path(place_of(recipe.heads, "heads"))
         refs["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
@@ -96,20 +96,18 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
         refs[name], drafter = _open_drafter(recipe, source, target, fits, load, model, tokenizer)
         drafters.append(drafter)
     if recipe.table is not None:
-        refs["table"], (made, table) = _open_part(recipe.table, "table", _table_of)
+        refs["table"], (made, table) = _open_part(
+            recipe.table,
+            "table",
+            lambda folder: copy.deepcopy(BigramTable.load(folder)),  # in memory: files may change meanwhile
+        )
         fits(made, what=f"the table {recipe.table}")
     parts = Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
     return LoadedPair(tokenizer, model, target, parts, device, refs)
 
 
-def _narrow(recipe: EvaluateRecipe, target: LanguageModel) -> torch.dtype | None:
-    """The type that a recipe gives drafters, apart from the target's."""
-    named = recipe.drafter_dtype
-    return None if named in (None, "auto") else getattr(torch, held_as(named, target.device.type))
-
-
 def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
-    """The target's layers that drafters read. Raises ValueError: two that read different ones."""
+    """Return the target's layers that drafters read. Raises ValueError: two drafters read different ones."""
     folders = [Path(place_of(source, "drafter")) for source in drafters]
     read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
     if len(read) > 1:
@@ -122,16 +120,11 @@ def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
 def _open_part(
     source: str, kind: str, load: Callable[[Path], Any], place: str | None = None
 ) -> tuple[ModelRef, tuple[Any, Any]]:
-    """Load a part and its manifest, which a drafter may lack."""
+    """Load a part and its manifest, which a drafter may lack (None)."""
     place = place or place_of(source, kind)
     is_artifact = kind != "drafter" or (Path(place) / MANIFEST_FILE).is_file()
     ref = resolve_model(source, place)
     return ref, open_artifact(Path(place), load, kind) if is_artifact else (None, load(Path(place)))
-
-
-def _table_of(folder: Path) -> BigramTable:
-    """A table in memory: what is written to a mapped file would change it."""
-    return copy.deepcopy(BigramTable.load(folder))
 
 
 def _open_drafter(
@@ -143,12 +136,14 @@ def _open_drafter(
     model: PreTrainedModel,
     tokenizer: Any,
 ) -> tuple[ModelRef, LanguageModel]:
-    """A drafter of this target (`model`), or EAGLE-3 heads; `fits` looks at the manifest, where it is an artifact."""
+    """Load a draft model or EAGLE-3 heads; `fits` checks the manifest of an artifact against the target."""
     drafter: LanguageModel
     if is_eagle(Path(place := place_of(source, "drafter"))):
         ref, (made, heads) = _open_part(source, "heads", load_eagle, place)
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-        heads = heads.to(target.device, _narrow(recipe, target) or target.weights_dtype).attach(*weights)
+        named = recipe.drafter_dtype
+        dtype = None if named in (None, "auto") else getattr(torch, held_as(named, target.device.type))
+        heads = heads.to(target.device, dtype or target.weights_dtype).attach(*weights)
         if (recipe.drafter_dtype or recipe.dtype) == "int8":
             round_to_int8(heads)
         drafter = EagleDrafter(heads.requires_grad_(False))
@@ -171,29 +166,28 @@ def _open_drafter(
 
 
 def _translation(recipe: EvaluateRecipe, source: str, made: Manifest | None, tokenizer: Any) -> TextTranslation | None:
-    """By way of the text, where nothing but `speculative` drafts and the drafter's tokenizer has other tokens."""
+    """Return a translation by text if the tokenizers differ and `speculative` is the only method that drafts."""
     drafting = {row.method for row in recipe.methods if "drafter" in needs_of(row.method, row.options)}
     known = made is not None and made.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
     if known or drafting != {"speculative"}:
         return None
     try:
         theirs = load_tokenizer(place_of(source, "drafter"))
-    except ValueError:  # it has none of its own, and is taken to have the target's
+    except ValueError:  # without a tokenizer of its own it is assumed to have the target's
         return None
     return None if theirs.get_vocab() == tokenizer.get_vocab() else TextTranslation(tokenizer, theirs)
 
 
 @cache
 def place_of(source: str, kind: str) -> str:
-    """Where a part lies: its folder; of an artifact on the hub that of its verified files, fetched once a process; of
-    another drafter there, its id."""
+    """Return the directory of a part, or the id of a drafter on the hub; artifacts on the hub are fetched once."""
     return model_source(source) if kind == "drafter" else str(resolve(source, kind))
 
 
 def prompts_of(
     recipe: EvaluateRecipe, tokenizer: Any, skipped: SkippedPrompts | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """A recipe's prompts with their token ids; `skipped` gets those that are left out. Raises ValueError for none."""
+    """Return the prompts with their token ids; `skipped` receives the others. Raises ValueError: none is left."""
     return load_prompts(
         recipe.prompts,
         recipe.template,
@@ -207,7 +201,7 @@ def prompts_of(
 
 
 def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
-    """Where a recipe decodes: what it says, or a GPU if there is one. Raises ValueError: a GPU that there is not."""
+    """Return the device of a recipe, by default a GPU if there is one. Raises ValueError: no such GPU."""
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"`device` is {recipe.device!r}, and torch finds no GPU here")
     if recipe.device != "auto":
@@ -216,21 +210,20 @@ def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
 
 
 def load_target(recipe: EvaluateRecipe) -> PreTrainedModel:
-    """A recipe's target, where and in the type that it says."""
+    """Load the target of a recipe."""
     model = load_model(recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map)
     return model.requires_grad_(False)
 
 
 def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
-    """A recipe's rows as the measurement takes them."""
+    """Return the rows of a recipe as entries of a measurement."""
     rows = zip(recipe.labels(), recipe.methods, strict=True)
     warped = (recipe.top_k, recipe.top_p)
     return [Entry(label, row.method, row.options, Sampling(recipe.temperature_of(row), *warped)) for label, row in rows]
 
 
 def other_target(artifact: Path, target: str) -> str | None:
-    """The target that an artifact was trained on, or with (Medusa-2), if that is known to be another folder's than
-    `target`."""
+    """Return the target that an artifact was trained with if it is known to differ from `target`, otherwise None."""
     made_for, base = load_manifest(artifact).target or {}, artifact / "base"
     named, theirs = made_for.get("id"), made_for.get("sha256")
     if (base / "config.json").is_file():
@@ -240,44 +233,44 @@ def other_target(artifact: Path, target: str) -> str | None:
 
 @dataclass(frozen=True)
 class Case:
-    """An evaluation, opened, and what it asks."""
+    """Loaded evaluation with its prompts."""
 
     recipe: EvaluateRecipe
     opened: LoadedPair
     asked: list[Prompt]
     prompts: list[list[int]]
-    """Their token ids."""
+    """Token ids of the prompts."""
     limits: Limits
 
     @property
     def title(self) -> str:
-        """Of its tables."""
+        """Title of tables."""
         return f"{self.recipe.target}, {len(self.prompts)} prompts of {self.recipe.prompts}"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What finished runs belong to."""
+        """Identity of finished runs."""
         return identity_of(self.recipe, self.prompts, self.opened)
 
     def texts(self, sampling: Sampling, bar: Bar = bar) -> list[list[int]]:
-        """The target's own texts after the prompts."""
+        """Return the target's own continuations of the prompts."""
         with bar(f"writing the target's own texts at temperature {sampling.temperature:g}", "prompts") as advance:
             given = (self.opened.target, self.prompts, self.limits, sampling)
             return sample_texts(*given, seed=self.recipe.seed, progress=advance)
 
 
 def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> Case:
-    """Load what a recipe names, and its prompts, of like lengths together; see `open_recipe` and `prompts_of`."""
+    """Load what a recipe names and its prompts, sorted by length if they are batched."""
     opened = open_recipe(recipe)
     found = prompts_of(recipe, opened.tokenizer, skipped)
-    if recipe.batch > 1:  # of which all are read as if they were as long as the longest
+    if recipe.batch > 1:  # the prompts of a batch are padded to the longest
         found = sorted(found, key=lambda each: len(each[1]))
     limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
     return Case(recipe, opened, [prompt for prompt, _ in found], [ids for _, ids in found], limits)
 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], opened: LoadedPair) -> dict[str, Any]:
-    """What finished runs belong to: they may only be used again where all of it is the same."""
+    """Return the identity of finished runs, which are reused only if all of it is the same."""
     settings = recipe.recorded(exclude={"out", "energy", "energy_batches", "energy_runs", "energy_context"})
     settings |= {f"hash of the {name}": ref.sha256 for name, ref in opened.refs.items()}
     return settings | {"prompts read": prompts_digest(prompts), "machine": machine(opened.device)}

@@ -1,4 +1,4 @@
-"""Which evaluation is meant: a recipe's, or one of whatever artifacts are named; and which of its rows."""
+"""Recipe and rows of an evaluation, from a file or from the named artifacts alone."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ BASELINE = "autoregressive"
 
 
 class Rows(NamedTuple):
-    """Which rows are asked for: by default a recipe's own, and without a recipe the core's (`core_methods`)."""
+    """Requested rows: by default a recipe's own or, without a recipe, `core_methods`."""
 
     names: Sequence[str] = ()
-    """Labels or methods (`--method`); the baseline that they are compared with comes along."""
+    """Labels or methods (`--method`); their baselines are added."""
     every: bool = False
-    """`--all`: beside a recipe's own rows one of every method that its parts allow."""
+    """`--all`: add a row of every method that the parts allow."""
 
 
 AS_IT_IS = Rows()
 
 
 def core_methods(parts: Container[str]) -> list[str]:
-    """Plain decoding, and for each part that is there the method that it is mostly used with."""
+    """Return the baseline and the usual method of each part."""
     usual = {"drafter": "speculative", "heads": "medusa", "table": "slim-ss" if "heads" in parts else "bigram"}
     return [BASELINE, *([method for part, method in usual.items() if part in parts] or ["prompt-lookup"])]
 
@@ -76,7 +76,7 @@ def evaluate_recipe(
 
 
 def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
-    """The rows that are asked for. Raises ValueError: both of `names` and `every`."""
+    """Return the requested rows. Raises ValueError: both `names` and `every` are given."""
     if rows == AS_IT_IS:
         return recipe.methods
     if rows.names and rows.every:
@@ -97,8 +97,8 @@ def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
 
 
 def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
-    """A recipe's rows by label, or by method; of a method without a row there one with its default settings. Raises
-    ValueError: an unknown name, with the nearest right one; a method that needs a part which the recipe lacks."""
+    """Return rows by label or method, with default options for a method that has none. Raises ValueError: an unknown
+    name, or a method that needs a part that the recipe lacks."""
     from ....decode.methods import METHODS, needs_of
 
     rows = dict(zip(recipe.labels(), recipe.methods, strict=True))
@@ -117,7 +117,7 @@ def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSecti
 
 
 def template_of(target: str) -> str:
-    """The template of a target that no recipe speaks of: its tokenizer's own, if it has one."""
+    """Return the default template of a target: its tokenizer's own, if it has one."""
     from ....data.tokenizers import load_tokenizer
 
     return "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
@@ -127,11 +127,9 @@ def _direct(changes: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
     """Return the values that make `BASE` a recipe for these artifacts alone."""
     for part in ("target", *PARTS):
         if part in changes:
-            check_place(changes[part])  # before what takes seconds to import
+            check_place(changes[part])  # before slow imports
     target = str(changes["target"])
-    template = template_of(target)
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
-    core = [{"method": name} for name in core_methods(changes)]
-    chosen = "all" if rows.every or rows.names else core
+    methods = "all" if rows.every or rows.names else [{"method": name} for name in core_methods(changes)]
     values: dict[str, Any] = dict.fromkeys(PARTS)
-    return values | {"out": str(out), "prompts": PROMPTS, "template": template, "methods": chosen}
+    return values | {"out": str(out), "prompts": PROMPTS, "template": template_of(target), "methods": methods}
