@@ -105,10 +105,6 @@ class Run:
         """Return the same without prefill."""
         return [statistics.median(run.seconds - run.reading for run in runs) for runs in self.by_prompt]
 
-    def stepping_rate(self) -> float:
-        """Return tokens per second without prefill."""
-        return sum(len(ids) for ids in self.ids) / sum(self.stepping_seconds())
-
     def slowdown(self) -> float | None:
         """Return the time of the steps over an estimate of their undisturbed time; None if there are too few prompts.
 

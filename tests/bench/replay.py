@@ -75,7 +75,8 @@ def tuned(pair: Pair, recording: Recording, limits: Limits, count: int, repeats:
     entries = [Entry(BASELINE, BASELINE, {}, sampling)]
     entries += [Entry(label_of(name, options), name, options, sampling) for name, options in SWEPT]
     runs = measure(pair.target, pair.parts, entries, pair.prompts[:count], limits, repeats=repeats)
-    speeds = {label: run.stepping_rate() / runs[BASELINE].stepping_rate() for label, run in runs.items()}
+    rates = {label: sum(map(len, run.ids)) / sum(run.stepping_seconds()) for label, run in runs.items()}
+    speeds = {label: rate / rates[BASELINE] for label, rate in rates.items()}
     swept: list[Setting] = []
     for tried in choices.values():
         known = [choice for choice in tried if label_of(choice.method, choice.options) in speeds]

@@ -84,11 +84,8 @@ def test_what_is_sound_passes(change: dict[str, Any]) -> None:
     ("change", "message"),
     [
         ({"speedup": math.nan}, "speedup is nan, not a finite number"),
-        ({"perplexity": math.inf}, "perplexity is inf"),
         ({"by_prompt": [{"prompt": "a", "seconds": -0.1}]}, r"by_prompt\[0\].seconds is -0.1, below 0"),
-        ({"speedup_interval": (math.nan, 2.0)}, r"speedup_interval\[0\] is nan"),
         ({"acceptance_by_depth": [0.5, 1.5]}, "acceptance_by_depth is 1.500, outside"),
-        ({"self_consistency": 1.2}, "self_consistency is 1.200, outside"),
         ({"perplexity": 0.7}, "perplexity is 0.700, below 1"),
         ({"speedup_interval": (2.1, 2.5), "speedup": 2.3}, "speedup is at least 2.10, above tokens_per_step of 2.00"),
         ({"by_category": {"math": {"acceptance_rate": 1.1}}}, "category 'math': acceptance_rate is 1.100, outside"),
