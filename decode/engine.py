@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .models.base import LanguageModel
+from .models.base import LanguageModel, extend_by_path
 from .models.finite import Watch
 from .models.kv_cache import KVCache, sent, to_host
-from .models.paths import extend_by_path
 from .rng import Rng
 from .tree import Tree
 from .warpers import Sampling, warp

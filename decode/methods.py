@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from .engine import Proposer, Verifier
+from .models.base import LanguageModel
 from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, LookupOrDrafter, Oracle, Policy
 from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.by_text import TextChain
 from .proposers.chains import DraftChains
 from .proposers.draft_tree import DraftTree, NoDraft, ParallelChain
 from .proposers.dynamic_tree import DynamicTree
-from .proposers.head_trees import HeadTree, PrunedHeadTree
+from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
 from .proposers.ngrams import PromptLookup, TableChain, TableSource
 from .proposers.speculative_beam import SpeculativeBeam
 from .proposers.suffix import SuffixTree
@@ -77,6 +78,16 @@ def _exact(proposer: Proposer, sampling: Sampling, verifier: Verifier) -> Method
     return Method(proposer, GreedyMatch() if sampling.greedy else verifier)
 
 
+def _drafter(parts: Parts) -> LanguageModel:
+    assert parts.drafter is not None
+    return parts.drafter
+
+
+def _heads(parts: Parts) -> HeadModule:
+    assert parts.heads is not None
+    return parts.heads
+
+
 def _chain_verifier(verification: Chain) -> Verifier:
     return ExactBlock() if verification == "block" else ExactChain()
 
@@ -103,16 +114,14 @@ class Speculative(_WithDrafter):
     parallel: Annotated[bool, "whether one forward of a drafter trained for it (PARD) drafts all tokens"] = False
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.drafter is not None
-        if parts.drafter.translation is not None and not self.parallel:
-            return _exact(TextChain(parts.drafter, self.gamma), sampling, ExactChain())
-        chain = ParallelChain(parts.drafter, self.gamma) if self.parallel else _chain(parts, self.gamma)
+        if _drafter(parts).translation is not None and not self.parallel:
+            return _exact(TextChain(_drafter(parts), self.gamma), sampling, ExactChain())
+        chain = ParallelChain(_drafter(parts), self.gamma) if self.parallel else _chain(parts, self.gamma)
         return _exact(chain, sampling, _chain_verifier(self.verification))
 
 
 def _chain(parts: Parts, gamma: int) -> DraftTree:
-    assert parts.drafter is not None
-    return DraftTree(parts.drafter, (1,) * gamma)
+    return DraftTree(_drafter(parts), (1,) * gamma)
 
 
 @register("adaptive", ("drafter",))
@@ -127,14 +136,13 @@ class Adaptive(_WithDrafter):
     verification: Annotated[Chain, _VERIFICATION] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.drafter is not None
         policy: Policy
         if self.policy == "confidence":
             policy = Confidence(self.confidence_threshold)
         else:
             kind = Oracle if self.policy == "oracle" else ExpectedGain
             policy = kind(self.draft_cost, self.token_cost)
-        proposer = AdaptiveChain(parts.drafter, self.gamma, policy)
+        proposer = AdaptiveChain(_drafter(parts), self.gamma, policy)
         return _exact(proposer, sampling, _chain_verifier(self.verification))
 
 
@@ -148,9 +156,8 @@ class DynamicTreeConfig(_WithDrafter):
     min_prob: Annotated[float, _MIN_PROB] = 0.1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.drafter is not None
         sizes = (self.max_nodes, self.max_depth, self.width, self.min_prob)
-        return _exact(DynamicTree(parts.drafter, *sizes), sampling, SampleAndMatch())
+        return _exact(DynamicTree(_drafter(parts), *sizes), sampling, SampleAndMatch())
 
 
 @register("naive-multi-candidate", ("drafter",))
@@ -165,11 +172,10 @@ class NaiveMultiCandidate(_WithDrafter):
         return _exact(self._proposer(parts, sampling), sampling, SampleAndMatch())
 
     def _proposer(self, parts: Parts, sampling: Sampling) -> DraftTree:
-        assert parts.drafter is not None
         branching = parse_branching(self.k_config)
         if sampling.greedy and self.replacement:
             branching = (1,) * len(branching)  # independent draws from a one-hot distribution are all the same token
-        return DraftTree(parts.drafter, branching, self.replacement, self.attention == "batch")
+        return DraftTree(_drafter(parts), branching, self.replacement, self.attention == "batch")
 
 
 @register("multi-candidate", ("drafter",))
@@ -191,9 +197,8 @@ class BatchSpeculative(_WithDrafter):
     num_drafts: Annotated[int, "chains"] = 4
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.drafter is not None
         branching = (1 if sampling.greedy else self.num_drafts, *(1,) * (self.gamma - 1))
-        return _exact(DraftTree(parts.drafter, branching), sampling, MultiCandidate(replacement=True))
+        return _exact(DraftTree(_drafter(parts), branching), sampling, MultiCandidate(replacement=True))
 
 
 @register("spectr", ("drafter",))
@@ -201,8 +206,7 @@ class SpecTr(BatchSpeculative):
     """Independent chains of a drafter, merged (k-SEQ)."""
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.drafter is not None
-        proposer = DraftChains((parts.drafter,), self.gamma, self.num_drafts, sampling.greedy)
+        proposer = DraftChains((_drafter(parts),), self.gamma, self.num_drafts, sampling.greedy)
         return _exact(proposer, sampling, KSequential())
 
 
@@ -214,8 +218,7 @@ class SpecInfer(_WithDrafter):
     num_drafts: Annotated[int, "chains of each drafter"] = 1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.drafter is not None
-        drafters = (parts.drafter, *parts.more_drafters)
+        drafters = (_drafter(parts), *parts.more_drafters)
         return _exact(DraftChains(drafters, self.gamma, self.num_drafts, sampling.greedy), sampling, SeveralDrafters())
 
 
@@ -264,9 +267,8 @@ class PromptLookupConfig(_WithDrafter):
         lookup = PromptLookup(self.gamma, self.max_ngram, shortest)
         if self.fallback == "none":
             return _exact(lookup, sampling, ExactChain())
-        assert parts.drafter is not None
         policy = Confidence(self.confidence_threshold)
-        return _exact(LookupOrDrafter(parts.drafter, self.draft_gamma, policy, lookup), sampling, ExactChain())
+        return _exact(LookupOrDrafter(_drafter(parts), self.draft_gamma, policy, lookup), sampling, ExactChain())
 
 
 @register("suffix")
@@ -298,9 +300,8 @@ class Suffix(_WithDrafter):
         tree = SuffixTree(self.max_nodes, self.max_depth, self.min_prob, texts, heads, self.num_candidates)
         if self.fallback != "drafter":
             return _exact(tree, sampling, SampleAndMatch())
-        assert parts.drafter is not None
         sizes = (self.max_nodes, self.draft_depth, self.width, self.min_prob)
-        proposer = DynamicTree(parts.drafter, *sizes, tree, self.confidence_threshold)
+        proposer = DynamicTree(_drafter(parts), *sizes, tree, self.confidence_threshold)
         return _exact(proposer, sampling, SampleAndMatch())
 
 
@@ -314,9 +315,8 @@ class BlockwiseParallel(MethodConfig):
     max_depth: Annotated[int | None, _ALL_HEADS] = None
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.heads is not None
-        depth = self.max_depth or parts.heads.num_heads
-        return _exact(HeadTree(parts.heads, "x".join("1" * depth)), sampling, SampleAndMatch())
+        depth = self.max_depth or _heads(parts).num_heads
+        return _exact(HeadTree(_heads(parts), "x".join("1" * depth)), sampling, SampleAndMatch())
 
 
 _MEDUSA_TREE = "4x2x1x1"
@@ -336,13 +336,12 @@ class Medusa(MethodConfig):
         return self.acceptance == "exact"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.heads is not None
         tree = self.tree
         if tree == _MEDUSA_TREE:  # of the default no more levels than there are heads
-            tree = "x".join(tree.split("x")[: parts.heads.num_heads])
+            tree = "x".join(tree.split("x")[: _heads(parts).num_heads])
         typical = self.acceptance == "typical" and not sampling.greedy
         verifier = TypicalAcceptance(self.epsilon, self.delta) if typical else SampleAndMatch()
-        return _exact(HeadTree(parts.heads, tree), sampling, verifier)
+        return _exact(HeadTree(_heads(parts), tree), sampling, verifier)
 
 
 @register("slim-ss", ("heads", "table"))
@@ -363,11 +362,10 @@ class SlimSS(MethodConfig):
         return ("heads",) if self.correlation == "none" else ("heads", "table")
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.heads is not None
-        depth = self.max_depth or parts.heads.num_heads
+        depth = self.max_depth or _heads(parts).num_heads
         table = None if self.correlation == "none" else parts.table
         sizes = (self.num_sequences, self.num_candidates, self.unseen_correlation, depth, self.lengths)
-        proposer = PrunedHeadTree(parts.heads, table, *sizes, self.add_k, self.min_prob)
+        proposer = PrunedHeadTree(_heads(parts), table, *sizes, self.add_k, self.min_prob)
         return _exact(proposer, sampling, SampleAndMatch())
 
 
@@ -394,8 +392,7 @@ class JointSpeculative(_WithDrafter):
     likelihood_threshold: Annotated[float, "minimum ratio of the joint likelihoods of target and drafter"] = 0.1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.drafter is not None
-        proposer = DraftBeam(parts.drafter, self.gamma, self.num_beams)
+        proposer = DraftBeam(_drafter(parts), self.gamma, self.num_beams)
         return Method(proposer, JointLikelihood(self.likelihood_threshold, sampling.greedy))
 
 
@@ -408,8 +405,7 @@ class BigLittleDecoder(_WithDrafter):
     rollback_threshold: Annotated[float, "largest negative log-probability that the target accepts"] = 2.0
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        assert parts.drafter is not None
-        proposer = AdaptiveChain(parts.drafter, self.gamma, Confidence(self.fallback_threshold))
+        proposer = AdaptiveChain(_drafter(parts), self.gamma, Confidence(self.fallback_threshold))
         return Method(proposer, Rollback(self.rollback_threshold, sampling.greedy))
 
 
@@ -447,10 +443,9 @@ class Beam(_WithDrafter):
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         if self.draft_beams is None:
             return Method(TargetBeam(0, self.num_beams), AcceptAll())
-        assert parts.drafter is not None
         if not sampling.greedy:
             raise ValueError(f"`draft_beams` needs temperature 0, got {sampling.temperature:g}")
-        beam = SpeculativeBeam(parts.drafter, self.num_beams, self.draft_beams, self.draft_gamma)
+        beam = SpeculativeBeam(_drafter(parts), self.num_beams, self.draft_beams, self.draft_gamma)
         return Method(beam, AcceptAll())
 
 

@@ -24,6 +24,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from ...checkpoints.artifact.artifact import open_artifact
 from ...checkpoints.artifact.locate import model_source, resolve
+from ...checkpoints.export.base import ExportOptions, Format, Source, check_same_tensors
 from ...checkpoints.heads.files import PredictionHeads, load_heads
 from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.names import MANIFEST_FILE
@@ -126,10 +127,7 @@ class CustomGenerate:
         Raises:
             ValueError: There is no such method, it is damaged, or its parts do not fit each other.
         """
-        return cls._read(resolve(source, revision=revision))
-
-    @classmethod
-    def _read(cls, folder: Path) -> CustomGenerate:
+        folder = resolve(source, revision=revision)
         name, options, parts = read_method(folder)
         try:
             return method(name, **parts, **options)
@@ -192,9 +190,8 @@ class CustomGenerate:
                     given, wanted = (f"{side.dtype} on {side.device}" for side in (weight, target))
                     raise ValueError(f"the heads are {given}, the target is {wanted}: they must be the same")
                 self.heads.to(target.device, target.dtype)
-            self.heads.train(
-                self.heads.training
-            )  # drops copies of weights, which do not follow writing through `.data`
+            # Drop copies of weights, which do not follow writing through `.data`.
+            self.heads.train(self.heads.training)
         return Parts(drafters[0] if drafters else None, self.heads, self.table, tuple(drafters[1:]))
 
 
@@ -213,13 +210,9 @@ def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **as
     if not isinstance(source, str):
         source, revision = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
     folder = resolve(source, revision=revision).resolve()
-    custom = _load_once(folder, json.dumps(read_settings(folder)), _changed(folder))
+    changed = max((path.stat().st_mtime_ns for path in folder.glob("*/*.safetensors")), default=0)
+    custom = _load_once(folder, json.dumps(read_settings(folder)), changed)
     return type(model).generate(model, inputs, custom_generate=custom, **asked)
-
-
-def _changed(folder: Path) -> int:
-    """Return when the newest of a saved method's parts was written."""
-    return max((path.stat().st_mtime_ns for path in folder.glob("*/*.safetensors")), default=0)
 
 
 @lru_cache(maxsize=4)
@@ -307,3 +300,51 @@ def _sums(weight: Tensor) -> tuple[Tensor, Tensor]:
     edges = math.gcd(words.shape[1], int(words.storage_offset())) * words.element_size()
     words = words.view(next(kind for size, kind in _WORDS.items() if edges % size == 0))
     return words.sum(0), words.sum(1)
+
+
+def _method_of(source: Source, options: ExportOptions) -> CustomGenerate:
+    if source.manifest.kind == "heads":
+        return method("medusa", heads=source.folder)
+    gamma: dict[str, Any] = {} if options.speculative_tokens is None else {"gamma": options.speculative_tokens}
+    return method("bigram", table=source.folder, **gamma)
+
+
+def _write(source: Source, folder: Path, options: ExportOptions) -> None:
+    _method_of(source, options).write(folder)
+
+
+def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    expected, found = _method_of(source, options), CustomGenerate.from_pretrained(folder)
+    check_same_tensors(_tensors(found), _tensors(expected), folder)
+    if expected.table is not None:
+        return [f"all {expected.table.entries:,} counts"]
+    return [f"all {len(_tensors(expected))} tensors of the heads"]
+
+
+def _tensors(custom: CustomGenerate) -> dict[str, torch.Tensor]:
+    if custom.table is None:
+        return custom.heads.state_dict()  # type: ignore[union-attr]
+    return {name: getattr(custom.table, name) for name in ("row_ptr", "col", "count", "unigram")}
+
+
+_READERS = "draftsmith, inside generate of transformers ≥ 5.17"
+ATTACHED_FORMATS = (
+    Format(
+        "custom-generate",
+        "heads",
+        "Heads with the method medusa, for `generate(custom_generate=…)`",
+        _READERS,
+        _write,
+        _compare,
+        options=("target",),
+    ),
+    Format(
+        "custom-generate-bigrams",
+        "table",
+        "A table with the method bigram, for `generate(custom_generate=…)`",
+        _READERS,
+        _write,
+        _compare,
+        options=("target", "speculative_tokens"),
+    ),
+)

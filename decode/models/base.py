@@ -1,7 +1,7 @@
 """Causal language models seen as scorers of token trees, and any decoder of transformers as one of them.
 
 Shape letters: B batch, M new tokens, n tree slots up to the last new one, S cache slots, V vocabulary, D hidden,
-H heads, E head width.
+H heads, E head width. Of trees: N nodes, L leaves, P nodes of a path.
 """
 
 from __future__ import annotations
@@ -330,6 +330,36 @@ class TransformersModel(LanguageModel):
         if self._softcap is not None:
             logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)
         return logits_XV if self._kept_R is None else widen(logits_XV, self._kept_R, self.vocab_size)
+
+
+def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree: Tree) -> Tensor:
+    """Run `extend` of a tree without tree attention: each path is a row with its own copy of the cache.
+
+    All leaves must be equally deep (multi-candidate paper, section 3.3 and table 4).
+    """
+    if tree.is_chain:
+        return model.extend(cache, tokens_BN, tree)
+    assert len(tree.parents_BN) == 1, "one topology for all rows"
+    path_LP, leaf_N = tree.leaf_paths
+    leaves, rows = len(path_LP), len(tokens_BN)
+    by_leaf = model.new_cache(rows * leaves, cache.capacity)
+    end = max(cache.lengths)
+    for layer in range(model.layers):
+        for copies, originals in ((by_leaf.keys, cache.keys), (by_leaf.values, cache.values)):
+            copies[layer][:, :, :end] = originals[layer][:, :, :end].repeat_interleave(leaves, 0)
+    by_leaf.set_lengths([length for length in cache.lengths for _ in range(leaves)])
+    tokens_XP = tokens_BN[:, path_LP].flatten(0, 1)
+    hidden_BLPD = model.extend(by_leaf, tokens_XP).unflatten(0, (rows, leaves))
+    depth_N = tree.depth_BN[0]
+    # Each node's keys and values, as the path of the first leaf below it has them.
+    row_BN = torch.arange(rows, device=leaf_N.device)[:, None] * leaves + leaf_N
+    source_BN = by_leaf.lengths_B[row_BN] + depth_N
+    target_BN = cache.lengths_B[:, None] + torch.arange(tree.nodes, device=leaf_N.device)
+    rows_B1 = torch.arange(rows, device=leaf_N.device)[:, None]
+    for layer in range(model.layers):
+        cache.keys[layer][rows_B1, :, target_BN] = by_leaf.keys[layer][row_BN, :, source_BN]
+        cache.values[layer][rows_B1, :, target_BN] = by_leaf.values[layer][row_BN, :, source_BN]
+    return hidden_BLPD[:, leaf_N, depth_N]
 
 
 def bare_model(model: Any) -> Any:

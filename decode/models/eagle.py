@@ -15,8 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...checkpoints.heads.eagle import EagleHeads
 from .lean import LeanDecoder
-from .products.int8 import is_int8, rounded
-from .products.product import Product
+from .products.product import Product, is_int8, rounded
 from .products.weights import LayerWeights
 
 

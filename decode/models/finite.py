@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .products.int8 import is_int8
+from .products.product import is_int8
 
 
 class Watch:

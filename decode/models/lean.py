@@ -24,11 +24,9 @@ from ...checkpoints.verify.windows import position_limit, windows
 from .base import NO_LIMIT, LanguageModel
 from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
 from .kv_cache import IndexedCache, KVCache
-from .products.few_rows import FEW_ROWS
-from .products.int8 import is_int8
 from .products.layers import DecoderLayers, Kind, Norms
 from .products.native import compiled, fused_kernels
-from .products.product import Product
+from .products.product import FEW_ROWS, Product, is_int8
 from .products.rotation import Rotation, Turns, rotations
 from .products.weights import ACTIVATIONS, FAMILIES, GATES, LayerWeights, norm_weight
 

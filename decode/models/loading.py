@@ -22,7 +22,7 @@ from .final_norm import check_states
 from .finite import check_close
 from .graphs import GraphedModel
 from .lean import LeanDecoder
-from .products.int8 import round_to_int8
+from .products.product import round_to_int8
 from .seq2seq import Seq2SeqModel, check_source_forward
 
 
@@ -155,24 +155,18 @@ def load_model(
     folder = Path(source)
     held = held_as(dtype, "several" if device_map else device) if isinstance(dtype, str) else dtype
     options = {"dtype": held, "device": device, "device_map": device_map, "attention": attention} | settings
-    if not folder.is_dir():
-        return _rounded(_load(source, **options), dtype)
-    adapted = is_adapter(folder)
-    model = with_adapter(folder, partial(load_model, **options)) if adapted else _load(source, **options)
-    load_vocabulary(model, folder)
-    return _rounded(model, dtype)
+    model = with_adapter(folder, partial(load_model, **options)) if is_adapter(folder) else _load(source, **options)
+    if folder.is_dir():
+        load_vocabulary(model, folder)
+    if dtype == "int8":
+        round_to_int8(model)
+    return model
 
 
 def held_as(dtype: str, device: str) -> str:
     """The type in which weights of a recipe's `dtype` are held: those of int8 in float32 on a CPU, which then reads
-    eight bits of each (`products/few_rows.py`), elsewhere in bfloat16."""
+    eight bits of each (`products/product.py`), elsewhere in bfloat16."""
     return dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
-
-
-def _rounded(model: PreTrainedModel, dtype: str | torch.dtype) -> PreTrainedModel:
-    if dtype == "int8":
-        round_to_int8(model)
-    return model
 
 
 def _load(source: str, *, device: str, device_map: Any, attention: str | None, **settings: Any) -> PreTrainedModel:

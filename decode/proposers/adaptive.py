@@ -64,7 +64,7 @@ class Confidence(Policy):
 
     def __init__(self, threshold: float) -> None:
         if not 0 <= threshold <= 1:
-            raise ValueError(f"the confidence threshold must lie in [0, 1], got {threshold}")
+            raise ValueError(f"confidence_threshold must be in [0, 1], got {threshold}")
         self._threshold = threshold
         self.key = "confidence", threshold
 
@@ -77,7 +77,7 @@ class ExpectedGain(Policy):
 
     With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (arXiv
     2211.17192, section 3.5): the next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so far yields a
-    forward. c is the drafter's forward, `cost`, and what one token more makes the target's longer, `width`, in forwards
+    forward. `draft_cost` c is the drafter's forward and `token_cost` one more token in the target's, in forwards
     of the target. Once the drafter has run only the latter is still to be decided, by β, the share accepted in this row
     before, by class of the drafter's confidence. Whether it runs is decided before, by what looking at that level has
     lately brought this row: where that is too little it rests, and is asked again now and then.
@@ -89,10 +89,10 @@ class ExpectedGain(Policy):
     _asked_again = 16
     """Steps without the drafter, at most."""
 
-    def __init__(self, cost: float, width: float) -> None:
-        if cost <= 0 or width < 0:
-            raise ValueError(f"`cost` must be above 0 and `width` at least 0, got {cost} and {width}")
-        self._cost, self._width = cost, width
+    def __init__(self, draft_cost: float, token_cost: float) -> None:
+        if draft_cost <= 0 or token_cost < 0:
+            raise ValueError(f"draft_cost must be above 0 and token_cost at least 0, got {draft_cost} and {token_cost}")
+        self._draft_cost, self._token_cost = draft_cost, token_cost
 
     def start(self, context: Context, gamma: int) -> None:
         rows, device = len(context.lengths), context.ids_BS.device
@@ -112,7 +112,7 @@ class ExpectedGain(Policy):
 
     def looks(self, open_B: Tensor, level: int) -> Tensor:
         brought_B = self._brought_BK[:, level] / self._looked_BK[:, level]
-        each = self._cost + self._width
+        each = self._draft_cost + self._token_cost
         looks_B = self._reach_B * brought_B * (1 + each * level) > each * self._expected_B
         if level == 0:
             looks_B = looks_B | (self._rested_B == self._asked_again)
@@ -124,8 +124,8 @@ class ExpectedGain(Policy):
     def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         self._class_BK[:, level] = (confidence_B * self.classes).long().clamp(0, self.classes - 1)
         gain_B = self._reach_B * self.predict(draft_BV, level)
-        spent = 1 + self._cost * (level + 1) + self._width * level
-        pays_B = gain_B * spent > self._width * self._expected_B
+        spent = 1 + self._draft_cost * (level + 1) + self._token_cost * level
+        pays_B = gain_B * spent > self._token_cost * self._expected_B
         self._reach_B, self._expected_B = gain_B, self._expected_B + gain_B
         return pays_B
 

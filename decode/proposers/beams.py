@@ -39,22 +39,22 @@ class DraftBeam(_Beam):
     top-k 20, top-p 0.9.
     """
 
-    def __init__(self, model: LanguageModel, gamma: int, beams: int) -> None:
-        self.model, self.gamma, self.beams = model, gamma, beams
+    def __init__(self, model: LanguageModel, gamma: int, num_beams: int) -> None:
+        self.model, self.gamma, self.num_beams = model, gamma, num_beams
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
-        self._state = DraftState(self.model, context, 1 + self.beams * self.gamma, self.gamma)
+        self._state = DraftState(self.model, context, 1 + self.num_beams * self.gamma, self.gamma)
         self._chain = Tree.chain(self.gamma).to(self.model.device)
 
     def propose(self, context: Context) -> Proposal:
-        tokens_BN, scores_BN, self._nodes_BN = best_beam(self._state, context, self.gamma, self.beams)
+        tokens_BN, scores_BN, self._nodes_BN = best_beam(self._state, context, self.gamma, self.num_beams)
         return Proposal(self._chain, tokens_BN, draft_scores_BN=scores_BN)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        return [(self.model, 1)] + [(self.model, self.beams)] * (self.gamma - 1)
+        return [(self.model, 1)] + [(self.model, self.num_beams)] * (self.gamma - 1)
 
 
 class TargetBeam(_Beam):
@@ -64,8 +64,8 @@ class TargetBeam(_Beam):
     takes γ forwards of the target to propose, and one more that fills the cache: a reference for quality.
     """
 
-    def __init__(self, gamma: int, beams: int) -> None:
-        self.gamma, self.beams = gamma, beams
+    def __init__(self, gamma: int, num_beams: int) -> None:
+        self.gamma, self.num_beams = gamma, num_beams
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return (self.gamma or limits.max_new_tokens) + 1, self.gamma or 1
@@ -73,16 +73,16 @@ class TargetBeam(_Beam):
     def start(self, context: Context) -> None:
         gamma = self.gamma or context.limits.max_new_tokens
         self._depth = gamma
-        self._state = DraftState(context.target, context, 1 + self.beams * gamma, self.gamma or 1)
+        self._state = DraftState(context.target, context, 1 + self.num_beams * gamma, self.gamma or 1)
         self._chain = Tree.chain(gamma).to(context.target.device)
         self._stop_ids = torch.tensor(context.limits.stop_ids, dtype=torch.int64, device=context.target.device)
 
     def propose(self, context: Context) -> Proposal:
-        tokens_BN, _, self._nodes_BN = best_beam(self._state, context, self._depth, self.beams, self._stop_ids)
+        tokens_BN, _, self._nodes_BN = best_beam(self._state, context, self._depth, self.num_beams, self._stop_ids)
         return Proposal(self._chain, tokens_BN, target_forwards=self._depth)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        return [(None, 1)] + [(None, self.beams)] * (round(nodes) - 2)
+        return [(None, 1)] + [(None, self.num_beams)] * (round(nodes) - 2)
 
 
 def best_beam(

@@ -22,18 +22,18 @@ from .draft_state import DraftState
 
 
 class DraftChains(Proposer):
-    """`per_model` independent chains of `gamma` tokens from each model; shared prefixes are merged into one tree.
+    """`num_drafts` independent chains of `gamma` tokens from each model; shared prefixes are merged into one tree.
 
     At temperature 0 each model has one chain, its greedy one: independent draws would all be that.
     """
 
-    def __init__(self, models: Sequence[LanguageModel], gamma: int, per_model: int, greedy: bool) -> None:
+    def __init__(self, models: Sequence[LanguageModel], gamma: int, num_drafts: int, greedy: bool) -> None:
         self.models, self.gamma = tuple(models), gamma
-        self.per_model = 1 if greedy else per_model
-        self._own_tree = Tree.k_ary((self.per_model,) + (1,) * (gamma - 1))
+        self.num_drafts = 1 if greedy else num_drafts
+        self._own_tree = Tree.k_ary((self.num_drafts,) + (1,) * (gamma - 1))
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        return 1 + len(self.models) * self.per_model * self.gamma, self.gamma
+        return 1 + len(self.models) * self.num_drafts * self.gamma, self.gamma
 
     def start(self, context: Context) -> None:
         nodes = self._own_tree.nodes
@@ -57,7 +57,7 @@ class DraftChains(Proposer):
     def _draft(self, state: DraftState, context: Context, whose: str) -> tuple[Tensor, Tensor]:
         """Tokens [B, M, K] of one model's chains, and the distributions they come from (empty at temperature 0)."""
         hidden_BMD = state.read_root(context)[:, None]
-        tokens, probs, count = [], [], self.per_model
+        tokens, probs, count = [], [], self.num_drafts
         for level in range(self.gamma):
             logits_BMV = state.model.logits(hidden_BMD)
             if context.sampling.greedy:
@@ -82,16 +82,16 @@ class DraftChains(Proposer):
         depth_K = np.arange(self.gamma)
         for state, own_BM in zip(self._states, np.split(matched_BM, len(self._states), 1), strict=True):
             kept_B, chain_B = own_BM.max(1), own_BM.argmax(1)
-            own_BK = 1 + chain_B[:, None] + self.per_model * depth_K
+            own_BK = 1 + chain_B[:, None] + self.num_drafts * depth_K
             own_path_BK = torch.from_numpy(np.where(depth_K < kept_B[:, None], own_BK, depth_K + 1))
-            moves = self.per_model > 1
+            moves = self.num_drafts > 1
             state.keep(context, kept_B.tolist(), sent(own_path_BK, context.ids_BS.device) if moves else None)
 
     def stop(self) -> None:
         del self._states
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        widths = [1] + [self.per_model] * (self.gamma - 1)
+        widths = [1] + [self.num_drafts] * (self.gamma - 1)
         return [(model, width) for model in self.models for width in widths]
 
 

@@ -43,44 +43,46 @@ class _Nodes(NamedTuple):
 
 
 class DynamicTree(DrafterProposer):
-    """The likeliest continuations by a drafter's joint probability, at most `nodes`, none below `least`.
+    """Tree of the likeliest continuations by a drafter's joint probability.
 
     Each level grows from the best `width` nodes of the one before, with `width` candidates each. On a CPU a level that
-    no row needs is not drafted; elsewhere all are, for the host would have to wait to know.
+    no row needs is not drafted; on a GPU all levels are, because the host would have to wait to know.
 
     Args:
-        depth: levels that are drafted.
-        suffix: what follows the same words elsewhere stands in the tree too, a token being as likely as the surer of
-            both holds it; nothing is drafted after a node of which it is `sure` how the text goes on.
+        max_nodes: Maximum number of nodes, without the root.
+        max_depth: Number of levels that are drafted.
+        min_prob: Minimum joint probability of a node.
+        suffix: Source of further nodes. A token is as likely as the more confident of both sources says.
+        confidence_threshold: Nothing is drafted after a node for which `suffix` has a continuation at least as likely.
 
-    Raises ValueError: a size below 1; a probability that is none.
+    Raises:
+        ValueError: A probability out of range. At the start of decoding: a `width` above the drafter's vocabulary.
     """
 
     def __init__(
         self,
         model: LanguageModel,
-        nodes: int,
-        depth: int,
+        max_nodes: int,
+        max_depth: int,
         width: int,
-        least: float,
+        min_prob: float,
         suffix: SuffixTree | None = None,
-        sure: float = 1.0,
+        confidence_threshold: float = 1.0,
     ) -> None:
-        for name, size in (("nodes", nodes), ("depth", depth), ("width", width)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}, expected at least 1")
-        for name, share, most in (("least", least, 1.0), ("sure", sure, 1.1)):
-            if not 0 < share < most:
-                raise ValueError(f"{name} is a probability: expected above 0 and at most 1, got {share}")
-        self.model, self.nodes, self.depth, self.width, self.least = model, nodes, depth, width, least
-        self.suffix, self.sure = suffix, sure
-        self._levels = depth if suffix is None else max(depth, suffix.depth)
-        self._settings = nodes, depth, width, least, sure
-        self._grown = Tree.chain(width * (depth - 1)).to(model.device)  # as many nodes, at most, as are run
+        if not 0 < min_prob < 1:
+            raise ValueError(f"min_prob must be above 0 and below 1, got {min_prob}")
+        if not 0 < confidence_threshold <= 1:
+            raise ValueError(f"confidence_threshold must be above 0 and at most 1, got {confidence_threshold}")
+        self.model, self.suffix = model, suffix
+        self.max_nodes, self.max_depth, self.width = max_nodes, max_depth, width
+        self.min_prob, self.confidence_threshold = min_prob, confidence_threshold
+        self._levels = max_depth if suffix is None else max(max_depth, suffix.max_depth)
+        self._settings = max_nodes, max_depth, width, min_prob, confidence_threshold
+        self._grown = Tree.chain(width * (max_depth - 1)).to(model.device)  # as many nodes, at most, as are run
         self._ran: list[int] = []
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        return 1 + max(self.nodes, self.width * (self.depth - 1)), self._levels
+        return 1 + max(self.max_nodes, self.width * (self.max_depth - 1)), self._levels
 
     def start(self, context: Context) -> None:
         if self.width > self.model.draft_vocab_size:
@@ -104,7 +106,7 @@ class DynamicTree(DrafterProposer):
             hidden_BD = self._draft.read_root(context)
             watched_BA, *best = draft(hidden_BD, sent(torch.from_numpy(open_B), self.model.device), *nodes)
             if self.model.is_async:  # where a replay runs nothing of this
-                self._ran = [1] + [min(self.width, 1 + self.nodes)] * (self.depth - 1)
+                self._ran = [1] + [min(self.width, 1 + self.max_nodes)] * (self.max_depth - 1)
             ahead = [level for level, count in enumerate(self._ran) for _ in range(count)]
             context.watch("the drafter's", watched_BA, ahead)
         else:
@@ -126,7 +128,7 @@ class DynamicTree(DrafterProposer):
             return self._root, ~np.array(context.ended)
         texts = [context.host_ids_BS[row, : context.lengths[row]] for row in rows]
         grown = [[] if context.ended[row] else self.suffix.grow(row, texts[row]) for row in rows]
-        most = self.suffix.nodes if self.model.is_async else max(map(len, grown))
+        most = self.suffix.max_nodes if self.model.is_async else max(map(len, grown))
         joint_BT = np.zeros((len(grown), 1 + most), dtype=np.float32)
         whole_3BT = np.zeros((3, *joint_BT.shape), dtype=np.int64)
         joint_BT[:, 0], whole_3BT[0] = 1.0, -1
@@ -135,7 +137,7 @@ class DynamicTree(DrafterProposer):
                 joint_BT[row, number] = joint
                 whole_3BT[:, row, number] = parent, token, whole_3BT[2, row, parent] + 1
         surest_B = np.where(whole_3BT[0] == 0, joint_BT, 0.0).max(1)
-        open_B = ~np.array(context.ended) & (surest_B < self.sure)
+        open_B = ~np.array(context.ended) & (surest_B < self.confidence_threshold)
         sides = sent(torch.from_numpy(joint_BT), device), *sent(torch.from_numpy(whole_3BT), device)
         return _Nodes(*sides), open_B
 
@@ -146,16 +148,16 @@ class DynamicTree(DrafterProposer):
         nodes, stops, known = _Nodes(*sides), not self.model.is_async, sides[0].shape[1]
         hidden_BAD, tree, watched = hidden_BD[:, None], Tree.chain(0).to(hidden_BD.device), list[Tensor]()
         above_BA, share_BA = torch.zeros_like(open_B, dtype=torch.int64)[:, None], open_B[:, None].float()
-        for level in range(self.depth):
+        for level in range(self.max_depth):
             self._ran.append(above_BA.shape[1])
             logits_BAR, kept_R = self.model.draft_logits(hidden_BAD)
             top = warp(logits_BAR, sampling).topk(self.width, -1)
             watched.append(top.values[..., 0])
             tokens_BAW = top.indices if kept_R is None else kept_R[top.indices]
             joint_BAW = share_BA[..., None] * top.values
-            joint_BAW = torch.where(joint_BAW >= self.least, joint_BAW, 0.0)  # which NaN is not
+            joint_BAW = torch.where(joint_BAW >= self.min_prob, joint_BAW, 0.0)  # which NaN is not
             nodes = self._add(nodes, known, level + 1, above_BA, tokens_BAW, joint_BAW)
-            if level + 1 == self.depth:
+            if level + 1 == self.max_depth:
                 break
             above_BA, share_BA, places_BA = self._next_level(nodes, known, above_BA, share_BA)
             if stops:
@@ -201,12 +203,12 @@ class DynamicTree(DrafterProposer):
         if known > 1:  # of some of them it is sure how the text goes on
             follows_BAS = nodes.parents_BT[:, None, 1:known] == above_BA[..., None]
             surest_BA = torch.where(follows_BAS, nodes.joint_BT[:, None, 1:known], 0.0).amax(2)
-            share_BA = share_BA.masked_fill(surest_BA >= self.sure * share_BA, 0.0)
+            share_BA = share_BA.masked_fill(surest_BA >= self.confidence_threshold * share_BA, 0.0)
         return above_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
 
     def _order(self, nodes: _Nodes) -> Tensor:
         """[B, N] the root and the best nodes, the best first; parents stand before children that are as likely."""
-        return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.nodes]
+        return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.max_nodes]
 
     def _best(self, nodes: _Nodes) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, parents and depths of the best nodes, whose parents are among them, [B, N] each."""

@@ -81,47 +81,45 @@ class PrunedHeadTree(Proposer):
     neighbours, the root included. Without a table r is 1.
 
     Args:
-        unseen: r of pairs that the table does not hold; not used with `add_k`, which gives each of them an r. The
-            paper's is 0 (eq. 5), which rules such pairs out; the methods' default, 0.01, is ours.
-        lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all", the methods' default: their
-            beginnings do, too, as appendix C and section 4.3 speak of them; only where r exceeds 1 a longer one wins.
-        add_k: number added to each count of the table before r is computed.
-        least: sequences whose posterior is not above it are left out, so that the tree is small where the heads are
-            unsure (as EAGLE-2 grows its trees by confidence: Li et al. 2024, arXiv 2406.16858). 0: all compete.
+        unseen_correlation: r of pairs that the table does not hold; not used with `add_k`, which gives each of them an
+            r. The paper's is 0 (eq. 5), which rules such pairs out.
+        lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all": beginnings of sequences
+            compete as well (appendix C and section 4.3); a longer one wins only where r exceeds 1.
+        add_k: Number added to each count of the table before r is computed.
+        min_prob: Sequences need a larger posterior than this, so that the tree is small where the heads are not
+            confident (as in EAGLE-2, arXiv 2406.16858). 0: all compete.
 
-    Raises ValueError: a setting that cannot be; at the start of decoding, heads or a table of another target.
+    Raises:
+        ValueError: A setting out of range. At the start of decoding: heads or a table of another target.
     """
 
     def __init__(
         self,
         heads: HeadModule,
         table: BigramTable | None,
-        sequences: int,
-        candidates: int,
-        unseen: float,
-        depth: int,
+        num_sequences: int,
+        num_candidates: int,
+        unseen_correlation: float,
+        max_depth: int,
         lengths: Literal["all", "full"] = "all",
         add_k: float = 0.0,
-        least: float = 0.0,
+        min_prob: float = 0.0,
     ) -> None:
-        if not 1 <= depth <= heads.num_heads:
-            raise ValueError(f"the depth must lie between 1 and the number of heads, {heads.num_heads}; got {depth}")
-        self.heads, self.table = heads, table
-        self.sequences, self.candidates, self.depth = sequences, candidates, depth
-        if unseen < 0:
-            raise ValueError(f"unseen is a correlation: expected at least 0, got {unseen}")
-        if not 0 <= least < 1:
-            raise ValueError(
-                f"least is the smallest posterior of a sequence: expected 0 or more and below 1, got {least}"
-            )
+        if not 1 <= max_depth <= heads.num_heads:
+            raise ValueError(f"max_depth must be between 1 and the number of heads, {heads.num_heads}, got {max_depth}")
+        if unseen_correlation < 0:
+            raise ValueError(f"unseen_correlation must be at least 0, got {unseen_correlation}")
+        if not 0 <= min_prob < 1:
+            raise ValueError(f"min_prob must be at least 0 and below 1, got {min_prob}")
         check_add_k(add_k)
-        self._floor = math.log(least) if least else -math.inf
-        self.full, self.add_k = lengths == "full", add_k
+        self.heads, self.table, self.full, self.add_k = heads, table, lengths == "full", add_k
+        self.num_sequences, self.num_candidates, self.max_depth = num_sequences, num_candidates, max_depth
+        self._floor = math.log(min_prob) if min_prob else -math.inf
         self._lattice: Lattice | None = None
-        self._log_unseen = torch.tensor(math.log(unseen) if unseen else -math.inf)
+        self._log_unseen = torch.tensor(math.log(unseen_correlation) if unseen_correlation else -math.inf)
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        return 1 + self.sequences * self.depth, self.depth
+        return 1 + self.num_sequences * self.max_depth, self.max_depth
 
     def start(self, context: Context) -> None:
         check_heads(self.heads, context)
@@ -133,20 +131,20 @@ class PrunedHeadTree(Proposer):
         self._log_unseen = self._log_unseen.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
-        probs_BKV = self.heads(context.hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
-        top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
-        context.watch("head {}'s", top.values[..., 0], range(self.depth))
+        probs_BKV = self.heads(context.hidden_BD)[:, : self.max_depth].softmax(-1, dtype=torch.float32)
+        top = probs_BKV.topk(min(self.num_candidates, probs_BKV.shape[-1]), -1)
+        context.watch("head {}'s", top.values[..., 0], range(self.max_depth))
         tree, tokens_BN = self.prune(context.root_B1, top.indices, top.values.log())
-        return Proposal(tree, tokens_BN, levels=self.depth)
+        return Proposal(tree, tokens_BN, levels=self.max_depth)
 
     def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:
         """The tree of the best sequences, and its tokens [B, N]."""
         parents_BN, depth_BN, place_BN = self.search(root_B1, candidates_BKC, log_probs_BKC)
         tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
         tokens_BN[:, 0] = root_B1[:, 0]
-        if self.sequences == 1 and len(tokens_BN) == 1:  # one sequence is a chain, which costs less to score and verify
+        if self.num_sequences == 1 and len(tokens_BN) == 1:  # a chain costs less to score and verify
             return Tree.chain(tokens_BN.shape[1] - 1).to(tokens_BN.device), tokens_BN
-        return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
+        return Tree.from_parents(parents_BN, self.max_depth, depth_BN), tokens_BN
 
     def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The best sequences as `Lattice.best_paths` gives them, [B, N] each: parents, depths, candidate indices."""
@@ -162,7 +160,7 @@ class PrunedHeadTree(Proposer):
             first_BC, edges_BKCC = edges_BKCC[:, 0, :, 0], edges_BKCC[:, 1:]
         if self._lattice is None or self._lattice.sizes != log_probs_BKC.shape:
             rows, levels, width = log_probs_BKC.shape
-            self._lattice = Lattice(rows, levels, width, self.sequences, root_B1.device, self.full, self._floor)
+            self._lattice = Lattice(rows, levels, width, self.num_sequences, root_B1.device, self.full, self._floor)
         return self._lattice.best_paths(first_BC, edges_BKCC)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:

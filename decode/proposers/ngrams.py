@@ -94,15 +94,14 @@ class TableChain(Proposer):
 class PromptLookup(Proposer):
     """The tokens that followed the last time the text ended as it ends now (prompt look-up).
 
-    The longest match of `longest` down to `shortest` tokens counts, the latest of equals. What follows is read on
-    beyond the end of the text as if it repeated itself from the match on. Rows without a match propose nothing. Raises
-    ValueError: a shortest match that is longer than the longest.
+    The longest match of `max_ngram` down to `min_ngram` tokens counts, the latest of equals. What follows is read on
+    beyond the end of the text as if it repeated itself from the match on. Rows without a match propose nothing.
     """
 
-    def __init__(self, gamma: int, longest: int, shortest: int = 1) -> None:
-        if shortest > longest:
-            raise ValueError(f"the shortest match, {shortest}, is longer than the longest, {longest}")
-        self.gamma, self.longest, self.shortest = gamma, longest, shortest
+    def __init__(self, gamma: int, max_ngram: int, min_ngram: int = 1) -> None:
+        if min_ngram > max_ngram:
+            raise ValueError(f"min_ngram must be at most max_ngram, {max_ngram}, got {min_ngram}")
+        self.gamma, self.max_ngram, self.min_ngram = gamma, max_ngram, min_ngram
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
@@ -113,7 +112,7 @@ class PromptLookup(Proposer):
     def find(self, context: Context) -> tuple[np.ndarray, np.ndarray]:
         """Which rows find something, bool [B], and what, int64 [B, K]; K is 0 where none does."""
         # On the host, where every committed token is known already: nothing is waited for.
-        places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.longest, self.shortest)
+        places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.max_ngram, self.min_ngram)
         found_B = places_B >= 0
         depth = self.gamma if found_B.any() else 0
         lengths_B1, places_B1 = np.array(context.lengths)[:, None], places_B[:, None]

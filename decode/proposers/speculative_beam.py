@@ -82,19 +82,15 @@ class _Row:
 
 
 class SpeculativeBeam(Proposer):
-    """The likeliest of `beams` sequences, for all new tokens at once; see `TargetBeam`.
+    """Search for the likeliest of `num_beams` sequences of all new tokens; see `TargetBeam`.
 
-    Args:
-        width: sequences of the drafter's beam, at least `beams`.
-        gamma: levels that are drafted before a forward of the target.
-
-    Raises ValueError: a drafter's beam that is narrower than the target's.
+    The drafter searches `draft_beams` sequences, and `draft_gamma` levels before each forward of the target.
     """
 
-    def __init__(self, model: LanguageModel, beams: int, width: int, gamma: int) -> None:
-        if width < beams:
-            raise ValueError(f"the drafter's beam is {width} wide, the target's {beams}: it must not be narrower")
-        self.model, self.beams, self.width, self.gamma = model, beams, width, gamma
+    def __init__(self, model: LanguageModel, num_beams: int, draft_beams: int, draft_gamma: int) -> None:
+        if draft_beams < num_beams:
+            raise ValueError(f"draft_beams must be at least num_beams, {num_beams}, got {draft_beams}")
+        self.model, self.num_beams, self.draft_beams, self.draft_gamma = model, num_beams, draft_beams, draft_gamma
         self._ran: list[tuple[Any, int]] = []
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
@@ -102,7 +98,7 @@ class SpeculativeBeam(Proposer):
 
     def start(self, context: Context) -> None:
         self._levels = context.limits.max_new_tokens
-        most = 1 + self._levels * (self.beams + self.width * self.gamma)
+        most = 1 + self._levels * (self.num_beams + self.draft_beams * self.draft_gamma)
         self._target, self._draft = (DraftState(model, context, most, 1) for model in (context.target, self.model))
         self._stop_ids = frozenset(context.limits.stop_ids)
 
@@ -111,12 +107,12 @@ class SpeculativeBeam(Proposer):
         self._context, self._parents, self._depths = context, [[-1] for _ in rows], [[0] for _ in rows]
         hiddens = [state.read_root(context)[:, None] for state in (self._target, self._draft)]
         forwards, everywhere = 1, [[0]] * len(rows)
-        self._learn([row.target for row in rows], self._target, hiddens[0], self.beams, everywhere)
-        self._learn([row.drafter for row in rows], self._draft, hiddens[1], self.width, everywhere)
+        self._learn([row.target for row in rows], self._target, hiddens[0], self.num_beams, everywhere)
+        self._learn([row.drafter for row in rows], self._draft, hiddens[1], self.draft_beams, everywhere)
         self._ran = [(self.model, 1)]
         while True:
             for row in rows:
-                row.advance(self.beams, self._levels, self._stop_ids)
+                row.advance(self.num_beams, self._levels, self._stop_ids)
             if all(row.ended(self._levels) for row in rows):
                 break
             self._look_ahead(rows)
@@ -134,7 +130,7 @@ class SpeculativeBeam(Proposer):
         made = [list[int]() for _ in rows]
         searched = [[] if row.ended(self._levels) else [each for each in row.beams if not each.ended] for row in rows]
         reached: list[list[tuple[np.float32, int]]] = [[] for _ in rows]
-        for level in range(1 + self.gamma):
+        for level in range(1 + self.draft_gamma):
             group = [list[tuple[int, int]]() for _ in rows]
             for number, row in enumerate(rows):
                 wanted = [(each.score, each.node, each.parent, each.tokens[-1:]) for each in searched[number]]
@@ -152,7 +148,7 @@ class SpeculativeBeam(Proposer):
         tree = self._tree()
         hidden_BMD = self._target.grow(sent(torch.tensor(tokens), self.model.device), tree, start)
         self._ran.append((None, tree.nodes - start))
-        self._learn([row.target for row in rows], self._target, hidden_BMD, self.beams, made, start)
+        self._learn([row.target for row in rows], self._target, hidden_BMD, self.num_beams, made, start)
         for row in rows:
             row.look_up()
 
@@ -164,7 +160,7 @@ class SpeculativeBeam(Proposer):
             for p, token in row.drafter[parent]
             if token not in self._stop_ids
         ]
-        best = sorted(found, key=lambda each: (-each[0], each[1:]))[: self.width]
+        best = sorted(found, key=lambda each: (-each[0], each[1:]))[: self.draft_beams]
         return [(score, row.nodes.get((parent, token)), parent, (token,)) for score, parent, token in best]
 
     def _run(self, rows: list[_Row], group: list[list[tuple[int, int]]], tokens: list[list[int]]) -> None:
@@ -184,7 +180,7 @@ class SpeculativeBeam(Proposer):
         hidden_BMD = self._draft.grow(sent(newest, self.model.device), tree, start)
         self._ran.append((self.model, widest))
         known = [[start + place for place in range(len(asked))] for asked in group]
-        self._learn([row.drafter for row in rows], self._draft, hidden_BMD, self.width, known, start)
+        self._learn([row.drafter for row in rows], self._draft, hidden_BMD, self.draft_beams, known, start)
 
     def _tree(self) -> Tree:
         device = self.model.device

@@ -69,37 +69,37 @@ class SuffixTree(Proposer):
     the texts; a head's probability of it.
 
     Args:
-        nodes: at most, the root not counted.
-        least: the joint probability that a node must have.
-        texts, heads: where else tokens come from, if at all; `candidates` of a head.
+        max_nodes: Maximum number of nodes, without the root.
+        min_prob: Minimum joint probability of a node.
+        texts: Further source of tokens: a datastore of earlier texts.
+        heads: Further source of tokens: prediction heads, with `num_candidates` of each.
 
-    Raises ValueError: no depth; a probability that is none; at the start of decoding, heads of another target.
+    Raises:
+        ValueError: A `min_prob` outside (0, 1). At the start of decoding: heads of another target.
     """
 
     def __init__(
         self,
-        nodes: int,
-        depth: int,
-        least: float,
+        max_nodes: int,
+        max_depth: int,
+        min_prob: float,
         texts: TextStore | None = None,
         heads: HeadModule | None = None,
-        candidates: int = 4,
+        num_candidates: int = 4,
     ) -> None:
-        if depth < 1:
-            raise ValueError(f"the depth must be at least 1, got {depth}")
-        if not 0 < least < 1:
-            raise ValueError(f"least is the smallest probability of a node: expected above 0 and below 1, got {least}")
-        self.nodes, self.depth, self.least = nodes, depth, least
-        self.texts, self.heads, self.candidates = texts, heads, candidates
+        if not 0 < min_prob < 1:
+            raise ValueError(f"min_prob must be above 0 and below 1, got {min_prob}")
+        self.max_nodes, self.max_depth, self.min_prob = max_nodes, max_depth, min_prob
+        self.texts, self.heads, self.num_candidates = texts, heads, num_candidates
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        return 1 + self.nodes, self.depth
+        return 1 + self.max_nodes, self.max_depth
 
     def start(self, context: Context) -> None:
         if self.heads is not None:
             check_heads(self.heads, context)
         # the longer a match, the likelier the same token follows: 0.2 after one token, 0.5 after two, 0.8 after eight
-        prior_L = 1 - 0.8 / np.arange(1, 1 + _LONGEST + self.depth) ** 0.7
+        prior_L = 1 - 0.8 / np.arange(1, 1 + _LONGEST + self.max_depth) ** 0.7
         self._kept_BL = _PRIOR * np.tile(prior_L, (len(context.lengths), 1))
         self._tried_BL = np.full_like(self._kept_BL, _PRIOR)
         self._own = [(list[int](), 0) for _ in context.lengths]
@@ -117,13 +117,13 @@ class SuffixTree(Proposer):
             text_S = context.host_ids_BS[row, :length]
             nodes = [] if context.ended[row] else self.grow(row, text_S, self._guesses[row])
             rows.append(([node.parent for node in nodes], [node.token for node in nodes]))
-        return proposal_of(rows, context.root_B1, self.depth)
+        return proposal_of(rows, context.root_B1, self.max_depth)
 
     def _candidates(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
         """The heads' candidates and their probabilities, [B, K, C]."""
         assert self.heads is not None
-        probs_BKV = self.heads(hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
-        top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
+        probs_BKV = self.heads(hidden_BD)[:, : self.max_depth].softmax(-1, dtype=torch.float32)
+        top = probs_BKV.topk(min(self.num_candidates, probs_BKV.shape[-1]), -1)
         self._watched_BK = top.values[..., 0]
         return top.indices, top.values
 
@@ -140,7 +140,7 @@ class SuffixTree(Proposer):
     def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> list[Node]:
         """The nodes after a row's text, in the order of their probability; `guesses`: the heads' of each depth."""
         start, match = longest_match(text_S)
-        own_K = text_S[start + np.arange(self.depth) % (len(text_S) - start)].tolist() if match else []
+        own_K = text_S[start + np.arange(self.max_depth) % (len(text_S) - start)].tolist() if match else []
         self._own[row] = own_K, match
         places_M: Ints = _NOWHERE
         if self.texts is not None:
@@ -157,15 +157,15 @@ class SuffixTree(Proposer):
             for token, share in [*_shares(path.next_M), *(guesses[depth].items() if depth < len(guesses) else ())]:
                 likely[token] = max(likely[token], share)
             for token, share in likely.items():
-                if joint * share >= self.least:
+                if joint * share >= self.min_prob:
                     heapq.heappush(waiting, (-joint * share, next(numbers), node, token, path))
 
         go_on(0, 1.0, 0, match, places_M)
-        while waiting and len(nodes) < self.nodes:
+        while waiting and len(nodes) < self.max_nodes:
             joint, _, parent, token, path = heapq.heappop(waiting)
             nodes.append(Node(-joint, parent, token))
             follows = path.match > 0 and token == own_K[path.depth]
-            if path.depth + 1 < self.depth:
+            if path.depth + 1 < self.max_depth:
                 on_M = path.places_M[path.next_M == token]
                 go_on(len(nodes), -joint, path.depth + 1, path.match + 1 if follows else 0, on_M)
         return nodes

@@ -34,7 +34,7 @@ from ...decode.models.base import LanguageModel, check_same_vocabulary
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.graphs import GraphedModel
 from ...decode.models.loading import held_as, load_model, wrap_model
-from ...decode.models.products.int8 import round_to_int8
+from ...decode.models.products.product import round_to_int8
 from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
 from ..schema.evaluation import EvaluateRecipe, RegenerateRecipe

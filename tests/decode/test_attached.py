@@ -21,7 +21,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import CustomGenerate, method
 from draftsmith.decode.custom_generate import saved as method_files
-from draftsmith.decode.custom_generate.export import ATTACHED_FORMATS
+from draftsmith.decode.custom_generate.method import ATTACHED_FORMATS
 from draftsmith.decode.methods import METHODS
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -86,33 +86,6 @@ def test_every_method_decodes_as_before(
     assert sampled[0] == sampled[1]
     leaves = {path.suffix for path in (tmp_path / "saved").rglob("*") if path.is_file()}
     assert leaves <= {".json", ".safetensors", ".py", ".txt"}
-
-
-@pytest.mark.parametrize(
-    "heads",
-    [
-        some_heads("low-rank", scale=0.25),
-        some_heads("target"),
-        some_heads(states="before-norm").bfloat16(),
-        some_heads().double(),
-    ],
-    ids=["low-rank", "target", "before-norm", "double"],
-)
-def test_parts_come_back_as_they_were(tmp_path: Path, heads: PredictionHeads) -> None:
-    table = some_table()
-    method("slim-s", heads=heads, table=table).save_pretrained(tmp_path / "saved")
-    again = CustomGenerate.from_pretrained(str(tmp_path / "saved"))
-    assert isinstance(again.heads, PredictionHeads)
-    assert again.table is not None
-    for name in ("num_heads", "num_layers", "hidden_size", "projection_kind", "rank", "states", "scale", "vocab_size"):
-        assert getattr(again.heads, name) == getattr(heads, name), name
-    assert again.heads.state_dict().keys() == heads.state_dict().keys()
-    for name, weight in heads.state_dict().items():
-        assert again.heads.state_dict()[name].dtype == weight.dtype
-        assert torch.equal(again.heads.state_dict()[name], weight)
-    for name in ("row_ptr", "col", "count", "unigram"):
-        assert torch.equal(getattr(again.table, name), getattr(table, name))
-    assert not again.heads.training
 
 
 def test_drafters_stay_folders_or_names(

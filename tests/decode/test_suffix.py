@@ -164,18 +164,18 @@ def likeliest(
     joint, ran = {(): 1.0} | known, 0
 
     def best() -> list[Path]:
-        return sorted((path for path in joint if path), key=lambda path: -joint[path])[: proposer.nodes]
+        return sorted((path for path in joint if path), key=lambda path: -joint[path])[: proposer.max_nodes]
 
     def is_open(path: Path) -> bool:
         follows = [known_joint for other, known_joint in joint.items() if other[:-1] == path and other in known]
-        return not follows or max(follows) < proposer.sure * joint[path]
+        return not follows or max(follows) < proposer.confidence_threshold * joint[path]
 
     grown = [path for path in [()] if is_open(path)]
-    for _ in range(proposer.depth):
+    for _ in range(proposer.max_depth):
         for path in grown:
             probs, ran = after(path), ran + 1
             for token in sorted(range(len(probs)), key=lambda token: -probs[token])[: proposer.width]:
-                if joint[path] * probs[token] >= proposer.least:
+                if joint[path] * probs[token] >= proposer.min_prob:
                     joint[(*path, token)] = max(joint.get((*path, token), 0.0), joint[path] * probs[token])
         level = [path for path in best() if path[:-1] in grown][: proposer.width]
         grown = [path for path in level if is_open(path)]

@@ -64,11 +64,7 @@ def test_greedy_output_is_the_targets_own(
 
 @pytest.mark.parametrize("add_k", ADD_K)
 def test_sampled_output_follows_the_target(
-    make_markov: MakeMarkov,
-    make_stream: MakeStream,
-    chain_VV: torch.Tensor,
-    table: BigramTable,
-    add_k: float,
+    make_markov: MakeMarkov, make_stream: MakeStream, chain_VV: torch.Tensor, table: BigramTable, add_k: float
 ) -> None:
     """Two tokens of 8,000 rows, counted, also where the drafter gives tokens no probability at all."""
     rows, sampling = 8000, Sampling(1.0)

@@ -366,14 +366,6 @@ def test_joint_greedy_decoding_takes_the_likeliest_tokens_of_each_step(make_llam
     assert (ended > 0) == (stop is not None)
 
 
-def test_joint_greedy_decoding_of_one_token_is_greedy_decoding(make_llama: MakeLlama) -> None:
-    model = make_llama(16, seed=0)
-    for beams in (1, 3, 50):
-        method = build_method("mjgd", Parts(), GREEDY, gamma=1, num_beams=beams)
-        output, _ = run(wrap_model(model), method, GREEDY, Limits(12))
-        assert output == [greedy(model, prompt, 12) for prompt in PROMPTS]
-
-
 def test_prompt_lookup_reads_on_in_a_text_that_repeats_itself(make_markov: MakeMarkov) -> None:
     """Over a target that counts 0, 1 … 4, 0 …: everything that is proposed is right, beyond the end of the text too."""
     cycle = torch.full((1, 5, 5), 1e-6).scatter_(2, (torch.arange(5)[None, :, None] + 1) % 5, 1.0)

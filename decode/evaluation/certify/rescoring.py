@@ -181,7 +181,7 @@ def _look_up(
         found = (longest_match(text_S[:length]) for length in lengths_T)
         return np.array([text_S[start] if match else missing for start, match in found])
     places_T = lookup(
-        np.broadcast_to(text_S, (len(output), len(text_S))), lengths_T, proposer.longest, proposer.shortest
+        np.broadcast_to(text_S, (len(output), len(text_S))), lengths_T, proposer.max_ngram, proposer.min_ngram
     )
     return np.where(places_T >= 0, text_S[places_T], missing)
 

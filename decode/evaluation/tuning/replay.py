@@ -115,7 +115,7 @@ def _replay_prompt_lookup(recording: Recording, proposer: PromptLookup) -> Predi
     for prompt, text in zip(recording.prompts, recording.texts, strict=True):
         ids_1S = np.array([[*prompt, *text]], dtype=np.int64)
         for length in range(len(prompt), ids_1S.shape[1]):
-            index = int(lookup(ids_1S[:, :length], np.array([length]), proposer.longest, proposer.shortest)[0])
+            index = int(lookup(ids_1S[:, :length], np.array([length]), proposer.max_ngram, proposer.min_ngram)[0])
             nodes.append(1 if index < 0 else 1 + proposer.gamma)
             source_K = index + np.arange(proposer.gamma) % max(length - index, 1)
             held_K = ids_1S[0, length : length + proposer.gamma]

@@ -145,20 +145,20 @@ def replay_pruned_tree(recording: Recording, proposer: PrunedHeadTree) -> Predic
     heads = recording.heads
     assert heads is not None
     width = heads.token_THC.shape[2]
-    if proposer.candidates > width:
-        raise ValueError(f"the search needs {proposer.candidates} candidates per head, but {width} were recorded")
-    follows_TK = torch.from_numpy(_following(recording, proposer.depth))
+    if proposer.num_candidates > width:
+        raise ValueError(f"the search needs {proposer.num_candidates} candidates per head, but {width} were recorded")
+    follows_TK = torch.from_numpy(_following(recording, proposer.max_depth))
     walked, nodes = [], []
     for first in range(0, len(follows_TK), _PRUNED_ROWS):
         rows = slice(first, first + _PRUNED_ROWS)
-        kept = rows, slice(proposer.depth), slice(proposer.candidates)
+        kept = rows, slice(proposer.max_depth), slice(proposer.num_candidates)
         candidates_BKC = torch.from_numpy(heads.token_THC[kept]).long()
         root_B1 = torch.from_numpy(heads.root_T[rows]).long()[:, None]
         parents_BN, _, place_BN = proposer.search(root_B1, candidates_BKC, torch.from_numpy(heads.log_prob_THC[kept]))
         walked.append(_walk(parents_BN, candidates_BKC.flatten(1).gather(1, place_BN), follows_TK[rows]))
         nodes.append(1 + (parents_BN >= 0).sum(1).numpy())
     nodes_T = np.concatenate(nodes).astype(np.float64)
-    return replay_tokens(recording, np.concatenate(walked), proposer.depth, nodes_T)
+    return replay_tokens(recording, np.concatenate(walked), proposer.max_depth, nodes_T)
 
 
 def _walk(parents_BN: Tensor, tokens_BN: Tensor, follows_BK: Tensor) -> Integers:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .few_rows import WIDE, FewRows, fits
 from .native import compiled, in_use
-from .product import Product
+from .product import WIDE, FewRows, Product, fits
 
 Side = tuple[Tensor, Tensor | None]
 """How a layer's queries and keys are turned [1 or B, M, 1, E / 2], complex, and its mask [1 or B, 1, M, S]."""
@@ -60,12 +59,7 @@ class DecoderLayers:
         return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(
-        self,
-        layers: Sequence[Any],
-        sides: Sequence[int],
-        sizes: tuple[int, int, int],
-        kind: Kind,
-        norms: Norms,
+        self, layers: Sequence[Any], sides: Sequence[int], sizes: tuple[int, int, int], kind: Kind, norms: Norms
     ) -> None:
         """Of layers that `fit`, with the products `qkv`, `out`, `up` and `down`, and weights of norms.
 

@@ -18,12 +18,7 @@ from transformers.pytorch_utils import Conv1D
 class Family:
     """Where models of a type keep what a decoder has: names of modules, of a layer's within the layer."""
 
-    norms: tuple[str | None, str | None, str | None, str | None] = (
-        "input_layernorm",
-        None,
-        "post_attention_layernorm",
-        None,
-    )
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     """Before attention, of what attention adds, before the MLP, and of what it adds; None: there is none."""
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -136,33 +131,17 @@ class LayerWeights:
         norms = [None if name is None else getattr(layer, name) for name in family.norms]
         (qkv, bias), (up, bias_up) = (_matrix(side, norm) for side, norm in zip(parts, norms[::2], strict=True))
         if family.by_head:
-            qkv, bias = (
-                _by_kind(qkv, attention.head_size),
-                None if bias is None else _by_kind(bias, attention.head_size),
-            )
+            qkv = _by_kind(qkv, attention.head_size)
+            bias = None if bias is None else _by_kind(bias, attention.head_size)
         norm_query = _weight(getattr(attention, "q_norm", None))
         if norm_query is not None and len(norm_query) == attention.head_dim:
             norm_query = norm_query * (attention.scaling * attention.head_dim**0.5)
         out, bias_out = _matrix([getattr(attention, family.out)])
         down, bias_down = _matrix([getattr(mlp, family.down)])
-        norm_in, norm_attended, norm_mlp, norm_made = (_weight(norm) for norm in norms)
-        return cls(
-            qkv,
-            bias,
-            norm_query,
-            _weight(getattr(attention, "k_norm", None)),
-            out,
-            bias_out,
-            up,
-            bias_up,
-            down,
-            bias_down,
-            norm_in,
-            norm_attended,
-            norm_mlp,
-            norm_made,
-            (tuple(parts[0]) if len(parts[0]) > 1 else (), tuple(parts[1]) if len(parts[1]) > 1 else ()),
-        )
+        norm_key = _weight(getattr(attention, "k_norm", None))
+        products = qkv, bias, norm_query, norm_key, out, bias_out, up, bias_up, down, bias_down
+        joined = tuple(tuple(side) if len(side) > 1 else () for side in parts)
+        return cls(*products, *map(_weight, norms), joined)
 
 
 def _matrix(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:

@@ -25,10 +25,8 @@ from transformers import (
     DynamicCache,
     EosTokenCriteria,
     LlamaForCausalLM,
-    MinPLogitsWarper,
     StoppingCriteria,
     TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 VOCAB = 64
@@ -167,8 +165,8 @@ def stepped(model: LlamaForCausalLM, up: torch.Tensor) -> None:
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
 
 
-def loaded(model: LlamaForCausalLM, up: torch.Tensor, assign: bool = False) -> None:
-    model.load_state_dict({name: weight.roll(1, 0) for name, weight in model.state_dict().items()}, assign=assign)
+def loaded(model: LlamaForCausalLM, up: torch.Tensor) -> None:
+    model.load_state_dict({name: weight.roll(1, 0) for name, weight in model.state_dict().items()}, assign=True)
 
 
 def assigned(model: LlamaForCausalLM, up: torch.Tensor) -> None:
@@ -186,19 +184,11 @@ def used_again(model: LlamaForCausalLM, up: torch.Tensor) -> None:
 CHANGES: dict[str, Callable[[LlamaForCausalLM, torch.Tensor], Any]] = {
     "in place": lambda model, up: up.mul_(-1),
     "an optimizer": stepped,
-    "load_state_dict": loaded,
-    "load_state_dict, assigned": lambda model, up: loaded(model, up, True),
-    "to another type": lambda model, up: model.double().lm_head.weight.mul_(-1),
-    "another parameter": lambda model, up: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.randn(VOCAB, 32))),
+    "load_state_dict, assigned": loaded,
     "other data": assigned,
     "the same memory": used_again,
-    "through data": lambda model, up: up.data.mul_(-2),
-    "through data, signs alone": lambda model, up: up.data.mul_(-1),
-    "through data, one number": lambda model, up: up.data[3, 5:6].fill_(300.0),
     "through data, rows exchanged": lambda model, up: up.data.copy_(up.data.roll(1, 0)),
     "through data, columns exchanged": lambda model, up: up.data.copy_(up.data.roll(1, 1)),
-    "through numpy": lambda model, up: np.negative(up.detach().numpy(), out=up.detach().numpy()),
-    "a small one": lambda model, up: model.model.norm.weight.data.neg_(),
 }
 
 
@@ -330,12 +320,9 @@ def test_warping_is_that_of_generate(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 2}, "num_beams"),
-    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
     ({"min_new_tokens": 4, "eos_token_id": 5}, "MinLengthLogitsProcessor"),
-    ({"logits_processor": [MinPLogitsWarper(0.1)]}, "MinPLogitsWarper"),
     ({"do_sample": True, "logits_processor": [TopKLogitsWarper(3)]}, "top_k, then top_k"),
-    ({"do_sample": True, "logits_processor": [TopPLogitsWarper(0.5)]}, "top_p, then top_k"),
     ({"logits_processor": [TopKLogitsWarper(3, filter_value=-9.0)]}, "filter_value.*TopKLogitsWarper"),
     ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     ({"past_key_values": DynamicCache()}, "past_key_values"),
@@ -344,7 +331,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"synced_gpus": True}, "synced_gpus"),
     ({"stopping_criteria": [EosTokenCriteria(5)]}, "pad_token_id"),
     ({"attention_mask": torch.tensor([[1, 1, 0]])}, r"row 0.*padding_side"),
-    ({"attention_mask": torch.tensor([[0, 0, 0]])}, "prompt 0"),
     ({"max_length": 255}, "252 .*3 .*256"),
 ]
 

@@ -39,12 +39,7 @@ def cuda() -> Iterator[PretendCuda]:
 
 @pytest.mark.parametrize(
     ("batch", "temperature"),
-    [
-        (1, 1.0),
-        (4, 0.0),
-        pytest.param(1, 0.0, marks=pytest.mark.slow),
-        pytest.param(4, 1.0, marks=pytest.mark.slow),
-    ],
+    [(1, 1.0), (4, 0.0), pytest.param(1, 0.0, marks=pytest.mark.slow), pytest.param(4, 1.0, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("label", ROWS)
 def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, label: str, batch: int, temperature: float) -> None:

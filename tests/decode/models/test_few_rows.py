@@ -19,10 +19,19 @@ from draftsmith.decode.models.kv_cache import KVCache
 from draftsmith.decode.models.lean import ACTIVATED, LeanDecoder
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.models.products import native
-from draftsmith.decode.models.products.few_rows import FEW_ROWS, FOURS, PAIRS, FewRows, fits
-from draftsmith.decode.models.products.int8 import integers_of, round_to_int8, rounded
 from draftsmith.decode.models.products.native import compiled, library_products
-from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
+from draftsmith.decode.models.products.product import (
+    FEW_ROWS,
+    FOURS,
+    PAIRS,
+    SMALLEST_PACKED,
+    FewRows,
+    Product,
+    fits,
+    integers_of,
+    round_to_int8,
+    rounded,
+)
 from draftsmith.decode.models.products.weights import GATES
 from draftsmith.decode.tree import Tree
 
@@ -31,7 +40,7 @@ PROCESSORS = ["native", *(["x86-64-v3", "x86-64"] if platform.machine() == "x86_
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 CENTRED = 6
 """As vectors.h numbers what stands before a product."""
-ASK = "import torch; from draftsmith.decode.models.products.few_rows import fits; print(fits(torch.zeros(32, 4)))"
+ASK = "import torch; from draftsmith.decode.models.products.product import fits; print(fits(torch.zeros(32, 4)))"
 
 
 @pytest.fixture

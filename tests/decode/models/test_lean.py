@@ -10,8 +10,7 @@ import pytest
 import torch
 from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.products import product as products
-from draftsmith.decode.models.products.few_rows import FEW_ROWS
-from draftsmith.decode.models.products.product import SMALLEST_PACKED, Product
+from draftsmith.decode.models.products.product import FEW_ROWS, SMALLEST_PACKED, Product
 from transformers import LlamaForCausalLM
 
 
