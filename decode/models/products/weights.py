@@ -140,8 +140,9 @@ class LayerWeights:
         down, bias_down = _matrix([getattr(mlp, family.down)])
         norm_key = _weight(getattr(attention, "k_norm", None))
         products = qkv, bias, norm_query, norm_key, out, bias_out, up, bias_up, down, bias_down
-        joined = tuple(tuple(side) if len(side) > 1 else () for side in parts)
-        return cls(*products, *map(_weight, norms), joined)
+        norm_in, norm_attended, norm_mlp, norm_made = map(_weight, norms)
+        joined_qkv, joined_up = (tuple(side) if len(side) > 1 else () for side in parts)
+        return cls(*products, norm_in, norm_attended, norm_mlp, norm_made, (joined_qkv, joined_up))
 
 
 def _matrix(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
