@@ -2,7 +2,7 @@
 
     python tests/bench/certificate.py [--quick] [--clean 200] [--start 0]
 
-Each fault of `tests/decode/evaluation/certify/planted.yaml` is planted by itself, and its method certified on the small
+Each fault of `tests/helpers/planted.yaml` is planted by itself, and its method certified on the small
 pair at the defaults, in the seconds of one core (processor time) that are given. A run of the code as it is takes the
 methods in turn, each with seeds of its own; one that is not called lossless is a false alarm. `--quick`: every eighth
 fault, two clean runs. The last line is one JSON object.
@@ -24,8 +24,8 @@ from draftsmith.decode.evaluation.measure import Entry
 from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "decode" / "evaluation" / "certify"))
-from planted import FAULTS, Fault
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers.planted import FAULTS, Fault
 
 LEVEL = 1e-6 / 8  # of `draftsmith certify` with four rows
 

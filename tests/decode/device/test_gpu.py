@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ROWS, built, decode
+from helpers.steps import ROWS, built, decode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

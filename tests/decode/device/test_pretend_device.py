@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_device import CUDA, DeviceError, PretendCuda, PretendGraphs
+from helpers.pretend_device import CUDA, DeviceError, PretendCuda, PretendGraphs
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")

@@ -15,8 +15,8 @@ import torch
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.loading import wrap_model
-from pretend_device import PretendCuda
-from steps import ROWS, VOCAB, built, decode, with_eagle
+from helpers.pretend_device import PretendCuda
+from helpers.steps import ROWS, VOCAB, built, decode, with_eagle
 from transformers import GPT2Config, GPT2LMHeadModel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")

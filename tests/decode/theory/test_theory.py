@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-import closed_forms as theory
 import numpy as np
 import pytest
 import torch
@@ -31,6 +30,7 @@ from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers.lossless import k_seq_rho
 from draftsmith.decode.warpers import Sampling
+from helpers import closed_forms as theory
 from scipy.stats import chisquare
 
 VOCAB, TOKENS, ROWS = 8, 50, 2000

@@ -15,7 +15,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.teachers.teacher import ModelTeacher
-from pretend_device import PretendCuda
+from helpers.pretend_device import PretendCuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 BLOCKS = 4

@@ -12,7 +12,7 @@ from draftsmith.decode.evaluation.certify.stress import World, make_world, stres
 from draftsmith.decode.evaluation.measure import Entry
 from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
-from planted import FAULTS, Fault
+from helpers.planted import FAULTS, Fault
 
 VOCAB = 24
 GREEDY, PLAIN, WARPED = Sampling(), Sampling(1.0), Sampling(0.7, top_k=12, top_p=0.9)

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import closed_forms as theory
 import numpy as np
 import pytest
 import torch
@@ -23,6 +22,7 @@ from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.ngrams import TableSource
 from draftsmith.decode.warpers import Sampling
+from helpers import closed_forms as theory
 
 VOCAB, TOKENS, ROWS, START = 3, 3, 20_000, 2
 SAMPLING = Sampling(1.0)

@@ -1,6 +1,6 @@
 """A pretended CUDA device: real arithmetic on the CPU, the device discipline of CUDA. Needs no GPU and no CUDA build.
 
-    from pretend_device import PretendCuda
+    from helpers.pretend_device import PretendCuda
     with PretendCuda() as cuda:                # a mix of devices raises, as CUDA does
         model = build_model().to("cuda")
         x = torch.arange(4, device="cuda") + 1 # x.device is cuda:0, x.is_cuda, x.numpy() raises

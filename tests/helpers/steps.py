@@ -16,7 +16,7 @@ from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from pretend_device import PretendCuda
+from helpers.pretend_device import PretendCuda
 
 VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
