@@ -16,7 +16,7 @@ from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from test_graphs import graphed
+from helpers.recordings import graphed
 from torch import Tensor
 from transformers import PreTrainedModel
 

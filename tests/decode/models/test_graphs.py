@@ -25,8 +25,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from helpers.recordings import graphed
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
@@ -35,56 +34,6 @@ PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 0.12}  # hidden states reach 4
 Build = Callable[..., LlamaForCausalLM]
 Heads = Callable[..., torch.nn.Module]
-
-
-class Recorder(TorchDispatchMode):
-    """Remembers operations with the tensors they read and wrote, and repeats them on these."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, output))
-        return output
-
-    def replay(self) -> None:
-        for func, args, kwargs, output in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-class Recordings:
-    """Stands in for `CudaGraphs` where there is no device; counts what it is asked for."""
-
-    def __init__(self) -> None:
-        self.warmed = self.captured = self.replayed = 0
-
-    def warm_up(self, run: Callable[[], Any]) -> Any:
-        self.warmed += 1
-        return run()
-
-    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        self.captured += 1
-        with Recorder() as recorder:
-            output = run()
-        for each in tree_leaves(output):  # a capture computes nothing yet
-            each.fill_(torch.nan if each.is_floating_point() else 0)
-
-        def replay() -> Any:
-            self.replayed += 1
-            recorder.replay()
-            return output
-
-        return replay
-
-
-def graphed(model: LanguageModel, **options: int) -> tuple[GraphedModel, Recordings]:
-    recordings = Recordings()
-    return GraphedModel(model, recordings, **({"stride": 16} | options)), recordings
 
 
 def gpt2() -> torch.nn.Module:

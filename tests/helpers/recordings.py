@@ -1,0 +1,62 @@
+"""Recorded forwards that stand in for CUDA graphs where there is no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.graphs import GraphedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Recorder(TorchDispatchMode):
+    """Remembers operations with the tensors they read and wrote, and repeats them on these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, output))
+        return output
+
+    def replay(self) -> None:
+        for func, args, kwargs, output in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Recordings:
+    """Stands in for `CudaGraphs` where there is no device; counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.warmed = self.captured = self.replayed = 0
+
+    def warm_up(self, run: Callable[[], Any]) -> Any:
+        self.warmed += 1
+        return run()
+
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        self.captured += 1
+        with Recorder() as recorder:
+            output = run()
+        for each in tree_leaves(output):  # a capture computes nothing yet
+            each.fill_(torch.nan if each.is_floating_point() else 0)
+
+        def replay() -> Any:
+            self.replayed += 1
+            recorder.replay()
+            return output
+
+        return replay
+
+
+def graphed(model: LanguageModel, **options: int) -> tuple[GraphedModel, Recordings]:
+    recordings = Recordings()
+    return GraphedModel(model, recordings, **({"stride": 16} | options)), recordings
