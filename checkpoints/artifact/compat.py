@@ -23,7 +23,7 @@ def patch_model(folder: Path) -> None:
     path = folder / MODEL_FILE
     if not path.is_file():
         return
-    config = read_config(path)
+    config = read_json(path)
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:  # others have one for each type of layer
         write_config(path, config | _rotary(config.get("model_type"), rope))
@@ -53,7 +53,7 @@ def patch_tokenizer(folder: Path) -> None:
     path, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
     if not (folder / "tokenizer.json").is_file() or not path.is_file():
         return
-    config = read_config(path)
+    config = read_json(path)
     mended = dict(config)
     if mended.get("tokenizer_class") == "TokenizersBackend":
         mended["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -69,14 +69,6 @@ def patch_tokenizer(folder: Path) -> None:
         write_config(path, mended)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """What a file of settings says. Raises ValueError, with its name, where it cannot be read."""
-    try:
-        return read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def write_config(path: Path, config: dict[str, Any]) -> None:
-    """The same, written."""
+    """Write a JSON file of settings."""
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -124,8 +124,8 @@ def hub_errors(what: str, repo: str) -> Iterator[None]:
             raise
         cause = error.__cause__  # the hub's answer, which the client may wrap
         answer = cause if isinstance(cause, HfHubHTTPError) and not isinstance(error, OSError) else error
-        text, token = f"{what} {_reason(answer, repo)}", get_token()
-        raise ValueError(redacted(text if token is None else text.replace(token, REDACTED))) from error
+        text = f"{what} {_reason(answer, repo)}"
+        raise ValueError(redacted(text.replace(get_token() or REDACTED, REDACTED))) from error
 
 
 def _reason(error: BaseException, repo: str) -> str:
@@ -146,11 +146,8 @@ def _reason(error: BaseException, repo: str) -> str:
         return f"is not, or not whole, in its cache on this machine, and {away}"
     if not isinstance(error, errors.HfHubHTTPError) or error.response is None:
         return f"could not be had: {_line(error)}"
-    status = error.response.status_code
-    hint = f"; {login}, for an account that may" if status in (401, 403) else ""
-    hint = "; it has changed meanwhile: look at it, then try again" if status in (409, 412) else hint
     message = f" ({error.server_message})" if error.server_message else ""
-    return f"could not be had: the hub answers with {status}{message}{hint}"
+    return f"could not be had: the hub answers with {error.response.status_code}{message}"
 
 
 def _line(error: BaseException) -> str:

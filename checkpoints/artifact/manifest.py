@@ -86,11 +86,6 @@ class Manifest:
             missing, unknown = (brief(sorted(one - other)) for one, other in ((names, {*values}), ({*values}, names)))
             raise ValueError(f"its fields differ from schema {SCHEMA_VERSION}: missing {missing}, unknown {unknown}")
         _check_types(values)
-        for name, value in values.items():
-            try:
-                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-            except ValueError as error:
-                raise ValueError(f"{name} holds what no JSON text can: {error}") from error
         return cls(**values)
 
 

@@ -23,8 +23,8 @@ from ..storage.atomic import check_writable
 from ..storage.messages import did_you_mean
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import split_revision
+from ..verify.inspect import check_tensors
 from ..verify.model_files import quietly
-from ..verify.tensors import check_tensors
 
 SERVING_FILE = "SERVING.md"
 _INHERITED = (
@@ -50,8 +50,6 @@ class ExportOptions:
     """Folder or hub id of the target that is served with it; by default the one that the manifest names."""
     speculative_tokens: int | None = None
     """Tokens to draft a step, where the format stores or recommends a number."""
-    merge: bool | None = None
-    """LoRA: merged into the weights (True) or as an adapter beside them (False)."""
     llama_cpp: Path | None = None
     """A checkout of llama.cpp, for its converter."""
 
@@ -86,7 +84,7 @@ class Format:
 
 def option_name(name: str) -> str:
     """Return an option as it is typed."""
-    return "--merge/--no-merge" if name == "merge" else f"--{name.replace('_', '-')}"
+    return f"--{name.replace('_', '-')}"
 
 
 def target_name(source: Source, options: ExportOptions) -> str | None:

@@ -1,4 +1,4 @@
-"""Drafters as assistants of transformers, with LoRA merged or apart; and what all forms of drafters share.
+"""Drafters as assistants of transformers and as draft models of vLLM and SGLang, with LoRA adapters merged.
 
 Letters: B sequences, T tokens, V vocabulary, R tokens that are proposed.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -85,8 +85,8 @@ def stored_types(folder: Path) -> set[str]:
     return types
 
 
-def write_whole(source: Source, folder: Path, *, merge: bool = True) -> None:
-    """The model's files, an adapter merged if `merge`. Raises ValueError: own code, other weights, no such adapter."""
+def write_whole(source: Source, folder: Path) -> None:
+    """Write the model's files, with an adapter merged; raise ValueError for own code, other weights, a bad adapter."""
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
             raise ValueError(f"{source.folder / name} is code of the model's own, which is not exported")
@@ -95,13 +95,13 @@ def write_whole(source: Source, folder: Path, *, merge: bool = True) -> None:
                 f"{source.folder / name}: weights lie beside the safetensors, of which one set is exported"
             )
     names = [name for name in source.manifest.files if name not in _OURS]
-    if merge and is_adapter(source.folder):
+    if is_adapter(source.folder):
         load_drafter(source.folder).save_pretrained(folder)
         names = [name for name in names if name not in (ADAPTER_CONFIG, ADAPTER_FILE) and not (folder / name).exists()]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, folder / name)
-    if merge and proposed_tokens(source) is not None:
+    if proposed_tokens(source) is not None:
         for path in folder.glob("model*.safetensors*"):
             path.unlink()
         save_file(load_merged(source).state_dict(), folder / "model.safetensors", {"format": "pt"})
@@ -132,21 +132,13 @@ def compare_whole(source: Source, folder: Path) -> list[str]:
     ]
 
 
-def _compare_adapter(source: Source, folder: Path) -> list[str]:
-    expected, found = load_file(source.folder / ADAPTER_FILE), load_file(folder / ADAPTER_FILE)
-    check_same_tensors(found, expected, folder)
-    lines = [f"all {len(found)} tensors of the adapter, bit by bit"]
-    lines += _compare_logits(source, load_drafter(folder, merged=False), folder)
-    return [*lines, *compare_tokenizers(source.folder, folder)]
-
-
 def _compare_logits(source: Source, made: Any, folder: Path) -> Iterator[str]:
     """ValueError for logits that differ, of a merged model by more than rounding; of a padded one, for a likeliest
     token that is never proposed."""
     mine = load_drafter(source.folder, merged=False)
     mine_BTV, made_BTV = random_logits(mine), random_logits(made)
     tokens = f"logits of {mine_BTV.shape[0] * mine_BTV.shape[1]} random tokens"
-    if (ids_R := proposed_tokens(source)) is not None and not is_adapter(folder):
+    if (ids_R := proposed_tokens(source)) is not None:
         if not torch.isin(made_BTV.argmax(-1), ids_R).all():
             raise ValueError(f"{folder} proposes other tokens than the {len(ids_R)} of the artifact")
         yield f"the likeliest of {tokens}: one of the {len(ids_R):,} that the drafter proposes"
@@ -161,22 +153,15 @@ def _compare_logits(source: Source, made: Any, folder: Path) -> Iterator[str]:
 
 
 def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> None:
-    if options.merge is not None and not is_adapter(source.folder):
-        flag = "--merge" if options.merge else "--no-merge"
-        raise ValueError(f"{flag} is for LoRA adapters, and {source.folder} holds a whole model")
-    if options.merge is False and (ids_R := proposed_tokens(source)) is not None:
-        some = f"{source.folder} proposes {len(ids_R)} of {source.manifest.vocab_size} tokens"
-        raise ValueError(f"--no-merge: {some}, which an adapter cannot tell other programs: take --merge")
     target = target_name(source, options)
     if target is not None and (options.target or Path(target).is_dir()):
         check_vocabulary(source, target)
-    write_whole(source, folder, merge=options.merge is not False)
-    model = base_of(folder) if is_adapter(folder) else None
-    save_speculation(folder, options.speculative_tokens or SPECULATIVE_TOKENS, model)
+    write_whole(source, folder)
+    save_speculation(folder, options.speculative_tokens or SPECULATIVE_TOKENS)
 
 
 def _compare_assistant(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    lines = _compare_adapter(source, folder) if is_adapter(folder) else compare_whole(source, folder)
+    lines = compare_whole(source, folder)
     settings = GenerationConfig.from_pretrained(folder)
     expected = speculation(options.speculative_tokens or SPECULATIVE_TOKENS)
     found = {name: getattr(settings, name) for name in expected}
@@ -186,12 +171,6 @@ def _compare_assistant(source: Source, folder: Path, options: ExportOptions) -> 
     return lines
 
 
-def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    """`base`: the model that an adapter is for, where it is exported as one."""
-    base = base_of(folder) if is_adapter(folder) else None
-    return {"base": base, "is_encoder_decoder": drafter_config(source).is_encoder_decoder}
-
-
 ASSISTANT = Format(
     "transformers",
     "drafter",
@@ -199,8 +178,8 @@ ASSISTANT = Format(
     "transformers ≥ 5",
     _write_assistant,
     _compare_assistant,
-    _values,
-    ("target", "speculative_tokens", "merge"),
+    lambda source, folder, options: {"is_encoder_decoder": drafter_config(source).is_encoder_decoder},
+    ("target", "speculative_tokens"),
     native=True,
 )
 

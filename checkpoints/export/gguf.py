@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ..artifact.compat import read_config
 from ..artifact.locate import find_folder
 from ..heads.eagle import load_eagle, save_eagle
 from ..storage.gguf import read_gguf
 from ..storage.messages import first_line
 from ..storage.names import CONFIG_FILE, DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.places import here
+from ..storage.safe_read import read_json
 from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
 from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
@@ -120,7 +120,7 @@ def find_converter(checkout: Path) -> Path:
 def _splits_as_gpt2(model: Path) -> bool:
     """Whether llama.cpp's `gpt-2` splits text as a model's tokenizer does."""
     path = model / "tokenizer.json"
-    state = read_config(path) if path.is_file() else {}
+    state = read_json(path) if path.is_file() else {}
     parts = ("model", "normalizer", "pre_tokenizer")
     bpe, normalizer, split = (part if isinstance(part := state.get(name), dict) else {} for name in parts)
     if bpe.get("type") != "BPE" or normalizer or split.get("type") != "ByteLevel":

@@ -14,13 +14,14 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from ..artifact.compat import CONFIG_FILE, patch_tokenizer, read_config, write_config
+from ..artifact.compat import CONFIG_FILE, patch_tokenizer, write_config
 from ..artifact.locate import SETTINGS_FILES, find_folder, model_source
 from ..artifact.model_ref import resolve_model, tokenizer_fingerprint
 from ..pairs.checks import examine
 from ..pairs.sides import REFUSED, open_side
 from ..storage.messages import first_line
 from ..storage.names import TOKENIZER_FILES
+from ..storage.safe_read import read_json
 from ..verify.model_files import UNLOADABLE, load_config, meta_model, names_of_embeddings, read_tensor
 from .base import Source
 
@@ -71,7 +72,7 @@ def copy_tokenizer(target: str, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (found / name).is_file():
             shutil.copyfile(found / name, folder / name)
-    config = read_config(found / CONFIG_FILE) if (found / CONFIG_FILE).is_file() else {}
+    config = read_json(found / CONFIG_FILE) if (found / CONFIG_FILE).is_file() else {}
     # else its class is that of the model beside it, and beside the copy there is another
     config.setdefault("tokenizer_class", type(load_tokenizer(str(found))).__name__)
     write_config(folder / CONFIG_FILE, config)

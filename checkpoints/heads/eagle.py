@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ..artifact.compat import read_config
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
+from ..storage.safe_read import read_json
 from .layouts import EAGLE
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -295,7 +295,7 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
 
 def eagle_layers(directory: Path) -> list[int]:
     """The target's layers that heads in a folder read. Raises ValueError: its config does not say it."""
-    layers = read_config(Path(directory) / CONFIG_FILE).get(LAYER_IDS)
+    layers = read_json(Path(directory) / CONFIG_FILE).get(LAYER_IDS)
     named = isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)
     if not named or sorted(set(layers)) != layers:  # type: ignore[arg-type]
         raise ValueError(f"{directory}: {LAYER_IDS} is {layers!r}, expected layers of the target, rising")

@@ -19,10 +19,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..artifact.compat import read_config
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, PREFIX, WHOLE_FILES
-from ..storage.safe_read import UNREADABLE, check_safetensors, shards_of
+from ..storage.safe_read import UNREADABLE, check_safetensors, read_json, shards_of
 from .module import STATES, PredictionHeads
 
 _KEY = re.compile(r"(0|[1-9]\d{0,3})\.(0|[1-9]\d{0,3})\.(linear\.weight|linear\.bias|weight|up\.weight|down\.weight)")
@@ -88,7 +87,7 @@ class StoredHeads:
 def is_eagle(directory: Path) -> bool:
     """Return whether a folder holds EAGLE-3 heads, by its config; raise ValueError for one that cannot be read."""
     path = directory / CONFIG_FILE
-    return path.is_file() and EAGLE in (read_config(path).get("architectures") or [])
+    return path.is_file() and EAGLE in (read_json(path).get("architectures") or [])
 
 
 def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = None) -> StoredHeads:
@@ -115,7 +114,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
         raise ValueError(f"{path} is pickled: read it with `unpickle=True`, or --unpickle on the command line")
     tensors = _read_inside(path) if path.name in _WHOLE else _read(path, None)
     config_path = directory / CONFIG_FILE
-    config = read_config(config_path) if config_path.is_file() else {}
+    config = read_json(config_path) if config_path.is_file() else {}
     proposed = tensors.get(TOKENS)
     projection, sizes = _sizes_of({name: tensor for name, tensor in tensors.items() if name != TOKENS}, path)
     states = states or config.get("states") or STATES[0]

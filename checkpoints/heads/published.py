@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ..artifact.compat import read_config
 from ..storage.draft_vocabulary import check_tokens
 from ..storage.names import CONFIG_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
+from ..storage.safe_read import read_json
 from .eagle import HEAD, LAYER_IDS, NORMED, EagleHeads, default_layers, filled, proposed_in
 from .layouts import EAGLE, read_pickled
 
@@ -31,7 +31,7 @@ def is_published_eagle(directory: Path) -> bool:
     """Whether a folder holds EAGLE-3 heads, ours or in a form that others use. Raises ValueError: a config that cannot
     be read."""
     path = directory / CONFIG_FILE
-    config = read_config(path) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     return EAGLE in (config.get("architectures") or []) or config.get(SPECULATORS) == "eagle3"
 
 
@@ -53,7 +53,7 @@ def read_published(
     """EAGLE-3 heads of a folder for a target of this configuration, and, where they are known, of these embeddings,
     which published copies must equal. Raises ValueError: what the layer computes differs from EAGLE-3's, or the target
     is another."""
-    config = read_config(directory / CONFIG_FILE)
+    config = read_json(directory / CONFIG_FILE)
     inner = config.get("transformer_layer_config") if SPECULATORS in config else config
     if not isinstance(inner, dict):
         raise ValueError(f"{directory / CONFIG_FILE}: transformer_layer_config is {inner!r}, expected settings")

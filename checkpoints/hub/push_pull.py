@@ -24,7 +24,7 @@ from ..storage.atomic import atomic_dir
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import check_repository_name, check_revision, hub_place
 from ..storage.redaction import SECRET_VALUE
-from ..verify.tensors import check_tensors
+from ..verify.inspect import check_tensors
 
 MAIN = "main"
 _TEXT_FILES = (".json", ".jsonl", ".md", ".txt", ".yaml", ".yml", ".py", ".jinja")

@@ -12,7 +12,7 @@ from ..artifact.artifact import file_faults
 from ..artifact.model_ref import tokenizer_fingerprint
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import here
-from ..verify.tensors import describe
+from ..verify.inspect import describe
 from .sides import Diagnosis, Effect, Finding, Side, both, refused, works_but
 from .tokenizers import end_ids, tokenizer_findings, wrapping
 

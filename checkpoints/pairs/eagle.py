@@ -12,11 +12,11 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ..artifact.compat import read_config
 from ..heads.eagle import HEAD, LAYER_IDS, NORMED, default_layers, proposed_in
 from ..heads.published import SPECULATORS, layers_named
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
+from ..storage.safe_read import read_json
 from .sides import Diagnosis, Effect, Finding, Side, refused, works_but
 
 READERS = {
@@ -52,7 +52,7 @@ def rotary_base(config: Config) -> float:
 def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
     """All that is known of EAGLE-3 heads in a folder, beside their target. Raises ValueError: ids of layers that are
     none."""
-    config = read_config(folder / CONFIG_FILE)
+    config = read_json(folder / CONFIG_FILE)
     stored = load_file(folder / WHOLE_FILES[0]) if (folder / WHOLE_FILES[0]).is_file() else {}
     trained = layers_named(config, target.config.num_hidden_layers)
     findings = [

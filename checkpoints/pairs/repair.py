@@ -21,8 +21,8 @@ from ..artifact.model_ref import target_record, tokenizer_fingerprint
 from ..storage.draft_vocabulary import OUTER, TOKENS, read_vocabulary, write_vocabulary
 from ..storage.names import MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
+from ..verify.inspect import describe
 from ..verify.model_files import load_config, load_language_model
-from ..verify.tensors import describe
 from .checks import other_fingerprint
 from .sides import KEPT_FILES, WEIGHTS, Finding, Side
 from .speculation import generation_settings, speculation, write_settings

@@ -19,8 +19,8 @@ from ..artifact.model_ref import weight_files
 from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.places import here, hub_place
+from ..verify.inspect import header_shapes
 from ..verify.model_files import UNLOADABLE, Fit, fit_to_model, meta_model, names_of_embeddings, weights_fault
-from ..verify.tensors import header_shapes
 from ..verify.windows import position_limit, sliding_window
 
 CONSUMERS = {

@@ -37,11 +37,11 @@ def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def save_speculation(folder: Path, tokens: int = SPECULATIVE_TOKENS, model: str | None = None) -> None:
-    """Put `speculation` beside what the drafter's settings say, or would by its configuration or its `model`'s."""
+def save_speculation(folder: Path, tokens: int = SPECULATIVE_TOKENS) -> None:
+    """Add `speculation` to a drafter's generation settings, or to those of its configuration."""
     path = folder / "generation_config.json"
     if path.is_file():
         settings = read_json(path)
     else:
-        settings = generation_settings(GenerationConfig.from_model_config(load_config(model or folder)))
+        settings = generation_settings(GenerationConfig.from_model_config(load_config(folder)))
     write_settings(path, settings | speculation(tokens))

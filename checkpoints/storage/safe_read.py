@@ -25,13 +25,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: Not a regular file, not UTF-8, not JSON or not an object. The file is not named.
+        ValueError: Not a regular file, not UTF-8, not JSON or not an object. The message names the file.
     """
-    return parse_json(read_text(path))
+    try:
+        return parse_json(read_text(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Return the object in a JSON text; raise ValueError as `read_json` does."""
+    """Return the object in a JSON text; raise ValueError if it is not JSON or not an object."""
     try:
         values = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -44,7 +47,7 @@ def parse_json(text: str) -> dict[str, Any]:
 def load_json(path: Path, *keys: str) -> dict[str, Any]:
     """Return the object in a JSON file that must have these keys; raise ValueError, naming the file."""
     try:
-        values = read_json(path)
+        values = parse_json(read_text(path))
         if missing := [key for key in keys if key not in values]:
             raise ValueError(f"it has no {missing[0]!r}")
         return values
@@ -81,10 +84,7 @@ def shards_of(
 ) -> dict[str, str]:
     """Files by `wanted` tensor of an index. Raises ValueError: none, or one that names others than such files beside
     it."""
-    try:
-        files = read_json(index).get("weight_map")
-    except ValueError as error:
-        raise ValueError(f"{index}: {error}") from error
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{index}: it has no weight_map of tensors to files")
     files = {tensor: name for tensor, name in files.items() if wanted(tensor)}

@@ -23,13 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import cached_file, logging
 
 from ..artifact.artifact import inside
-from ..artifact.compat import read_config
 from ..artifact.locate import model_source
 from ..artifact.model_ref import is_parameter
 from ..storage.messages import first_line, install_hint
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
 from ..storage.places import adapter_base, here, out_of_reach, split_revision
-from ..storage.safe_read import UNPICKLE, pickles_allowed, shards_of
+from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
 
 UNLOADABLE = (
     OSError,
@@ -181,7 +180,7 @@ def load_config(source: str | Path) -> Any:
 def base_of(folder: Path) -> str:
     """The model that an adapter is for. Raises ValueError: it names none, or an adapter."""
     path = folder / ADAPTER_CONFIG
-    settings = read_config(path)
+    settings = read_json(path)
     base = adapter_base(settings)
     if base is None or Path(base).resolve() == folder.resolve():
         raise ValueError(f"{path} names no model for the adapter, got {settings.get('base_model_name_or_path')!r}")

@@ -109,10 +109,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS_FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved method: it has no {SETTINGS_FILE}")
-    try:
-        settings = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    settings = read_json(path)
     for name, kind in _FIELDS.items():
         if type(settings.get(name)) is not kind:
             raise ValueError(f"{path}: {name} is {settings.get(name)!r}, expected a {kind.__name__}")

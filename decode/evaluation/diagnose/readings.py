@@ -17,11 +17,11 @@ import torch
 from scipy.stats import t as student_t
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ....checkpoints.artifact.compat import read_config
 from ....checkpoints.heads.eagle import NORMED, EagleHeads, default_layers, load_eagle
 from ....checkpoints.heads.published import layers_named
 from ....checkpoints.pairs.eagle import layers_read, rotary_base
 from ....checkpoints.storage.names import CONFIG_FILE
+from ....checkpoints.storage.safe_read import read_json
 from ...models.base import LanguageModel, TransformersModel
 from ..bootstrap import Floats
 from ..certify.rescoring import chunks
@@ -116,7 +116,7 @@ def agreements(
     """Return every reading with its agreement on given texts. Raises ValueError: no text at all."""
     if not any(passage.text for passage in passages):
         raise ValueError(f"{len(passages)} passages without any token to predict")
-    ways = readings(read_config(folder / CONFIG_FILE), model.config)
+    ways = readings(read_json(folder / CONFIG_FILE), model.config)
     layers = sorted({layer for way in ways for layer in way.layers})
     target = TransformersModel(model, aux_layers=layers)  # which leaves the weights as they are laid out
     heads, judged_P = attached_heads(folder, model, target), list[Floats]()

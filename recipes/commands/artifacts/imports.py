@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ....checkpoints.artifact.artifact import save_artifact
-from ....checkpoints.artifact.compat import patch_model, patch_tokenizer, read_config
+from ....checkpoints.artifact.compat import patch_model, patch_tokenizer
 from ....checkpoints.artifact.locate import fetch, find_folder
 from ....checkpoints.artifact.model_ref import record_target, tokenizer_fingerprint
 from ....checkpoints.heads.eagle import save_eagle
@@ -34,10 +34,10 @@ from ....checkpoints.storage.names import (
     WHOLE_FILES,
 )
 from ....checkpoints.storage.places import here, hub_place
-from ....checkpoints.storage.safe_read import UNPICKLE, copy_files
+from ....checkpoints.storage.safe_read import UNPICKLE, copy_files, read_json
 from ....checkpoints.verify import model_files
+from ....checkpoints.verify.inspect import adapter_faults
 from ....checkpoints.verify.model_files import UNLOADABLE, base_of, is_adapter, load_config, read_tensor
-from ....checkpoints.verify.tensors import adapter_faults
 from ....data.tokenizers import load_tokenizer
 from ....decode.models.loading import load_model
 from ...session.terminal import log
@@ -105,7 +105,7 @@ def _may_be_model(folder: Path) -> bool:
     path = folder / CONFIG_FILE
     if not path.is_file():
         return is_adapter(folder)
-    config = read_config(path)
+    config = read_json(path)
     is_heads = config.get("model_type") == "medusa" or {"medusa_num_heads", "num_medusa_heads"} & set(config)
     return "model_type" in config and not is_heads
 

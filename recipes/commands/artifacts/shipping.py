@@ -21,7 +21,6 @@ def export(
     out: Annotated[Path | None, typer.Option(help="The new folder; by default beside the artifact.")] = None,
     target: Annotated[str | None, typer.Option(help="The target that is served; by default the artifact's.")] = None,
     speculative_tokens: Annotated[int | None, typer.Option(min=1, max=64, help="Tokens to draft a step.")] = None,
-    merge: Annotated[bool | None, typer.Option(help="LoRA: in the weights, or an adapter beside them.")] = None,
     llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp, for its converter.")] = None,
 ) -> None:
     """Write an artifact in the form that another program reads, and compare what was written with it."""
@@ -43,7 +42,7 @@ def export(
         hub_place(target)  # what can be no id is not looked for
     artifact = artifact.expanduser()
     folder = out.expanduser() if out else artifact.resolve().with_name(f"{artifact.resolve().name}-{to}")
-    options = ExportOptions(target, speculative_tokens, merge, llama_cpp)
+    options = ExportOptions(target, speculative_tokens, llama_cpp)
     for line in export_artifact(artifact, to, folder, FORMATS, options):
         log(f"export: {line}")
     log(f"export: wrote {folder}; how to serve it stands in {folder / SERVING_FILE}")

@@ -98,7 +98,6 @@ RECORDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an unknown kind": ({"kind": "poem"}, ("'poem'", "drafter")),
     "a vocabulary that is true": ({"vocab_size": True}, ("vocab_size", "True")),
     "an export that says half": ({"export": {"format": "npz"}}, ("export", "npz")),
-    "a loss that is no number": ({"training": {"loss": float("nan")}}, ("training", "JSON")),
     "a field too many": ({"colour": "red"}, ("colour",)),
 }
 RECORDS |= {f"the name {name!a}": ({"files": {name: ENTRY}}, (ascii(name),)) for name in ("../../etc/passwd", "a\\b")}

@@ -88,8 +88,7 @@ Row = tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]
 ROWS: list[Row] = [
     ("drafter", {}, "transformer", {}, ("'transformer'", "'transformers'", "vllm-bigrams")),
     ("drafter", {}, "vllm-bigrams", {}, ("table", "drafter", "gguf", "transformers", "vllm-sglang")),
-    ("table", {}, "vllm-bigrams", {"merge": True}, ("--merge",)),
-    ("drafter", {}, "transformers", {"merge": False}, ("--no-merge",)),
+    ("table", {}, "vllm-bigrams", {"llama_cpp": Path("x")}, ("--llama-cpp",)),
     ("drafter", {"vocab_size": VOCAB + 8}, "transformers", {}, (f"{VOCAB + 8}", f"{VOCAB}", *PAIR)),
     ("drafter", {"tokenizer": "swapped"}, "vllm-sglang", {}, ("'w5'", "'w6'", *PAIR)),
     ("drafter", {"max_position_embeddings": 32}, "vllm-sglang", {}, ("64 positions", "32 positions", *PAIR)),

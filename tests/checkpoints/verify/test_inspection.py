@@ -107,7 +107,6 @@ def test_a_pointer_of_git_is_told(tmp_path: Path) -> None:
         ("table", ["other"], ["table.safetensors"]),
         ("heads", ["medusa_lm_head.pt"], ["medusa_lm_head.safetensors", "config.json"]),
         ("drafter", ["config.json", "pytorch_model.bin"], ["model.safetensors or model.safetensors.index.json"]),
-        ("drafter", ["adapter_config.json", "adapter_model.bin"], ["adapter_model.safetensors"]),
         ("target", ["model.safetensors"], ["config.json"]),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -149,3 +151,44 @@ def test_configurations_of_no_model_are_refused(folder: Path) -> None:
         open_side(str(folder), load_tokenizer)
     with pytest.raises(ValueError, match="no language model could be loaded"):
         load_model(str(folder))
+
+
+CODE = """
+from pathlib import Path
+Path({mark!r}).write_text("run")
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model
+"""
+
+
+@pytest.mark.parametrize("model_type", ["llama", "never-heard-of"])
+def test_code_that_a_model_brings_is_not_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    mark = tmp_path / "mark"
+    places = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": places, "trust_remote_code": True}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    (folder / "code.py").write_text(CODE.format(mark=str(mark)))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever asks is told to go on
+    if model_type == "llama":
+        assert isinstance(load_model(str(folder)), LlamaForCausalLM)
+    else:
+        with pytest.raises(ValueError, match="no language model could be loaded"):
+            load_model(str(folder))
+    assert not mark.exists()
+
+
+def test_a_pickle_beside_the_weights_is_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "mark"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+            return (os.symlink, ("nothing", str(mark)))
+
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    load_model(str(folder))
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
+    with pytest.raises(ValueError, match="no language model could be loaded"):
+        load_model(str(folder))
+    assert not mark.is_symlink()

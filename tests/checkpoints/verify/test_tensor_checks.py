@@ -23,9 +23,8 @@ from draftsmith.checkpoints.hub.push_pull import plan_push
 from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.sides import open_side
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.checkpoints.verify.inspect import find_faults
+from draftsmith.checkpoints.verify.inspect import adapter_faults, find_faults
 from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config, load_language_model
-from draftsmith.checkpoints.verify.tensors import adapter_faults
 from draftsmith.decode.models.loading import load_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file

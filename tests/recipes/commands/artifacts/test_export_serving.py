@@ -1,4 +1,4 @@
-"""SERVING.md of every format, where the target or an adapter's base has a name that is code and Markdown itself."""
+"""SERVING.md of every format, for targets and folders whose names must be quoted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.serving.engines import ENGINES, commands_of
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 VOCAB, HIDDEN = 270, 16
@@ -34,7 +33,6 @@ CONVERTER = Path(__file__).parents[3] / "checkpoints" / "gguf_converter.py"
 PRINT = """command_not_found_handle() { printf "%s\\0" "$@" "${PYTHONPATH#"$PWD"/}"; }; cp() { :; }; PATH=/nowhere
 """
 """Whatever would be run prints its arguments instead."""
-MORE: dict[str, dict[str, Any]] = {"adapter": {"merge": False}}
 
 
 def serving(
@@ -47,14 +45,10 @@ def serving(
     model = make_llama(VOCAB, 1, **SIZES, num_hidden_layers=4)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    kind = "drafter" if form == "adapter" else FORMATS[form].kind
+    kind = FORMATS[form].kind
 
     def write(folder: Path) -> None:
-        if form == "adapter":
-            wrapper = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-            wrapper.peft_config["default"].base_model_name_or_path = str(target)
-            wrapper.save_pretrained(folder)
-        elif kind == "drafter":
+        if kind == "drafter":
             make_llama(VOCAB, 2, **SIZES).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         elif form.startswith("eagle3"):
@@ -71,11 +65,10 @@ def serving(
     about |= {"target": {"id": str(target)}, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
     save_artifact(place / "artifact", kind=kind, write=write, vocab_size=VOCAB, **about)
     shutil.copyfile(CONVERTER, place / "convert_hf_to_gguf.py")
-    options = {"llama_cpp": place} if form.endswith("gguf") else MORE.get(form, {})
-    if "speculative_tokens" in FORMATS["transformers" if form == "adapter" else form].options:
-        options = options | {"speculative_tokens": 5}
-    chosen = "transformers" if form == "adapter" else form
-    export_artifact(place / "artifact", chosen, place / out, FORMATS, ExportOptions(**options))
+    options: dict[str, Any] = {"llama_cpp": place} if form.endswith("gguf") else {}
+    if "speculative_tokens" in FORMATS[form].options:
+        options |= {"speculative_tokens": 5}
+    export_artifact(place / "artifact", form, place / out, FORMATS, ExportOptions(**options))
     return (place / out / SERVING_FILE).read_text(), str(target)
 
 
@@ -99,7 +92,7 @@ def words_of(code: str) -> list[str]:
     return [*done.stdout.decode().split("\x00"), done.stderr.decode()]
 
 
-@pytest.mark.parametrize("form", [*FORMATS, "adapter"])
+@pytest.mark.parametrize("form", FORMATS)
 def test_names_are_no_code_and_no_markdown(
     form: str, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 ) -> None:
@@ -118,7 +111,7 @@ def test_names_are_no_code_and_no_markdown(
         names += sum(evil in str(word) for word in second)
         folders += sum(odd in str(word) for word in second)
     assert folders > 0
-    options = FORMATS["transformers" if form == "adapter" else form].options
+    options = FORMATS[form].options
     assert (names > 0) == ("target" in options), "who is told the target names it"
 
 
