@@ -20,8 +20,9 @@ from .artifact import load_manifest, verify_artifact
 SETTINGS_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 """Patterns of a model's configuration and tokenizer."""
 _MODEL_FILES = ("model*.safetensors", ADAPTER_FILE, DRAFT_VOCABULARY, *SETTINGS_FILES)
-_PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
-"""What is fetched of repositories that hold no artifact; of other kinds `_MODEL_FILES`. Nothing pickled."""
+_METHOD_FILES = (*_MODEL_FILES, *(f"{part}/*.safetensors" for part in ("drafter-*", "heads", "table")))
+_PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,), "None": _METHOD_FILES}
+"""Files to download from repositories without an artifact, by kind; "None": a model or a saved method. No pickles."""
 _LONGEST_REASON = 300
 
 
