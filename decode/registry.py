@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from textwrap import wrap
 from typing import (
     Any,
     ClassVar,
@@ -183,8 +184,8 @@ def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Optio
 
 
 def methods_table() -> str:
-    """Return the Markdown table of all methods that `decode/README.md` shows."""
-    rows = ["| method | drafts | options (defaults) | lossless |", "|---|---|---|---|"]
+    """Return the Markdown table of all methods and the list of their options, as in `decode/README.md`."""
+    rows, lines = ["| method | drafts | lossless |", "|---|---|---|"], list[str]()
     for name, config in METHODS.items():
         bases = [each for each in METHODS.values() if each is config.__mro__[1]]
         known = {each.name: each.default for base in bases for each in fields(base)} or {"drafter": 1}
@@ -199,8 +200,10 @@ def methods_table() -> str:
         lossless = ["yes" if config.lossless else "no"]
         lossless += [f"no with `{key}: {choice}`" for each in lossy for key, choice in each.items()]
         summary = (config.__doc__ or "").partition("\n")[0].removesuffix(".")
-        rows.append(f"| `{name}` | {summary} | {'; '.join(options) or '–'} | {', '.join(lossless)} |")
-    return "\n".join(rows) + "\n"
+        rows.append(f"| `{name}` | {summary} | {', '.join(lossless)} |")
+        text = f"- `{name}`: {'; '.join(options) or 'no options'}"
+        lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*rows, "", "Options with their defaults:", "", *lines]) + "\n"
 
 
 def _describe(name: str, default: Any, hint: Any, doc: str) -> str:

@@ -38,9 +38,9 @@ MAX_ENTRIES = 12
 MAX_DEPTH = 7
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-LIBRARY_LINES = 46_582
+LIBRARY_LINES = 41_997
 """Line budget of the five rooms' Python files. It only goes down."""
-TEST_LINES = 41_960
+TEST_LINES = 36_062
 """Line budget of the Python files under `tests/`. It only goes down."""
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PYTHON = [sys.executable, "-W", "error::DeprecationWarning:draftsmith"]
@@ -231,6 +231,15 @@ def test_line_budget_holds() -> None:
 
     assert count_lines(MODULES) <= LIBRARY_LINES
     assert count_lines((ROOT / "tests").rglob("*.py")) <= TEST_LINES
+
+
+def test_markdown_lines_fit_into_120_columns() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False)
+    paths = [ROOT / name for name in listed.stdout.split()] or [*ROOT.glob("*.md"), *ROOT.glob("[cddtr]*/README.md")]
+    assert len(paths) > 5
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert len(line) <= 120, f"{path}:{number} has {len(line)} columns"
 
 
 @pytest.mark.parametrize(
