@@ -275,7 +275,6 @@ def main() -> None:
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         _fail(f"error: {words(error)}", 2)
     except Exception as error:
-        # safetensors and tokenizers report a full disk in exceptions of their own
         if "No space left" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
             _fail(f"error: no space left on the disk: {words(error)}; what was saved before is whole", 1)
         if isinstance(error, OSError):

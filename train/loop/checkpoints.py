@@ -208,7 +208,8 @@ class StateFolder:
         except (OSError, RuntimeError, SafetensorError) as error:
             if isinstance(error, RuntimeError) and _ZIP_WRITER not in str(error):
                 raise
-            raise OSError(f"{folder} could not be written: {error}") from error
+            full = shutil.disk_usage(folder).free < 1 << 16  # torch does not say so
+            raise OSError(f"{folder} could not be written: {'No space left on device' if full else error}") from error
 
     def _finish(self, temporary: Path, target: Path, position: Position, pinned: int | None) -> None:
         files = sorted(temporary.iterdir())

@@ -206,7 +206,7 @@ def test_losses_from_the_cache_are_those_of_computed_states(
 
 def test_a_target_that_nothing_runs_is_held_without_its_layers(heads_file: Path) -> None:
     """And planned so; with prompts to be decoded it is whole."""
-    ends = 2 * 320 * 32 * 4
+    ends = (2 * 320 + 1) * 32 * 4  # embeddings, output layer and final norm
     for prompts, is_whole in ((0, False), (2, True)):
         recipe = loaded(heads_file, f"measure.prompts={prompts}")
         prepare_teacher(recipe)

@@ -80,7 +80,6 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
     "a list": (b"- 1", ["list"]),
     "a key twice": (b"a: 1\na: 2", ["recipe.yaml:2", "'a'"]),
     "no text": (b"\xff\xfe\x00", ["recipe.yaml"]),
-    "too long": (b"#" * 1_048_577, ["recipe.yaml", "1,048,577", "1,048,576"]),
     "too large a number": (b"a: " + b"9" * 5000, ["recipe.yaml", "4300"]),
     "no date": (b"a: 2024-13-45", ["recipe.yaml", "month"]),
     "nothing in it": (b"kind: quickstart", ["recipe.yaml", "'corpus'", "'target'"]),

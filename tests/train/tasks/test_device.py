@@ -19,7 +19,7 @@ from helpers.pretend_device import PretendCuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 BLOCKS = 4
-ABOUT_ROWS = {"train/forward/packed.py", "train/losses/fused.py", "train/tasks/heads.py"}
+ABOUT_ROWS = {"train/forward/packed.py", "train/losses/chunks.py", "train/tasks/heads.py"}
 
 
 def drafter(worker: ModuleType, objective: str) -> Any:

@@ -337,6 +337,6 @@ def test_a_given_drafter_that_does_not_fit_is_left_out(
     done = subprocess.run(forged(tmp_path / "out", *given), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "forge.json").read_text())
-    (left_out,) = (line for line in lines_of(found) if "left out" in line)
+    (left_out,) = (line for line in lines_of(found) if f"{tmp_path / 'other'}: left out" in line)
     assert "64" in left_out
     assert str(tiny_pair / "drafter") in [each["name"] for each in found["workloads"][0]["untrained"]]

@@ -93,7 +93,7 @@ def test_every_shipped_recipe_can_be_copied_and_listed(tmp_path: Path) -> None:
         assert run(app, ["recipes", "copy", name, str(copy)]).exit_code == 0
         assert load_recipe(str(copy)) == load_recipe(name)
         assert name in listed
-    assert "taught by Vicuna-33B" in listed
+    assert "distilled from Vicuna-7B" in listed
     for name, path in launch_settings().items():
         assert run(app, ["recipes", "copy", name, str(tmp_path)]).exit_code == 0
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
