@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "recipes": {"data", "checkpoints", "decode", "train"},
 }
 OPTIONAL = (
-    *("accelerate", "peft", "datasets", "pyarrow", "deepspeed", "matplotlib", "sentencepiece"),
+    *("accelerate", "peft", "datasets", "pyarrow", "deepspeed", "sentencepiece"),
     *("markdownify", "bs4", "py3langid", "openai", "pynvml"),
 )
 MAX_ENTRIES = 12

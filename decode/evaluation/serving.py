@@ -10,8 +10,6 @@ Shape letters: P prompts, R resamples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,16 +141,6 @@ def compare_replies(mine: Mapping[str, Reply], theirs: Mapping[str, Reply], gree
         "speedup_interval": _interval(theirs_P, mine_P),
         "identical_to_greedy": [same, len(both)] if greedy else None,
     }
-
-
-def synthetic_acceptance(row: Mapping[str, Any]) -> list[float]:
-    """Return the rates with which vLLM simulates a row's acceptance by depth and its tokens per step, as a chain.
-    Raises ValueError: the row accepted no draft token."""
-    rates = list(accumulate(row["acceptance_by_depth"], mul))
-    if not sum(rates):
-        raise ValueError(f"{row['label']} accepted no draft token")
-    drafted = (row["tokens_per_step"] - 1) / sum(rates)
-    return [min(1.0, round(drafted * rate, 4)) for rate in rates]
 
 
 def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any]:

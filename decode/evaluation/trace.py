@@ -25,17 +25,11 @@ class TracedStep:
 
     accepted: tuple[int, ...]
     """Accepted draft tokens, in order."""
-    refused_before: tuple[int, ...]
-    """Number of siblings that were tried and rejected before each accepted token."""
     rejected: tuple[int, ...]
     """Tokens tried and rejected after the accepted ones: in a chain the next one (or all that the verifier examined),
     in a tree every child of the last accepted node."""
     next_id: int | None
     """Token that the target added; None if a stop token or the limit came first."""
-    proposed: int
-    """Number of draft tokens in the tree."""
-    cut: tuple[int, ...] = ()
-    """Accepted draft tokens after the end of the text."""
 
 
 class _Watched(Verifier):
@@ -70,21 +64,13 @@ def _traced(proposal: Proposal, verdict: Verdict, kept: int, rejected: bool, exa
     tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
     filled = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()
-    children: dict[int, list[int]] = {}
-    for node in range(1, len(tokens)):
-        if filled[node] and parents[node] >= 0:
-            children.setdefault(parents[node], []).append(node)
-    above = [0, *path]
-    passed = [sum(node < chosen for node in children[above[depth]]) for depth, chosen in enumerate(path)]
-    refused = children.get(above[-1], []) if rejected else []
+    last = path[-1] if path else 0
+    refused = [node for node in range(1, len(tokens)) if filled[node] and parents[node] == last] if rejected else []
     if proposal.tree.is_chain and refused:
         refused = list(range(refused[0], refused[0] + max(1, examined - len(path))))
     whole = kept > len(path)
     return TracedStep(
         accepted=tuple(tokens[node] for node in path[:kept]),
-        refused_before=tuple(passed[:kept]),
         rejected=tuple(tokens[node] for node in refused) if whole else (),
         next_id=int(verdict.next_B[0]) if whole else None,
-        proposed=sum(map(len, children.values())),
-        cut=tuple(tokens[node] for node in path[kept:]),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ Methods = Annotated[
     typer.Option("--method", help="Method, or label of a row; repeat for more. Methods: {methods}."),
 ]
 Every = Annotated[bool, typer.Option("--all", help="Run every method that the artifacts allow.")]
-Plan = Annotated[bool, typer.Option("--plan", help="Print the rows and the estimated time, and exit.")]
 Concurrency = Annotated[str | None, typer.Option(help="Numbers of requests in flight, such as 1,8 (default: 1).")]
 EngineName = Annotated[
     str | None,
@@ -95,7 +93,6 @@ def evaluate(
     out: ResultsFile = None,
     method: Methods = None,
     every: Every = False,
-    plan: Plan = False,
     energy: Annotated[
         bool, typer.Option("--energy", help="Also measure energy and time of the target's forwards by batch size.")
     ] = False,
@@ -106,14 +103,9 @@ def evaluate(
     the rows are autoregressive decoding and one method for each artifact. An interrupted evaluation resumes.
     """
     loaded = asked.load("evaluate", method, every, out=out)
-    if plan:
-        from .evaluation.evaluate import show_plan
+    from .evaluation.evaluate import run_evaluate
 
-        show_plan(loaded)
-    else:
-        from .evaluation.evaluate import run_evaluate
-
-        run_evaluate(loaded.model_copy(update={"energy_batches": ENERGY_BATCHES}) if energy else loaded)
+    run_evaluate(loaded.model_copy(update={"energy_batches": ENERGY_BATCHES}) if energy else loaded)
 
 
 def bench(
@@ -169,7 +161,6 @@ def certify(
     out: Annotated[Path | None, typer.Option(help="Certificate file (default: beside the results).")] = None,
     method: Methods = None,
     every: Every = False,
-    plan: Plan = False,
 ) -> None:
     """Test that methods are lossless: that they write what the target alone would write.
 
@@ -178,7 +169,7 @@ def certify(
     loaded = asked.load("certify", method, every)
     from .evaluation.certify import run_certify
 
-    if any(certificate.failed for certificate in run_certify(loaded, tokens, batch, out, plan)):
+    if any(certificate.failed for certificate in run_certify(loaded, tokens, batch, out)):
         raise typer.Exit(1)
 
 
@@ -188,7 +179,6 @@ def tune(
     out: ResultsFile = None,
     method: Methods = None,
     every: Every = False,
-    plan: Plan = False,
     concurrency: Concurrency = None,
     engine: EngineName = None,
     engine_options: EngineOptions = "",
@@ -210,39 +200,16 @@ def tune(
         tune_lengths(served, engine, commands, max_draft_tokens(export), shlex.split(engine_options), f"serve-{engine}")
         return
     loaded = asked.load("tune", method, every, out=out)
-    from .evaluation.tune import run_tune, show_plan
+    from .evaluation.tune import run_tune
 
-    if plan:
-        show_plan(loaded)
-    else:
-        run_tune(loaded)
+    run_tune(loaded)
 
 
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results files; the others are compared with the first.")],
     out: Annotated[Path | None, typer.Option(help="Page to write (default: report.html beside the first).")] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(metavar="ROW", help="Instead, decode prompts again with this row and print each step's tokens."),
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(help="With --trace: this prompt instead of the recipe's.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="With --trace: number of the recipe's prompts.")] = 2,
-    vllm: Annotated[
-        str | None, typer.Option(metavar="ROW", help="Instead, print a row's acceptance as a vLLM configuration.")
-    ] = None,
 ) -> None:
     """Write results as one self-contained HTML page, and compare two or more of them."""
-    if trace is not None:
-        from .evaluation.trace import run_trace
+    from ..report.page import run_report
 
-        run_trace(results[0], trace, prompt, limit)
-        return
-    from ..report.page import run_report, vllm_config
-
-    if vllm is None:
-        run_report(results, out)
-        return
-    from ..schema.results import EVALUATION, load_results
-    from ..session.terminal import write_json
-
-    write_json(json.dumps(vllm_config(load_results(results[0], EVALUATION), vllm)) + "\n")
+    run_report(results, out)

@@ -11,16 +11,15 @@ from typing import Any
 import yaml
 
 from ...checkpoints.storage.atomic import atomic_text
-from ...checkpoints.storage.messages import did_you_mean
-from ...decode.evaluation.serving import synthetic_acceptance
 from ..schema.results import BENCH, beside, load_results
 from ..session.terminal import console, log
 from .certificate import KIND, certificate_section, load_certificate
-from .charts import Line, Point, lines, missing_matplotlib, scatter, stacked_bars
+from .charts import method_charts
 from .compare import Comparison, compare
 from .tables import (
     BASELINE,
     BENCH_COLUMNS,
+    PHASES,
     QUALITY,
     SPEED,
     UNSTEADY,
@@ -37,8 +36,6 @@ from .tables import (
 )
 
 Results = Mapping[str, Any]
-Numbered = tuple[int, Row]
-"""Row and its number on the page."""
 
 
 def report_beside(results: Path) -> Path:
@@ -57,8 +54,6 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
             console().print(table.rich())
         for note in comparison.notes:
             console().print(f"- {note}")
-    if (missing := missing_matplotlib()) is not None:
-        log(missing)
     console().print(f"report: {written}", soft_wrap=True)
     return written
 
@@ -72,27 +67,9 @@ def write_report(
     if comparison is not None:
         parts.append(render("comparison.html", comparison=comparison))
     for name, path, found in zip(names, paths, results, strict=True):
-        context = _bench_context(name, found) if found["kind"] == BENCH else _evaluation_context(found)
-        about = {"name": name, "named": len(paths) > 1, "results": found} | _common_context(found)
-        parts.append(render("evaluation.html", **about | context))
+        parts.append(render("evaluation.html", name=name, named=len(paths) > 1, results=found, **_context(found)))
         parts.append(_certificate(path, found["recipe"]))
     return write_page(out, f"Speculative decoding: {', '.join(names)}", "".join(parts))
-
-
-def vllm_config(results: Results, label: str) -> dict[str, Any]:
-    """Return the `--speculative-config` with which vLLM simulates the acceptance of a row. Raises ValueError: no such
-    row, or one that accepted no draft token."""
-    rows = {row["label"]: row for row in results["methods"]}
-    if label not in rows:
-        raise ValueError(f"no row {label!r}.{did_you_mean(label, rows)} Known: {', '.join(rows)}")
-    rates, recipe = synthetic_acceptance(rows[label]), results["recipe"]
-    sources = [recipe.get("drafter"), *(recipe.get("more_drafters") or [])]
-    return {
-        "model": sources[rows[label]["options"].get("drafter", 1) - 1] or "a model of the drafter's size",
-        "num_speculative_tokens": len(rates),
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": rates,
-    }
 
 
 def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
@@ -131,32 +108,27 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
-def _common_context(results: Results) -> dict[str, Any]:
-    rows, machine = results["methods"], results["machine"]
-    versions = {f"{name} version": version for name, version in (machine.get("versions") or {}).items()}
-    tables = [category_table(rows)] if any(len(row.get("by_category") or ()) > 1 for row in rows) else []
-    tables += [depth_table(rows)] if any(row.get("acceptance_by_depth") for row in rows) else []
-    tables += [energy_table(results["energy_by_batch"])] if results.get("energy_by_batch") else []
-    return {
-        "unsteady": [row["label"] for row in rows if row.get("steady") is False],
-        "mark": UNSTEADY,
-        "more_tables": tables,
-        "no_charts": missing_matplotlib(),
-        "facts": machine | versions | {"versions": None},
-        "recipe": yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True),
-    }
-
-
-def _evaluation_context(results: Results) -> dict[str, Any]:
-    rows: list[Row] = results["methods"]
+def _context(results: Results) -> dict[str, Any]:
+    """Return what the template shows of results."""
+    rows, machine, is_bench = results["methods"], results["machine"], results["kind"] == BENCH
     temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
     groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}
-    metrics = (("All methods", SPEED), ("Cost", cost_metrics(rows)), ("Quality", QUALITY))
+    shown = {"All methods": SPEED, "Cost": cost_metrics(rows), "Quality": QUALITY, "Time of a step": PHASES}
+    shown = {"By load": BENCH_COLUMNS} if is_bench else shown
+    tables = [method_table(caption, rows, columns) for caption, columns in shown.items()]
+    tables += [category_table(rows)] if any(len(row.get("by_category") or ()) > 1 for row in rows) else []
+    tables += [depth_table(rows)] if any(row.get("acceptance_by_depth") for row in rows) else []
+    tables += [energy_table(results["energy_by_batch"])] if results.get("energy_by_batch") else []
+    versions = {f"{name} version": version for name, version in (machine.get("versions") or {}).items()}
     return {
-        "verdict": "",
-        "cards": [_card(temperature, [row for _, row in group]) for temperature, group in groups.items()],
-        "tables": [method_table(caption, rows, columns) for caption, columns in metrics],
-        "charts": _charts(groups) if missing_matplotlib() is None else [],
+        "verdict": verdict(rows) if is_bench else "",
+        "cards": [] if is_bench else [_card(each, [row for _, row in group]) for each, group in groups.items()],
+        "tables": tables,
+        "charts": [] if is_bench else method_charts(groups),
+        "unsteady": [row["label"] for row in rows if row.get("steady") is False],
+        "mark": UNSTEADY,
+        "facts": machine | versions | {"versions": None},
+        "recipe": yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True),
     }
 
 
@@ -178,16 +150,6 @@ def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _bench_context(name: str, results: Results) -> dict[str, Any]:
-    rows = results["methods"]
-    return {
-        "verdict": verdict(rows),
-        "cards": [],
-        "tables": [method_table("By load", rows, BENCH_COLUMNS)],
-        "charts": _load_charts(name, rows) if missing_matplotlib() is None else [],
-    }
-
-
 def verdict(rows: Sequence[Row]) -> str:
     """Return a sentence that says how much faster a server is with drafts, and at which loads it is slower."""
     known = [row for row in rows if row["method"] != BASELINE and row["speedup"] is not None]
@@ -198,87 +160,3 @@ def verdict(rows: Sequence[Row]) -> str:
     found = f"Best speedup: {number(best['speedup'])}×{interval} at {best['label']}"
     slower = [row["label"] for row in known if row["speedup"] <= 1]
     return f"{found}; not faster than the baseline at {', '.join(slower)}." if slower else f"{found}."
-
-
-# --- charts -----------------------------------------------------------------------------------------------------------
-
-_BOUND = "The heavy bar above a point is its bound: the speedup if steps took no longer than the forwards in them. "
-_INTERVAL = (
-    "The thin line through a point is its 95 % interval. On the dotted line a step would cost no more than plain "
-    "decoding's."
-)
-_PERPLEXITY = (
-    "Lossy methods change the perplexity; a lossless method has the target's own. Dashed: methods that no other method "
-    "beats in both. Low perplexity alone is not quality: repetitive text has it too."
-)
-_PHASES = "Median time of each phase of a step. Host is the time between steps, and time in which the device is idle."
-_LOADS = "Bars are 95 % intervals over prompts. The time per token is that after an answer's first token."
-
-
-def _charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
-    drawn: list[str] = []
-    for temperature, group in groups.items():
-        at = f", temperature {temperature:g}" if len(groups) > 1 else ""
-        drawn += [_speed_chart(group, at), _perplexity_chart(group, at)]
-    rows = [each for group in groups.values() for each in group]
-    timed = [(f"{index} {row['label']}", row["phases_us"]) for index, row in rows if row.get("phases_us")]
-    if timed:
-        milliseconds = [(label, {name: us / 1e3 for name, us in phases.items()}) for label, phases in timed]
-        bars = stacked_bars(milliseconds, "ms", "time of a step by phase")
-        drawn.append(_figure(bars, "Where the time of a step goes", _PHASES, "broad"))
-    return drawn
-
-
-def _figure(drawn: str, title: str, caption: str, kind: str = "") -> str:
-    return render("figure.html", drawn=drawn, title=title, caption=caption, kind=kind)
-
-
-def _points(group: Sequence[Numbered], x: str) -> list[Point]:
-    """Return speedups, with interval and bound where they are known, against another metric."""
-    points = []
-    for index, row in group:
-        if row.get(x) is not None and row.get("speedup") is not None:
-            low, high = row.get("speedup_interval") or (None, None)
-            most = row.get("bound") if x == "tokens_per_step" else None
-            points.append(Point(index, row["label"], row[x], row["speedup"], bool(row["lossless"]), low, high, most))
-    return points
-
-
-def _speed_chart(group: Sequence[Numbered], at: str) -> str:
-    title, points = f"Speedup against tokens per step{at}", _points(group, "tokens_per_step")
-    if not points:
-        return ""
-    drawn = scatter(points, "tokens per step (τ)", "speedup (×)", title, "a draft that costs nothing")
-    bounded = any(point.bound is not None for point in points)
-    return _figure(drawn, title, (_BOUND if bounded else "") + _INTERVAL)
-
-
-def _perplexity_chart(group: Sequence[Numbered], at: str) -> str:
-    """Draw the frontier of speed and perplexity; empty if all rows are lossless."""
-    points = _points(group, "perplexity")
-    if not points or all(row.get("lossless") for _, row in group):
-        return ""
-    title = f"Speed against perplexity{at}"
-    drawn = scatter(points, "perplexity of the output under the target", "speedup (×)", title)
-    return _figure(drawn, title, _PERPLEXITY)
-
-
-def _load_charts(name: str, rows: Sequence[Row]) -> list[str]:
-    """Draw speedup and time per token against the load."""
-    key, axis = ("concurrency", "requests in flight") if rows[0]["rate"] is None else ("rate", "requests per second")
-    sides = {name: [row for row in rows if row["method"] != BASELINE]}
-    sides[f"{name}, baseline"] = [row for row in rows if row["method"] == BASELINE]
-    speed = [_line(name, sides[name], key, "speedup")]
-    pace = [_line(label, some, key, "ms_per_token") for label, some in sides.items()]
-    drawn = []
-    for found, title, level in ((speed, "speedup (×)", 1.0), (pace, "time per token (ms)", None)):
-        if known := [line for line in found if line.xs]:
-            heading = f"{title.partition(' (')[0].capitalize()} against {axis}"
-            drawn.append(_figure(lines(known, axis, title, heading, level), heading, _LOADS))
-    return drawn
-
-
-def _line(label: str, rows: Sequence[Row], key: str, metric: str) -> Line:
-    known = [row for row in rows if row[metric] is not None]
-    spans = [row[f"{metric}_interval"] for row in known]
-    return Line(label, [row[key] for row in known], [row[metric] for row in known], spans)

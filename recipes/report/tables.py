@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 Row = Mapping[str, Any]
+Numbered = tuple[int, Row]
+"""Row and its number on the page."""
 DASH = "–"
 _DEPTHS = 12  # shown at most
 
@@ -214,6 +216,7 @@ def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
     )
 
 
+PHASES = tuple(_metric(name, f"phases_us.{name}", 0, "µs") for name in ("draft", "score", "verify", "commit", "host"))
 METHOD = Column("method", numeric=False)
 BASELINE = "autoregressive"
 _KINDS = {"best": "fastest lossless method", "slower": "slower than the baseline"}

@@ -6,7 +6,7 @@
 
 The pair is a finished quickstart of any recipe. Each part says first how long it takes, resumes
 (`--work`, by default PAIR/bench) and puts what it found beside what lies in `--out` (tests/bench/results/
-realpair-cpu.json) already; `--plan` only says how long. `--quick`: two prompts of 16 tokens.
+realpair-cpu.json) already; `--quick`: two prompts of 16 tokens.
 
 Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
 prediction; "eagle" rows draft with the pair's EAGLE-3 layer. Peers: greedily and in turns prompt by prompt, in
@@ -54,7 +54,7 @@ from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
 from draftsmith.recipes.commands.artifacts.export import FORMATS
-from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError, evaluate_once, evaluation_runs, time_words
+from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError, evaluate_once
 from draftsmith.recipes.commands.evaluation.journal import Journal, Kept
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
@@ -63,7 +63,7 @@ from draftsmith.recipes.session.stopping import Stoppable
 from draftsmith.train.parallel.processes import Interrupted
 from engines import vllm_ways
 from pair import on_pair
-from peers import GAMMAS, TUNED, Peer, of_format, print_peers, ways
+from peers import GAMMAS, Peer, of_format, print_peers, ways
 from pydantic import TypeAdapter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -189,13 +189,6 @@ def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     return [BASELINE, *({"method": name, "label": label, "options": o} for label, name, o in rows if label in wanted)]
 
 
-def said_first(options: argparse.Namespace, what: str, case: Case, runs: int) -> bool:
-    """Print how long something takes at most; whether that is all that was asked for."""
-    mean = sum(map(len, case.prompts)) // len(case.prompts)
-    print(f"{what}: {len(case.prompts)} prompts, {time_words(case.opened.target, runs, options.tokens, mean)}")
-    return bool(options.plan)
-
-
 def journal_of(options: argparse.Namespace, name: str, case: Case) -> Journal:
     identity = {key: value for key, value in case.identity.items() if key not in ("methods", "repeats")}
     return Journal(options.work / f"{name}.json", "runs", identity | {"threads": torch.get_num_threads()})
@@ -223,10 +216,6 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for temperature in options.temperatures:
         recipe = recipe_of(options, temperature, rows_of(options.rows, options.pair))
-        if options.plan:
-            case = open_case(recipe)
-            said_first(options, f"methods, T={temperature:g}", case, evaluation_runs(recipe, len(case.prompts)))
-            continue
         try:
             results = evaluate_once(recipe)
         except NotLosslessError as error:
@@ -280,10 +269,6 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 def peers(options: argparse.Namespace) -> dict[str, Any]:
     """Rates by number format."""
     case = open_case(recipe_of(options, 0.0, [BASELINE], heads=None, table=None, drafter=None, more_drafters=[]))
-    kinds = 7 + 3 * bool(options.gguf) + 3 * ("DRAFTSMITH_VLLM" in os.environ)
-    tuned = (kinds - kinds // 3) * len(options.gammas) * min(TUNED, len(case.prompts))
-    if said_first(options, "peers", case, len(options.dtypes) * (kinds * len(case.prompts) * options.repeats + tuned)):
-        return {}
     found = {}
     with tempfile.TemporaryDirectory() as scratch, Stoppable("peers") as signals:
         exported = Path(scratch) / "drafter"
@@ -336,8 +321,6 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
     """By artifact: tokens of training, what it measured, its cost, tokens per step at both temperatures."""
     base = recipe_of(options, 0.0, [BASELINE], drafter=None, more_drafters=[], heads=None, table=None)
     case = open_case(base)
-    if said_first(options, "curve", case, len(options.temperatures) * len(case.prompts)):
-        return {}
     found: dict[str, Any] = {}
     with Stoppable("curve") as signals, journal_of(options, "curve", case) as journal:
         kept = Kept(journal, signals)
@@ -431,7 +414,6 @@ def main() -> None:
     parser.add_argument("--curve", nargs="+", type=Path, help="finished drafters and heads, and nothing else")
     parser.add_argument("--work", type=Path, help="where what is finished is kept; by default PAIR/bench")
     parser.add_argument("--out", type=Path, help="the file (.json) that takes the results")
-    parser.add_argument("--plan", action="store_true", help="only say how long it takes")
     options = parser.parse_args()
     if options.quick:
         options.limit, options.tokens = 2, 16
@@ -443,7 +425,7 @@ def main() -> None:
         found = part(options)
     except Interrupted as stopped:
         raise SystemExit(str(stopped)) from None
-    if options.out is not None and not options.plan:
+    if options.out is not None:
         old = json.loads(options.out.read_text()) if options.out.is_file() else {}
         text = json.dumps(merged(old, part.__name__, found), indent=1)
         text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list lies in a line

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 SPECIAL, NON_ASCII, CODE, WHITESPACE, DIGITS = "special", "non-ASCII", "code", "whitespace", "digits"
 PUNCTUATION, NAME, WORD, CONTINUATION = "punctuation", "name", "word", "continuation"
@@ -82,3 +83,24 @@ def _word_class(piece: str, before: str) -> str:
     whole = before + piece[:letter]
     before = whole.rstrip(_BEFORE_SENTENCES)
     return WORD if not before or before[-1] in _SENTENCE_ENDS else NAME
+
+
+def token_texts(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> list[str]:
+    """Return the text that each of `ids` adds after the ids `before`.
+
+    A character of several tokens belongs to the last of them; the others have an empty text.
+    """
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    texts, settled, unfinished = list[str](), list(before)[-8:], list[int]()
+    for token in ids:
+        unfinished.append(token)
+        text = decode([*settled, *unfinished])[len(decode(settled)) :]
+        if text.endswith("\ufffd"):
+            texts.append("")
+        else:
+            texts.append(text)
+            settled, unfinished = unfinished, []
+    return texts

@@ -61,7 +61,7 @@ from ....decode.evaluation.diagnose.stages import (
     scored_stage,
     token_cells,
 )
-from ....decode.evaluation.diagnose.token_classes import classify
+from ....decode.evaluation.diagnose.token_classes import classify, token_texts
 from ....decode.evaluation.diagnose.training_record import training_record
 from ....decode.evaluation.trace import trace
 from ....decode.methods import Parts, build_method
@@ -69,7 +69,6 @@ from ....decode.models.seq2seq import Seq2SeqModel
 from ....decode.proposers.ngrams import TableChain
 from ...assemble.evaluation import Case, entries_of, open_case, other_target, place_of
 from ...report.terminal.diagnosis import show_part
-from ...report.trace import TokenTexts
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.results import beside
 from ...session.stopping import Stoppable
@@ -256,8 +255,8 @@ class _Probe:
         special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         names, accepted = list[str](), list[bool]()
         for passage, row in zip(texts, attempts, strict=True):
-            pieces = TokenTexts(tokenizer, passage.prompt)
-            classes = classify([pieces.add(t) for t in passage.text], [t in special for t in passage.text])
+            pieces = token_texts(tokenizer, passage.prompt, passage.text)
+            classes = classify(pieces, [token in special for token in passage.text])
             names += [classes[each.position] for each in row]
             accepted += [each.accepted for each in row]
         return token_cells(names, np.array(accepted))

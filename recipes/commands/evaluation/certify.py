@@ -14,38 +14,36 @@ from pydantic import TypeAdapter
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....decode.evaluation.certify.certify import Certificate, DecodedBatch, Plan, certify_method
 from ....decode.evaluation.certify.rescoring import Rounding, judge_of, measure_rounding
-from ....decode.evaluation.certify.stress import SHARE, stress_method
+from ....decode.evaluation.certify.stress import stress_method
 from ....decode.evaluation.measure import Entry
 from ....decode.methods import Parts, build_method
 from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import Case, entries_of, open_case
 from ...report.certificate import KIND, SCHEMA, VERDICTS, certificates_table, explanations
-from ...report.tables import Cell, Column, Table, number_cell
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.results import beside
 from ...session.machine import machine
 from ...session.stopping import Stoppable
-from ...session.terminal import console, log
+from ...session.terminal import console
 from .journal import Journal, Kept
 
 LEVEL = 1e-6
 """Probability of a false alarm anywhere in the certificate."""
 TOKENS, BATCH = 4_000, 8
 _TEXTS = TypeAdapter(DecodedBatch)
-_SHORT = 16  # Length of the texts that an estimate of the time is made from.
 
 Certify = Callable[..., Certificate]
 
 
 def run_certify(
-    recipe: EvaluateRecipe, tokens: int = TOKENS, batch: int = BATCH, out: Path | None = None, plan_only: bool = False
+    recipe: EvaluateRecipe, tokens: int = TOKENS, batch: int = BATCH, out: Path | None = None
 ) -> list[Certificate]:
     """Certify every method of a recipe, first on a small pair (`stress.py`), then on the recipe's.
 
     If all rows are at temperature 0, lossless methods are certified at temperature 1 too. The certificate is written
     after each method, by default next to the results, so that an interrupted run resumes. `tokens` are judged for each
-    method above temperature 0, on the small pair `SHARE` times as many. With `plan_only` only print the estimated time.
+    method above temperature 0, on the small pair `SHARE` times as many.
     """
     out = out or beside(Path(recipe.out), KIND)
     check_writable(out)
@@ -54,9 +52,6 @@ def run_certify(
     entries = _distinct(_both_ways(entries_of(recipe), opened.parts))
     small = _distinct([replace(entry, label=f"{entry.label}, small pair", sampling=Sampling()) for entry in entries])
     plan, certify = Plan(tokens, LEVEL / (len(entries) + len(small)), batch, recipe.seed), _certifier(case)
-    if plan_only:
-        _print_plan(case, plan, small, entries, certify)
-        return []
     head = {
         "schema": SCHEMA,
         "kind": KIND,
@@ -117,21 +112,6 @@ def _certifier(case: Case) -> Certify:
 def _planned_tokens(case: Case, plan: Plan, entry: Entry) -> int:
     most = len(case.prompts) * case.limits.max_new_tokens if entry.sampling.greedy else plan.tokens
     return min(plan.tokens, most)
-
-
-def _print_plan(case: Case, plan: Plan, small: Sequence[Entry], entries: Sequence[Entry], certify: Certify) -> None:
-    """Print the estimated minutes of each method, measured on a short text."""
-    limits = replace(case.limits, max_new_tokens=min(_SHORT, case.limits.max_new_tokens))
-    short, minutes = replace(plan, tokens=1), dict[str, float]()
-    for entry in small:  # The first check, above temperature 0, stands for three of its kind.
-        tried = next(stress_method(entry, short, case.opened.device), None)
-        minutes[entry.label] = tried.seconds / 60 * max(3.0, 3 * SHARE * plan.tokens / tried.tokens) if tried else 0.0
-    for entry in entries:
-        tried = certify(entry, short, limits)
-        minutes[entry.label] = tried.seconds / 60 * _planned_tokens(case, plan, entry) / max(1, tried.tokens)
-    rows = [[Cell(label), number_cell(value)] for label, value in minutes.items()]
-    console().print(Table("", [Column("method", numeric=False), Column("minutes", "about")], rows).rich())
-    log(f"certify: about {sum(minutes.values()):.1f} minutes on {case.opened.device}")
 
 
 def _with_stress(certificate: Certificate, stress: Sequence[Certificate]) -> Certificate:

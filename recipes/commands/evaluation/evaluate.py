@@ -17,22 +17,18 @@ from pydantic import TypeAdapter
 from .... import __version__
 from ....checkpoints.artifact.model_ref import source_hash
 from ....checkpoints.storage.atomic import atomic_text, check_writable
-from ....checkpoints.storage.places import here
 from ....checkpoints.storage.safe_read import load_json
-from ....checkpoints.verify.model_files import quietly
 from ....data.prompts import SkippedPrompts
 from ....decode.evaluation.energy import CounterError, Energy, measure_batches, open_meter
-from ....decode.evaluation.measure import PROFILED, check_capacity, devices_of, energy_of, measure
+from ....decode.evaluation.measure import check_capacity, devices_of, energy_of, measure
 from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
-from ....decode.evaluation.tuning.costs import measure_forwards
-from ....decode.methods import Parts, method_options
+from ....decode.methods import Parts
 from ....decode.models.base import LanguageModel
-from ....decode.models.loading import wrap_model
 from ....train.parallel.processes import is_out_of_memory
-from ...assemble.evaluation import Case, device_of, entries_of, load_target, open_case, prompts_digest
+from ...assemble.evaluation import Case, device_of, entries_of, open_case, prompts_digest
 from ...report.certificate import KIND
 from ...report.page import report_beside, write_report
-from ...report.tables import UNSTEADY, Cell, Column, Table, energy_table, method_table, options_text
+from ...report.tables import UNSTEADY, energy_table, method_table
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
 from ...schema.results import EVALUATION, beside, load_results, write_results
@@ -43,7 +39,6 @@ from .certify import run_certify
 from .journal import Journal, Kept
 
 _ENERGY = TypeAdapter(Energy)
-_CONTEXT = 64  # assumed tokens of a prompt if none was read
 
 
 class NotLosslessError(ValueError):
@@ -60,8 +55,6 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     named = {asked.id: ids for asked, ids in zip(case.asked, prompts, strict=True)}
     check_capacity(opened.target, opened.parts, entries, named, case.limits)
     log(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {opened.device}")
-    runs = evaluation_runs(recipe, len(prompts))
-    log(f"evaluate: {time_words(opened.target, runs, recipe.max_new_tokens, max(map(len, prompts)))}")
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
     with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity) as journal:
@@ -246,51 +239,3 @@ def _show(case: Case, results: dict[str, Any]) -> None:
         console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")
     if results["resumed"]:
         console().print(f"{results['resumed']} runs were timed by an earlier process that was interrupted")
-
-
-# --- the plan ---------------------------------------------------------------------------------------------------------
-
-
-def show_plan(recipe: EvaluateRecipe) -> None:
-    """Print prompts, rows, models, the largest number of decoded tokens and the estimated time."""
-    limits = f"at most {recipe.max_new_tokens} new tokens each, {recipe.repeats} run(s)"
-    console().print(f"{recipe.limit} prompts of {recipe.prompts}, template {recipe.template}, {limits}", soft_wrap=True)
-    rows = []
-    for label, row in zip(recipe.labels(), recipe.methods, strict=True):
-        method_options(row.method, row.options)
-        texts = (label, row.method, options_text(row.model_dump()), f"{recipe.temperature_of(row):g}")
-        rows.append([*map(Cell, texts)])
-    columns = [*(Column(heading, numeric=False) for heading in ("row", "method", "options")), Column("temperature")]
-    console().print(Table("", columns, rows).rich())
-    parts = {name: getattr(recipe, name) for name in ("target", "drafter", "heads", "table")}
-    named = [f"{part} {source}" for part, source in parts.items() if source is not None]
-    named += [f"drafter {source}" for source in recipe.more_drafters]
-    tokens = recipe.limit * recipe.repeats * recipe.max_new_tokens * len(recipe.methods)
-    console().print(f"{', '.join(named)}; at most {tokens:,} tokens in all rows", soft_wrap=True)
-    console().print(planned_time(recipe, evaluation_runs(recipe, recipe.limit)), soft_wrap=True)
-
-
-def evaluation_runs(recipe: EvaluateRecipe, prompts: int) -> int:
-    """Return the number of texts that an evaluation decodes: of measured rows, of `transformers.generate`, and those
-    that show where the time of a step goes."""
-    greedy = any(recipe.temperature_of(row) == 0 for row in recipe.methods)
-    rows = len(recipe.methods) + (recipe.compare_with_transformers and greedy)
-    return rows * prompts * recipe.repeats + len(recipe.methods) * min(PROFILED, prompts)
-
-
-def planned_time(recipe: EvaluateRecipe, runs: int) -> str:
-    """Return the estimated time of a recipe, of which the target alone is loaded if it is on this machine."""
-    if here(recipe.target) is None:
-        return f"the time is unknown until {recipe.target} is on this machine"
-    with quietly():
-        model = load_target(recipe)
-    return time_words(wrap_model(model, check=False), runs, recipe.max_new_tokens)
-
-
-def time_words(target: LanguageModel, runs: int, new_tokens: int, context: int = _CONTEXT) -> str:
-    """Estimate the time of runs of autoregressive decoding with `context` prompt tokens, from a few forwards."""
-    context = max(1, min(context, (target.max_positions - 1) // 2))
-    forward = measure_forwards(target, Parts(), context, target_nodes=(1, context), runs=3).target
-    seconds = runs * (forward(context) + new_tokens * forward(1))
-    each = f"{runs:,} runs of at most {new_tokens:,} tokens, {1e3 * forward(1):.3g} ms each in autoregressive decoding"
-    return f"about {duration(seconds)} or less ({each})"

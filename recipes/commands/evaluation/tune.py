@@ -45,8 +45,8 @@ from ...report.tune import describe_settings, show_tuning
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
 from ...session.stopping import Stoppable
-from ...session.terminal import console, log
-from .evaluate import evaluate_once, identity_of, planned_time, read_finished, time_words
+from ...session.terminal import log
+from .evaluate import evaluate_once, identity_of, read_finished
 from .journal import RUN, Journal, Kept
 
 LeftOut = dict[str, str]
@@ -155,8 +155,7 @@ def search_settings(recipe: EvaluateRecipe, space: Space | None = None) -> Searc
     sampling = sampling_of(recipe)
     opened = open_case(recipe)
     fixed, left_out = _methods_to_tune(recipe, opened.opened.parts, sampling)
-    runs, longest = count_runs(fixed, len(opened.prompts), recipe, space), max(map(len, opened.prompts))
-    log(f"tune: {', '.join(fixed)}; {time_words(opened.opened.target, runs, recipe.max_new_tokens, longest)}")
+    log(f"tune: {', '.join(fixed)}")
     about = opened.identity | {"space": asdict(space)}
     with Stoppable("tune") as signals, Journal(folder / "tune.json", "work", about) as journal:
         case = _Case(
@@ -167,16 +166,6 @@ def search_settings(recipe: EvaluateRecipe, space: Space | None = None) -> Searc
         atomic_text(done, text + "\n")
         journal.remove()
     return search
-
-
-def show_plan(recipe: EvaluateRecipe) -> None:
-    """Print what would be tuned and how long that takes; only the target is loaded."""
-    named: Any = recipe  # has names instead of parts
-    fixed, left_out = _methods_to_tune(recipe, named, sampling_of(recipe))
-    time = planned_time(recipe, count_runs(fixed, recipe.limit, recipe, Space()))
-    lines = [f"{', '.join(fixed)}, on {recipe.limit} prompts of {recipe.prompts}", time]
-    lines += [f"left out: {name}: {why}" for name, why in left_out.items()]
-    console().print("\n".join(lines), soft_wrap=True)
 
 
 def count_runs(names: Sequence[str] | Fixed, prompts: int, recipe: EvaluateRecipe, space: Space) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.data.tokenizers import train_bpe
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.diagnose.agreement import (
     MEASURES,
@@ -20,7 +21,7 @@ from draftsmith.decode.evaluation.diagnose.agreement import (
 )
 from draftsmith.decode.evaluation.diagnose.expected import Expected, compare_server
 from draftsmith.decode.evaluation.diagnose.stages import Stage, draft_attempts, findings, token_cells
-from draftsmith.decode.evaluation.diagnose.token_classes import CLASSES, classify
+from draftsmith.decode.evaluation.diagnose.token_classes import CLASSES, classify, token_texts
 from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.evaluation.trace import trace
@@ -254,6 +255,9 @@ def test_measured_prompts_come_before_predictions() -> None:
     assert here.tokens_per_step(1, ["a", "b"]) == 1.5, "of shorter drafts only the acceptance rates are known"
 
 
+BYTE_LEVEL: Any = train_bpe(["the tree the token 東京 naïve"] * 3, 275, ("<pad>", "<end>"))
+
+
 def classes_of(*pieces: str, special: str = "<none>") -> list[str]:
     return classify(pieces, [piece == special for piece in pieces])
 
@@ -293,3 +297,13 @@ def test_every_token_has_one_class_whatever_the_text(pieces: list[str]) -> None:
     assert set(found) <= set(CLASSES)
     for piece, name in zip(pieces, found, strict=True):
         assert (name == "whitespace") == (piece != "" and not piece.strip() and piece.isascii())
+
+
+@given(text=st.text(max_size=30).filter(lambda text: "\ufffd" not in text))
+@settings(max_examples=100, deadline=None)
+def test_a_character_of_several_tokens_belongs_to_the_last_of_them(text: str) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
+    pieces = token_texts(BYTE_LEVEL, [], ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)

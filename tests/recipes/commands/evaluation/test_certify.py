@@ -35,10 +35,6 @@ def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def test_a_certificate_of_a_recipe(recipe: Path, cli: Command) -> None:
-    planned = cli("certify", str(recipe), "--tokens", "2500", "--plan")
-    assert "speculative, small pair" in planned.stdout
-    assert "minutes" in planned.stderr
-    assert not (recipe.parent / "certificate.json").exists()
     done = cli("certify", str(recipe), "--tokens", "2500", "--batch", "4")
     assert done.returncode == 0, done.stderr
     for word in ("speculative T=1", "lossless", "not claimed", "a near-tie is a difference of up", "certificate.json"):
