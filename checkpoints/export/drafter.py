@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ..artifact.compat import patch_model, patch_tokenizer
-from ..pairs.repair import arranged
+from ..pairs.repair import arrange_rows
 from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation, write_settings
 from ..storage.draft_vocabulary import TOKENS, mask_token, read_vocabulary
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
@@ -62,13 +62,13 @@ def proposed_tokens(source: Source) -> Tensor | None:
 
 def _pad(model: Any, ids_R: Tensor) -> None:
     """Untie a model's output layer, and give the tokens that it never proposes rows that are never the likeliest (see
-    `arranged`), whoever reads them. As training leaves them, which does not look at them, they may be."""
+    `arrange_rows`), whoever reads them. As training leaves them, which does not look at them, they may be."""
     head, kept = model.get_output_embeddings(), ids_R.tolist()
     rows: list[int | None] = [None] * len(head.weight)
     for number in kept:
         rows[number] = number
     for name, values in list(head.named_parameters()):
-        setattr(head, name, nn.Parameter(arranged(values.detach(), rows, kept)))
+        setattr(head, name, nn.Parameter(arrange_rows(values.detach(), rows, kept)))
     model.config.tie_word_embeddings = False
 
 

@@ -61,13 +61,7 @@ def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
         *_sizes(config, target),
         *_vocabulary(config, stored, target),
     ]
-    proposed = config.get("draft_vocab_size") or target.vocab_size
-    facts = [
-        ("layers", f"{target.config.num_hidden_layers}", f"reads {', '.join(map(str, trained))}"),
-        ("hidden_size", f"{target.config.hidden_size:,}", f"{_inner(config).get('hidden_size')}"),
-        ("vocab_size", f"{target.vocab_size:,}", f"proposes {proposed:,} tokens"),
-    ]
-    return Diagnosis(target.source, source, tuple(facts), tuple(findings), READERS)
+    return Diagnosis(target.source, source, tuple(findings), READERS)
 
 
 def _inner(config: Config) -> Config:
@@ -81,20 +75,20 @@ def _form(config: Config, folder: Path, stored: Mapping[str, Any]) -> Iterator[F
         effects = refused("it does not know this form", "sglang")
         effects |= refused("`draftsmith import` makes it the form of all", "draftsmith")
         what = "the config is in the form of speculators"
-        yield Finding("form", what, "–", str(config[SPECULATORS]), effects)
+        yield Finding("form", what, "", str(config[SPECULATORS]), effects)
     elif not any(name.startswith("midlayer.") for name in stored):
         reason = "it reads its own names alone: `draftsmith import` gives them"
         value = next(iter(sorted(stored)), "no safetensors")
-        yield Finding("form", "tensors have other names", "–", value, refused(reason, "draftsmith"))
+        yield Finding("form", "tensors have other names", "", value, refused(reason, "draftsmith"))
     if _inner(config).get("tie_word_embeddings", SPECULATORS not in config):
         effects = works_but("it takes the embeddings for the output layer: set tie_word_embeddings: false", "sglang")
-        yield Finding("tied", "the config says, or leaves it open, that embeddings are tied", "–", "true", effects)
+        yield Finding("tied", "the config says, or leaves it open, that embeddings are tied", "", "true", effects)
     if config.get(NORMED, SPECULATORS in config):
         effects = works_but(f"it does not know {NORMED}: the layer's residual stream is another", "sglang")
-        yield Finding("norm", "the residual stream begins behind a norm", "–", f"{NORMED}: true", effects)
+        yield Finding("norm", "the residual stream begins behind a norm", "", f"{NORMED}: true", effects)
     if not (folder / WHOLE_FILES[0]).is_file():
         effects = refused("it reads safetensors alone: `draftsmith import --unpickle`", "draftsmith")
-        yield Finding("weights", f"there is no {WHOLE_FILES[0]}", "–", "–", effects)
+        yield Finding("weights", f"there is no {WHOLE_FILES[0]}", "", "", effects)
 
 
 def _layers(config: Config, trained: list[int], target: Side) -> Iterator[Finding]:
@@ -137,10 +131,10 @@ def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iter
     if HEAD not in stored and config.get("draft_vocab_size") is not None:
         reason = "it drafts with random rows, since it takes the target's output layer only if draft_vocab_size is null"
         what = "the files have no output layer"
-        yield Finding("output layer", what, "–", f"draft_vocab_size: {named}", works_but(reason, "sglang"))
+        yield Finding("output layer", what, "", f"draft_vocab_size: {named}", works_but(reason, "sglang"))
     if named < target.vocab_size and TOKENS not in stored:
         reason = "nothing says which tokens the output rows are of"
-        yield Finding("draft vocabulary", reason, "–", f"no {TOKENS}", works_but(reason, *READERS))
+        yield Finding("draft vocabulary", reason, "", f"no {TOKENS}", works_but(reason, *READERS))
     if (ids_R := proposed_in(stored)) is None:
         return
     known = [number for number, kept in enumerate(stored["t2d"].tolist()) if kept] if "t2d" in stored else None
@@ -151,4 +145,4 @@ def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iter
         wrong = str(error)
     if wrong:
         effects = works_but(f"{TOKENS} has it draft other tokens than it learned", *READERS)
-        yield Finding("draft vocabulary", f"{TOKENS} does not hold offsets to the ids", "–", wrong, effects)
+        yield Finding("draft vocabulary", f"{TOKENS} does not hold offsets to the ids", "", wrong, effects)

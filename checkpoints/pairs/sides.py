@@ -1,4 +1,4 @@
-"""Targets and drafters as their files describe them, and the findings and verdicts of a pair.
+"""Models as their files describe them, the findings of a pair, and what these mean for each engine.
 
 Only configurations, tokenizers and headers of safetensors files are read; no pickles and no remote code.
 """
@@ -18,9 +18,17 @@ from ..artifact.manifest import Manifest
 from ..artifact.model_ref import weight_files
 from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
-from ..storage.places import here, hub_place
 from ..verify.inspect import header_shapes
-from ..verify.model_files import UNLOADABLE, Fit, fit_to_model, meta_model, names_of_embeddings, weights_fault
+from ..verify.model_files import (
+    UNLOADABLE,
+    Fit,
+    base_of,
+    fit_to_model,
+    is_adapter,
+    meta_model,
+    names_of_embeddings,
+    weights_fault,
+)
 from ..verify.windows import position_limit, sliding_window
 
 CONSUMERS = {
@@ -30,14 +38,15 @@ CONSUMERS = {
     "llama.cpp": "llama.cpp of August 2026 (b10576), draft-simple, after its converter",
     "draftsmith": "this engine",
 }
-"""Engines, and the versions that the rules were read of."""
+"""Engines, and the versions whose rules are checked."""
 WORKS, BUT, REFUSED = "works", "works but", "refused"
-KEPT_FILES = ("LICENSE*", "NOTICE*", "README.md", "recipe.yaml", DRAFT_VOCABULARY)
-"""Files of a drafter that its repaired copy keeps beside its weights."""
 WEIGHTS = "model*.safetensors"
+_FILES = (
+    *("config.json", "generation_config.json", MANIFEST_FILE, "adapter_config.json", "model.safetensors.index.json"),
+    *(*TOKENIZER_FILES, DRAFT_VOCABULARY),
+)
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """Names of output layers in files older than those of their classes in transformers."""
-_SETTINGS = ("config.json", "generation_config.json", MANIFEST_FILE, "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -61,20 +70,35 @@ def works_but(reason: str, *consumers: str) -> dict[str, Effect]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference between the two."""
+    """Result of a check of a pair, static or measured."""
 
     check: str
     """Stable short name."""
     what: str
-    target: str
-    drafter: str
-    effects: dict[str, Effect]
-    """Affected engines only."""
+    target: str = ""
+    drafter: str = ""
+    effects: Mapping[str, Effect] = field(default_factory=dict)
+    """Meaning for the affected engines."""
+    advice: str = ""
+    is_fault: bool = False
+    """Whether a measured finding is an error of training, files or settings."""
+    lost: float | None = None
+    """Acceptance that it costs, if that was measured."""
+    interval: list[float] | None = None
+    """99 % interval of `lost`."""
 
     @property
     def severity(self) -> str:
-        """`fault` if an engine refuses the pair, otherwise `weakness`."""
-        return "fault" if REFUSED in {effect.outcome for effect in self.effects.values()} else "weakness"
+        """`fault` for errors and pairs that an engine refuses, otherwise `weakness`."""
+        is_refused = REFUSED in {effect.outcome for effect in self.effects.values()}
+        return "fault" if self.is_fault or is_refused else "weakness"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as JSON."""
+        return asdict(self) | {"severity": self.severity}
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.what} (target: {self.target or '–'}; drafter: {self.drafter or '–'})"
 
 
 @dataclass(frozen=True)
@@ -87,15 +111,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Facts and findings of a pair."""
+    """Findings of a pair."""
 
     target: str
     drafter: str
-    facts: tuple[tuple[str, str, str], ...]
-    """Name, the target's value, the drafter's."""
     findings: tuple[Finding, ...]
     consumers: Mapping[str, str] = field(default_factory=lambda: CONSUMERS)
-    """Engines that may decode with them."""
+    """Engines that may decode with the pair."""
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
@@ -110,44 +132,36 @@ class Diagnosis:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return facts, findings and verdicts as JSON."""
-        return {
-            "target": self.target,
-            "drafter": self.drafter,
-            "facts": [{"name": name, "target": mine, "drafter": theirs} for name, mine, theirs in self.facts],
-            "findings": [asdict(finding) | {"severity": finding.severity} for finding in self.findings],
-            "verdicts": {name: {"reader": self.consumers[name]} | asdict(one) for name, one in self.verdicts.items()},
-        }
+        """Return findings and verdicts as JSON."""
+        verdicts = {name: {"reader": self.consumers[name]} | asdict(one) for name, one in self.verdicts.items()}
+        findings = [finding.as_json() for finding in self.findings]
+        return {"target": self.target, "drafter": self.drafter, "findings": findings, "verdicts": verdicts}
 
 
 @dataclass(frozen=True)
 class Side:
-    """A target or a drafter."""
+    """Target or drafter."""
 
     source: str
-    """Folder or hub id, as it was given."""
+    """Folder or hub id as given."""
     folder: Path
-    """Where its files lie."""
     config: Any
-    """The configuration of its decoder."""
+    """Configuration of its decoder."""
     generation: GenerationConfig
-    """Its generation settings; those that follow from the configuration where it has no file of them."""
     tokenizer: Any | None
-    """None where it brings no tokenizer."""
     rows: int | None
-    """Of the token embedding in the weights; None where they could not be looked at."""
+    """Rows of the token embedding in the weights; None if these are not on this machine."""
     head_rows: int | None
-    """Of the output layer; those of the embedding where the two are one."""
+    """Rows of the output layer."""
     fit: Fit
-    """How its tensors differ from those that its configuration declares, rows of the vocabulary aside."""
+    """Differences between its tensors and those of its configuration, except for rows of the vocabulary."""
     manifest: Manifest | None
-    """Of an artifact."""
     weights_fault: str = ""
-    """Why this engine does not load its weights, whatever is in them."""
+    """Reason why this engine does not load its weights."""
 
     @property
     def vocab_size(self) -> int:
-        """What its configuration says."""
+        """Vocabulary size of its configuration."""
         return int(self.config.vocab_size)
 
     @property
@@ -157,40 +171,40 @@ class Side:
 
     @property
     def positions(self) -> int | None:
-        """How many it was made for; None where there is no limit."""
+        """Maximum number of positions; None for no limit."""
         return getattr(self.config, "max_position_embeddings", None) or None
 
     @property
     def window(self) -> int | None:
-        """Tokens that a layer with sliding attention sees; None where none has it."""
+        """Size of the sliding attention window; None without one."""
         return sliding_window(self.config)
 
     @property
     def limit(self) -> int | None:
-        """How many tokens this engine takes; None where there is no limit."""
+        """Number of tokens that this engine accepts; None for no limit."""
         return position_limit(self.config)
-
-    @property
-    def rotary(self) -> str | None:
-        """The type of its rotary positions (default, linear, yarn …); None where positions are something else."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if not rope:
-            return None
-        kinds = {str(one.get("rope_type", "default")) for one in rope.values() if isinstance(one, dict)}
-        return "/".join(sorted(kinds)) if kinds and "rope_type" not in rope else str(rope.get("rope_type", "default"))
 
 
 def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
-    """Read what there is to know of a target or a drafter: a folder, or `user/name[@revision]` on the hub, of which the
-    small files are fetched and the weights' headers are read. `load_tokenizer` gives the tokenizer of a folder.
+    """Read the description of a target or a drafter.
 
-    Raises ValueError: nothing there, or no language model that can be read without remote code; a LoRA adapter."""
-    folder = find_folder(source, [*_SETTINGS, *TOKENIZER_FILES, "model.safetensors.index.json", *KEPT_FILES])
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(f"{source} is a LoRA adapter and no model of its own: merge it into its model first")
+    Args:
+        source: Folder of a model or a LoRA adapter, or `user/name[@revision]` on the hub, of which the small files are
+            fetched.
+        load_tokenizer: Function that returns the tokenizer of a folder.
+
+    Raises:
+        ValueError: There is no language model that can be read without remote code.
+    """
+    folder = find_folder(source, _FILES)
     manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES if name.startswith(("tok", "voc", "spi")))
+    tokenizer = load_tokenizer(str(folder)) if has_tokenizer else None
+    if is_adapter(folder):
+        base = open_side(base_of(folder), load_tokenizer)
+        return replace(base, source=source, folder=folder, manifest=manifest, tokenizer=tokenizer or base.tokenizer)
     if manifest is not None and manifest.kind not in ("drafter", "target"):
-        raise ValueError(f"{source} is of kind {manifest.kind!r}: the doctor compares two models")
+        raise ValueError(f"{source} is of kind {manifest.kind!r}: static checks compare two models")
     try:
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
@@ -202,52 +216,17 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         raise ValueError(f"{source}: its configuration cannot be read: {first_line(error)}{hint}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES if name.startswith(("tok", "voc", "spi")))
-    shapes = tensor_shapes(source, folder)
+    shapes = header_shapes(weight_files(folder)) if any(folder.glob(WEIGHTS)) else {}
     try:
         rows, head_rows, fit = _rows(whole, shapes)
     except UNLOADABLE as error:
         raise ValueError(f"{source}: its configuration makes no model: {first_line(error)}") from error
-    return Side(
-        source=source,
-        folder=folder,
-        config=config,
-        generation=generation,
-        tokenizer=load_tokenizer(str(folder)) if has_tokenizer else None,
-        rows=rows,
-        head_rows=head_rows,
-        fit=fit,
-        manifest=manifest,
-        weights_fault=weights_fault(folder, source),
-    )
-
-
-def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, from the headers of a model's safetensors files; empty where it has none, or none within reach.
-    ValueError for a file that is none of safetensors, or that an index names and is not there."""
-    files = sorted(folder.glob(WEIGHTS))
-    if files:
-        return header_shapes(weight_files(folder) if here(source) is not None else files)
-    if here(source) is None:
-        from huggingface_hub import get_safetensors_metadata
-        from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
-
-        try:
-            repo, revision = hub_place(source)
-            headers = get_safetensors_metadata(repo, revision=revision).files_metadata.values()
-        except (OSError, ValueError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
-            return {}
-        return {name: tuple(one.shape) for header in headers for name, one in header.tensors.items()}
-    return {}
-
-
-def both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str, str]:
-    """A finding's two values."""
-    return describe(target), describe(drafter)
+    fault = weights_fault(folder, source)
+    return Side(source, folder, config, generation, tokenizer, rows, head_rows, fit, manifest, fault)
 
 
 def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None, Fit]:
-    """Rows of the embedding and of the output layer as they are stored; and how all else fits."""
+    """Return the stored rows of the embedding and of the output layer, and how all else fits."""
     try:
         model = meta_model(config)
     except (ValueError, ImportError):  # no such model in this transformers, or a kernel that is not installed

@@ -40,11 +40,3 @@ def percentile_interval(values_R: Floats | None, level: float = 0.95) -> tuple[f
         return None
     low, high = np.quantile(finite_R, ((1 - level) / 2, (1 + level) / 2))
     return float(low), float(high)
-
-
-def binomial_interval(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
-    """Of a proportion of independent trials, one at least: the exact one (Clopper and Pearson 1934)."""
-    from scipy.stats import binomtest  # a second to import, for one who reads a recipe
-
-    interval = binomtest(successes, trials).proportion_ci(level, method="exact")
-    return float(interval.low), float(interval.high)

@@ -41,6 +41,13 @@ class Passage(NamedTuple):
     judged: Sequence[bool] | None = None
     """Which of them are judged. None: all."""
 
+    def judge_only(self, ids: set[int]) -> Passage:
+        """Return the passage with judgement restricted to some tokens."""
+        judged = self.judged or [True] * len(self.text)
+        return self._replace(
+            judged=[bool(each) and token in ids for each, token in zip(judged, self.text, strict=True)]
+        )
+
 
 Drafts = Callable[[slice], list[tuple[Tensor, Tensor]]]
 """Of a slice of the predicted tokens, for each head: unwarped logits [C, V], and what is drafted at temperature 0,

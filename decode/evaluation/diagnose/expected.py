@@ -1,14 +1,16 @@
-"""Tokens per step that a server should reach by this engine's own results, and what a difference points to.
+"""Comparison of a server's tokens per step with this engine's results.
 
-With γ draft tokens per step it is 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j, where α_j is this engine's acceptance rate at depth j.
+With γ draft tokens per step they are 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j, where α_j is the acceptance rate at depth j.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
+
+from ....checkpoints.pairs.sides import Finding
 
 _TOLERANCE = 0.05  # of tokens per step on the same prompts; near-ties and the ends of texts explain less
 
@@ -47,36 +49,32 @@ def draft_length(row: Mapping[str, Any]) -> int:
     return int(row["options"].get("gamma", len(row["acceptance_by_depth"])))
 
 
-def compare_server(expected: Expected, row: Mapping[str, Any]) -> tuple[float | None, list[str]]:
-    """Return the expected tokens per step of a server's row, and why it reaches others."""
-    reasons = _prompt_differences(expected, row["prompt_tokens"])
+def compare_server(expected: Expected, row: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the differences between a server's row and this engine."""
+    label = row["label"]
+    apart = {
+        name: row["prompt_tokens"][name] - own
+        for name, own in expected.prompt_tokens.items()
+        if name in row["prompt_tokens"]
+    }
+    changed = [gap for gap in apart.values() if gap]
+    if changed:
+        counts = f"{len(changed)} of {len(apart)} prompts"
+        what = f"the server reads {min(changed):+d} to {max(changed):+d} tokens in {counts}"
+        advice = "check its chat template, tokenizer and maximum context length"
+        yield Finding("prompts", f"{label}: {what}", advice=advice, is_fault=True)
     if row["drafted_per_step"] is None:
-        return None, [*reasons, "the server does not report draft tokens: is speculative decoding on?"]
+        what = "the server does not report draft tokens"
+        yield Finding("drafts", f"{label}: {what}", advice="switch speculative decoding on", is_fault=True)
+        return
     gamma = round(row["drafted_per_step"])
     if gamma != expected.gamma:
-        reasons.append(f"it drafts {gamma} tokens per step, {expected.label!r} drafts {expected.gamma}")
+        what = f"the server drafts {gamma} tokens per step, {expected.label!r} drafts {expected.gamma}"
+        yield Finding("drafts", f"{label}: {what}", advice="set the same draft length", is_fault=True)
         if gamma > expected.gamma:
-            return None, reasons
+            return
     wanted, reached = expected.tokens_per_step(gamma, row["prompt_tokens"]), row["tokens_per_step"]
     if reached is not None and abs(reached / wanted - 1) > _TOLERANCE:
-        cause = "" if reasons else ": another drafter, number format or vocabulary, or a drafter with less context"
-        reasons.append(f"it reaches {reached:.2f} tokens per step, {wanted:.2f} here{cause}")
-    return wanted, reasons
-
-
-def _prompt_differences(expected: Expected, lengths: Mapping[str, int]) -> list[str]:
-    """Return how the server's prompt lengths differ from this engine's."""
-    known = {name: own for name, own in expected.prompt_tokens.items() if name in lengths}
-    apart = {name: lengths[name] - own for name, own in known.items()}
-    if not any(apart.values()):
-        return []
-    longest = max(lengths.values())
-    if all(own > longest for name, own in known.items() if apart[name]):
-        return [f"it cuts prompts at {longest:,} tokens: its context is too short"]
-    differences = set(apart.values())
-    if len(differences) == 1:
-        return [f"its prompts have {differences.pop():+d} tokens each: another chat template"]
-    return [
-        f"{sum(map(bool, apart.values()))} of {len(apart)} prompts have another number of tokens "
-        f"({min(differences):+d} to {max(differences):+d}): another tokenizer or template"
-    ]
+        what = f"the server reaches {reached:.2f} tokens per step, {wanted:.2f} here"
+        advice = "look for another drafter, number format or vocabulary, or a shorter context of the drafter"
+        yield Finding("tokens per step", f"{label}: {what}", advice=advice, is_fault=True)

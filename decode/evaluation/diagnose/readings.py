@@ -20,13 +20,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ....checkpoints.heads.eagle import NORMED, EagleHeads, default_layers, load_eagle
 from ....checkpoints.heads.published import layers_named
 from ....checkpoints.pairs.eagle import layers_read, rotary_base
+from ....checkpoints.pairs.sides import Finding
 from ....checkpoints.storage.names import CONFIG_FILE
 from ....checkpoints.storage.safe_read import read_json
 from ...models.base import LanguageModel, TransformersModel
 from ..bootstrap import Floats
 from ..certify.rescoring import chunks
 from .agreement import Passage, chains, draft_logits, given_states
-from .stages import finding
+from .stages import make_finding
 
 _MIN_TEXTS, _MIN_DIFFERENCE, _FALSE_ALARMS = 8, 0.005, 0.01
 """Texts and difference that a finding needs, and how often chance may produce one, all readings together."""
@@ -63,6 +64,11 @@ class Reading(NamedTuple):
         parts += [] if self.base is None else [f"rope_theta {self.base:,.0f}"]
         parts += ["the token before"] if self.behind else []
         return ", ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the reading as JSON, without the errors, which are infinite for a single text."""
+        values = {name: value for name, value in self._asdict().items() if name not in ("apart", "dropped")}
+        return {"reading": str(self)} | values
 
 
 def readings(config: dict[str, Any], target: Any) -> list[Reading]:
@@ -180,15 +186,17 @@ def _is_significant(difference: float, error: float, texts: int, tried: int) -> 
     return difference > max(_MIN_DIFFERENCE, float(student_t.isf(_FALSE_ALARMS / tried, texts - 1)) * error)
 
 
-def reading_findings(found: Sequence[Reading], depth: int) -> list[dict[str, Any]]:
+def reading_findings(found: Sequence[Reading], depth: int) -> list[Finding]:
     """Return what the readings of heads that draft `depth` tokens point to."""
     best, faults = better(found), []
     if best is not None:
         lost, error = best.agrees - found[0].agrees, float(student_t.isf(0.005, best.texts - 1)) * best.apart
         numbers = f": {best} ({'; '.join(best.who)}), {best.agrees:.3f} instead of {found[0].agrees:.3f}"
-        faults.append(finding("fed", lost, [lost - error, lost + error], numbers))
+        faults.append(make_finding("fed", lost, [lost - error, lost + error], numbers))
     read = best or found[0]
     first, second = read.by_step[:2]
     if depth > 1 and _is_significant(*read.dropped, read.texts, 1):
-        faults.append(finding("steps", first - second, None, f": {first:.3f} in the first, {second:.3f} in the second"))
+        faults.append(
+            make_finding("steps", first - second, None, f": {first:.3f} in the first, {second:.3f} in the second")
+        )
     return faults

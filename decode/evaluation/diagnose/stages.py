@@ -1,6 +1,6 @@
 """Stages on the way from training to real decoding, the acceptance lost between them, and what that points to.
 
-Shape letters: P prompts or documents, R resamples, X draft tokens.
+Shape letters: P prompts or documents, R resamples.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..bootstrap import Floats, binomial_interval, percentile_interval, resampled_ratios
+from ....checkpoints.pairs.sides import Finding
+from ..bootstrap import Floats, percentile_interval, resampled_ratios
 from ..trace import TracedStep
 from .agreement import Scores
 
 _LEVEL = 0.99  # of the intervals of losses: there are several, and none should raise a false alarm
 _MIN_LOSS = 0.02  # acceptance that must be lost before a cause is named
 _EXACT, _ROUNDED = 0.01, 0.02  # tolerance of repeated training metrics, in float32 and in 16 bits
-MEASURES = {"top1_accuracy": "hit", "overlap": "overlap", "top1_agreement": "agree", "accepted": "accepted"}
 CAUSES = {
     "export": (
         "on the same held-out blocks the files compute something else than the weights in memory",
@@ -29,10 +28,6 @@ CAUSES = {
     "target": (
         "this is not the target that it was trained for",
         "decode with the target that it was trained for, or train it for this one (`target` in its recipe)",
-    ),
-    "files": (
-        "a check of its files failed",
-        "see which engines it affects with `draftsmith doctor TARGET DRAFT`",
     ),
     "fed": (
         "the heads agree more with the target when they are fed otherwise than their config says",
@@ -55,12 +50,19 @@ CAUSES = {
         "choose the draft length with `draftsmith tune`",
     ),
 }
-"""Description and advice. `files`, `text` and `drafting` need not be faults."""
-FAULTS = ("export", "target", "fed", "steps", "template")
+"""Description and advice of each cause."""
+NO_FAULTS = ("text", "drafting")
+
+
+def make_finding(cause: str, lost: float | None, interval: list[float] | None, numbers: str = "") -> Finding:
+    """Return a finding of one of `CAUSES` with the acceptance that it costs; None if that was not measured."""
+    what, advice = CAUSES[cause]
+    is_fault = cause not in NO_FAULTS
+    return Finding(cause, what + numbers, advice=advice, is_fault=is_fault, lost=lost, interval=interval)
 
 
 class DraftAttempt(NamedTuple):
-    """A draft token that decoding verified."""
+    """Draft token that decoding verified."""
 
     position: int
     """Index in the text, from 0."""
@@ -85,25 +87,6 @@ def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
     return attempts
 
 
-def token_cells(names: Sequence[str], accepted_X: NDArray[np.bool_]) -> list[dict[str, Any]]:
-    """Return the draft tokens by class, the most expensive class first.
-
-    Each has the counts `examined` and `accepted`, the `share` of accepted ones with its exact 95 % `interval`, its
-    `rejections_share` of all rejections, and its `excess`: the share of all rejections beyond an average class.
-    """
-    name_X = np.asarray(names, dtype=object)
-    rate, rejections = (1 - accepted_X.mean(), max(int((~accepted_X).sum()), 1)) if len(accepted_X) else (0.0, 1)
-    cells = []
-    for name in dict.fromkeys(names):
-        member_X = name_X == name
-        good, count = int(accepted_X[member_X].sum()), int(member_X.sum())
-        lost = count - good
-        cell: dict[str, Any] = {"name": name, "examined": count, "accepted": good, "share": good / count}
-        cell |= {"rejections_share": lost / rejections, "excess": float(lost - rate * count) / rejections}
-        cells.append(cell | {"interval": binomial_interval(good, count)})
-    return sorted(cells, key=lambda cell: -cell["excess"])
-
-
 @dataclass(frozen=True)
 class Stage:
     """One measurement: `record`, `files`, `own` or `decoding`."""
@@ -112,26 +95,22 @@ class Stage:
     description: str
     value: float | None
     """Acceptance rate, as far as this stage measures it."""
-    measures: dict[str, float | None] = field(default_factory=dict)
-    """Known ones of `MEASURES`, and `tokens_per_step`."""
     by_depth: list[float | None] = field(default_factory=list)
     tokens: int = 0
     sums: tuple[Floats, Floats] | None = None
     """Numerator and denominator of `value` by prompt or document, [P] each."""
+    tokens_per_step: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the stage as JSON."""
-        about = {"key": self.key, "description": self.description, "value": self.value, "tokens": self.tokens}
-        measures = {name: self.measures.get(name) for name in (*MEASURES, "tokens_per_step")}
-        return about | {"by_depth": self.by_depth} | measures
+        return {name: value for name, value in vars(self).items() if name != "sums"}
 
 
 def scored_stage(key: str, description: str, scores: Scores, measure: str) -> Stage:
     """Return the stage of scored passages; `measure` of `Scores` is its value."""
-    measures = {name: scores.mean(short) for name, short in MEASURES.items()}
     depths = scores.by_depth(measure) if len(scores.valid_KT) > 1 else []
     sums = scores.sums(measure)
-    return Stage(key, description, scores.mean(measure), measures, depths, int(sums[1].sum()), sums)
+    return Stage(key, description, scores.mean(measure), depths, int(sums[1].sum()), sums)
 
 
 def decoding_stage(
@@ -145,8 +124,7 @@ def decoding_stage(
     for depth in range(depths):
         accepted = [each.accepted for row in attempts for each in row if each.depth == depth]
         by_depth.append(sum(accepted) / len(accepted) if accepted else None)
-    measures = {"accepted": value, "tokens_per_step": tokens_per_step}
-    return Stage("decoding", description, value, measures, by_depth, int(all_P.sum()), (good_P, all_P))
+    return Stage("decoding", description, value, by_depth, int(all_P.sum()), (good_P, all_P), tokens_per_step)
 
 
 def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
@@ -175,7 +153,9 @@ def _resampled(stage: Stage) -> Floats | None:
     return None if ratios_RG is None else ratios_RG[:, 0]
 
 
-def findings(stages: Sequence[Stage], other_target: bool, other_template: bool, rounds: bool) -> list[dict[str, Any]]:
+def stage_findings(
+    stages: Sequence[Stage], *, other_target: bool = False, other_template: bool = False, rounds: bool = False
+) -> list[Finding]:
     """Return the causes of significant losses.
 
     Args:
@@ -189,26 +169,19 @@ def findings(stages: Sequence[Stage], other_target: bool, other_template: bool, 
         record, files = by_key["record"], by_key["files"]
         if moved := _changed_metrics(record, files, _ROUNDED if rounds else _EXACT):
             lost = None if record.value is None or files.value is None else record.value - files.value
-            found.append(finding("target" if other_target else "export", lost, None, f": {moved}"))
+            found.append(make_finding("target" if other_target else "export", lost, None, f": {moved}"))
     for gap in gaps(stages):
         interval = gap["interval"]
         certain = gap["lost"] >= _MIN_LOSS and interval[0] > 0 if interval else gap["lost"] >= 2.5 * _MIN_LOSS
         if certain and gap["after"] != "files":
             cause = "drafting" if gap["after"] == "decoding" else "template" if other_template else "text"
-            found.append(finding(cause, gap["lost"], interval))
+            found.append(make_finding(cause, gap["lost"], interval))
     return found
 
 
-def finding(cause: str, lost: float | None, interval: Any, numbers: str = "") -> dict[str, Any]:
-    """Return one of `CAUSES` with the acceptance that it costs; None where that was not measured."""
-    description, advice = CAUSES[cause]
-    about = {"cause": cause, "fault": cause in FAULTS, "lost": lost, "interval": interval}
-    return about | {"description": description + numbers, "advice": advice}
-
-
 def _changed_metrics(record: Stage, files: Stage, tolerance: float) -> str:
-    """Return the training metrics that the files do not reproduce: `overlap 0.812 → 0.640`."""
-    pairs = {name: (record.measures.get(name), files.measures.get(name)) for name in MEASURES}
+    """Return the training metrics that the files do not reproduce: `acceptance 0.812 → 0.640`."""
+    pairs = {"acceptance": (record.value, files.value)}
     if record.by_depth and files.by_depth:
         depths = zip(record.by_depth, files.by_depth, strict=False)
         pairs = {f"head{head}_top1": pair for head, pair in enumerate(depths)}

@@ -1,13 +1,20 @@
-"""Checks of a target/drafter pair, repairs of its drafter, and the comparison of a server with this engine."""
+"""Checks of a target/drafter pair: static ones, measured ones, and the comparison of a server with this engine.
+
+The diagnosis of a pair is one JSON object, which `--json` prints and `--prompts` writes:
+
+    {"target", "drafter",
+     "findings": [{"severity", "check", "what", …}],              the fields of `Finding`
+     "verdicts": {"vllm": {"reader", "outcome", "reasons"}},      null where there are no static checks
+     "schema": 5, "kind": "diagnosis", …}                         with --prompts: see `measure_pair`
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +24,22 @@ from ....checkpoints.heads.published import is_published_eagle
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.eagle import examine_eagle
 from ....checkpoints.pairs.repair import repair
-from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, WORKS, Side, open_side
-from ....checkpoints.storage.names import MANIFEST_FILE, TOKENIZER_FILES
-from ....checkpoints.storage.safe_read import pickles_allowed
-from ....checkpoints.verify.model_files import is_adapter
+from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, WORKS, Diagnosis, open_side
+from ....checkpoints.storage.atomic import atomic_text, check_writable
+from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.prompts import load_questions
 from ....data.rendering.render import prompt_renderer
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
 from ....decode.evaluation.diagnose.expected import compare_server, draft_length, expected_of
-from ...report.terminal.diagnosis import show_pair, show_server
+from ...report.terminal.diagnosis import show_diagnosis, show_findings
 from ...schema.evaluation import EvaluateRecipe
-from ...schema.results import BENCH, EVALUATION, load_results
+from ...schema.results import BENCH, EVALUATION, beside, load_results
 from ...schema.serving import BenchRecipe
 from ...session.terminal import console, log, write_json
-from ..artifacts.imports import PICKLED, whole_model
+from ..evaluation.recipe import evaluate_recipe
+
+KIND = "diagnosis"
 
 
 def check_pair(
@@ -49,111 +57,83 @@ def check_pair(
     Args:
         target: Folder or hub id of the target.
         drafter: Folder or hub id of a drafter, heads or a table.
-        fix: Folder of a repaired drafter, which is written and then checked.
-        prompts: Evaluation set, file or hub id on which acceptance is then measured.
-        out: File of the diagnosis.
+        fix: Folder of a repaired drafter, which is written and then checked in place of the drafter.
+        prompts: Evaluation set, file or hub id on which acceptance is measured.
+        out: File of the diagnosis if it is measured.
         overrides: Changes to the evaluation, of the form `key=value`.
         as_json: Whether the findings are printed as JSON.
 
     Returns:
-        Whether transformers and this engine accept the pair without reservations, of EAGLE-3 heads whether all engines
-        do, and whether no fault was measured.
+        Whether transformers and this engine accept the pair without reservations (for EAGLE-3 heads: all engines), and
+        no fault was measured.
     """
-    if prompts is not None and (as_json or fix is not None):
-        raise ValueError("--prompts writes its own JSON file: leave out --json and --fix, or use `--out FILE.json`")
-    with redirect_stdout(sys.stderr):
-        folder = find_folder(drafter, ["*.json"])
-    is_eagle = is_published_eagle(folder)
-    kind = load_manifest(folder).kind if (folder / MANIFEST_FILE).is_file() else "drafter"
-    sound = True
-    if is_eagle:
-        sound = _check_eagle(target, drafter, fix, prompts is not None, as_json)
-    elif prompts is None or kind not in ("heads", "table"):
-        sound = _check_models(target, drafter, fix, as_json)
-    if prompts is not None:
-        sound = _measure(target, "drafter" if is_eagle else kind, drafter, prompts, out, overrides) and sound
-    return sound
-
-
-def _check_models(target: str, drafter: str, fix: Path | None, as_json: bool) -> bool:
-    """Check two models, and repair the drafter to `fix`."""
-    with ExitStack() as stack:
-        with redirect_stdout(sys.stderr):  # standard output holds results only
-            mine = open_side(target, load_tokenizer)
-            theirs, whole = stack.enter_context(_open_drafter(drafter, fix is not None))
-            diagnosis = examine(mine, theirs)
-        shown: dict[str, Any] = {"pair": diagnosis.as_json()}
-        if not as_json:
-            console().print(*show_pair(diagnosis), sep="\n")
+    with redirect_stdout(sys.stderr):  # standard output holds results only
         if fix is not None:
             command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
-            with redirect_stdout(sys.stderr):
-                repairs = repair(mine, theirs, diagnosis.findings, fix, command, whole)
-                diagnosis = examine(mine, open_side(str(fix), load_tokenizer))
-            shown |= {"repairs": {"done": repairs.done, "left": repairs.left}, "repaired": diagnosis.as_json()}
-            if not as_json:
-                for line in [f"repaired: {one}" for one in repairs.done] + [f"left: {one}" for one in repairs.left]:
-                    log(f"doctor: {line}")
-                log(f"doctor: wrote {fix}; the same checks of it follow")
-                console().print(*show_pair(diagnosis), sep="\n")
-    if as_json:
-        write_json(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
-    return all(diagnosis.verdicts[name].outcome == WORKS for name in ("transformers", "draftsmith"))
+            sides = (open_side(target, load_tokenizer), open_side(drafter, load_tokenizer))
+            for line in repair(*sides, fix, command):
+                log(f"doctor: {fix}: {line}")
+            drafter = str(fix)
+        folder = find_folder(drafter, ["*.json"])
+        kind = load_manifest(folder).kind if (folder / MANIFEST_FILE).is_file() else "drafter"
+        is_eagle = is_published_eagle(folder)
+        recipe = None
+        if out is not None and (out.suffix != ".json" or out.is_dir()):
+            raise ValueError(f"--out must be a .json file, got {out}")
+        if prompts is not None:
+            check_writable(out or Path())
+            given = {"target": target, "drafter" if is_eagle else kind: drafter, "prompts": prompts}
+            recipe = evaluate_recipe(None, overrides, given, "doctor")
+            out = out or beside(Path(recipe.out), KIND)
+        found: dict[str, Any] = {"target": target, "drafter": drafter, "findings": [], "verdicts": None}
+        if is_eagle or prompts is None or kind not in ("heads", "table"):
+            diagnosis = _check_files(target, drafter, is_eagle)
+            found |= diagnosis.as_json()
+            if is_eagle and prompts is not None:
+                _check_decodes(diagnosis, folder)
+        if recipe is not None:
+            from .measure import measure_pair
 
-
-def _check_eagle(target: str, heads: str, fix: Path | None, decodes: bool, as_json: bool) -> bool:
-    """Check EAGLE-3 heads; `decodes`: they must be what this engine decodes."""
-    if fix is not None:
-        command = shlex.join(["draftsmith", "import", heads, "--target", target, "--out", str(fix)])
-        raise ValueError(f"--fix is for drafters; heads are repaired by `{command}`")
-    with redirect_stdout(sys.stderr):
-        folder = find_folder(heads, ["*.json", WEIGHTS])
-        diagnosis = examine_eagle(open_side(target, load_tokenizer), heads, folder)
-    verdicts = diagnosis.verdicts
-    if decodes and verdicts["draftsmith"].outcome == REFUSED:
-        raise ValueError(f"{heads} is not decoded: {'; '.join(verdicts['draftsmith'].reasons)}")
-    if decodes and not (folder / MANIFEST_FILE).is_file():
-        command = shlex.join(["draftsmith", "import", heads, "--target", target, "--out", "DIRECTORY"])
-        raise ValueError(f"{heads} is not an artifact, and only artifacts are decoded; import it with `{command}`")
+            measured, about = measure_pair(recipe)
+            found["findings"] += [finding.as_json() for finding in measured]
+            found |= {"schema": 5, "kind": KIND} | about
+    text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if recipe is not None and out is not None:
+        atomic_text(out, text)
     if as_json:
-        write_json(json.dumps({"pair": diagnosis.as_json()}, indent=2, ensure_ascii=False) + "\n")
+        write_json(text)
     else:
-        console().print(*show_pair(diagnosis), sep="\n")
-    return all(verdict.outcome == WORKS for verdict in verdicts.values())
+        show_diagnosis(found, console())
+    return _is_sound(found, is_eagle)
 
 
-def _measure(target: str, part: str, source: str, prompts: str, out: Path | None, overrides: Sequence[str]) -> bool:
-    """Measure where acceptance is lost; return whether no fault was found."""
-    from ..evaluation.recipe import evaluate_recipe
-    from .diagnose import run_diagnosis
+def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
+    if is_eagle:
+        folder = find_folder(drafter, ["*.json", WEIGHTS])
+        return examine_eagle(open_side(target, load_tokenizer), drafter, folder)
+    return examine(open_side(target, load_tokenizer), open_side(drafter, load_tokenizer))
 
-    given = {"target": target, part: source, "prompts": prompts}
-    found = run_diagnosis(evaluate_recipe(None, overrides, given, "doctor"), out)
-    return not any(each["fault"] for each in found["findings"])
+
+def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:
+    """Raise ValueError if EAGLE-3 heads cannot be decoded by this engine."""
+    verdict = diagnosis.verdicts["draftsmith"]
+    if verdict.outcome == REFUSED:
+        raise ValueError(f"{diagnosis.drafter} is not decoded: {'; '.join(verdict.reasons)}")
+    if not (folder / MANIFEST_FILE).is_file():
+        words = ["draftsmith", "import", diagnosis.drafter, "--target", diagnosis.target, "--out", "DIRECTORY"]
+        raise ValueError(f"{diagnosis.drafter} is not an artifact; import it with `{shlex.join(words)}`")
+
+
+def _is_sound(found: dict[str, Any], is_eagle: bool) -> bool:
+    verdicts = found["verdicts"] or {}
+    judged = [each for name, each in verdicts.items() if is_eagle or name in ("transformers", "draftsmith")]
+    return all(each["outcome"] == WORKS for each in judged) and not any(each["is_fault"] for each in found["findings"])
 
 
 def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
-    """Return what keeps `consumer` from decoding well with a pair, or None. Raises ValueError: no drafter's files."""
-    with _open_drafter(drafter, is_repaired=False) as (theirs, _):
-        verdict = examine(open_side(target, load_tokenizer), theirs).verdicts[consumer]
+    """Return what keeps `consumer` from decoding well with two models, or None."""
+    verdict = _check_files(target, drafter, is_eagle=False).verdicts[consumer]
     return None if verdict.outcome == WORKS else f"{verdict.outcome}: {'; '.join(verdict.reasons)}"
-
-
-@contextmanager
-def _open_drafter(drafter: str, is_repaired: bool) -> Iterator[tuple[Side, Path | None]]:
-    """Yield the drafter's side, and the folder of its converted model if there is one.
-
-    A LoRA adapter is merged into its model. Pickled weights are converted if they are to be repaired and may be read.
-    """
-    converts = is_repaired and pickles_allowed()
-    weights = [WEIGHTS, PICKLED] if converts else []
-    folder = find_folder(drafter, ["*.json", "adapter_model.safetensors", *TOKENIZER_FILES, *weights])
-    if not is_adapter(folder) and not (converts and not any(folder.glob(WEIGHTS)) and any(folder.glob(PICKLED))):
-        yield open_side(drafter, load_tokenizer), None
-        return
-    with whole_model(drafter, folder, unpickle=converts) as whole:
-        manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
-        yield replace(open_side(str(whole), load_tokenizer), source=drafter, folder=folder, manifest=manifest), whole
 
 
 def check_server(target: str, files: Sequence[Path]) -> bool:
@@ -183,9 +163,6 @@ def check_server(target: str, files: Sequence[Path]) -> bool:
     lengths = {prompt.id: len(encode(prompt.turns)) for prompt in questions}
     expected = expected_of(max(fitting, key=draft_length), lengths, own.max_new_tokens == server.max_new_tokens)
     served = [row for row in loaded[BENCH][1]["methods"] if row["method"] == "server"]
-    compared = [(row["label"], row["tokens_per_step"], *compare_server(expected, row)) for row in served]
-    console().print(show_server(compared).rich())
-    for label, _, _, reasons in compared:
-        for reason in reasons:
-            log(f"doctor: {label}: {reason}")
-    return not any(reasons for _, _, _, reasons in compared)
+    findings = [finding.as_json() for row in served for finding in compare_server(expected, row)]
+    show_findings(findings, console())
+    return not findings

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.pairs.checks import examine
-from draftsmith.checkpoints.pairs.repair import NEVER, arranged, repair
+from draftsmith.checkpoints.pairs.repair import NEVER, arrange_rows, repair
 from draftsmith.checkpoints.pairs.sides import Diagnosis, open_side
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from transformers import AutoModelForCausalLM as Decoder
@@ -37,14 +37,14 @@ def test_added_rows_never_come_first() -> None:
     rows_VD = torch.randn(50, 16, generator=generator)
     rows_VD[:, 0] -= 30
 
-    new_VD = arranged(rows_VD, [*range(50), None, None], range(50))
+    new_VD = arrange_rows(rows_VD, [*range(50), None, None], range(50))
     assert torch.equal(new_VD[:50], rows_VD)
     logits_XV = hidden_XD @ new_VD.T
     assert (logits_XV[:, :50].max(-1).values > logits_XV[:, 50:].max(-1).values).all()
     assert (logits_XV.softmax(-1)[:, 50:] <= 1 / 50).all()
     zero_X = hidden_XD @ torch.zeros(16)
     assert (zero_X > logits_XV.max(-1).values).all(), "or zeros would have done"
-    bias_V = arranged(torch.zeros(50), [*range(50), None], range(50))
+    bias_V = arrange_rows(torch.zeros(50), [*range(50), None], range(50))
     assert bias_V.tolist() == [0.0] * 50 + [NEVER]
 
 
@@ -76,7 +76,7 @@ def test_a_padded_model_says_what_it_said(family: str, dtype: torch.dtype, tmp_p
     diagnosis = examine(*sides)
     assert "vocab_size" in faults(diagnosis)
     assert faults(diagnosis) <= {"vocab_size", "kind of model"}  # the latter of encoder-decoders
-    repair(*sides, diagnosis.findings, tmp_path / "out", "")
+    repair(*sides, tmp_path / "out", "")
     before, after = (logits(tmp_path / folder, maker) for folder in ("drafter", "out"))
     assert after.shape[-1] == PADDED
     assert torch.equal(before, after[:, :VOCAB])

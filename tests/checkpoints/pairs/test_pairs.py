@@ -13,9 +13,8 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
 from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.checkpoints.pairs.checks import examine
-from draftsmith.checkpoints.pairs.repair import Repairs, repair
+from draftsmith.checkpoints.pairs.repair import repair
 from draftsmith.checkpoints.pairs.sides import CONSUMERS, Diagnosis, open_side
-from draftsmith.checkpoints.pairs.tokenizers import _probes
 from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from tokenizers import processors
@@ -65,12 +64,12 @@ def outcomes(diagnosis: Diagnosis, outcome: str) -> set[str]:
     return {name for name, verdict in diagnosis.verdicts.items() if verdict.outcome == outcome}
 
 
-def mend(target: Path, drafter: Path) -> tuple[Path, Repairs, Diagnosis]:
+def mend(target: Path, drafter: Path) -> tuple[Path, list[str], Diagnosis]:
     """Repair into a new folder, and look at the repaired pair; the drafter itself must stay as it was."""
     sides = [open_side(str(folder), load_tokenizer) for folder in (target, drafter)]
     before = {path.name: path.read_bytes() for path in drafter.iterdir() if path.is_file()}
     out = drafter.with_name("repaired")
-    done = repair(sides[0], sides[1], examine(*sides).findings, out, "draftsmith doctor")
+    done = repair(sides[0], sides[1], out, "draftsmith doctor")
     assert {path.name: path.read_bytes() for path in drafter.iterdir() if path.is_file()} == before
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
     return out, done, look(target, out)
@@ -166,10 +165,6 @@ def strip_before(values: dict[str, Any]) -> None:
     values["added_tokens"][1]["lstrip"] = True
 
 
-def with_bytes(values: dict[str, Any]) -> None:
-    values["model"]["byte_fallback"] = True
-
-
 def assert_it_is_the_target_again(target: Path, repaired: Path) -> None:
     """Its logits are the target's: all drafts are accepted, in any engine."""
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (target, repaired)]
@@ -198,21 +193,20 @@ def with_a_token_more(folder: Path) -> None:
 
 
 PLANTS: dict[str, tuple[Change, Change, set[str], set[str], str]] = {
-    "too many rows for llama.cpp": (nothing, loud(129), {"vocab_size"}, ALL, "129 rows"),
-    "a padded target": (padded(20), nothing, {"vocab_size"}, ALL - {"llama.cpp"}, "300 to 320"),
-    "a token more": (with_a_token_more, nothing, {"vocab_size", "missing tokens"}, ALL - {"llama.cpp"}, "300 to 301"),
-    "two tokens swapped": (nothing, swapped(100, 150), {"token texts"}, {"sglang", "llama.cpp"}, "2 rows"),
+    "too many rows for llama.cpp": (nothing, loud(129), {"vocab_size"}, ALL, "129 dropped"),
+    "a padded target": (padded(20), nothing, {"vocab_size"}, ALL - {"llama.cpp"}, "20 added"),
+    "a token more": (with_a_token_more, nothing, {"vocab_size", "token texts"}, ALL - {"llama.cpp"}, "1 added"),
+    "two tokens swapped": (nothing, swapped(100, 150), {"token texts"}, {"sglang", "llama.cpp"}, "2 rows moved"),
     "another end": (nothing, with_another_end, {"special ids"}, set(), ""),
     "flags": (nothing, state(strip_before), {"encoding"}, set(), ""),
     "template": (nothing, template(CHATML_JINJA.replace("start", "end")), {"chat template"}, set(), ""),
-    "positions": (nothing, setting(max_position_embeddings=32), {"context length"}, set(), "32 to 256"),
-    "rows and config": (nothing, setting(vocab_size=320), {"vocab_size", "rows"}, ALL, "320"),
+    "rows and config": (nothing, setting(vocab_size=320), {"vocab_size", "rows"}, ALL, ""),
 }
 
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_difference_is_found_and_repaired(plant: str, target: Path, drafter: Path) -> None:
-    """The repaired drafter is the target again; weights whose rows stay are copied as they are."""
+    """The repaired drafter is the target again."""
     change_target, change, expected, refusing, done = PLANTS[plant]
     change_target(target)
     change(drafter)
@@ -220,10 +214,8 @@ def test_a_planted_difference_is_found_and_repaired(plant: str, target: Path, dr
     assert checks(diagnosis) == expected
     assert outcomes(diagnosis, "refused") == refusing
     repaired, repairs, after = mend(target, drafter)
-    assert done in " ".join(repairs.done)
+    assert done in " ".join(repairs)
     assert after.findings == ()
-    if repairs.rows is None and plant != "rows and config":
-        assert (repaired / "model.safetensors").read_bytes() == (drafter / "model.safetensors").read_bytes()
     assert_it_is_the_target_again(target, repaired)
 
 
@@ -234,26 +226,6 @@ def test_llama_cpp_compares_texts_from_id_5_on(target: Path, drafter: Path) -> N
     assert outcomes(diagnosis, "works") == {"llama.cpp"}
     reorder(drafter, {5: 260, 260: 5})
     assert "5 is the first" in look(target, drafter).verdicts["llama.cpp"].reasons[0]
-
-
-def test_a_context_that_cannot_be_raised(target: Path, drafter: Path) -> None:
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    setting(max_position_embeddings=32, rope_parameters=dynamic)(drafter)
-    _, repairs, after = mend(target, drafter)
-    assert checks(after) == {"context length"}
-    assert "dynamic" in " ".join(repairs.left)
-
-
-def test_another_tokenizer_is_translated(target: Path, drafter: Path) -> None:
-    """test_translation.py says what becomes of the tokens."""
-    train_bpe(["quite other words than those before"] * 3, 280, ("<pad>", "</s>")).save_pretrained(drafter)
-    diagnosis = look(target, drafter)
-    assert {"token texts", "missing tokens", "special ids", "encoding"} <= checks(diagnosis)
-    assert outcomes(diagnosis, "refused") == {"sglang", "llama.cpp"}
-    _, repairs, after = mend(target, drafter)
-    assert 250 < len(repairs.proposed or ()) < VOCAB
-    assert any("training" in line for line in repairs.left)
-    assert "draftsmith" in outcomes(after, "works")
 
 
 def as_artifact(folder: Path, tokenizer: Any) -> Path:
@@ -274,16 +246,14 @@ def test_an_artifact_is_repaired_to_an_artifact(target: Path, drafter: Path) -> 
     assert after.findings == ()
     manifest = verify_artifact(repaired, "drafter")
     assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(str(target)))
-    assert manifest.training["repairs"] == repairs.done
-    assert manifest.target == {"id": "x"}
+    assert manifest.training["repairs"] == repairs
     assert manifest.command == "draftsmith doctor"
     assert_it_is_the_target_again(target, repaired)
     shutil.rmtree(repaired)
-    for name in ("generation_config.json", "model.safetensors"):
-        with (artifact / name).open("r+b") as opened:
-            opened.write(b"\x07")
-        with pytest.raises(ValueError, match=rf"{name}.*artifact\.json|generation_config\.json"):
-            mend(target, artifact)
+    with (artifact / "model.safetensors").open("r+b") as opened:
+        opened.write(b"\x07")
+    with pytest.raises(ValueError, match="safetensors"):
+        mend(target, artifact)
     assert not repaired.exists()
 
 
@@ -294,16 +264,8 @@ def test_a_manifest_that_names_another_tokenizer(target: Path, drafter: Path) ->
     diagnosis = look(target, artifact)
     assert checks(diagnosis) == {"fingerprint"}
     assert outcomes(diagnosis, "refused") == {"draftsmith"}
-    assert mend(target, artifact)[1].left
-
-
-def test_of_many_tokens_of_one_kind_one_is_probed(target: Path, drafter: Path) -> None:
-    retokenized(lambda own: own.add_tokens([f"<unused{i}>" for i in range(300)], special_tokens=True))(drafter)
-    sides = [open_side(str(drafter), load_tokenizer) for _ in range(2)]
-    assert len(list(_probes(*sides))) < 100
-    rewrite(drafter / "tokenizer.json", lambda values: values["added_tokens"][-1].update(rstrip=True))
-    other = open_side(str(drafter), load_tokenizer)
-    assert "encoding" in checks(examine(sides[0], other)), "one whose flags differ is"
+    with pytest.raises(ValueError, match="another tokenizer"):
+        mend(target, artifact)
 
 
 def test_a_drafter_without_a_tokenizer(target: Path, drafter: Path, tokenizer: Any) -> None:
@@ -312,11 +274,10 @@ def test_a_drafter_without_a_tokenizer(target: Path, drafter: Path, tokenizer: A
     diagnosis = look(target, drafter)
     assert checks(diagnosis) == {"tokenizer"}
     assert outcomes(diagnosis, "works but") == ALL - {"llama.cpp"}
-    assert mend(target, drafter)[1].left
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        mend(target, drafter)
     artifact = as_artifact(drafter, tokenizer)
     assert outcomes(look(target, artifact), "works") == ALL - {"llama.cpp"}
-    shutil.rmtree(drafter.with_name("repaired"))
-    assert mend(target, artifact)[2].findings == ()
 
 
 def t5(folder: Path) -> None:
@@ -337,7 +298,7 @@ def without_tokenizer(folder: Path) -> None:
 RARER: dict[str, tuple[Change, Change, dict[str, str], set[str]]] = {
     "an encoder-decoder for a decoder": (nothing, t5, {"kind of model": "fault"}, ALL),
     "bos": (nothing, adds_bos("<pad>", 0), {"bos and eos around a text": "fault"}, {"llama.cpp"}),
-    "byte fallback": (nothing, state(with_bytes), {"vocabulary type": "fault"}, {"llama.cpp"}),
+    "positions": (nothing, setting(max_position_embeddings=32), {"context length": "weakness"}, set()),
     "a window": (nothing, sliding(), {"context length": "weakness"}, set()),
     "a shorter window of the target": (sliding(window=32), sliding(), {}, set()),
     "no tokenizer of the target": (without_tokenizer, nothing, {"tokenizer": "fault"}, {"llama.cpp"}),

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draftsmith.decode.evaluation.bootstrap import binomial_interval
 from draftsmith.decode.evaluation.metrics import Tally, impossible, tokens_per_step_interval
 
 SOUND: dict[str, Any] = {
@@ -43,26 +42,6 @@ def test_an_interval_of_tokens_per_step_holds_the_truth_most_of_the_time() -> No
         held += interval[0] <= 2.5 <= interval[1]
     assert 50 <= held <= 60
     assert tokens_per_step_interval(tallies[:2]) is None
-
-
-@pytest.mark.parametrize("trials", [1, 4, 9, 40])
-def test_intervals_of_proportions_are_exact(trials: int) -> None:
-    """Against enumeration: at its ends the chance of what was seen, or of something further out, is 2.5 %; and whatever
-    the truth, it is inside in at least 95 % of all outcomes."""
-
-    def chance(rate: float, counts: range) -> float:
-        return sum(math.comb(trials, count) * rate**count * (1 - rate) ** (trials - count) for count in counts)
-
-    ends = [binomial_interval(count, trials) for count in range(trials + 1)]
-    for count, (low, high) in enumerate(ends):
-        assert low < high
-        assert (low == 0) if count == 0 else chance(low, range(count, trials + 1)) == pytest.approx(0.025)
-        assert (high == 1) if count == trials else chance(high, range(count + 1)) == pytest.approx(0.025)
-    for rate in np.linspace(0, 1, 101):
-        held = sum(
-            chance(rate, range(count, count + 1)) for count, (low, high) in enumerate(ends) if low <= rate <= high
-        )
-        assert held >= 0.95 - 1e-9
 
 
 @pytest.mark.parametrize(

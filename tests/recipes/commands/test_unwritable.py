@@ -13,7 +13,7 @@ import pytest
 from draftsmith.checkpoints.storage.atomic import check_writable
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.commands.artifacts.imports import import_drafter
-from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnosis
+from draftsmith.recipes.commands.diagnosis.pair import check_pair
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.tune import run_tune
 from draftsmith.recipes.commands.pairs.quickstart import run_quickstart
@@ -36,7 +36,7 @@ def prepare(out: str) -> None:
 COMMANDS: dict[str, Callable[[str], Any]] = {
     "evaluate": lambda out: run_evaluate(recipe("evaluate/all-methods", f"out={out}/r.json")),
     "tune": lambda out: run_tune(recipe("evaluate/all-methods", f"out={out}/r.json")),
-    "doctor": lambda out: run_diagnosis(recipe("evaluate/all-methods", f"out={out}/r.json")),
+    "doctor": lambda out: check_pair("a/b", ".", prompts="spec-bench", out=Path(out) / "r.json"),
     "train": lambda out: run_train(recipe("drafter/vicuna-68m", f"out={out}/drafter")),
     "train a table": lambda out: run_train(recipe("table/any-corpus", f"out={out}/table", "tokenizer=a/b")),
     "prepare": prepare,

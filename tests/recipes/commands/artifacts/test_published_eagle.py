@@ -156,7 +156,7 @@ def test_a_planted_error_is_named_with_who_minds_it(
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     changed(folder, change)
     assert check_pair(str(target), str(folder), as_json=True) == (not minding)
-    found = json.loads(capsys.readouterr().out)["pair"]
+    found = json.loads(capsys.readouterr().out)
     assert {one["check"] for one in found["findings"]} == ({check} if check else set())
     assert {reader for reader, verdict in found["verdicts"].items() if verdict["outcome"] != "works"} == minding
 

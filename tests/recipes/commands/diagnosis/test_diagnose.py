@@ -26,7 +26,8 @@ from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.data import Prepared, prepare_data
-from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnosis
+from draftsmith.recipes.commands.diagnosis.measure import measure_pair
+from draftsmith.recipes.commands.diagnosis.pair import check_pair
 from draftsmith.recipes.schema.data import DataSection
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.train.tasks.drafter import DrafterTask
@@ -133,18 +134,14 @@ def workshop(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop
     return Workshop(tmp_path_factory.mktemp("workshop"), corpus)
 
 
-def diagnosed(recipe: EvaluateRecipe, capsys: Any) -> dict[str, Any]:
-    """A diagnosis, which is also printed and written."""
-    found = run_diagnosis(recipe)
-    shown = capsys.readouterr().out
-    kept = json.loads(Path(recipe.out).with_name("diagnosis.json").read_text(encoding="utf-8"))
-    assert kept == json.loads(json.dumps(found))
-    assert all(f"{each['cause']}: " in shown for each in kept["findings"])
-    return dict(kept)
+def diagnosed(recipe: EvaluateRecipe) -> dict[str, Any]:
+    found, part = measure_pair(recipe)
+    json.dumps(part, allow_nan=False)
+    return part | {"findings": found}
 
 
-def causes(part: dict[str, Any], faults: bool = True) -> list[str]:
-    return [each["cause"] for each in part["findings"] if each["fault"] or not faults]
+def causes(part: dict[str, Any]) -> list[str]:
+    return [each.check for each in part["findings"] if each.is_fault]
 
 
 def stage(part: dict[str, Any], key: str) -> dict[str, Any]:
@@ -152,20 +149,18 @@ def stage(part: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_healthy_drafter_raises_no_alarm(workshop: Workshop, tmp_path: Path, capsys: Any, temperature: float) -> None:
+def test_a_healthy_drafter_raises_no_alarm(workshop: Workshop, tmp_path: Path, temperature: float) -> None:
     drafter = workshop.drafter(noisy(workshop.model), tmp_path / "drafter")
-    part = diagnosed(workshop.recipe(drafter=str(drafter), temperature=temperature), capsys)
+    part = diagnosed(workshop.recipe(drafter=str(drafter), temperature=temperature))
     assert causes(part) == []
     assert part["skipped"] == []
     assert [each["key"] for each in part["stages"]] == ["record", "files", "own", "decoding"]
-    for key in ("top1_accuracy", "overlap", "top1_agreement"):
-        assert stage(part, "files")[key] == pytest.approx(part["training"][key], abs=1e-6)
-    assert stage(part, "record")["value"] == part["training"]["overlap" if temperature else "top1_agreement"]
-    assert sum(row["examined"] for row in part["cells"]) == part["decoding"]["examined"]
-    assert sum(row["accepted"] for row in part["cells"]) == part["decoding"]["accepted"]
+    trained = part["training"]["overlap" if temperature else "top1_agreement"]
+    assert stage(part, "record")["value"] == trained
+    assert stage(part, "files")["value"] == pytest.approx(trained, abs=1e-6)
 
 
-def test_a_drafter_of_another_template_is_named(workshop: Workshop, tmp_path: Path, capsys: Any) -> None:
+def test_a_drafter_of_another_template_is_named(workshop: Workshop, tmp_path: Path) -> None:
     """It has never seen the token that begins a turn of chatml, whose embedding is as it was made."""
     other = replace(workshop, template="plain")
     drafter = noisy(workshop.model)
@@ -173,25 +168,25 @@ def test_a_drafter_of_another_template_is_named(workshop: Workshop, tmp_path: Pa
     with torch.no_grad():
         drafter.get_input_embeddings().weight[begin].normal_(0.0, 3.0)
     place = other.drafter(drafter, tmp_path / "drafter")
-    part = diagnosed(workshop.recipe(drafter=str(place)), capsys)
+    part = diagnosed(workshop.recipe(drafter=str(place)))
     assert causes(part) == ["template"]
     worst = part["findings"][0]
-    assert stage(part, "files")["value"] - stage(part, "own")["value"] == pytest.approx(worst["lost"])
+    assert stage(part, "files")["value"] - stage(part, "own")["value"] == pytest.approx(worst.lost)
 
 
-def test_an_export_whose_weights_are_others_is_named(workshop: Workshop, tmp_path: Path, capsys: Any) -> None:
+def test_an_export_whose_weights_are_others_is_named(workshop: Workshop, tmp_path: Path) -> None:
     def perturb(model: Any) -> None:
         model.model.layers[1].mlp.down_proj.weight.mul_(-1.0)
 
     drafter = workshop.drafter(noisy(workshop.model), tmp_path / "drafter", perturb)
-    part = diagnosed(workshop.recipe(drafter=str(drafter)), capsys)
+    part = diagnosed(workshop.recipe(drafter=str(drafter)))
     assert causes(part) == ["export"]
     worst = part["findings"][0]
-    assert worst["lost"] == pytest.approx(stage(part, "record")["value"] - stage(part, "files")["value"])
-    assert worst["lost"] > 0.05
+    assert worst.lost == pytest.approx(stage(part, "record")["value"] - stage(part, "files")["value"])
+    assert worst.lost > 0.05
 
 
-def test_heads_are_measured_one_by_one(workshop: Workshop, tmp_path: Path, capsys: Any) -> None:
+def test_heads_are_measured_one_by_one(workshop: Workshop, tmp_path: Path) -> None:
     heads = PredictionHeads.from_lm_head(workshop.model.lm_head.weight.detach(), HEADS, 1).eval()
     task = HeadsTask(workshop.model, heads, workshop.prepared.heldout, [1.0] * HEADS, evaluate_blocks=64)
     recipe = {"train": {"precision": "no"}, "measure": {"blocks": 64}}
@@ -199,7 +194,7 @@ def test_heads_are_measured_one_by_one(workshop: Workshop, tmp_path: Path, capsy
     metrics, out = task.evaluate(task.module), tmp_path / "heads"
     workshop.save("heads", out, lambda place: save_heads(heads, place, "t"), recipe, metrics, shapes)
     methods = [{"method": "autoregressive"}, {"method": "bpd"}]
-    part = diagnosed(workshop.recipe(heads=str(out), temperature=0.0, methods=methods), capsys)
+    part = diagnosed(workshop.recipe(heads=str(out), temperature=0.0, methods=methods))
     trained = [metrics[f"head{head}_top1"] for head in range(HEADS)]
     assert stage(part, "record")["by_depth"] == trained
     assert all(len(each["by_depth"]) == HEADS for each in part["stages"])
@@ -207,11 +202,11 @@ def test_heads_are_measured_one_by_one(workshop: Workshop, tmp_path: Path, capsy
     assert stage(part, "files")["by_depth"] == pytest.approx(trained, abs=1e-6)
 
 
-def test_a_table_has_no_training_of_its_own(workshop: Workshop, tmp_path: Path, capsys: Any) -> None:
+def test_a_table_has_no_training_of_its_own(workshop: Workshop, tmp_path: Path) -> None:
     texts = sample_texts(wrap_model(workshop.model), [[5, 6], [7]], Limits(60), Sampling())
     table = BigramTable.from_documents(iter(map(np.array, texts)), VOCAB)
     workshop.save("table", tmp_path / "table", table.save, {"count": {"pairs": "answers"}}, {}, {})
-    part = diagnosed(workshop.recipe(table=str(tmp_path / "table"), temperature=0.0), capsys)
+    part = diagnosed(workshop.recipe(table=str(tmp_path / "table"), temperature=0.0))
     assert [each["key"] for each in part["stages"]] == ["own", "decoding"]
     assert causes(part) == []
 
@@ -224,22 +219,21 @@ def test_the_command_needs_no_recipe_and_no_manifest(corpus: Path, tmp_path: Pat
     done = cli("doctor", str(shop.target), str(tmp_path / "plain"), *given, "--out", "found.json", cwd=tmp_path)
     assert done.returncode in (0, 1), done.stderr
     assert "verdicts" in done.stdout
-    assert "which drafts are rejected" in done.stdout
+    assert "acceptance by stage" in done.stdout
     part = json.loads((tmp_path / "found.json").read_text())
     assert [each["key"] for each in part["stages"]] == ["own", "decoding"]
     assert "no manifest" in part["skipped"][0]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "out", "named"),
-    [
-        ({}, None, "drafter, heads, table, got none"),
-        ({"drafter": "d", "table": "t"}, None, "got drafter, table"),
-        ({"drafter": "d"}, "found.txt", r"found\.txt"),  # before anything is read: there is no such drafter
-    ],
+    ("recipe", "named"),
+    [({}, "heads, table, got none"), ({"drafter": "d", "table": "t"}, "got drafter, table")],
 )
-def test_a_diagnosis_is_of_one_part(
-    workshop: Workshop, tmp_path: Path, recipe: dict[str, Any], out: str | None, named: str
-) -> None:
+def test_a_diagnosis_is_of_one_part(workshop: Workshop, recipe: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        run_diagnosis(workshop.recipe(**recipe), None if out is None else tmp_path / out)
+        measure_pair(workshop.recipe(**recipe))
+
+
+def test_the_file_is_checked_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"found\.txt"):
+        check_pair("t", str(tmp_path), prompts="spec-bench", out=tmp_path / "found.txt")

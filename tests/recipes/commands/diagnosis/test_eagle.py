@@ -24,7 +24,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.evaluation import prompts_of
-from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnosis
+from draftsmith.recipes.commands.diagnosis.measure import measure_pair
 from draftsmith.recipes.commands.diagnosis.pair import check_pair
 from draftsmith.recipes.commands.evaluation.recipe import template_of
 from draftsmith.recipes.schema.data import DataSection
@@ -83,6 +83,12 @@ class Lesson:
             optimizer.step()
         return heads.eval()
 
+    def check(self, heads: Path, file: Path) -> bool:
+        changes = ["limit=8", "max_prompt_tokens=80", "max_new_tokens=48", "device=cpu"]
+        return check_pair(
+            str(self.folder / "target"), str(heads), prompts=str(self.prompts), out=file, overrides=changes
+        )
+
     def saved(self, heads: EagleHeads, out: Path, changed: Callable[[Path], None] | None = None, **known: Any) -> Path:
         def write(folder: Path) -> None:
             save_eagle(heads, folder)
@@ -138,9 +144,9 @@ def other_ids(folder: Path) -> None:
 FAULTS: dict[str, tuple[Change | None, Callable[[Path], None] | None, dict[str, Any], list[str], str]] = {
     "sound": (None, None, {}, [], ""),
     "layers": (later, None, {}, ["fed"], "layers 1, 3, 5 "),
-    "norm": (normed, None, {}, ["fed"], "the other norm"),
-    "rotary": (slower, None, {}, ["fed", "files"], "rope_theta 10,000"),
-    "ids": (None, other_ids, {}, ["files"], "t2d names other tokens"),
+    "norm": (normed, None, {}, ["fed", "norm"], "the other norm"),
+    "rotary": (slower, None, {}, ["fed", "rotary positions"], "rope_theta 10,000"),
+    "ids": (None, other_ids, {}, ["draft vocabulary"], "t2d names other tokens"),
     "shift": (None, None, {"behind": True}, ["fed"], "tokens not shifted"),
     "one step": (None, None, {"steps": 1}, ["steps"], "in the second"),
 }
@@ -158,39 +164,28 @@ def test_a_fault_is_named(
         change(heads)
     out = lesson.saved(heads, tmp_path / "heads", changed)
     sound.layers, sound.normed, sound.config.rope_parameters = kept
-    part = run_diagnosis(lesson.recipe(drafter=str(out)), out=tmp_path / "found.json")
-    found = {each["cause"]: each for each in part["findings"] if each["cause"] not in ("text", "drafting")}
-    assert {cause for cause, each in found.items() if not each["fault"]} == ({"files"} if name == "rotary" else set())
+    file = tmp_path / "found.json"
+    sound_pair = lesson.check(out, file)
+    part = json.loads(file.read_text())
+    found = {each["check"]: each for each in part["findings"] if each["check"] not in ("text", "drafting")}
     assert sorted(found) == expected
-    assert not expected or words in "".join(each["description"] for each in found.values())
+    assert sound_pair == ({*expected} <= {"rotary positions"})
+    texts = [each["what"] + each["drafter"] for each in found.values()]
+    assert not expected or words in "".join(texts)
     assert part["readings"][0]["who"][0] == "as the config says"
     assert "agreement when fed as" in capsys.readouterr().out
 
 
-def test_the_doctor_decodes_heads_and_fails_for_a_fault(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    save_eagle(sound, plain)
-    target, prompts = str(lesson.folder / "target"), str(lesson.prompts)
+def test_heads_that_are_no_artifact_are_not_decoded(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
+    save_eagle(sound, tmp_path / "plain")
     with pytest.raises(ValueError, match=r"is not an artifact.*draftsmith import"):
-        check_pair(target, str(plain), prompts=prompts)
-    for change, faultless in ((None, True), (later, False)):
-        kept = sound.layers
-        if change is not None:
-            change(sound)
-        out = lesson.saved(sound, tmp_path / f"heads-{faultless}")
-        sound.layers = kept
-        changes = ["limit=8", "max_prompt_tokens=80", "max_new_tokens=48", "device=cpu"]
-        found = tmp_path / f"{faultless}.json"
-        assert check_pair(target, str(out), prompts=prompts, out=found, overrides=changes) == faultless
-        faults = [each["cause"] for each in json.loads(found.read_text())["findings"] if each["fault"]]
-        assert faults == ["fed"] * (not faultless)
+        lesson.check(tmp_path / "plain", tmp_path / "found.json")
 
 
 def test_what_is_scored_is_what_is_decoded(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
     """Of the first token of each draft, of answers that the heads draft for."""
     out = lesson.saved(sound, tmp_path / "heads")
-    part = run_diagnosis(lesson.recipe(drafter=str(out)), out=tmp_path / "found.json")
+    _, part = measure_pair(lesson.recipe(drafter=str(out)))
     own, decoding = part["stages"][-2:]
     assert own["by_depth"][0] > 0.8
     assert decoding["value"] > 0.8
@@ -217,9 +212,9 @@ def test_what_training_measured_is_found_again_in_the_files(
         out = tmp_path / f"heads-{gamma}-{shift}"
         lesson.saved(few.eval(), out, recipe=recipe, data=prepared.summary(), training={"metrics": told})
         methods = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": gamma}}]
-        part = run_diagnosis(lesson.recipe(drafter=str(out), methods=methods), out=tmp_path / "found.json")
+        found, part = measure_pair(lesson.recipe(drafter=str(out), methods=methods))
         keys = [stage["key"] for stage in part["stages"]]
         assert keys == ["record", "files", "own", "decoding"]
         if not shift:
             assert part["stages"][0]["value"] == pytest.approx(part["stages"][1]["value"], abs=1e-6)
-        assert ("export" in {each["cause"] for each in part["findings"]}) == bool(shift)
+        assert ("export" in {each.check for each in found}) == bool(shift)

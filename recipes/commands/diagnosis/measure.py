@@ -1,0 +1,193 @@
+"""The measured checks of `draftsmith doctor TARGET DRAFT --prompts FILE`: why acceptance is lower than in training.
+
+A drafter, heads or a table is measured in up to four stages on the way from its training to real decoding. Little
+changes between two of them, so what is lost there has few causes:
+
+- `record`: training metrics of the weights in memory, from the manifest;
+- `files`: the artifact's files on the same held-out blocks, with this evaluation's target;
+- `own`: the target's own answers to this evaluation's prompts, teacher-forced;
+- `decoding`: real decoding with a chain: `speculative`, `bpd` or `bigram`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....checkpoints.heads.layouts import is_eagle
+from ....checkpoints.pairs.sides import Finding
+from ....decode.evaluation.diagnose.agreement import (
+    Passage,
+    Source,
+    drafter_source,
+    eagle_source,
+    heads_source,
+    score,
+    table_source,
+)
+from ....decode.evaluation.diagnose.readings import Reading, agreements, attached_heads, reading_findings
+from ....decode.evaluation.diagnose.stages import (
+    DraftAttempt,
+    Stage,
+    decoding_stage,
+    draft_attempts,
+    gaps,
+    scored_stage,
+    stage_findings,
+)
+from ....decode.evaluation.diagnose.training_record import training_record
+from ....decode.evaluation.trace import trace
+from ....decode.methods import Parts, build_method
+from ....decode.models.seq2seq import Seq2SeqModel
+from ....decode.proposers.ngrams import TableChain
+from ...assemble.evaluation import Case, entries_of, open_case, other_target, place_of
+from ...schema.evaluation import EvaluateRecipe, MethodSection
+from ...session.stopping import Stoppable
+from ...session.terminal import log
+
+CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
+"""Method that drafts one token after another from a part."""
+
+
+def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]:
+    """Measure an evaluation's drafter, heads or table from training to real decoding.
+
+    The part is decoded with the options and the temperature of the recipe's first row of its chain method.
+
+    Returns:
+        Findings, the largest loss first, and as JSON: `part`, `source`, `method`, `options`, `temperature`, `stages`
+        (`value` is the acceptance rate), `gaps` (`interval` of 99 %, over prompts), `training` metrics, the `readings`
+        of EAGLE-3 heads (see `Reading`), and what was `skipped`.
+
+    Raises:
+        ValueError: The recipe does not name exactly one part.
+    """
+    parts = [part for part in CHAINS if getattr(recipe, part) is not None]
+    if len(parts) != 1:
+        raise ValueError(f"a diagnosis needs one of {', '.join(CHAINS)}, got {', '.join(parts) or 'none'}")
+    method = CHAINS[parts[0]]
+    row = next((row for row in recipe.methods if row.method == method), MethodSection(method=method))
+    with Stoppable("doctor", "") as signals:
+        case = open_case(recipe.model_copy(update={"methods": [row], "more_drafters": []}))
+        log(f"doctor: {parts[0]}, {len(case.prompts)} prompts of {recipe.prompts}, on {case.opened.device}")
+        found, measured = _Probe(case, parts[0], signals).run()
+    about = {"prompts": len(case.prompts), "recipe": recipe.recorded(), "artifacts": case.opened.artifacts()}
+    return found, about | measured
+
+
+class _Probe:
+    """Measurement of one part with the chain that drafts from it."""
+
+    def __init__(self, case: Case, part: str, signals: Stoppable) -> None:
+        self.case, self.part, self.signals, self.target = case, part, signals, case.opened.target
+        (self.entry,) = entries_of(case.recipe)
+        self.source_name = getattr(case.recipe, part)
+        self.method = build_method(self.entry.method, case.opened.parts, self.entry.sampling, **self.entry.options)
+        self.depth = self.method.proposer.capacity(case.limits)[1]
+        self.folder = Path(place_of(self.source_name, part))
+        self.is_eagle = part == "drafter" and is_eagle(self.folder)
+        self.by_heads = self.is_eagle or part == "heads"
+        """Whether every position ahead has its own head or drafting step."""
+        self.source = self._source(case.opened.parts)
+        self.trained = training_record(self.folder)
+        self.skipped: list[str] = []
+
+    def _source(self, parts: Parts) -> Source:
+        if isinstance(self.method.proposer, TableChain):
+            return table_source(self.method.proposer, self.target.device)
+        if self.part == "heads":
+            assert parts.heads is not None
+            return heads_source(parts.heads, self.target.dtype)
+        assert parts.drafter is not None
+        if not self.is_eagle:
+            return drafter_source(parts.drafter)
+        heads = attached_heads(self.folder, self.case.opened.model, self.target, parts.drafter.dtype)
+        heads.num_heads = self.depth
+        return eagle_source(heads, self.target)
+
+    def run(self) -> tuple[list[Finding], dict[str, Any]]:
+        """Measure every stage that can be measured, and find causes."""
+        case, trained, entry = self.case, self.trained, self.entry
+        answers = case.texts(entry.sampling, self.signals.bar)
+        own = [Passage(*pair) for pair in zip(case.prompts, answers, strict=True)]
+        stages = [
+            *self._training_stages(),
+            self._scored("own", "the target's own answers, teacher-forced", own, "accepted"),
+            self._decode(),
+        ]
+        found = stage_findings(
+            stages,
+            other_target=trained is not None and other_target(trained.folder, case.recipe.target) is not None,
+            other_template=trained is not None
+            and trained.has_other_template(case.recipe.template, case.opened.tokenizer),
+            rounds=self.target.dtype != torch.float32 or (trained is not None and trained.is_rounded),
+        )
+        read = self._readings(own) if self.is_eagle else []
+        found += reading_findings(read, self.depth) if read else []
+        measured = {
+            "part": self.part,
+            "source": self.source_name,
+            "method": entry.method,
+            "options": entry.options,
+            "temperature": entry.sampling.temperature,
+            "stages": [stage.as_dict() for stage in stages],
+            "gaps": gaps(stages),
+            "training": {} if trained is None else trained.metrics,
+            "readings": [reading.as_json() for reading in read],
+            "skipped": self.skipped,
+        }
+        return sorted(found, key=lambda each: -(each.lost or 0.0)), measured
+
+    def _training_stages(self) -> list[Stage]:
+        """Measure the stages `record` and `files`, as far as the manifest allows."""
+        if self.part == "table":
+            return []
+        if self.trained is None or isinstance(self.target, Seq2SeqModel):
+            why = "no manifest records its training" if self.trained is None else "an encoder-decoder has no blocks"
+            self.skipped.append(f"training metrics: {why}")
+            return []
+        metrics, depths = self.trained.metrics, list[float | None]()
+        measure = "hit" if self.by_heads else "agree" if self.entry.sampling.greedy else "overlap"
+        value = metrics.get("top1_agreement" if measure == "agree" else "overlap")
+        if self.by_heads:
+            depths = [metrics.get(f"head{head}_top1") for head in range(self.depth)]
+            value = None if None in depths else float(np.mean([each or 0.0 for each in depths]))
+        record = Stage("record", "training metrics of the weights in memory", value, depths)
+        passages = self.trained.passages()
+        if isinstance(passages, str):
+            self.skipped.append(passages)
+            return [record]
+        if self.by_heads and self.source.proposed is not None:  # training counts the proposed tokens alone
+            proposed = set(self.source.proposed.tolist())
+            passages = [each.judge_only(proposed) for each in passages]
+        return [record, self._scored("files", "the artifact's files on the same held-out blocks", passages, measure)]
+
+    def _scored(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
+        with self.signals.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:
+            scores = score(self.target, self.source, passages, self.entry.sampling, advance)
+        return scored_stage(key, description, scores, measure)
+
+    def _decode(self) -> Stage:
+        case, steps, tokens = self.case, 0, 0
+        attempts = list[list[DraftAttempt]]()
+        with self.signals.bar(f"{self.part}: decoding with {self.entry.method}", "prompts") as advance:
+            for index, prompt in enumerate(case.prompts):
+                seed = case.recipe.seed + index
+                traced = trace(self.target, self.method, prompt, case.limits, self.entry.sampling, seed)
+                tokens += sum(len(step.accepted) + (step.next_id is not None) for step in traced)
+                attempts.append(draft_attempts(traced))
+                steps += len(traced)
+                advance(index + 1, len(case.prompts))
+        description = f"real decoding: {self.entry.method}, {self.depth} draft tokens per step"
+        return decoding_stage(description, attempts, tokens / steps, self.depth if self.by_heads else 0)
+
+    def _readings(self, own: Sequence[Passage]) -> list[Reading]:
+        """Measure EAGLE-3 heads fed in every way, on training's blocks or else on the target's answers."""
+        kept = None if self.trained is None else self.trained.passages()
+        texts = kept if isinstance(kept, list) else [passage for passage in own if passage.text]
+        with self.signals.bar(f"{self.part}: fed in every way", "documents") as advance:
+            return agreements(self.case.opened.model, self.folder, texts, advance)
