@@ -67,6 +67,10 @@ def check_pair(
         Whether transformers and this engine accept the pair without reservations (for EAGLE-3 heads: all engines), and
         no fault was measured.
     """
+    if out is not None and (out.suffix != ".json" or out.is_dir()):
+        raise ValueError(f"--out must be a .json file, got {out}")
+    if prompts is not None:
+        check_writable(out or Path())
     with redirect_stdout(sys.stderr):  # standard output holds results only
         if fix is not None:
             command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
@@ -77,34 +81,36 @@ def check_pair(
         folder = find_folder(drafter, ["*.json"])
         kind = load_manifest(folder).kind if (folder / MANIFEST_FILE).is_file() else "drafter"
         is_eagle = is_published_eagle(folder)
-        recipe = None
-        if out is not None and (out.suffix != ".json" or out.is_dir()):
-            raise ValueError(f"--out must be a .json file, got {out}")
-        if prompts is not None:
-            check_writable(out or Path())
-            given = {"target": target, "drafter" if is_eagle else kind: drafter, "prompts": prompts}
-            recipe = evaluate_recipe(None, overrides, given, "doctor")
-            out = out or beside(Path(recipe.out), KIND)
         found: dict[str, Any] = {"target": target, "drafter": drafter, "findings": [], "verdicts": None}
         if is_eagle or prompts is None or kind not in ("heads", "table"):
             diagnosis = _check_files(target, drafter, is_eagle)
             found |= diagnosis.as_json()
             if is_eagle and prompts is not None:
                 _check_decodes(diagnosis, folder)
-        if recipe is not None:
-            from .measure import measure_pair
-
-            measured, about = measure_pair(recipe)
-            found["findings"] += [finding.as_json() for finding in measured]
-            found |= {"schema": 5, "kind": KIND} | about
-    text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    if recipe is not None and out is not None:
-        atomic_text(out, text)
+        if prompts is not None:
+            given = {"target": target, "drafter" if is_eagle else kind: drafter, "prompts": prompts}
+            _measure(found, evaluate_recipe(None, overrides, given, "doctor"), out)
     if as_json:
-        write_json(text)
+        write_json(_to_text(found))
     else:
         show_diagnosis(found, console())
     return _is_sound(found, is_eagle)
+
+
+def _measure(found: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -> None:
+    """Add the measured findings to a diagnosis, and write it to `out` or beside the recipe's results."""
+    from .measure import measure_pair
+
+    findings, about = measure_pair(recipe)
+    found["findings"] += [finding.as_json() for finding in findings]
+    found |= {"schema": 5, "kind": KIND} | about
+    path = out or beside(Path(recipe.out), KIND)
+    atomic_text(path, _to_text(found))
+    log(f"doctor: wrote {path}")
+
+
+def _to_text(found: dict[str, Any]) -> str:
+    return json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
