@@ -11,8 +11,6 @@ a mean over a window once per period; those of the A100 and H100 see 25 ms of ev
 2. Several trials, each after a wait of random length; results are their mean and its standard error.
 3. No transients: work while the power rises is discarded. A window begins and ends at readings at which the counter has
    just changed, so that both ends lag alike.
-
-Shape letters: B batch, T positions.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ import torch
 from torch import Tensor
 
 from ..models.base import LanguageModel
-from ..models.seq2seq import Seq2SeqModel
-from .profile import synchronise, time_call
+from .profile import raw_forward, synchronise, time_in_turns
 
 POWERCAP = Path("/sys/class/powercap")
 _PAUSES = 8
@@ -57,11 +54,6 @@ class Timing:
     pause: float
     """Length of the pauses that shift the work against the sensor; 0 for a sensor that looks all the time."""
     trials: int = 4
-
-    @property
-    def least(self) -> float:
-        """Minimum duration of one measurement of short work."""
-        return self.trials * (self.discard + self.seconds + _PAUSES * self.pause)
 
 
 NVML = Timing(seconds=5.0, discard=1.5, period=0.1, pause=0.025)
@@ -277,23 +269,17 @@ def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
 
 @torch.inference_mode()
 def measure_batches(
-    model: LanguageModel,
-    batches: Sequence[int],
-    runs: int,
-    context: int,
-    meter: EnergyMeter | None,
-    seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    model: LanguageModel, batches: Sequence[int], runs: int, context: int, meter: EnergyMeter | None, seed: int = 0
 ) -> dict[str, Any]:
     """Measure forwards of one new token at several batch sizes, with `context` tokens behind each input.
 
-    Returns `runs`, `context`, `source` and `idle_watts` of the counter, `failure` if it failed, and `rows` by batch
-    size: joules and seconds of all `runs`, `_per_run` and `_per_input`. Joules contain idle power except
-    `joules_per_run_above_idle`; `errors` are standard errors, over rounds of forwards for seconds, over windows for
-    joules.
+    Returns the arguments, the counter's `source` and `idle_watts`, its `failure` if it failed, and by batch size a row
+    with the median seconds and the mean joules `_per_run` and `_per_input` and their standard `errors`. Joules contain
+    idle power except `joules_per_run_above_idle`.
     """
-    calls = {batch: batch_forward(model, batch, context, seed) for batch in sorted(batches)}
-    seconds, energies, failure = _time_forwards(model, calls, runs, progress), dict[int, Energy](), None
+    sizes = sorted(batches)
+    calls = [raw_forward(model, 1, context, batch=batch, seed=seed, read=True) for batch in sizes]
+    seconds, energies, failure, idle = time_in_turns(model, calls, runs), dict[int, Energy](), None, None
 
     def forward(call: Callable[[], Tensor]) -> float:
         call()
@@ -301,73 +287,30 @@ def measure_batches(
         return 1.0
 
     try:
-        idle = meter.idle_watts() if meter is not None else 0.0
-        for number, (batch, call) in enumerate(calls.items()):
-            if meter is None:
-                break
-            progress(number, len(calls))
-            energies[batch] = meter.measure(partial(forward, call), idle, seed=seed)
+        idle = meter.idle_watts() if meter is not None else None
+        for batch, call in zip(sizes, calls, strict=True):
+            if meter is not None and idle is not None:
+                energies[batch] = meter.measure(partial(forward, call), idle, seed=seed)
     except CounterError as error:
         failure = str(error)
-    first = next(iter(energies.values()), None)
+    rows = [batch_row(batch, own, energies.get(batch)) for batch, own in zip(sizes, seconds, strict=True)]
+    source = meter.source if meter is not None and energies else None
+    about = {"runs": runs, "context": context, "source": source, "idle_watts": idle, "failure": failure}
+    return about | {"rows": rows}
+
+
+def batch_row(batch: int, seconds: Sequence[float], energy: Energy | None) -> dict[str, Any]:
+    """Return the row of a batch size from the seconds of its forwards and the energy of one of them."""
+    error = statistics.stdev(seconds) / len(seconds) ** 0.5 if len(seconds) > 1 else 0.0
+    median, joules = statistics.median(seconds), energy.joules if energy else None
     return {
-        "runs": runs,
-        "context": context,
-        "source": first and first.source,
-        "idle_watts": first and first.idle_watts,
-        "failure": failure,
-        "rows": [batch_row(batch, seconds[batch], energies.get(batch)) for batch in calls],
+        "label": f"batch {batch}",
+        "batch": batch,
+        "seconds_per_run": median,
+        "seconds_per_input": median / batch,
+        "joules_per_run": joules,
+        "joules_per_input": None if joules is None else joules / batch,
+        "joules_per_run_above_idle": energy.above_idle if energy else None,
+        "watts": energy.watts if energy else None,
+        "errors": {"seconds_per_run": error, "joules_per_run": energy.error if energy else None},
     }
-
-
-def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0) -> Callable[[], Tensor]:
-    """Return a forward of one new token for each of `batch` inputs with `context` random tokens behind them.
-
-    The tokens were really read: the energy of a product depends on its numbers.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens_BT = torch.randint(model.vocab_size, (batch, context + 1), generator=generator).to(model.device)
-    with torch.inference_mode():
-        # An encoder-decoder reads them as its source, and decodes as many.
-        capacity = context + 1 if isinstance(model, Seq2SeqModel) else 1
-        _, cache = model.begin(tokens_BT[:, :context].tolist(), capacity)
-        model.extend(cache, tokens_BT[:, :context])
-    cache.set_lengths([context] * batch)
-    return lambda: model.logits(model.extend(cache, tokens_BT[:, context:]))
-
-
-def _time_forwards(
-    model: LanguageModel, calls: dict[int, Callable[[], Tensor]], runs: int, progress: Callable[[int, int], None]
-) -> dict[int, list[list[float]]]:
-    """Return seconds of forwards by batch size and round; all sizes run in each of ten rounds, so that they share
-    drift."""
-    rounds = min(10, runs)
-    seconds: dict[int, list[list[float]]] = {batch: [] for batch in calls}
-    for number in range(rounds):
-        progress(number, rounds)
-        turns = runs * (number + 1) // rounds - runs * number // rounds
-        for batch, call in calls.items():
-            call()  # warms up after the other forwards
-            seconds[batch].append([time_call(model, call) for _ in range(turns)])
-    return seconds
-
-
-def batch_row(batch: int, rounds: Sequence[Sequence[float]], energy: Energy | None) -> dict[str, Any]:
-    """Return the row of a batch size from the seconds of its forwards by round and the energy of one of them."""
-    runs = sum(map(len, rounds))
-    medians = [statistics.median(times) for times in rounds]
-    seconds = statistics.median(second for times in rounds for second in times)
-    spread = statistics.stdev(medians) / len(medians) ** 0.5 if len(medians) > 1 else 0.0
-    row: dict[str, Any] = {"label": f"batch {batch}", "batch": batch, "inputs": runs * batch}
-    row |= dict.fromkeys(("joules", "joules_per_run", "joules_per_input", "joules_per_run_above_idle", "watts"))
-    row |= _amounts("seconds", runs, seconds, batch)
-    errors = _amounts("seconds", runs, spread, batch)
-    if energy is not None:
-        row |= _amounts("joules", runs, energy.joules, batch)
-        row |= {"joules_per_run_above_idle": energy.above_idle, "watts": energy.watts}
-        errors |= _amounts("joules", runs, energy.error, batch)
-    return row | {"errors": errors}
-
-
-def _amounts(name: str, runs: int, one: float, batch: int) -> dict[str, float]:
-    return {name: runs * one, f"{name}_per_run": one, f"{name}_per_input": one / batch}

@@ -1,7 +1,6 @@
-"""Time of a step by phase, time of a proposal's forwards in isolation, and FLOPs of forwards and steps.
+"""Time of a step by phase, time of a proposal's forwards in isolation, and FLOPs of steps.
 
-Shape letters: B batch, N nodes, M new tokens, S slots that they attend to, D hidden, H heads, E head width,
-V vocabulary.
+Shape letters: B batch, N nodes, T tokens, M new tokens, S slots that they attend to, H heads, E head width.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...checkpoints.heads.files import PredictionHeads
 from ..methods import Method
-from ..models.base import LanguageModel
+from ..models.base import LanguageModel, extend_by_path
 from ..models.products.native import library_products
+from ..proposers.draft_tree import DraftTree
+from ..tree import Tree
 
 _RUNS = 6  # of each forward in isolation, all in turn; medians are taken
 PHASES = ("draft", "score", "verify", "commit", "host")
@@ -149,13 +149,21 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
-def time_call(model: LanguageModel, call: Callable[[], object]) -> float:
-    """Return the seconds of a call on a model's device."""
-    synchronise(model)
-    start = time.perf_counter()
-    call()
-    synchronise(model)
-    return time.perf_counter() - start
+def time_in_turns(model: LanguageModel, calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Return the seconds of each call in each round, on a model's device; calls take turns, so that they share drift.
+
+    Each call first runs once without being timed, since other calls have used the caches.
+    """
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, own in zip(calls, seconds, strict=True):
+            call()
+            synchronise(model)
+            start = time.perf_counter()
+            call()
+            synchronise(model)
+            own.append(time.perf_counter() - start)
+    return seconds
 
 
 def synchronise(model: LanguageModel) -> None:
@@ -172,12 +180,8 @@ def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: 
     """
     drafts = Counter[tuple[Any, int]]((model or target, count) for model, count in method.proposer.forwards(nodes))
     calls = {each: isolated_forward(target, *each, context) for each in ((target, 1), *drafts)}
-    seconds: dict[Any, list[float]] = {each: [] for each in calls}
-    for _ in range(_RUNS):
-        for each, call in calls.items():
-            call()  # Warms up after other forwards.
-            seconds[each].append(time_call(target, call))
-    median = {each: statistics.median(series) for each, series in seconds.items()}
+    seconds = time_in_turns(target, list(calls.values()), _RUNS)
+    median = {each: statistics.median(series) for each, series in zip(calls, seconds, strict=True)}
     drafting = sum(times * median[each] for each, times in drafts.items())
     return drafting / median[target, 1], drafts.total()
 
@@ -189,145 +193,64 @@ def isolated_forward(target: LanguageModel, part: Any, width: int, context: int)
     return partial(part, torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device))
 
 
-def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
+def raw_forward(
+    model: LanguageModel, nodes: int, context: int, *, batch: int = 1, seed: int = 0, read: bool = False,
+    tree: Tree | None = None,
+) -> Callable[[], Tensor]:  # fmt: skip
     """Return a forward of `nodes` tokens after `context` committed ones, to be timed.
 
     Tokens differ, since equal ones would use the same experts of a mixture.
+
+    Args:
+        read: Whether to read the context, since the energy of a product depends on its numbers.
+        tree: Tree whose paths are scored as rows of their own.
     """
-    ids = torch.randint(model.vocab_size, (1, context + nodes), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(model.vocab_size, (batch, context + nodes), generator=generator)
     with torch.inference_mode():
-        _, cache = model.begin(ids[:, :context].tolist(), context + nodes)
-    cache.set_lengths([context])
-    tokens_BN = ids[:, context:].to(model.device)
-    return lambda: model.logits(model.extend(cache, tokens_BN))
-
-
-# --- FLOPs of forwards by their shapes --------------------------------------------------------------------------------
-#
-# A multiplication and an addition are two FLOPs, as in torch's counter. Matrix products with weights are counted, and
-# those of attention, of each new token with every slot, masked or not.
-
-_GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3")
-FAMILIES = (*_GATED, "opt", "gpt_neox", "gpt2", "t5", "mt5", "umt5")
-"""Model types whose FLOPs follow from their configuration."""
-
-
-class Flops(NamedTuple):
-    """FLOPs of a forward."""
-
-    layers: float
-    """FLOPs of attention and feed-forward layers; of prediction heads all."""
-    head: float = 0.0
-    """FLOPs of the vocabulary projection."""
-
-    @property
-    def total(self) -> float:
-        return self.layers + self.head
-
-
-def forward_flops(
-    config: Any, new_tokens: float, context_tokens: float, *, rows: int = 1, source_tokens: float = 0
-) -> Flops:
-    """Return FLOPs of a decoder's forward of new tokens after cached ones, for a configuration of one of `FAMILIES`.
-
-    In an encoder-decoder each new token attends to `source_tokens`; the encoder's forward is not counted.
-    """
-    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    layers = text.num_decoder_layers if text.is_encoder_decoder else text.num_hidden_layers
-    width = getattr(text, "head_dim", None) or hidden // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    widths = (getattr(text, name, None) for name in ("intermediate_size", "ffn_dim", "d_ff", "n_inner"))
-    inner = next(filter(None, widths), 4 * hidden)
-    gated = text.model_type in _GATED or str(getattr(text, "feed_forward_proj", "")).startswith("gated")
-    embedded = getattr(text, "word_embed_proj_dim", hidden)
-    tokens = rows * new_tokens
-    pairs = tokens * (context_tokens + new_tokens)
-    mixed = 2 * heads + 2 * kv_heads
-    if text.is_encoder_decoder:  # each layer also attends to the source, whose keys and values are computed once
-        pairs += tokens * source_tokens
-        mixed += 2 * heads
-    projections = layers * tokens * hidden * width * mixed
-    if embedded != hidden:  # into the layers' width, and back
-        projections += 2 * tokens * embedded * hidden
-    attention, mlp = 2 * layers * pairs * heads * width, layers * tokens * hidden * inner * (3 if gated else 2)
-    return Flops(2 * (attention + mlp + projections), 2 * tokens * embedded * text.vocab_size)
-
-
-def heads_flops(heads: PredictionHeads, rows: float = 1) -> float:
-    """Return FLOPs of the residual blocks and projections of prediction heads on `rows` hidden states."""
-    width, blocks = heads.hidden_size, heads.num_heads * heads.num_layers * heads.hidden_size**2
-    tokens = heads.vocab_size if heads.proposed is None else len(heads.proposed)
-    each = heads.rank * (width + tokens) if heads.projection_kind == "low-rank" else width * tokens
-    return 2 * rows * blocks + 2 * rows * heads.num_heads * each
-
-
-def part_flops(part: Any, new_tokens: float, context_tokens: float, *, rows: int = 1) -> Flops | None:
-    """Return FLOPs of a forward of a scorer or of prediction heads; None if they do not follow from shapes.
-
-    The source and the decoded tokens of an encoder-decoder both count as `context_tokens` long.
-    """
-    if isinstance(part, PredictionHeads):
-        return Flops(heads_flops(part, rows))
-    if not isinstance(part, LanguageModel) or part.config is None or part.config.model_type not in FAMILIES:
-        return None
-    source = context_tokens if part.config.is_encoder_decoder else 0
-    found = forward_flops(part.config, new_tokens, context_tokens, rows=rows, source_tokens=source)
-    head = found.head if part.head_weights is None else 2 * rows * new_tokens * part.head_weights
-    return Flops(found.layers, head)
+        _, cache = model.begin(ids_BT[:, :context].tolist(), context + nodes)
+        ids_BT = ids_BT.to(model.device)
+        if read:
+            model.extend(cache, ids_BT[:, :context])
+    cache.set_lengths([context] * batch)
+    tokens_BN = ids_BT[:, context:]
+    extend = partial(model.extend, cache) if tree is None else partial(extend_by_path, model, cache, tree=tree)
+    return lambda: model.logits(extend(tokens_BN))
 
 
 class StepFlops(NamedTuple):
-    """FLOPs of one step for one row."""
+    """FLOPs of one step for one row: two for each multiplication and addition."""
 
     verification: float
     """FLOPs of the target's forward."""
     drafting: float
     """FLOPs of the proposal's forwards."""
-    checked: float | None = None
-    """FLOPs by shapes over those of torch's counter; None if not compared."""
 
     def per_token(self, kept: float) -> dict[str, float]:
-        """Return FLOPs per token for steps that keep `kept` tokens; `checked` is absent if FLOPs are the counter's."""
-        found = {"verification": self.verification / kept, "drafting": self.drafting / kept}
-        found["total"] = (self.verification + self.drafting) / kept
-        return found if self.checked is None else found | {"checked": self.checked}
+        """Return FLOPs per token for steps that keep `kept` tokens."""
+        total = self.verification + self.drafting
+        return {"verification": self.verification / kept, "drafting": self.drafting / kept, "total": total / kept}
 
 
 @torch.inference_mode()
 def measured_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops:
-    """Return `step_flops` checked by torch's counter, or the counter's own if they do not follow from shapes."""
-    scored = (target, max(1, round(nodes)))
-    forwards = Counter([scored, *((model or target, count) for model, count in method.proposer.forwards(nodes))])
-    counted = {each: count_flops(isolated_forward(target, *each, context)) for each in forwards}
-    total = sum(times * counted[each] for each, times in forwards.items())
-    known = step_flops(target, method, nodes, context)
-    if known is None:
-        return StepFlops(counted[scored], total - counted[scored])
-    by_shapes = [(times, part_flops(*each, context)) for each, times in forwards.items()]
-    shaped = sum(times * part.total for times, part in by_shapes if part is not None)
-    return known._replace(checked=shaped / total if total else None)
-
-
-def step_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops | None:
-    """Return FLOPs of the target's and the proposal's forwards of a step; None if they do not follow from shapes."""
-    proposer, drafting, before = method.proposer, 0.0, Counter[int]()
-    scored = part_flops(target, nodes, context)
-    if scored is None:
-        return None
-    verification, tree = scored.total, getattr(proposer, "tree", None)
-    if getattr(proposer, "by_path", False) and tree is not None and not tree.is_chain:
-        # Each path is a row of its own; the vocabulary projection is done once a node.
-        leaves = int((tree.depth_BN[0] == tree.max_depth).sum())
-        paths = part_flops(target, tree.max_depth + 1, context, rows=leaves)
-        assert paths is not None
-        verification = paths.layers + scored.head
-    for model, count in proposer.forwards(nodes):
-        drafted = part_flops(model or target, count, context + before[id(model)])
-        if drafted is None:
-            return None
-        drafting += drafted.total
-        before[id(model)] += count
+    """Count the FLOPs of a step after `context` tokens whose tree has `nodes` nodes on average."""
+    proposer = method.proposer
+    tree = proposer.tree if isinstance(proposer, DraftTree) and proposer.by_path else None
+    if tree is not None:
+        verification = float(count_flops(raw_forward(target, tree.nodes, context, tree=tree)))
+    else:
+        low = max(1, math.floor(nodes))
+        counts = [count_flops(raw_forward(target, count, context)) for count in (low, low + 1)]
+        verification = counts[0] + max(0.0, nodes - low) * (counts[1] - counts[0])
+    contexts: dict[tuple[Any, int], list[int]] = {}
+    read = Counter[int]()
+    for model, width in proposer.forwards(nodes):
+        contexts.setdefault((model or target, width), []).append(context + read[id(model)])
+        read[id(model)] += width
+    drafting = 0
+    for (model, width), found in contexts.items():  # FLOPs grow linearly with the context
+        drafting += len(found) * count_flops(isolated_forward(target, model, width, round(statistics.mean(found))))
     return StepFlops(verification, drafting)
 
 

@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 from ...checkpoints.storage.draft_vocabulary import widen
 from ...checkpoints.verify.windows import position_limit, windows
 from ..tree import Tree
-from .draft_vocabulary import head_weights, kept_tokens, to_last
+from .draft_vocabulary import kept_tokens, to_last
 from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
 
@@ -112,8 +112,6 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     """Which hidden states these are, `extend`'s and `logits`': those after the final norm, or what goes into it."""
     config: Any = None
     """The configuration of the transformers model behind it; None where there is none."""
-    head_weights: int | None = None
-    """Weights of its output layer, where that is less than its configuration says."""
     translation: Translation | None = None
     """Of a drafter that has other tokens than its target; None: it has the target's."""
     windows: tuple[int | None, ...] = ()
@@ -264,7 +262,7 @@ class TransformersModel(LanguageModel):
         factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
         self._scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
         self._decoder: nn.Module = model.base_model
-        self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
+        self._kept_R = kept_tokens(model)
         if self._kept_R is not None:
             self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]
         self.states, self._norm, self.aux_layers = states, None, tuple(aux_layers)

@@ -120,14 +120,6 @@ def load_vocabulary(model: Any, folder: Path) -> None:
         keep_tokens(model, found[TOKENS])
 
 
-def head_weights(model: Any) -> int | None:
-    """Weights that a state is multiplied with to have its logits, where a model has less than a whole output layer."""
-    head, ids_R = model.get_output_embeddings(), kept_tokens(model)
-    inner = head.inner.weight.numel() if isinstance(head, LowRankHead) else 0
-    rows, width = head.weight.shape
-    return inner + width * (rows if ids_R is None else len(ids_R)) if inner or ids_R is not None else None
-
-
 def take_vocabulary(model: Any, source: Any) -> None:
     """Give a model what another of its width has instead of a whole output layer."""
     head, ids_R = source.get_output_embeddings(), kept_tokens(source)

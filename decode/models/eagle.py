@@ -34,7 +34,6 @@ class EagleDrafter(LeanDecoder):
         # what turned with the weights into 16 bits would turn far places wrongly
         heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(weight_DG.device)
         self._hold(heads.config, embedding_VD, head_RD, heads, [heads.midlayer], int8)
-        self.head_weights = None if self._kept_R is None else heads.projection().numel()
         self._fuse_aux = self._product(weight_DG)
         self._above_XD: Tensor | None = None
         self._embedded_XD: Tensor | None = None

@@ -213,7 +213,7 @@ class GraphedModel(LanguageModel):
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.max_positions, self.layers, self.states = model.max_positions, model.layers, model.states
         self.aux_layers, self.supports_any_length = model.aux_layers, model.supports_any_length
-        self.device, self.dtype, self.head_weights = model.device, model.dtype, model.head_weights
+        self.device, self.dtype = model.device, model.dtype
         self.kv_heads, self.key_width, self.value_width = model.kv_heads, model.key_width, model.value_width
         self._max_tokens, self._max_graphs, self._stride = max_tokens, max_graphs, stride
         self.required_aux_layers = model.required_aux_layers

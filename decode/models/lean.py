@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ...checkpoints.storage.draft_vocabulary import widen
 from ...checkpoints.verify.windows import position_limit, windows
 from .base import NO_LIMIT, LanguageModel
-from .draft_vocabulary import LowRankHead, head_weights, kept_tokens
+from .draft_vocabulary import LowRankHead, kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.layers import DecoderLayers, Kind, Norms
 from .products.native import compiled, fused_kernels
@@ -90,7 +90,7 @@ class LeanDecoder(LanguageModel):
     def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
         decoder, output, family = _decoder(model), model.get_output_embeddings(), FAMILIES[model.config.model_type]
         self.states, self.aux_layers = states, tuple(aux_layers)
-        self._kept_R, self.head_weights = kept_tokens(model), head_weights(model)
+        self._kept_R = kept_tokens(model)
         int8 = is_int8(model)
         self._inner = Product(output.inner.weight.detach(), int8=int8) if isinstance(output, LowRankHead) else None
         embedding, head = getattr(decoder, family.embedding), output.weight.detach()

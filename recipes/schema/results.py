@@ -71,8 +71,7 @@ class EngineMetrics(Metrics):
     efficiency: float
     """speedup / bound: share of the time that prefill and these forwards took; at most 1."""
     flops_per_token: dict[str, float]
-    """verification, drafting, total: FLOPs from shapes. checked: the same over what torch's counter saw, for the
-    forwards that were timed; left out where there is nothing to compare."""
+    """verification, drafting, total: FLOPs by torch's counter, for forwards in isolation."""
     perplexity: float | None
     """Perplexity of the text under the unwarped target."""
     rouge_l: float | None

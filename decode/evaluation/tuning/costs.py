@@ -23,7 +23,7 @@ from ...models.base import LanguageModel
 from ...warpers import Sampling
 from ..measure import BASELINE, Decoded, decode
 from ..metrics import total
-from ..profile import raw_forward, time_call
+from ..profile import raw_forward, time_in_turns
 
 TARGET_NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 DRAFTER_NODES = (1, 2, 4, 8, 16, 32)
@@ -133,12 +133,7 @@ def measure_forwards(
     if parts.heads is not None:
         hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
         calls.append(partial(parts.heads, hidden_BD))
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(runs):
-        for index, call in enumerate(calls):
-            call()  # finds the caches as other forwards left them
-            seconds[index] += [time_call(target, call) for _ in range(2)]
-    found = [_lower_quartile(series) for series in seconds]
+    found = [_lower_quartile(seconds) for seconds in time_in_turns(target, calls, 2 * runs)]
     wide = len(target_nodes)
     return CostModel(
         Curve.through(target_nodes, found[:wide]),

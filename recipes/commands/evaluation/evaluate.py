@@ -24,7 +24,6 @@ from ....decode.evaluation.measure import check_capacity, devices_of, energy_of,
 from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
 from ....decode.methods import Parts
 from ....decode.models.base import LanguageModel
-from ....train.parallel.processes import is_out_of_memory
 from ...assemble.evaluation import Case, device_of, entries_of, open_case, prompts_digest
 from ...report.certificate import KIND
 from ...report.page import report_beside, write_report
@@ -34,7 +33,7 @@ from ...schema.loading import write_recipe
 from ...schema.results import EVALUATION, beside, load_results, write_results
 from ...session.machine import machine
 from ...session.stopping import Stoppable
-from ...session.terminal import bar, console, duration, log
+from ...session.terminal import console, log
 from .certify import run_certify
 from .journal import Journal, Kept
 
@@ -163,8 +162,7 @@ def _count_energy(case: Case, kept: Kept, signals: Stoppable) -> dict[str, Energ
     if meter is None:
         log(f"evaluate: no joules: {covers}")
         return found
-    least = duration(len(left) * meter.timing.least)
-    log(f"evaluate: counting joules of {covers} ({meter.source}), at least {least}; `energy: off` skips it")
+    log(f"evaluate: counting joules of {covers} ({meter.source}); `energy: off` skips it")
     with meter, signals.bar("counting joules", "windows") as advance:
         try:
             idle = meter.idle_watts()
@@ -184,7 +182,7 @@ def _count_energy(case: Case, kept: Kept, signals: Stoppable) -> dict[str, Energ
 
 def measure_energy(target: LanguageModel, recipe: EvaluateRecipe) -> dict[str, Any]:
     """Measure the time and, if a counter is available, the energy of the target's forwards by batch size (MJSD, table
-    1). Raises ValueError: more context than the target has positions, or batches that do not fit into memory."""
+    1). Raises ValueError: more context than the target has positions."""
     batches, context = recipe.energy_batches, recipe.energy_context
     if context + 1 > target.max_positions:
         raise ValueError(
@@ -192,16 +190,8 @@ def measure_energy(target: LanguageModel, recipe: EvaluateRecipe) -> dict[str, A
         )
     meter, covers = open_meter(devices_of(target, Parts()))
     log(f"evaluate: {recipe.energy_runs} forwards at batch {', '.join(map(str, batches))}; energy of {covers}")
-    try:
-        with meter or nullcontext(), bar("timing forwards", "rounds") as advance:
-            found = measure_batches(target, batches, recipe.energy_runs, context, meter, recipe.seed, advance)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"out of memory: use smaller batches than energy_batches={batches} or less context than "
-            f"energy_context={context}"
-        ) from error
+    with meter or nullcontext():
+        found = measure_batches(target, batches, recipe.energy_runs, context, meter, recipe.seed)
     return {"covers": covers} | found
 
 
