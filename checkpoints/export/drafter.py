@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from ..artifact.compat import patch_model, patch_tokenizer
 from ..pairs.repair import arrange_rows
 from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation, write_settings
-from ..storage.draft_vocabulary import TOKENS, mask_token, read_vocabulary
+from ..storage.draft_vocabulary import mask_token, read_vocabulary
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.safe_read import check_safetensors, read_json
 from ..verify.model_files import (
@@ -57,7 +57,7 @@ def load_merged(source: Source) -> Any:
 
 def proposed_tokens(source: Source) -> Tensor | None:
     """The ids that an artifact's drafter proposes, int64 [R]; None: all."""
-    return read_vocabulary(source.folder, source.manifest.vocab_size).get(TOKENS)
+    return read_vocabulary(source.folder, source.manifest.vocab_size)
 
 
 def _pad(model: Any, ids_R: Tensor) -> None:

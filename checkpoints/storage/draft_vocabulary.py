@@ -1,13 +1,12 @@
-"""The file beside the weights of a drafter or of heads that have less than a whole output layer.
+"""The file beside the weights of a drafter or of heads that have a draft vocabulary, and the mask token of a drafter.
 
-It holds the ids of the tokens that are proposed (d2t), the factors of a layer of low rank (inner, outer), or both; a
-drafter's weights are those of all tokens. Letters: R tokens that are proposed, K rank, V vocabulary, D hidden, X any
-leading shape.
+The file holds the ids of the tokens that are proposed (d2t); the weights are those of all tokens.
+
+Letters: R tokens that are proposed, V vocabulary, X any leading shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from .messages import first_line
 from .names import DRAFT_VOCABULARY
 from .safe_read import UNREADABLE
 
-TOKENS, INNER, OUTER = "d2t", "inner", "outer"
+TOKENS = "d2t"
 MASK_TOKEN = "pard_token"
 """In the configuration of a drafter that drafts several tokens at once."""
-_KINDS = ({TOKENS}, {INNER, OUTER}, {TOKENS, INNER, OUTER})
 
 
 def check_tokens(ids_R: Tensor, vocab: int) -> None:
@@ -32,31 +30,29 @@ def check_tokens(ids_R: Tensor, vocab: int) -> None:
         raise ValueError(f"tokens of a draft vocabulary must rise from 0 or more to less than {vocab}")
 
 
-def write_vocabulary(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the file: `TOKENS` int64 [R], rising, `INNER` [K, D] and `OUTER` [V, K]. Without tensors there is none."""
-    if tensors:
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(held, folder / DRAFT_VOCABULARY)
+def write_vocabulary(ids_R: Tensor | None, folder: Path) -> None:
+    """Write the file of a draft vocabulary, int64 [R], rising; None: no file."""
+    if ids_R is not None:
+        save_file({TOKENS: ids_R.detach().cpu().contiguous()}, folder / DRAFT_VOCABULARY)
 
 
-def read_vocabulary(folder: Path, vocab: int) -> dict[str, Tensor]:
-    """What the file in a folder holds; nothing where there is none. Raises ValueError: not such a file, or not one for
-    a vocabulary of this size."""
+def read_vocabulary(folder: Path, vocab: int) -> Tensor | None:
+    """Return the draft vocabulary in a folder, or None.
+
+    Raises:
+        ValueError: Not such a file, or not one for a vocabulary of this size.
+    """
     path = folder / DRAFT_VOCABULARY
     if not path.is_file():
-        return {}
+        return None
     try:
         found = load_file(path)
-        if set(found) not in _KINDS:
-            raise ValueError(f"it holds {', '.join(sorted(found))}, expected {TOKENS}, {INNER} and {OUTER}, or all")
-        if TOKENS in found:
-            check_tokens(found[TOKENS], vocab)
-        if INNER in found and found[OUTER].shape != (vocab, len(found[INNER])):
-            sizes = [" x ".join(map(str, found[name].shape)) for name in (INNER, OUTER)]
-            raise ValueError(f"its factors are {sizes[0]} and {sizes[1]}, and the vocabulary has {vocab} tokens")
+        if set(found) != {TOKENS}:
+            raise ValueError(f"it holds {', '.join(sorted(found))}, expected {TOKENS}")
+        check_tokens(found[TOKENS], vocab)
     except (ValueError, *UNREADABLE) as error:
         raise ValueError(f"{path}: {first_line(error)}") from error
-    return found
+    return found[TOKENS]
 
 
 def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int, other: float = -torch.inf) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 from ...checkpoints.storage.draft_vocabulary import widen
 from ...checkpoints.verify.windows import position_limit, windows
 from ..tree import Tree
-from .draft_vocabulary import kept_tokens, to_last
+from .draft_vocabulary import kept_tokens
 from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
 
@@ -322,7 +322,7 @@ class TransformersModel(LanguageModel):
             logits_XV = head(hidden_XD).to(self.device)
         else:
             bias_R = None if head.bias is None else head.bias[self._kept_R]
-            logits_XV = F.linear(to_last(head, hidden_XD), self._kept_weight_RD, bias_R)
+            logits_XV = F.linear(hidden_XD, self._kept_weight_RD, bias_R)
         if self._scale != 1:
             logits_XV = logits_XV * self._scale
         if self._softcap is not None:

@@ -24,7 +24,7 @@ class EagleDrafter(LeanDecoder):
 
     def __init__(self, heads: EagleHeads) -> None:
         self.states, self.required_aux_layers = "before-norm", heads.layers
-        self.vocab_size, self._kept_R, self._inner = heads.vocab_size, heads.proposed, None
+        self.vocab_size, self._kept_R = heads.vocab_size, heads.proposed
         weight_DG = heads.fc.weight.detach()
         embedding_VD = heads.embedding.to(weight_DG.dtype)
         self._normed_D = heads.midlayer.hidden_norm.weight.detach() if heads.normed else None

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ...checkpoints.storage.draft_vocabulary import widen
 from ...checkpoints.verify.windows import position_limit, windows
 from .base import NO_LIMIT, LanguageModel
-from .draft_vocabulary import LowRankHead, kept_tokens
+from .draft_vocabulary import kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.layers import DecoderLayers, Kind, Norms
 from .products.native import compiled, fused_kernels
@@ -91,8 +91,6 @@ class LeanDecoder(LanguageModel):
         decoder, output, family = _decoder(model), model.get_output_embeddings(), FAMILIES[model.config.model_type]
         self.states, self.aux_layers = states, tuple(aux_layers)
         self._kept_R = kept_tokens(model)
-        int8 = is_int8(model)
-        self._inner = Product(output.inner.weight.detach(), int8=int8) if isinstance(output, LowRankHead) else None
         embedding, head = getattr(decoder, family.embedding), output.weight.detach()
         embedding_VD = embedding.weight.detach()
         if (scale := getattr(embedding, "embed_scale", None)) is not None:
@@ -102,7 +100,7 @@ class LeanDecoder(LanguageModel):
             self._positions_SD = positions.weight.detach()[getattr(positions, "offset", 0) :]
         self.vocab_size = len(head)
         rows = head if self._kept_R is None else head[self._kept_R]
-        self._hold(model.config, embedding_VD, rows, decoder, getattr(decoder, family.layers), int8)
+        self._hold(model.config, embedding_VD, rows, decoder, getattr(decoder, family.layers), is_int8(model))
 
     def _hold(
         self, config: Any, embedding: Tensor, head: Tensor, decoder: Any, layers: Iterable[Any], int8: bool
@@ -431,8 +429,6 @@ class LeanDecoder(LanguageModel):
         rows_XD = hidden_XD.flatten(0, -2)[:, -self.hidden_size :].contiguous()
         if self.states == "before-norm":
             rows_XD = self._final_norm(rows_XD)
-        if self._inner is not None:
-            rows_XD = self._inner(rows_XD)
         logits_XR = _capped(self._head(rows_XD), self._final_cap)
         return logits_XR.view(*hidden_XD.shape[:-1], -1), self._kept_R
 

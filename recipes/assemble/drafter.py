@@ -21,7 +21,7 @@ from ...checkpoints.verify.model_files import is_adapter
 from ...data.blocks.prepared import PreparedData
 from ...data.prompts import stop_ids
 from ...data.tokenizers import load_tokenizer
-from ...decode.models.draft_vocabulary import factorise, keep_tokens, save_vocabulary
+from ...decode.models.draft_vocabulary import keep_tokens, save_vocabulary
 from ...train.config import OnPolicy, Parallel, micro_steps
 from ...train.losses.drafter import TopK
 from ...train.losses.objectives import parse_weights
@@ -155,11 +155,8 @@ def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: 
     """Less than a whole output layer."""
     if model.config.is_encoder_decoder:
         raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
-    if section.tokens is not None:
-        vocab = model.get_output_embeddings().weight.shape[0]
-        keep_tokens(model, frequent_tokens(section.tokens, vocab, prepared, name))
-    if section.rank is not None:
-        factorise(model, section.rank)
+    vocab = model.get_output_embeddings().weight.shape[0]
+    keep_tokens(model, frequent_tokens(section.tokens, vocab, prepared, name))
 
 
 def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> Tensor:

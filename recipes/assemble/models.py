@@ -22,7 +22,7 @@ from ...checkpoints.artifact.compat import patch_model
 from ...checkpoints.artifact.model_ref import target_record
 from ...checkpoints.storage.messages import did_you_mean, install_hint
 from ...checkpoints.verify.model_files import model_class
-from ...decode.models.draft_vocabulary import LowRankHead, kept_tokens, state_of_whole, take_vocabulary
+from ...decode.models.draft_vocabulary import keep_tokens, kept_tokens
 from ...decode.models.loading import load_model
 from ...decode.models.seq2seq import Seq2SeqModel
 from ..schema.training import LoraSection, ModelSection
@@ -45,7 +45,7 @@ class TrainableModel:
         """Write what `AutoModelForCausalLM.from_pretrained` and `decode.loading.load_model` read: a whole model, with
         changes merged into it (after which there is no adapter any more), or the adapter alone."""
         if self.lora is None:
-            self.model.save_pretrained(folder, state_dict=state_of_whole(self.model))
+            self.model.save_pretrained(folder)
         elif self.lora.export == "adapter":
             self.adapter.save_pretrained(folder, save_embedding_layers=False)
             (folder / "README.md").unlink()  # peft's card, with its own name for a model
@@ -67,7 +67,6 @@ class TrainableModel:
             "trained_parameters": trained,
             "model_type": self.model.config.model_type,
             **({} if (proposed_R := kept_tokens(self.model)) is None else {"proposed_tokens": len(proposed_R)}),
-            **({"output_rank": head.in_features} if isinstance(head, LowRankHead) else {}),
             **({"base_model": self.adapter.peft_config[_ADAPTER_NAME].base_model_name_or_path} if alone else {}),
         }
 
@@ -163,14 +162,15 @@ def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: 
     settings |= dict.fromkeys(depths, len(layers))
     try:
         small = new_model(type(config).from_dict(settings), attention).to(model.dtype)
-        old = state_of_whole(model) or model.state_dict()
+        old = model.state_dict()
         pattern = re.compile(rf"^({'|'.join(map(re.escape, prefixes))})\.(\d+)\.")
         state = {key: old[_old_name(key, pattern, layers, old)] for key in small.state_dict()}
         small.load_state_dict(state)
     except (KeyError, ValueError, RuntimeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} ({config.model_type}) cannot be cut to layers {layers}: {reason}") from error
-    take_vocabulary(small, model)
+    if (ids_R := kept_tokens(model)) is not None:
+        keep_tokens(small, ids_R)
     small.generation_config = copy.deepcopy(model.generation_config)
     return small.eval()
 

@@ -54,21 +54,12 @@ class LoraSection(Section):
 
 
 class VocabularySection(Section):
-    """Less than a whole output layer, which is most of a small drafter's work: fewer tokens, a low rank, or both. Every
-    method stays exact."""
+    """Draft vocabulary: fewer rows of the output layer, which is most of a small drafter's work. Every method stays
+    exact."""
 
-    tokens: int | None = Field(None, ge=1)
+    tokens: int = Field(ge=1)
     """Propose so many tokens alone, the most frequent trained ones of the data. The rest of the vocabulary is read, and
     never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
-    rank: int | None = Field(None, ge=1)
-    """Two factors of this rank instead of the output matrix, which they start from, apart from the embeddings; both are
-    trained. Other programs find them multiplied out."""
-
-    @model_validator(mode="after")
-    def _one_at_least(self) -> VocabularySection:
-        if self.tokens is None and self.rank is None:
-            raise ValueError("give `tokens`, `rank` or both")
-        return self
 
 
 class ParallelSection(_Parallel):
@@ -111,8 +102,6 @@ class ModelSection(Section):
             raise ValueError(f"`layers` is {self.layers}: give layers of `source`, rising from 0, each once")
         if self.lora is not None and (self.config is not None or self.freeze_embeddings):
             raise ValueError("`lora` changes a model of `source`, whose embeddings it leaves alone by itself")
-        if self.vocabulary and self.vocabulary.rank and (self.lora or self.freeze_embeddings):
-            raise ValueError("`vocabulary.rank` trains another output layer: leave out `lora` and `freeze_embeddings`")
         return self
 
 
@@ -371,8 +360,8 @@ class HeadsRecipe(_Recipe):
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
         if self.vocabulary is not None:
             shares = self.projection == "target" or self.architecture == "eagle3"
-            if not shares or self.vocabulary.rank is not None:
-                raise ValueError("`vocabulary` has heads with `projection: target` keep `tokens` of its rows, no rank")
+            if not shares:
+                raise ValueError("`vocabulary` has heads with `projection: target` keep `tokens` of its rows")
             if self.base is not None or self.shard_target:
                 raise ValueError("`vocabulary` copies rows of the target: leave out `base` and `shard_target`")
         if self.train.liger:

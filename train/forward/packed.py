@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ...checkpoints.verify.windows import sliding_window
 from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
-from ...decode.models.draft_vocabulary import to_last
 from ...decode.models.final_norm import check_states, final_norm, layers_in, norm_input
 from .attention import NAME, document_spans, register
 from .seq2seq import Projected, SourceForward
@@ -89,10 +88,9 @@ class PackedForward(Projected):
             )
 
     def __call__(self, batch: Batch | MaskedBatch) -> Tensor:
-        """Last hidden states [B, T, D], after the final norm, or what of them the last matrix reads; logits [B, T, V]
-        where `weight_VD()` is None."""
+        """Last hidden states [B, T, D], after the final norm; logits [B, T, V] where `weight_VD()` is None."""
         if self.plain_head:
-            return to_last(self.model.get_output_embeddings(), self._last_hidden(batch))
+            return self._last_hidden(batch)
         model = self._compiled if self._compiled is not None else self.model
         return self._run(model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
@@ -278,7 +276,7 @@ def has_plain_head(model: Any) -> bool:
             return False
     with _tried(model):
         tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
-        hidden_BTD = to_last(head, _decoder(model)(tokens_BT, use_cache=False).last_hidden_state)
+        hidden_BTD = _decoder(model)(tokens_BT, use_cache=False).last_hidden_state
         if hidden_BTD.shape[-1] != head.weight.shape[1]:
             return False
         expected_BTV = model(tokens_BT, use_cache=False).logits.float()

@@ -21,7 +21,6 @@ from torch import nn
 
 from ....data.blocks.prepared import PreparedData
 from ....data.tokenizers import load_tokenizer
-from ....decode.models.draft_vocabulary import LowRankHead, whole_matrix
 from ....train.config import micro_steps
 from ....train.loop.fit import FitConfig
 from ....train.loop.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
@@ -299,9 +298,8 @@ def _count(parameters: list[nn.Parameter]) -> int:
 
 
 def _exported_bytes(trained: TrainableModel) -> int:
-    lora, head = trained.lora, trained.model.get_output_embeddings()
-    weights = sum(p.nbytes for p in trained.model.parameters())
-    if lora is None:  # factors are written next to their product
-        return weights + (whole_matrix(head).nbytes if isinstance(head, LowRankHead) else 0)
+    lora, weights = trained.lora, sum(p.nbytes for p in trained.model.parameters())
+    if lora is None:
+        return weights
     added = sum(p.nbytes for name, p in trained.model.named_parameters() if "lora_" in name)
     return added if lora.export == "adapter" else weights - added

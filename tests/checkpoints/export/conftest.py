@@ -84,7 +84,7 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
             if also is not None:
                 also(folder)
             if proposed is not None:
-                write_vocabulary({"d2t": proposed}, folder)
+                write_vocabulary(proposed, folder)
 
         about = {"vocab_size": vocab_size, "tokenizer_fingerprint": own and tokenizer_fingerprint(own)}
         counted = {} if proposed is None else {"proposed_tokens": len(proposed)}
@@ -111,7 +111,7 @@ def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_pa
         def write(folder: Path) -> None:
             wrapper.save_pretrained(folder)
             tokenizer_of().save_pretrained(folder)
-            write_vocabulary({} if proposed is None else {"d2t": proposed}, folder)
+            write_vocabulary(proposed, folder)
 
         counted = {} if proposed is None else {"proposed_tokens": len(proposed)}
         return save(write, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_of()), shapes=counted)

@@ -1,9 +1,7 @@
-"""Drafters with less than a whole output layer: trained, stopped and resumed, loaded, decoded with, exported."""
+"""Draft vocabularies of drafters and heads: trained, loaded, decoded with, exported."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,17 +16,14 @@ from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY, HEADS_FILE
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.decode.custom_generate.method import CustomGenerate, method
-from draftsmith.decode.models.draft_vocabulary import LowRankHead, factorise, keep_tokens, kept_tokens
+from draftsmith.decode.models.draft_vocabulary import kept_tokens
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.data import Prepared
 from draftsmith.recipes.assemble.drafter import frequent_tokens
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe
-from draftsmith.train.parallel.processes import Interrupted
-from draftsmith.train.tasks.drafter import DrafterModule
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 TOKENS = 60
 
@@ -99,76 +94,12 @@ def test_heads_speak_of_the_most_frequent_tokens_alone(
         run_train(parse_recipe(recipe | {"out": str(tmp_path / "b"), "vocabulary": {"tokens": 321}}, "the test's"))
 
 
-def stopping(forward: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """A forward that in one of its calls has Ctrl-C pressed."""
-    calls = iter(range(1, 1000))
-
-    def counted(*arguments: Any) -> Any:
-        if next(calls) == at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return forward(*arguments)
-
-    return counted
-
-
-@pytest.mark.parametrize("vocabulary", [{"rank": 5}, {"rank": 5, "tokens": TOKENS}])
-def test_factors_are_learnt(
-    vocabulary: dict[str, int],
-    tiny_drafter: Callable[[Path], dict[str, Any]],
-    tiny_pair: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A run that ends early and goes on ends with the same weights; what others read is their product."""
-
-    def run(name: str) -> Path:
-        recipe = tiny_drafter(tmp_path) | {"target": str(tiny_pair / "target"), "objective": {"lk-lambda": 1.0}}
-        recipe |= {
-            "model": {"source": str(tiny_pair / "drafter"), "vocabulary": vocabulary},
-            "out": str(tmp_path / name),
-        }
-        recipe |= {"measure": {"prompts": 2, "new_tokens": 4}}
-        run_train(parse_recipe(recipe, "the test's recipe"))
-        return Path(recipe["out"])
-
-    out = run("whole")
-    manifest, faults = find_faults(out)
-    assert faults == []
-    assert manifest is not None
-    assert {key: manifest.shapes.get(key) for key in ("output_rank", "proposed_tokens")} == {
-        "output_rank": 5, "proposed_tokens": vocabulary.get("tokens")
-    }  # fmt: skip
-    model, plain = load_model(str(out)), AutoModelForCausalLM.from_pretrained(out)
-    head = model.get_output_embeddings()
-    assert isinstance(head, LowRankHead)
-    torch.testing.assert_close(plain.get_output_embeddings().weight, head.weight @ head.inner.weight, rtol=0, atol=1e-6)
-    start = load_model(str(tiny_pair / "drafter"))
-    if (ids_R := kept_tokens(model)) is not None:
-        keep_tokens(start, ids_R)
-    factorise(start, 5)
-    first = start.get_output_embeddings()
-    assert not torch.equal(first.inner.weight, head.inner.weight)
-    assert not torch.equal(first.weight, head.weight)
-    with monkeypatch.context() as patch:
-        patch.setattr(DrafterModule, "forward", stopping(DrafterModule.forward, 13))  # of two a step
-        with pytest.raises(Interrupted):
-            run("halted")
-    resumed = load_model(str(run("halted"))).state_dict()
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in model.state_dict().items())
-    exported = tmp_path / "exported"
-    export_artifact(out, "vllm-sglang", exported, FORMATS, ExportOptions())
-    assert find_faults(exported)[1] == []
-    made = AutoModelForCausalLM.from_pretrained(exported).get_output_embeddings().weight
-    kept = slice(None) if ids_R is None else ids_R
-    assert torch.equal(made[kept], plain.get_output_embeddings().weight[kept])
-
-
 def test_encoder_decoders_have_whole_output_layers(
     tiny_drafter: Callable[[Path], dict[str, Any]], tmp_path: Path
 ) -> None:
     recipe = tiny_drafter(tmp_path)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 320}
-    recipe["model"] = {"config": {"model_type": "t5"} | sizes, "vocabulary": {"rank": 4}}
+    recipe["model"] = {"config": {"model_type": "t5"} | sizes, "vocabulary": {"tokens": 4}}
     recipe["data"] |= {"template": "t5"}
     with pytest.raises(ValueError, match=r"`model\.vocabulary`"):
         run_train(parse_recipe(recipe, "the test's recipe"))

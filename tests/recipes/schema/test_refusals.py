@@ -28,9 +28,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "unknown word": ("drafter", ["train.schedule=cosin"], ["'train.schedule'", "'cosine'", "'cosin'"]),
     "two models": ("drafter", ["model.config={model_type: llama}"], ["`source`", "`config`"]),
     "layers of no model": ("drafter", ["model={config: {model_type: llama}, layers: [0]}"], ["`layers`", "[0]"]),
-    "a vocabulary of all": ("drafter", ["model.vocabulary={}"], ["`tokens`", "`rank`"]),
-    "factors that stay": ("drafter", ["model.freeze_embeddings=true", "model.vocabulary.rank=4"], ["`lora`"]),
-    "factors and adapters": ("drafter", ["model={source: b, lora: {}, vocabulary: {rank: 4}}"], ["`lora`"]),
+    "a vocabulary of all": ("drafter", ["model.vocabulary={}"], ["tokens"]),
     "no tokenizer": ("drafter", ["model={config: {model_type: llama}}"], ["`tokenizer`"]),
     "no teacher": ("drafter", ["objective={forward-kl: 1.0}"], ["'forward-kl'", "`target`"]),
     "cache of everything": ("drafter", ["teacher.cache=c"], ["`cache`", "`top_k`"]),
@@ -48,7 +46,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "low rank without": ("heads", ["projection=low-rank"], ["`rank`", "0"]),
     "nothing to train": ("heads", ["projection=target", "num_layers=0"], ["`projection: target`", "`num_layers: 0`"]),
     "a vocabulary for others": ("heads", ["vocabulary.tokens=9"], ["`vocabulary`", "`projection: target`"]),
-    "a head's rank": ("heads", ["projection=target", "vocabulary.rank=9"], ["`vocabulary`", "rank"]),
     "rows of a target that moves": (
         "heads", ["projection=target", "vocabulary.tokens=9", "base={}"], ["`vocabulary`", "`base`"]
     ),

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.models.draft_vocabulary import factorise, keep_tokens, state_of_whole
-from draftsmith.train.forward.packed import make_forward
+from draftsmith.decode.models.draft_vocabulary import keep_tokens
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.teachers.teacher import ModelTeacher
@@ -41,29 +40,6 @@ def test_distillation_uses_the_teacher_without_training_it(worker: ModuleType):
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert not any("teacher" in name for name, _ in task.module.named_parameters())
     assert len(task.module.state_dict()) == len(drafter.state_dict())
-
-
-@pytest.mark.parametrize("kept", [None, torch.arange(0, 32, 2)])
-def test_factors_have_the_loss_and_the_gradients_of_their_product(worker: ModuleType, kept: torch.Tensor | None):
-    """Gradients by the chain rule: G of outer · inner is G innerᵀ for the outer one, outerᵀ G for the inner one."""
-    small, plain, teacher = sharp(worker), sharp(worker), ModelTeacher(sharp(worker, seed=5))
-    factorise(small, 6)
-    plain.load_state_dict(state_of_whole(small))
-    for model in (small, plain):
-        if kept is not None:
-            keep_tokens(model, kept)
-        objective = {"lk-lambda": 1.0, "reverse-kl": 0.5}
-        task = DrafterTask(model, worker.make_data(3), objective, teacher, eval_teacher=teacher)
-        batch = worker.make_data(3).batch(range(3))
-        loss, _ = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
-        loss.backward()
-        model.found = (float(loss.detach()), task.evaluate(task.module))
-    assert small.found[0] == pytest.approx(plain.found[0], rel=1e-5)
-    assert small.found[1] == pytest.approx(plain.found[1], rel=1e-4)
-    head, grad_VD = small.get_output_embeddings(), plain.lm_head.weight.grad
-    torch.testing.assert_close(head.weight.grad, grad_VD @ head.inner.weight.T, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(head.inner.weight.grad, head.weight.T @ grad_VD, rtol=1e-3, atol=1e-4)
-    assert make_forward(small).plain_head, "logits are never held whole"
 
 
 def test_evaluation_measures_loss_overlap_and_what_it_is_given(worker: ModuleType):
@@ -121,16 +97,13 @@ def test_flops_are_those_of_torchs_counter(worker: ModuleType):
 
 
 @pytest.mark.parametrize("tokens", [None, 12])
-@pytest.mark.parametrize("rank", [None, 5])
-def test_flops_of_less_than_a_whole_output_layer(worker: ModuleType, tokens: int | None, rank: int | None):
+def test_flops_of_a_draft_vocabulary(worker: ModuleType, tokens: int | None):
     """Also of a teacher, which is asked of the same tokens alone."""
     from torch.utils.flop_counter import FlopCounterMode
 
     drafter, teacher = sharp(worker), sharp(worker, seed=5, num_hidden_layers=3)
     if tokens is not None:
         keep_tokens(drafter, torch.arange(tokens))
-    if rank is not None:
-        factorise(drafter, rank)
     task = DrafterTask(drafter, None, {"forward-kl": 1.0}, ModelTeacher(teacher))
     batch = worker.make_data(4).batch(range(4))
     with FlopCounterMode(display=False) as counter:

@@ -30,7 +30,7 @@ VARIANTS = {
     "whole": ["model.config.tie_word_embeddings=false"],
     "cut": ["model.config=null", "model.source=SOURCE", "model.layers=[0, 2]"],
     "trimmed": ["model.vocabulary.tokens=48", "model.config.tie_word_embeddings=true"],
-    "low rank": ["model.vocabulary={tokens: 48, rank: 24}"],
+    "few tokens": ["model.vocabulary.tokens=48"],
     "trimmed adapter": [
         "model={source: SOURCE, vocabulary: {tokens: 48}, lora: {rank: 64, export: adapter}}",
         "model.config=null",
