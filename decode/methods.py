@@ -27,10 +27,8 @@ from .registry import (
     all_rows,
     build_method,
     method_config,
-    method_options,
     method_variants,
     methods_table,
-    needs_of,
     register,
 )
 from .tree import parse_branching
@@ -56,10 +54,8 @@ __all__ = [
     "all_rows",
     "build_method",
     "method_config",
-    "method_options",
     "method_variants",
     "methods_table",
-    "needs_of",
 ]
 
 _GAMMA = "draft tokens per step"

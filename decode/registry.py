@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from textwrap import wrap
 from typing import (
     Any,
@@ -129,16 +129,6 @@ def _check_value(what: str, value: Any, hint: Any) -> None:
 def _option_types(config: type[MethodConfig]) -> dict[str, Any]:
     hints = get_type_hints(config)
     return {each.name: hints[each.name] for each in fields(config)}
-
-
-def method_options(name: str, options: Mapping[str, Any]) -> Options:
-    """Return all options of a method, defaults filled in; raises what `method_config` raises."""
-    return asdict(method_config(name, options))
-
-
-def needs_of(name: str, options: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Return the artifacts that a method needs with these options; raises what `method_config` raises."""
-    return method_config(name, options).needs
 
 
 def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:

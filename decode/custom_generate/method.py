@@ -11,7 +11,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
 from ..engine import generate
-from ..methods import Parts, build_method, method_options, needs_of
+from ..methods import Parts, build_method, method_config
 from ..models.base import LanguageModel, check_same_vocabulary
 from ..models.graphs import GraphedModel
 from ..models.lean import LeanDecoder
@@ -67,8 +67,8 @@ def method(
     Raises:
         ValueError: an unknown method or option, with the nearest right name; a part that is missing or cannot be read.
     """
-    settings = method_options(name, options)
-    needs = needs_of(name, settings)
+    config = method_config(name, options)
+    settings, needs = asdict(config), config.needs
     settings.pop("drafter", None)  # of several drafters the first one drafts
     given = {"drafter": drafter, "heads": heads, "table": table}
     for part in needs:

@@ -29,7 +29,7 @@ from ...data.prompts import Prompt, SkippedPrompts, load_prompts, stop_ids
 from ...data.tokenizers import load_tokenizer
 from ...decode.engine import Limits
 from ...decode.evaluation.measure import Entry, sample_texts
-from ...decode.methods import Parts, method_options, needs_of
+from ...decode.methods import Parts, method_config
 from ...decode.models.base import LanguageModel, check_same_vocabulary
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.graphs import GraphedModel
@@ -66,8 +66,7 @@ class LoadedPair:
 def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     """Load what a recipe names. Raises ValueError: an unknown method, a missing part, or parts that do not fit."""
     for row in recipe.methods:
-        method_options(row.method, row.options)
-        for part in needs_of(row.method, row.options):
+        for part in method_config(row.method, row.options).needs:
             if getattr(recipe, part) is None:
                 raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
     device = device_of(recipe)
@@ -167,7 +166,7 @@ def _open_drafter(
 
 def _translation(recipe: EvaluateRecipe, source: str, made: Manifest | None, tokenizer: Any) -> TextTranslation | None:
     """Return a translation by text if the tokenizers differ and `speculative` is the only method that drafts."""
-    drafting = {row.method for row in recipe.methods if "drafter" in needs_of(row.method, row.options)}
+    drafting = {row.method for row in recipe.methods if "drafter" in method_config(row.method, row.options).needs}
     known = made is not None and made.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
     if known or drafting != {"speculative"}:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...decode.methods import method_options
+from ...decode.methods import METHODS
 from ..session.terminal import console
 from .tables import Cell, Column, Table, interval_cell, number_cell, speedup_cell
 
@@ -30,11 +30,11 @@ Row = Mapping[str, Any]
 
 def describe_settings(name: str, options: Mapping[str, Any]) -> str:
     """Describe the settings that differ from the method's defaults; a long tree by its size."""
-    shown, defaults = [], method_options(name, {})
+    shown, defaults = [], METHODS[name]()
     for key, value in options.items():
         if key == "tree" and "," in str(value):
             shown.append(f"tree of {len(set(str(value).replace(' ', '').split(',')))} nodes")
-        elif defaults.get(key) != value or key in _ALWAYS_SHOWN:
+        elif getattr(defaults, key) != value or key in _ALWAYS_SHOWN:
             shown.append(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}")
     return ", ".join(shown) or "defaults"
 

@@ -14,7 +14,7 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode import engine
 from draftsmith.decode.engine import Limits, Step, generate
-from draftsmith.decode.methods import METHODS, Parts, build_method, method_config, method_variants, needs_of
+from draftsmith.decode.methods import METHODS, Parts, build_method, method_config, method_variants
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
@@ -208,7 +208,7 @@ def test_parts_of_another_target_are_refused(
         ("suffix", {"max_depth": 0}, "at least 1, got 0"),
         ("suffix", {"fallback": "heads", "min_prob": 1.0}, "below 1, got 1.0"),
         ("slim-s", {"min_prob": 1.5}, "below 1, got 1.5"),
-        *((*row, f"needs a {needs[0]}") for row in method_variants() if (needs := needs_of(*row))),
+        *((*row, f"needs a {needs[0]}") for row in method_variants() if (needs := method_config(*row).needs)),
     ],
 )
 def test_wrong_settings_and_missing_parts_are_refused(

@@ -18,7 +18,7 @@ from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Limits, Proposal, generate
-from draftsmith.decode.methods import METHODS, Method, Parts, build_method, needs_of
+from draftsmith.decode.methods import METHODS, Method, Parts, build_method, method_config
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.draft_tree import DraftTree
@@ -203,7 +203,7 @@ def test_three_tokens_follow_the_target(
     [
         pytest.param(*case, sampling, marks=[pytest.mark.slow] if (row + column) % 2 else [])
         for row, case in enumerate(
-            case for case in CASES if needs_of(*case) == ("drafter",) and "parallel" not in case[1]
+            case for case in CASES if method_config(*case).needs == ("drafter",) and "parallel" not in case[1]
         )
         for column, sampling in enumerate((Sampling(1.0), Sampling(1.2, top_p=0.8)))
     ],

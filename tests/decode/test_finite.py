@@ -11,7 +11,7 @@ import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.methods import Parts, build_method, method_variants, needs_of
+from draftsmith.decode.methods import Parts, build_method, method_config, method_variants
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng, categorical, draw_many
 from draftsmith.decode.warpers import Sampling
@@ -30,8 +30,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [row for row in method_variants() i
     ("multi-candidate", {"attention": "batch", "replacement": True}),
     ("multi-candidate", {"k_config": "1x1x1"}),
 ]
-OF_DRAFTERS = [(name, options) for name, options in VARIANTS if "drafter" in needs_of(name, options)]
-OF_HEADS = [(name, options) for name, options in VARIANTS if "heads" in needs_of(name, options)]
+OF_DRAFTERS = [(name, options) for name, options in VARIANTS if "drafter" in method_config(name, options).needs]
+OF_HEADS = [(name, options) for name, options in VARIANTS if "heads" in method_config(name, options).needs]
 
 
 class Chain:

@@ -12,10 +12,8 @@ from draftsmith.decode.methods import (
     Parts,
     build_method,
     method_config,
-    method_options,
     method_variants,
     methods_table,
-    needs_of,
 )
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.cli import app
@@ -60,7 +58,7 @@ def test_all_methods_are_rows_of_the_recipe() -> None:
     ],
 )
 def test_needs_depend_on_options(name: str, options: dict[str, Any], needs: tuple[str, ...]) -> None:
-    assert needs_of(name, options) == needs
+    assert method_config(name, options).needs == needs
     if needs:
         with pytest.raises(ValueError, match=f"needs a {needs[0]}"):
             build_method(name, Parts(), Sampling(), **options)
@@ -98,9 +96,9 @@ def test_wrong_options_are_refused_with_the_nearest_right_ones(
     name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        method_options(name, options)
+        method_config(name, options)
 
 
 def test_defaults_are_filled_in_and_integers_are_numbers() -> None:
-    assert method_options("bpd", {}) == {"max_depth": None}
-    assert method_options("mjsd", {"likelihood_threshold": 1})["likelihood_threshold"] == 1
+    assert method_config("bpd", {}) == METHODS["bpd"](max_depth=None)
+    assert method_config("mjsd", {"likelihood_threshold": 1}).likelihood_threshold == 1  # type: ignore[attr-defined]

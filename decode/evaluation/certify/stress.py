@@ -10,7 +10,7 @@ Shape letters: X tokens, K heads, V vocabulary, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ....checkpoints.table.table import BigramTable
 from ....checkpoints.table.texts import TextStore
 from ...engine import Limits
-from ...methods import Options, Parts, build_method, method_options
+from ...methods import Options, Parts, build_method, method_config
 from ...models.base import LanguageModel
 from ...models.loading import wrap_model
 from ...tree import parse_branching, parse_tree
@@ -77,12 +77,12 @@ def stress_method(
     The level of the plan is that of all checks together.
     """
     given = {name: value for name, value in entry.options.items() if name != "drafter"}
-    world = make_world(*_sizes(method_options(entry.method, given)), device)
+    every = asdict(method_config(entry.method, given))
+    world = make_world(*_sizes(every), device)
     for check in CHECKS:
         options = given
         if check.short:
-            options = method_options(entry.method, given)
-            options |= {"k_config": options["k_config"].split("x")[0]} if "k_config" in options else {}
+            options = every | ({"k_config": every["k_config"].split("x")[0]} if "k_config" in every else {})
             options |= {"gamma": 1} if "gamma" in options and "k_config" not in options else {}
         method = build_method(entry.method, world.parts, check.sampling, **options)
         if not method.verifier.lossless:

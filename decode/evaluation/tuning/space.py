@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....checkpoints.storage.draft_vocabulary import mask_token
-from ...methods import Options, Parts, needs_of
+from ...methods import Options, Parts, method_config
 from ...tree import parse_tree
 from ...warpers import Sampling
 from .costs import CostModel
@@ -269,4 +269,4 @@ def tunable_methods(parts: Parts, sampling: Sampling) -> list[str]:
     if sampling.greedy:
         names = [name for name in names if name not in (*SAME_WHEN_GREEDY, TYPICAL)]
     missing = {part for part in ("drafter", "heads", "table") if getattr(parts, part) is None}
-    return [name for name in names if not missing & set(needs_of(*VARIANTS.get(name, (name, {}))))]
+    return [name for name in names if not missing & set(method_config(*VARIANTS.get(name, (name, {}))).needs)]

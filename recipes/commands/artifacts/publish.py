@@ -74,14 +74,14 @@ def _name_in(evaluated: Any, artifact: Path, manifest: Manifest, path: Path) -> 
 
 def _uses(row: Mapping[str, Any], name: str) -> bool:
     """Whether a row is about an artifact that results have under a name, or is what it is compared with."""
-    from ....decode.methods import METHODS, needs_of
+    from ....decode.methods import METHODS, method_config
 
     method = row["method"]
     if method == _BASELINE:
         return True
     if method not in METHODS:
         return False
-    return method == "specinfer" if name.startswith("drafter ") else name in needs_of(method, row["options"])
+    return method == "specinfer" if name.startswith("drafter ") else name in method_config(method, row["options"]).needs
 
 
 def _certificates(path: Path, evaluated: Mapping[str, Any], name: str, labels: set[str]) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
 def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
     """Return rows by label or method, with default options for a method that has none. Raises ValueError: an unknown
     name, or a method that needs a part that the recipe lacks."""
-    from ....decode.methods import METHODS, needs_of
+    from ....decode.methods import METHODS, method_config
 
     rows = dict(zip(recipe.labels(), recipe.methods, strict=True))
     chosen = {}
@@ -109,7 +109,7 @@ def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSecti
             known = list(dict.fromkeys([*rows, *METHODS]))
             raise ValueError(f"--method {name}: unknown.{did_you_mean(name, known)} Known: {', '.join(known)}")
         row = named or MethodSection(method=name)
-        for part in needs_of(row.method, row.options):
+        for part in method_config(row.method, row.options).needs:
             if getattr(recipe, part) is None:
                 raise ValueError(f"--method {name} needs {part}, and there is none: give --{part}")
         chosen[name] = row

@@ -37,7 +37,7 @@ from ....decode.evaluation.tuning.space import (
     tunable_methods,
 )
 from ....decode.evaluation.tuning.tuner import DecodingBackend, Measurement, Workload, tune
-from ....decode.methods import Parts, build_method, needs_of
+from ....decode.methods import Parts, build_method, method_config
 from ....decode.proposers.ngrams import TableSource
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import Case, open_case
@@ -273,7 +273,7 @@ def _methods_to_tune(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -
         same = {
             name: f"at temperature 0 it does the same as {other}"
             for name, other in SAME_WHEN_GREEDY.items()
-            if name not in known and all(getattr(parts, part) is not None for part in needs_of(name, {}))
+            if name not in known and all(getattr(parts, part) is not None for part in method_config(name, {}).needs)
         }
         return {name: {} for name in known}, same
     fixed: Fixed = {}

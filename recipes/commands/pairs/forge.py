@@ -49,7 +49,7 @@ from ....decode.evaluation.tuning.tuner import (
     tune,
     within_interval_of_best,
 )
-from ....decode.methods import needs_of
+from ....decode.methods import method_config
 from ...assemble.evaluation import device_of
 from ...report.certificate import KIND
 from ...report.forge import write_forge_page
@@ -244,7 +244,7 @@ class _Forge:
             listed = what
             if isinstance(listed, str):
                 listed = list_rows(listed, self._forward_seconds(workload), self.shape, cost)
-            rows = [row for row in listed if parts.get("table") or "table" not in needs_of(*row)]
+            rows = [row for row in listed if parts.get("table") or "table" not in method_config(*row).needs]
             recipe = evaluation_of(
                 self.base, self.recipe, self._name(stage, workload), rows, workload, self.prompts[workload], **parts
             )

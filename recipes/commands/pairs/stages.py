@@ -35,7 +35,7 @@ from ....decode.evaluation.tuning.plan import (
 )
 from ....decode.evaluation.tuning.space import Space
 from ....decode.evaluation.tuning.tuner import Measurement, Workload
-from ....decode.methods import Parts, needs_of
+from ....decode.methods import Parts, method_config
 from ....decode.models.loading import wrap_model
 from ...assemble.evaluation import load_target
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
@@ -224,7 +224,7 @@ def combine_rows(
             options |= {"drafter": number} if (number := 1 + drafters.index(drafter)) > 1 else {}
         parts |= {"heads": own["heads"]} if "heads" in own else {}
         rows.append((each.method, options))
-    return rows, parts | {"table": any("table" in needs_of(*row) for row in rows)}
+    return rows, parts | {"table": any("table" in method_config(*row).needs for row in rows)}
 
 
 def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:

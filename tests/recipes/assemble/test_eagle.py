@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from draftsmith.checkpoints.heads.eagle import load_eagle
 from draftsmith.checkpoints.verify.inspect import find_faults
-from draftsmith.decode.methods import METHODS, needs_of
+from draftsmith.decode.methods import METHODS, method_config
 from draftsmith.recipes.assemble.teacher import prepare_teacher
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.training.train import run_train
@@ -50,7 +50,7 @@ def test_states_from_disk_teach_what_live_ones_do(
     assert faults == []
     assert manifest is not None
     assert manifest.shapes["architecture"] == "eagle3"
-    rows = [{"method": name} for name in METHODS if needs_of(name, {}) == ("drafter",)]
+    rows = [{"method": name} for name in METHODS if method_config(name, {}).needs == ("drafter",)]
     evaluated = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(target), "energy": "off"}
     evaluated |= {"drafter": made["out"], "prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "limit": 3}
     evaluated |= {"template": "chatml", "max_new_tokens": 12, "methods": [{"method": "autoregressive"}, *rows]}

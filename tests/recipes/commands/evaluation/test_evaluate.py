@@ -17,7 +17,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import SkippedPrompts, load_prompts
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from draftsmith.decode.methods import METHODS, needs_of
+from draftsmith.decode.methods import METHODS, method_config
 from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
@@ -105,7 +105,7 @@ def test_one_command_measures_whatever_artifacts_there_are(
     for parts, needed in ((("drafter",), {"drafter"}), ((), set()), (("heads", "table"), {"heads", "table"})):
         loaded = evaluate_recipe(None, words, named | {part: part for part in parts}, rows=Rows(every=True))
         rows = {row.method for row in loaded.methods}
-        assert rows == {name for name in METHODS if set(needs_of(name, {})) <= needed}
+        assert rows == {name for name in METHODS if set(method_config(name, {}).needs) <= needed}
     whole = named | {part: part for part in ("drafter", "heads", "table")}
     loaded = evaluate_recipe(words[0], words[1:], whole, rows=Rows(every=True))
     assert loaded.out == "runs/evaluate/target/results.json"
