@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from .engine import Proposer, Verifier
 from .models.base import LanguageModel
-from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, LookupOrDrafter, Oracle, Policy
+from .proposers.adaptive import AdaptiveChain, Confidence, Oracle, Policy
 from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.by_text import TextChain
 from .proposers.chains import DraftChains
@@ -125,19 +125,18 @@ class Adaptive(_WithDrafter):
     """Chain of a drafter whose length a policy decides."""
 
     gamma: Annotated[int, _MAX_GAMMA] = 8
-    policy: Annotated[Literal["confidence", "expected-gain", "oracle"], "rule that ends a chain"] = "confidence"
+    policy: Annotated[
+        Literal["confidence", "oracle"], "rule that ends a chain; the oracle knows the acceptance rates"
+    ] = "confidence"
     confidence_threshold: Annotated[float, _CONFIDENCE] = 0.4
     draft_cost: Annotated[float, "cost of a forward of the drafter, in forwards of the target"] = 0.1
     token_cost: Annotated[float, "cost of one more token in a forward of the target, in such forwards"] = 0.03
     verification: Annotated[Chain, _VERIFICATION] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        policy: Policy
-        if self.policy == "confidence":
-            policy = Confidence(self.confidence_threshold)
-        else:
-            kind = Oracle if self.policy == "oracle" else ExpectedGain
-            policy = kind(self.draft_cost, self.token_cost)
+        policy: Policy = Confidence(self.confidence_threshold)
+        if self.policy == "oracle":
+            policy = Oracle(self.draft_cost, self.token_cost)
         proposer = AdaptiveChain(_drafter(parts), self.gamma, policy)
         return _exact(proposer, sampling, _chain_verifier(self.verification))
 
@@ -244,27 +243,15 @@ class Bigram(Unigram):
 
 
 @register("prompt-lookup")
-class PromptLookupConfig(_WithDrafter):
-    """Chain that followed the last tokens earlier in the text; where there is none, the fallback's."""
+class PromptLookupConfig(MethodConfig):
+    """Chain that followed the last tokens earlier in the text."""
 
     gamma: Annotated[int, _GAMMA] = 4
     max_ngram: Annotated[int, "longest match that is looked for"] = 3
-    min_ngram: Annotated[int | None, "shortest match; none: 1, or 2 with a fallback"] = None
-    fallback: Annotated[Literal["none", "drafter"], "what drafts where nothing matches"] = "none"
-    draft_gamma: Annotated[int, "maximum number of tokens that the fallback drafts"] = 4
-    confidence_threshold: Annotated[float, _CONFIDENCE] = 0.4
-
-    @property
-    def needs(self) -> tuple[Part, ...]:
-        return ("drafter",) if self.fallback == "drafter" else ()
+    min_ngram: Annotated[int, "shortest match"] = 1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        shortest = self.min_ngram or (1 if self.fallback == "none" else 2)
-        lookup = PromptLookup(self.gamma, self.max_ngram, shortest)
-        if self.fallback == "none":
-            return _exact(lookup, sampling, ExactChain())
-        policy = Confidence(self.confidence_threshold)
-        return _exact(LookupOrDrafter(_drafter(parts), self.draft_gamma, policy, lookup), sampling, ExactChain())
+        return _exact(PromptLookup(self.gamma, self.max_ngram, self.min_ngram), sampling, ExactChain())
 
 
 @register("suffix")

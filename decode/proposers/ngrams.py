@@ -107,22 +107,14 @@ class PromptLookup(Proposer):
         return self.gamma + 1, self.gamma
 
     def propose(self, context: Context) -> Proposal:
-        return self.chain(context, *self.find(context))
-
-    def find(self, context: Context) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows find something, bool [B], and what, int64 [B, K]; K is 0 where none does."""
         # On the host, where every committed token is known already: nothing is waited for.
         places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.max_ngram, self.min_ngram)
         found_B = places_B >= 0
-        depth = self.gamma if found_B.any() else 0
+        depth, device = self.gamma if found_B.any() else 0, context.ids_BS.device
         lengths_B1, places_B1 = np.array(context.lengths)[:, None], places_B[:, None]
         source_BK = places_B1 + np.arange(depth) % np.maximum(lengths_B1 - places_B1, 1)
-        return found_B, np.take_along_axis(context.host_ids_BS, np.where(found_B[:, None], source_BK, 0), 1)
-
-    def chain(self, context: Context, found_B: np.ndarray, tokens_BK: np.ndarray) -> Proposal:
-        """What was found, as a proposal."""
-        device, depth = context.ids_BS.device, tokens_BK.shape[1]
-        tokens_BN = torch.cat((context.root_B1, sent(torch.from_numpy(tokens_BK), device)), 1)
+        copied_BK = np.take_along_axis(context.host_ids_BS, np.where(found_B[:, None], source_BK, 0), 1)
+        tokens_BN = torch.cat((context.root_B1, sent(torch.from_numpy(copied_BK), device)), 1)
         proposal = Proposal(Tree.chain(depth).to(device), tokens_BN, levels=self.gamma)
         if depth and not found_B.all():
             proposal.valid_BN = sent(torch.from_numpy(found_B), device)[:, None].expand(-1, depth + 1)

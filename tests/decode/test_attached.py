@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bigram": {"gamma": 3, "add_k": 0.5},
     "medusa": {"tree": "2x2x1", "acceptance": "typical", "epsilon": 0.2},
     "slim-s": {"num_sequences": 5, "unseen_correlation": 0.5, "lengths": "full"},
-    "adaptive": {"policy": "expected-gain", "confidence_threshold": 0.25},
+    "adaptive": {"policy": "oracle", "token_cost": 0.25},
 }
 FORMATS = {form.name: form for form in ATTACHED_FORMATS}
 SETTINGS = "custom_generate.json"

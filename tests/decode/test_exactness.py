@@ -57,21 +57,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("bigram", {"gamma": 3}),
     ("prompt-lookup", {"gamma": 3}),
     ("prompt-lookup", {"gamma": 3, "min_ngram": 2}),
-    (
-        "prompt-lookup",
-        {"fallback": "drafter", "gamma": 3, "draft_gamma": 2, "min_ngram": 1, "confidence_threshold": 0.3},
-    ),
-    (
-        "prompt-lookup",
-        {
-            "fallback": "drafter",
-            "gamma": 1,
-            "draft_gamma": 3,
-            "max_ngram": 2,
-            "min_ngram": 2,
-            "confidence_threshold": 0.0,
-        },
-    ),
     ("suffix", {"max_nodes": 3, "max_depth": 3, "min_prob": 0.05, "datastore": "table"}),
     ("suffix", {"max_nodes": 6, "max_depth": 2, "min_prob": 0.1}),
     (
@@ -116,7 +101,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dynamic-tree", {"max_nodes": 4, "max_depth": 3, "width": 2, "min_prob": 0.05}),
     ("dynamic-tree", {"max_nodes": 6, "max_depth": 2, "width": 3, "min_prob": 0.1}),
     ("adaptive", {"gamma": 3, "policy": "confidence", "confidence_threshold": 0.4}),
-    ("adaptive", {"gamma": 3, "policy": "expected-gain", "draft_cost": 0.3, "token_cost": 0.2}),
     ("adaptive", {"gamma": 3, "policy": "oracle", "draft_cost": 0.3}),
     ("bpd", {}),
     ("medusa", {"tree": "3x2x1"}),

@@ -25,7 +25,7 @@ BROKEN = 8
 SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(0.7, top_k=5, top_p=0.9)]
 BAD = {"nan": math.nan, "inf": math.inf, "all masked": -math.inf}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [row for row in method_variants() if "datastore" not in row[1]] + [
-    ("adaptive", {"policy": "expected-gain"}),
+    ("adaptive", {"policy": "oracle"}),
     ("adaptive", {"policy": "oracle"}),
     ("multi-candidate", {"attention": "batch", "replacement": True}),
     ("multi-candidate", {"k_config": "1x1x1"}),

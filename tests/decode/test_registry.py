@@ -51,7 +51,7 @@ def test_all_methods_are_rows_of_the_recipe() -> None:
     [
         ("autoregressive", {}, ()),
         ("beam", {"draft_beams": 4}, ("drafter",)),
-        ("prompt-lookup", {"fallback": "drafter"}, ("drafter",)),
+        ("suffix", {"fallback": "drafter"}, ("drafter",)),
         ("suffix", {"fallback": "heads", "datastore": "table"}, ("heads", "table")),
         ("slim-s", {}, ("heads", "table")),
         ("slim-s", {"correlation": "none"}, ("heads",)),

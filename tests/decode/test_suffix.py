@@ -226,35 +226,3 @@ def test_the_drafted_tree_is_that_of_the_rules(
     list(generate(target, *method, [[1, 2, 3, 1, 2], [3, 4]][:rows], Limits(64), GREEDY, Rng.for_rows(0, rows)))
     assert len(sizes) >= 8
     assert len(set(sizes)) > 1
-
-
-def test_a_drafter_rests_while_something_is_found(
-    target_model: LlamaForCausalLM, make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When it is asked again it has read what it missed: it proposes what it would after the whole text."""
-    target, small = wrap_model(target_model), make_llama(64, seed=1, num_hidden_layers=1)
-    options = {"gamma": 3, "min_ngram": 1, "draft_gamma": 2, "confidence_threshold": 0.0, "fallback": "drafter"}
-    proposer, verifier = build_method("prompt-lookup", Parts(wrap_model(small)), GREEDY, **options)
-    propose, drafted, found = proposer.propose, [], 0
-
-    def watched(context: Context) -> Proposal:
-        nonlocal found
-        proposal = propose(context)
-        if proposal.tree.nodes == 4:
-            found += 1
-        else:
-            text = context.host_ids_BS[0, : context.lengths[0]].tolist()
-            drafted.append((text, proposal.tokens_BN[0, 1:].tolist(), found))
-        return proposal
-
-    monkeypatch.setattr(proposer, "propose", watched)
-    prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-    steps = list(generate(target, proposer, verifier, [prompt], Limits(60), GREEDY, RNG))
-    assert any(text_found for *_, text_found in drafted[1:]), "it was asked again after something was found"
-    for text, tokens, _ in drafted:
-        ids = torch.tensor([text])
-        made = small.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
-        assert tokens == made[0, len(text) :].tolist()
-    plain = generate(target, *build_method("autoregressive", Parts(), GREEDY), [prompt], Limits(60), GREEDY, RNG)
-    written = [[token for step in run for token in step.new_ids[0]] for run in (steps, plain)]
-    assert written[0] == written[1]

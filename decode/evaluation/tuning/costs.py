@@ -106,13 +106,6 @@ class CostModel:
         seconds = self.forwards_seconds(method, nodes) + self.overheads.get(name, self.default)(nodes)
         return max(seconds, self.plain_seconds())
 
-    def draft_token(self, gamma: int) -> tuple[float, float]:
-        """Return the costs of a chain's token in forwards of the target: the drafter's, and the target's increase."""
-        assert self.drafter is not None
-        plain = self.target(self.batch)
-        longer = (self.target(self.batch * (1 + gamma)) - plain) / gamma
-        return self.drafter(self.batch) / plain, longer / plain
-
     def plain_seconds(self) -> float:
         """Return the seconds of a step of autoregressive decoding."""
         return self.target(self.batch) + self.baseline

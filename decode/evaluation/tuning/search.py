@@ -88,7 +88,7 @@ def search_by_decoding(
         quality = None if lossless else perplexity(target, prompts, [run.ids for run in runs])
         return Setting(method_name(name), given, *rates, 0.0, 0.0, lossless, "decoding", quality)
 
-    options, settings = list_settings(name, sampling, parts, space, recording, costs), []
+    options, settings = list_settings(name, sampling, parts, space, recording), []
     for done, each in enumerate(options):
         progress(done, len(options))
         settings += [setting] if (setting := keep(done, partial(decode_setting, each))) is not None else []

@@ -19,7 +19,6 @@ from ....checkpoints.storage.draft_vocabulary import mask_token
 from ...methods import Options, Parts, method_config
 from ...tree import parse_tree
 from ...warpers import Sampling
-from .costs import CostModel
 from .recording import Recording
 from .steps import head_ranks, visits, walk_tree, yields_of
 
@@ -37,7 +36,6 @@ PARALLEL = "speculative, parallel"
 VARIANTS: dict[str, tuple[str, Options]] = {
     TYPICAL: ("medusa", {"acceptance": "typical"}),
     PARALLEL: ("speculative", {"parallel": True}),
-    "prompt-lookup, drafter": ("prompt-lookup", {"fallback": "drafter"}),
     "suffix, drafter": ("suffix", {"fallback": "drafter"}),
     "suffix, heads": ("suffix", {"fallback": "heads"}),
 }
@@ -46,7 +44,7 @@ LOSSY = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL, "mjsd")
 CHAINS = ("batch-speculative", "spectr", "specinfer")
 TREES = ("dynamic-tree", "suffix", "suffix, drafter", "suffix, heads")
 """Methods whose trees grow with the draft probabilities."""
-DECODED = ("adaptive", "prompt-lookup, drafter", PARALLEL, *TREES, *CHAINS, *LOSSY)
+DECODED = ("adaptive", PARALLEL, *TREES, *CHAINS, *LOSSY)
 """Methods whose settings are judged by decoding."""
 SLIM = ("slim-ss", "slim-s", "slim-l")
 
@@ -181,12 +179,10 @@ def list_settings(
     parts: Parts,
     space: Space,
     recording: Recording | None = None,
-    costs: CostModel | None = None,
 ) -> list[Options]:
     """List the options of a method that the tuner tries.
 
-    The recording selects the trees of heads, and the costs give the price of a draft token. Without them placeholders
-    are returned, which have the right count.
+    The recording selects the trees of heads. Without it placeholders are returned, which have the right count.
     """
     grid = (
         _decoded_grid(name, parts, sampling, space) if is_decoded(name, parts) else _replayed_grid(name, parts, space)
@@ -196,10 +192,6 @@ def list_settings(
         grid["tree"] = sizes if recording is None else map(format_tree, best_head_trees(recording, sizes).values())
     own = VARIANTS.get(name, (name, {}))[1]
     found = [own | dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    if name == "adaptive":
-        gamma = max(grid["gamma"])
-        cost, width = costs.draft_token(gamma) if costs is not None else (0.1, 0.03)
-        found.append({"gamma": gamma, "policy": "expected-gain", "draft_cost": cost, "token_cost": width})
     if name == "speculative" and not sampling.greedy:  # block verification never accepts fewer tokens
         return [options | {"verification": "block"} for options in found]
     if name == TYPICAL:  # Medusa's rule: δ is the square root of ε
@@ -247,7 +239,6 @@ def _decoded_grid(name: str, parts: Parts, sampling: Sampling, space: Space) -> 
         "bild": {"fallback_threshold": space.fallbacks, "rollback_threshold": space.rollbacks},
         "adaptive": {"gamma": gammas, "policy": ("confidence",), "confidence_threshold": space.confidences},
         PARALLEL: {"gamma": few},
-        "prompt-lookup, drafter": {"min_ngram": (2, 3), "confidence_threshold": space.confidences},
         "mjsd": {"gamma": gammas, "num_beams": (4,), "likelihood_threshold": space.thresholds},
         TYPICAL: {"tree": (4, 16, 48), "epsilon": space.tolerances},
     }
@@ -262,7 +253,7 @@ def method_name(name: str) -> str:
 def tunable_methods(parts: Parts, sampling: Sampling) -> list[str]:
     """List the methods worth tuning with these parts, without those that equal another one at temperature 0."""
     names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
-    names += ["prompt-lookup, drafter", *TREES]
+    names += TREES
     names += [PARALLEL] if mask_token(getattr(parts.drafter, "config", None)) is not None else []
     names += ["bpd", "medusa", *SLIM, *LOSSY]
     names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]

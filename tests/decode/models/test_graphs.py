@@ -169,7 +169,6 @@ def kept(target: LanguageModel, name: str, drafter: LanguageModel, temperature: 
     [
         ("adaptive", ({"gamma": 6, "confidence_threshold": 0.2}, {"gamma": 3, "confidence_threshold": 0.2})),
         ("bild", ({"gamma": 5, "fallback_threshold": 0.3}, {"gamma": 5, "fallback_threshold": 0.1})),
-        ("prompt-lookup", ({"fallback": "drafter", "draft_gamma": 4}, {"fallback": "drafter", "draft_gamma": 2})),
         ("dynamic-tree", ({"min_prob": 0.01}, {"min_prob": 0.01, "max_nodes": 3, "max_depth": 5})),
         (
             "suffix",

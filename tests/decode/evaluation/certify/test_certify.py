@@ -31,7 +31,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "unigram": ("unigram", {"gamma": 2}),
     "bigram": ("bigram", {"gamma": 3}),
     "prompt-lookup": ("prompt-lookup", {"gamma": 3, "max_ngram": 1}),
-    "lookup-drafter": ("prompt-lookup", {"fallback": "drafter", "min_ngram": 1, "confidence_threshold": 0.1}),
     "suffix": ("suffix", {"min_prob": 0.05}),
     "suffix-heads": ("suffix", {"fallback": "heads", "min_prob": 0.05, "datastore": "table"}),
     "multi-candidate, replaced": ("multi-candidate", {"k_config": "3x2x1", "replacement": True}),
