@@ -191,7 +191,6 @@ def test_all_that_can_be_tuned_of_an_encoder_decoder_is(recipe: Path) -> None:
             "multi-candidate",
             "adaptive",
             "prompt-lookup",
-            "prompt-lookup, drafter",
             "dynamic-tree",
             "suffix",
             "suffix, drafter",
