@@ -44,5 +44,3 @@ def load_vocabulary(model: Any, folder: Path) -> None:
     ids_R = read_vocabulary(folder, len(model.get_output_embeddings().weight))
     if ids_R is not None:
         keep_tokens(model, ids_R)
-
-
