@@ -36,8 +36,6 @@ class Reply(NamedTuple):
     """Accepted draft tokens, likewise."""
     prompt_tokens: int | None = None
     """Tokens of the prompt, as the server counts them."""
-    attempts: int = 1
-    """Number of attempts; times are those of the last."""
     failure: str | None = None
 
     @property
@@ -56,24 +54,13 @@ class Block(NamedTuple):
     """Counts of the server during the block: `drafts`, `drafted`, `accepted`, and `accepted 0`, … by position."""
 
 
-class Load(NamedTuple):
-    """Load on a server: a number of requests in flight, or of requests that begin per second."""
-
-    concurrency: int | None
-    rate: float | None
-
-    @property
-    def name(self) -> str:
-        """Label of the load."""
-        return f"concurrency {self.concurrency}" if self.rate is None else f"{self.rate:g} requests/s"
-
-
 def load_rows(
-    load: Load, prompts: Sequence[tuple[str, str]], sides: Sequence[Sequence[Block]], temperature: float
+    concurrency: int, prompts: Sequence[tuple[str, str]], sides: Sequence[Sequence[Block]], temperature: float
 ) -> list[dict[str, Any]]:
     """Return the rows of a server and, if there is one, of its baseline under a load.
 
     Args:
+        concurrency: number of requests in flight.
         prompts: name and category of each prompt, in the order of the replies.
         sides: blocks of the server, and of the baseline.
     """
@@ -83,10 +70,11 @@ def load_rows(
     ]
     greedy, rows = temperature == 0, []
     for number, (own, blocks) in enumerate(zip(answers, sides, strict=True)):
-        row: dict[str, Any] = {"label": load.name, "method": "server", "options": {}, "temperature": temperature}
-        row |= {"label": f"{load.name}, baseline", "method": BASELINE} if number else {}
+        label, method = ("concurrency {}, baseline", BASELINE) if number else ("concurrency {}", "server")
+        row: dict[str, Any] = {"label": label.format(concurrency), "method": method, "options": {}}
         lengths = {name: reply.prompt_tokens for name, reply in own.items() if reply.prompt_tokens is not None}
-        row |= load._asdict() | serving_metrics(blocks) | {"prompt_tokens": lengths, "by_category": {}}
+        row |= {"temperature": temperature, "concurrency": concurrency, "prompt_tokens": lengths, "by_category": {}}
+        row |= serving_metrics(blocks)
         rows.append(row | {"speedup": 1.0 if number else None, "speedup_interval": None, "identical_to_greedy": None})
     if len(sides) > 1:
         rows[0] |= compare_replies(answers[0], answers[1], greedy)
@@ -109,16 +97,13 @@ def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
         "requests": len(replies),
         "failed": len(failures),
         "failures": sorted(set(failures))[:5],
-        "retried": sum(reply.attempts > 1 for reply in good),
         "cut": sum(reply.cut for reply in good),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
-        "requests_per_second": len(good) / seconds if seconds else None,
         "ms_to_first": _quantiles([1e3 * reply.first for reply in good]),
         "ms_per_token": 1e3 * times_P.sum() / after_P.sum() if after_P.sum() else None,
         "ms_per_token_interval": _interval(1e3 * times_P, after_P),
-        "ms_per_token_by_request": _quantiles([1e3 * t / n for t, n in zip(times_P, after_P, strict=True)]),
     } | _acceptance(blocks, good)
 
 

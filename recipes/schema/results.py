@@ -147,25 +147,19 @@ class MethodRow(_Row, EngineMetrics):
 class LoadRow(_Row):
     """Metrics of a server, or of its baseline, under one load. Times are the client's."""
 
-    concurrency: Count | None
-    """Requests in flight; null where they begin at a rate."""
-    rate: float | None
-    """Requests that begin per second."""
+    concurrency: Count
+    """Requests in flight."""
     requests: Count
     failed: Count
     failures: list[str]
     """The first reasons of failed requests."""
-    retried: Count
-    """Requests that were answered after a retry."""
     cut: Count
     """Answers that the token limit ended."""
-    requests_per_second: float | None
     ms_to_first: dict[str, float] | None
     """Time to first token: median, p90, p99."""
     ms_per_token: float | None
     """Time per output token after the first."""
     ms_per_token_interval: Pair | None
-    ms_per_token_by_request: dict[str, float] | None
     drafted: float | None
     """Draft tokens; null where neither the server's metrics nor its answers count them."""
     accepted: float | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,16 +33,14 @@ class BenchRecipe(Section):
     """Categories of prompts to use; empty: all."""
     limit: int = Field(80, ge=1)
     """Maximum number of prompts."""
-    concurrency: list[int] = [1]
+    concurrency: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
     """Numbers of requests in flight, one measurement for each."""
-    rate: list[float] = []
-    """Instead, request rates per second; requests begin at random times (Poisson process)."""
     max_new_tokens: int = Field(128, ge=1)
     """Maximum number of tokens per answer."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 decodes greedily."""
     seed: int = 0
-    """Seed of sampling and of the start times under `rate`."""
+    """Seed of sampling."""
     timeout: float = Field(600.0, gt=0)
     """Timeout of a request in seconds."""
     key_variable: str = "OPENAI_API_KEY"
@@ -52,8 +50,6 @@ class BenchRecipe(Section):
     def _loads(self) -> BenchRecipe:
         if self.baseline_model is not None and self.baseline is None:
             raise ValueError(f"`baseline_model` is {self.baseline_model!r} without a `baseline`")
-        if not (self.rate or self.concurrency) or min([*self.concurrency, *self.rate], default=1) <= 0:
-            raise ValueError(f"`concurrency` {self.concurrency} and `rate` {self.rate}: all must be above 0")
         return self
 
     def sources(self) -> list[str]:

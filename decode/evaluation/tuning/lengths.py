@@ -13,9 +13,6 @@ from typing import Any
 
 from .tuner import Measurement
 
-Load = tuple[Any, Any]
-"""Concurrency and request rate, one of them None."""
-
 
 class DraftLengths:
     """Backend of `tune` whose settings are numbers of draft tokens; 0 is the engine without drafts.
@@ -29,19 +26,19 @@ class DraftLengths:
     def __init__(self, most: int, run: Callable[[int], Sequence[Mapping[str, Any]]]) -> None:
         self._most, self._run = most, run
         self.rows: dict[int, Sequence[Mapping[str, Any]]] = {}
-        self.loads: dict[Load, dict[str, Any]] = {}
+        self.loads: dict[int, dict[str, Any]] = {}
 
     def first_settings(self) -> list[int]:
         """List the two ends."""
         return list(dict.fromkeys((1, self._most)))
 
-    def measure(self, settings: Sequence[int]) -> dict[Load, dict[int, Measurement]]:
+    def measure(self, settings: Sequence[int]) -> dict[int, dict[int, Measurement]]:
         """Run the engine with each number of draft tokens."""
-        found: dict[Load, dict[int, Measurement]] = {}
+        found: dict[int, dict[int, Measurement]] = {}
         for tokens in settings:
             self.rows[tokens] = self._run(tokens)
             for row in self.rows[tokens]:
-                known = found.setdefault((row["concurrency"], row["rate"]), {0: Measurement("", "0", 1.0, 1.0, (1, 1))})
+                known = found.setdefault(row["concurrency"], {0: Measurement("", "0", 1.0, 1.0, (1, 1))})
                 speedup = row["speedup"]
                 if speedup is not None:
                     interval = tuple(row["speedup_interval"] or (speedup, speedup))
@@ -49,11 +46,11 @@ class DraftLengths:
                     known[tokens] = Measurement("", str(tokens), rate, speedup, interval)
         return found
 
-    def predict(self, workload: Load) -> dict[int, float]:
+    def predict(self, workload: int) -> dict[int, float]:
         """Predict the speedup of each number of draft tokens."""
         if workload not in self.loads:
             for rows in zip(self.rows[1], self.rows[self._most], strict=True):
-                self.loads[rows[0]["concurrency"], rows[0]["rate"]] = predict_lengths(*rows, self._most)
+                self.loads[rows[0]["concurrency"]] = predict_lengths(*rows, self._most)
         return {0: 1.0} | {each["tokens"]: each["speedup"] for each in self.loads[workload]["lengths"]}
 
 
@@ -76,7 +73,7 @@ def predict_lengths(short: Mapping[str, Any], long: Mapping[str, Any], most: int
         steps = first if most == 1 else first + (last - first) * (tokens - 1) / (most - 1)
         about = {"tokens": tokens, "tokens_per_step": 1 + accepted, "step_ms": steps * plain_ms}
         lengths.append(about | {"speedup": (1 + accepted) / steps})
-    return {key: long[key] for key in ("label", "concurrency", "rate")} | {"plain_ms": plain_ms, "lengths": lengths}
+    return {key: long[key] for key in ("label", "concurrency")} | {"plain_ms": plain_ms, "lengths": lengths}
 
 
 def _step_ms(side: Mapping[str, Any]) -> float:

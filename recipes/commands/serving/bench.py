@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from ....checkpoints.storage.atomic import check_writable
 from ....data.conversations import Prompt
 from ....data.prompts import load_questions
-from ....decode.evaluation.serving import Block, Load, Reply, load_rows
+from ....decode.evaluation.serving import Block, Reply, load_rows
 from ...report.page import report_beside, write_report
 from ...report.tables import BENCH_TERMINAL, method_table
 from ...schema.loading import find_recipe, parse_recipe, read_extended, write_recipe
@@ -26,13 +26,11 @@ from ...schema.serving import BenchRecipe
 from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console, log
-from ..evaluation.journal import Journal, Kept
 from .client import Server, check_client, read_counters
 
 _BLOCKS = 4  # into which the prompts of a load are split; the two servers take turns
 _WARM_UP = 4  # requests to each server before a load, at most
 _MIN_IDENTICAL = 0.5  # share of identical greedy texts below which the two servers hardly run the same model
-_BLOCK = TypeAdapter(Block)
 
 
 def bench_recipe(
@@ -42,12 +40,9 @@ def bench_recipe(
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
     values = {"kind": BENCH} if name is None else read_extended(find_recipe(name))
-    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    changes = {key: value for key, value in given.items() if value is not None}
     if concurrency is not None:
-        try:
-            changes["concurrency"] = [int(number) for number in concurrency.split(",")]
-        except ValueError:
-            raise ValueError(f"--concurrency takes comma-separated integers, got {concurrency!r}") from None
+        overrides = [f"concurrency=[{concurrency}]", *overrides]
     recipe = parse_recipe(values, name or "draftsmith bench", overrides, given=changes, kinds=(BENCH,))
     assert isinstance(recipe, BenchRecipe)
     return recipe
@@ -61,16 +56,13 @@ def prompts_of(recipe: BenchRecipe) -> list[Prompt]:
 
 
 def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
-    """Measure the servers, print the table, write results and report; resume an interrupted run. Raises
-    ConnectionError: a server does not answer; ValueError: it answered no prompt."""
+    """Measure the servers, print the table, write results and report. Raises ConnectionError: a server does not answer;
+    ValueError: it answered no prompt."""
     out, prompts = Path(recipe.out), prompts_of(recipe)
-    identity = recipe.model_dump(mode="json", exclude={"out"})
-    identity |= {"prompts": [prompt.id for prompt in prompts]}
-    with Stoppable("bench") as signals, Journal(out, "blocks", identity) as journal:
-        results = asyncio.run(_measure(recipe, prompts, Kept(journal, signals), signals))
-        write_results(out, results)
-        write_recipe(recipe, out.with_suffix(".recipe.yaml"))
-        journal.remove()
+    with Stoppable("bench", "") as signals:
+        results = asyncio.run(_measure(recipe, prompts, signals))
+    write_results(out, results)
+    write_recipe(recipe, out.with_suffix(".recipe.yaml"))
     title = f"{recipe.server}, {len(prompts)} prompts of {recipe.prompts}"
     console().print(method_table(title, results["methods"], BENCH_TERMINAL).rich())
     for line in results["errors"]:
@@ -80,18 +72,17 @@ def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
     return results
 
 
-async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], kept: Kept, signals: Stoppable) -> dict[str, Any]:
+async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stoppable) -> dict[str, Any]:
     connection = recipe.timeout, recipe.key_variable
     rows: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(Server(recipe.server, recipe.model, *connection))]
         if recipe.baseline is not None:
             servers.append(await stack.enter_async_context(Server(recipe.baseline, recipe.baseline_model, *connection)))
-        loads = [Load(None, rate) for rate in recipe.rate] or [Load(number, None) for number in recipe.concurrency]
         named = [(prompt.id, prompt.category) for prompt in prompts]
-        for load in loads:
-            blocks = await _blocks(recipe, servers, load, prompts, kept, signals)
-            rows += load_rows(load, named, blocks, recipe.temperature)
+        for concurrency in recipe.concurrency:
+            blocks = await _blocks(recipe, servers, concurrency, prompts, signals)
+            rows += load_rows(concurrency, named, blocks, recipe.temperature)
     models = [server.model for server in servers]
     return {
         "kind": BENCH,
@@ -107,77 +98,49 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], kept: Kept, s
 
 
 async def _blocks(
-    recipe: BenchRecipe,
-    servers: Sequence[Server],
-    load: Load,
-    prompts: Sequence[Prompt],
-    kept: Kept,
-    signals: Stoppable,
+    recipe: BenchRecipe, servers: Sequence[Server], concurrency: int, prompts: Sequence[Prompt], signals: Stoppable
 ) -> list[list[Block]]:
     """Return the blocks of each server under a load. Servers take turns; each block begins with the other one."""
     found: list[list[Block]] = [[] for _ in servers]
-    warm, done = False, 0
-    bounds = np.linspace(0, len(prompts), _BLOCKS + 1).astype(int)
-    with signals.bar(f"asking, {load.name}", "requests") as advance:
+    for server in servers:
+        await _send(recipe, server, prompts[: min(_WARM_UP, concurrency)], concurrency, lambda: None)
+    with signals.bar(f"asking, concurrency {concurrency}", "requests") as advance:
+        done = itertools.count(1)
 
-        def progress(requests: int) -> None:
-            nonlocal done
-            done += requests
-            advance(done, len(prompts) * len(servers))
+        def progress() -> None:
+            advance(next(done), len(prompts) * len(servers))
 
-        for part in range(_BLOCKS):
-            own = prompts[bounds[part] : bounds[part + 1]]
-            order = range(len(servers)) if part % 2 == 0 else reversed(range(len(servers)))
-            for number in order if own else ():
-                name = f"{load.name}, {('server', 'baseline')[number]} {part}"
-                if name in kept:
-                    found[number].append(kept.known(name, _BLOCK))
-                    progress(len(own))
-                    continue
-                signals.check()
-                if not warm:
-                    for server in servers:
-                        few = prompts[: min(_WARM_UP, load.concurrency or _WARM_UP)]
-                        await _send(recipe, server, few, load, 0, lambda done: None)
-                    warm = True
-                block = await _send(recipe, servers[number], own, load, part, progress)
+        for part, indices in enumerate(np.array_split(np.arange(len(prompts)), min(_BLOCKS, len(prompts)))):
+            own, numbers = [prompts[index] for index in indices], range(len(servers))
+            for number in reversed(numbers) if part % 2 else numbers:
+                block = await _send(recipe, servers[number], own, concurrency, progress)
                 if all(reply.failure is not None for reply in block.replies):
                     url, why = servers[number].url, block.replies[0].failure
                     raise ValueError(f"{url} answered none of {len(block.replies)} prompts: {why}")
-                kept.add(name, _BLOCK, block)
                 found[number].append(block)
     return found
 
 
 async def _send(
-    recipe: BenchRecipe,
-    server: Server,
-    prompts: Sequence[Prompt],
-    load: Load,
-    part: int,
-    advance: Callable[[int], None],
+    recipe: BenchRecipe, server: Server, prompts: Sequence[Prompt], concurrency: int, advance: Callable[[], None]
 ) -> Block:
     """Send prompts under a load and wait for all answers."""
-    free = asyncio.Semaphore(load.concurrency or len(prompts))
-    draws = np.random.default_rng([recipe.seed, part])
-    pauses = np.zeros(len(prompts)) if load.rate is None else draws.exponential(1 / load.rate, len(prompts)).cumsum()
+    free = asyncio.Semaphore(concurrency)
     settings: dict[str, Any] = {"max_tokens": recipe.max_new_tokens, "temperature": recipe.temperature}
 
-    async def one(number: int, prompt: Prompt) -> Reply:
-        await asyncio.sleep(pauses[number])
+    async def ask(number: int, prompt: Prompt) -> Reply:
         async with free:
             own = {"seed": recipe.seed + number} if recipe.temperature > 0 else {}
             messages = [{"role": turn.role, "content": turn.text} for turn in prompt.turns]
             reply = await server.ask(messages, **settings, **own)
-        advance(1)
+        advance()
         return reply
 
     before, start = await asyncio.to_thread(read_counters, server.url), time.perf_counter()
-    waiting: list[Awaitable[Reply]] = [one(number, prompt) for number, prompt in enumerate(prompts)]
-    replies = list(await asyncio.gather(*waiting))
+    replies = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts)))
     seconds = time.perf_counter() - start
     after = await asyncio.to_thread(read_counters, server.url)
-    return Block(seconds, replies, {key: value - before.get(key, 0.0) for key, value in after.items()})
+    return Block(seconds, list(replies), {key: value - before.get(key, 0.0) for key, value in after.items()})
 
 
 def _warnings(models: Sequence[str | None], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -187,11 +150,9 @@ def _warnings(models: Sequence[str | None], rows: Sequence[dict[str, Any]]) -> l
         found.append(f"server and baseline name their models differently: {' and '.join(map(str, models))}")
     for row in rows:
         label = row["label"]
-        if row["failed"] or row["retried"]:
-            why = f": {'; '.join(row['failures'])}" if row["failures"] else ""
-            found.append(
-                f"{label}: {row['failed']} of {row['requests']} requests failed, {row['retried']} retried{why}"
-            )
+        if row["failed"]:
+            why = "; ".join(row["failures"])
+            found.append(f"{label}: {row['failed']} of {row['requests']} requests failed: {why}")
         if row["method"] != "server" and row["drafted"]:
             found.append(f"{label}: the baseline drafts too")
         same = row["identical_to_greedy"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import time
@@ -15,8 +14,6 @@ from ....checkpoints.storage.messages import install_hint
 from ....checkpoints.storage.redaction import redacted
 from ....decode.evaluation.serving import Reply
 
-_ATTEMPTS = 4
-_FIRST_WAIT = 1.0  # seconds before the second attempt, twice as many before each further one
 _LINE = re.compile(r"^(?:vllm|llamacpp):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+)$")
 _POSITION = re.compile(r'position="(\d+)"')
 _COUNTERS = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "accepted"}
@@ -56,23 +53,13 @@ class Server:
         await self._client.close()
 
     async def ask(self, messages: Sequence[dict[str, str]], **settings: Any) -> Reply:
-        """Return the answer; requests that time out, are refused for now or are interrupted are retried."""
-        wait, why = _FIRST_WAIT, ""
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return (await self._ask(messages, settings))._replace(attempts=attempt)
-            except self._openai.APITimeoutError:
-                why = f"no answer within {self._timeout:g} s"
-            except self._openai.APIStatusError as error:
-                why = self._redacted(error)
-                if error.status_code != 429 and error.status_code < 500:
-                    break
-            except (self._openai.APIError, _IncompleteError) as error:
-                why = self._redacted(error.__cause__ or error)
-            if attempt < _ATTEMPTS:
-                await asyncio.sleep(wait)
-                wait *= 2
-        return Reply(attempts=attempt, failure=why)
+        """Return the answer, or why there is none."""
+        try:
+            return await self._ask(messages, settings)
+        except self._openai.APITimeoutError:
+            return Reply(failure=f"no answer within {self._timeout:g} s")
+        except (self._openai.APIError, _IncompleteError) as error:
+            return Reply(failure=self._redacted(error.__cause__ or error))
 
     async def _ask(self, messages: Sequence[dict[str, str]], settings: dict[str, Any]) -> Reply:
         start, first, last, texts = time.perf_counter(), None, 0.0, list[str]()

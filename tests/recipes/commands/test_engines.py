@@ -170,11 +170,11 @@ def test_tuned_length_is_the_best_under_the_costs(slow: float) -> None:
         measured.append(tokens)
         row = {"ms_per_token": slow * (11.0 + 2.0 * tokens) / kept[tokens], "tokens_per_step": kept[tokens]}
         row |= {"acceptance_by_depth": rates[:tokens], "speedup": speedups[tokens], "speedup_interval": None}
-        return [row | {"label": "a load", "concurrency": 4, "rate": None, "plain_ms": plain}]
+        return [row | {"label": "a load", "concurrency": 4, "plain_ms": plain}]
 
     backend = DraftLengths(5, run)
     (ranked,) = tune(backend).values()
-    assert backend.predict((4, None)) == pytest.approx({0: 1.0} | speedups)
+    assert backend.predict(4) == pytest.approx({0: 1.0} | speedups)
     best = max(speedups, key=speedups.__getitem__)
     assert ranked[0].setting == (best if speedups[best] > 1 else 0)
     assert ranked[0].measured is not None
@@ -186,7 +186,7 @@ def test_measurements_outweigh_predictions_and_a_slower_run_has_its_own_baseline
     for step, hour, kept, speedup in ((12.0, 1.0, 1.3, 0.97), (18.0, 2.0, 1.36, 1.01)):
         row = {"ms_per_token": hour * step / kept, "tokens_per_step": kept, "acceptance_by_depth": rates}
         row |= {"speedup": speedup, "speedup_interval": None, "plain_ms": hour * 10.0}
-        rows.append(row | {"label": "a load", "concurrency": 1, "rate": None})
+        rows.append(row | {"label": "a load", "concurrency": 1})
     load = predict_lengths(*rows, 2)
     assert [each["speedup"] for each in load["lengths"]] == pytest.approx([1.3 / 1.2, 1.36 / 1.8])
     (ranked,) = tune(DraftLengths(2, lambda tokens: [rows[tokens - 1]])).values()
@@ -194,7 +194,7 @@ def test_measurements_outweigh_predictions_and_a_slower_run_has_its_own_baseline
 
 
 def test_an_engine_that_does_not_count_by_position_is_refused() -> None:
-    row: dict[str, Any] = {"label": "concurrency 1", "concurrency": 1, "rate": None, "acceptance_by_depth": []}
+    row: dict[str, Any] = {"label": "concurrency 1", "concurrency": 1, "acceptance_by_depth": []}
     row |= {"ms_per_token": 1.0, "tokens_per_step": 1.0, "plain_ms": 1.0}
     with pytest.raises(ValueError, match=r"concurrency 1.*position"):
         predict_lengths(row, row, 5)

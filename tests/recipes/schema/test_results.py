@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import Entry, measure
-from draftsmith.decode.evaluation.serving import Block, Load, Reply, load_rows
+from draftsmith.decode.evaluation.serving import Block, Reply, load_rows
 from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
@@ -76,7 +76,7 @@ def test_every_key_that_is_written_is_checked(results: dict[str, Any]) -> None:
 def test_rows_of_servers_have_the_same_metrics() -> None:
     reply = Reply("x", tokens=12, first=0.1, last=1.0, prompt_tokens=5)
     sides = [[Block(1.0, [reply], {"drafts": 7.0, "drafted": 21.0, "accepted": 5.0})], [Block(2.0, [reply], {})]]
-    rows = load_rows(Load(4, None), [("a", "math")], sides, temperature=0.0)
+    rows = load_rows(4, [("a", "math")], sides, temperature=0.0)
     for row in rows:
         assert set(row) == set(LoadRow.model_fields)
         LoadRow.model_validate(json.loads(json.dumps(row)))
