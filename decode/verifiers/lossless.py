@@ -138,8 +138,8 @@ class MultiCandidate(Verifier):
     A child that the drafter could not fill (`valid_BN` False) is skipped. Both keep the target's distribution
     (appendices A and B). For one candidate a level both are speculative sampling.
 
-    What is left of p stands unnormalised beside its mass, and q beside the mass not yet drawn from it: a refused token
-    has nothing left of p.
+    The remainder of p is kept unnormalised together with its mass. Without replacement a refused token is removed from
+    q, and the remaining mass of q is summed again: 1 - q would cancel in float32 when the drafter is nearly certain.
     """
 
     def __init__(self, replacement: bool) -> None:
@@ -184,8 +184,8 @@ class MultiCandidate(Verifier):
             share_B1 = torch.where(tried_B1 & ~passes_B1, mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
             left_BV = torch.addcmul(left_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
             mass_B1 = left_BV.sum(1, keepdim=True)
-            if not self.replacement:
-                rest_B1 = rest_B1 - draft_B1
+            if not self.replacement and child + 1 < tokens_BC.shape[1]:
+                draft_BV, rest_B1 = remove_token(draft_BV, token_B1, exists_BC[:, child, None])
         # Rounding alone can leave nothing at all.
         return found_B1, torch.where(mass_B1 > 0, left_BV, target_BV)
 
@@ -223,20 +223,21 @@ class Traversal(Verifier):
             nonlocal node_B, next_BV, open_B
             # of h P, `left` times `scale`
             left_BV, scale_B1, rest_B1 = target_BNV[:, node], keep_B1, torch.ones_like(keep_B1)
+            draft_BV = draft_BMV[:, node] if tree.children[node] else left_BV
             for child in tree.children[node]:
                 token_B1, exists_B1 = tokens_BN[:, child, None], valid_BN[:, child, None]
-                draft_B1 = draft_BMV[:, node].gather(1, token_B1)
+                draft_B1 = draft_BV.gather(1, token_B1)
                 ratio_B1 = scale_B1 * left_BV.gather(1, token_B1) * rest_B1 / draft_B1.clamp(min=_TINY)
                 visit(child, ratio_B1.clamp(max=1) * exists_B1)
                 if decided():
                     return
                 share_B1 = exists_B1 / rest_B1.clamp(min=_TINY)
-                left_BV = torch.addcmul(scale_B1 * left_BV, share_B1, draft_BMV[:, node], value=-1).clamp_(min=0)
+                left_BV = torch.addcmul(scale_B1 * left_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
                 mass_B1 = left_BV.sum(1, keepdim=True)
                 scale_B1 = 1 / (mass_B1 + 1 - keep_B1).clamp(min=_TINY)
                 keep_B1 = mass_B1 * scale_B1
-                if not self.replacement:
-                    rest_B1 = rest_B1 - draft_B1  # of a refused child nothing is left, so that it cannot come again
+                if not self.replacement and child != tree.children[node][-1]:
+                    draft_BV, rest_B1 = remove_token(draft_BV, token_B1, exists_B1 > 0)
             kept_B = open_B & (uniform_BN[:, node] < keep_B1[:, 0])
             node_B = torch.where(kept_B, node, node_B)
             next_BV, open_B = torch.where(kept_B[:, None], left_BV, next_BV), open_B & ~kept_B
@@ -346,10 +347,21 @@ class KSequential(SeveralDrafters):
         # Each chain gives x with probability min(q, p/ρ), after s = Σ (1 - β)^i refusals of those before it.
         each_BV = torch.minimum(draft_BV, target_BV / rho_B1)
         beta_B1 = each_BV.sum(1, keepdim=True)
-        times_B1 = torch.where(beta_B1 > 0, (1 - (1 - beta_B1) ** count_B1) / beta_B1.clamp(min=1e-30), count_B1)
+        times_B1 = torch.where(beta_B1 > 0, any_of(beta_B1, count_B1) / beta_B1.clamp(min=1e-30), count_B1)
         left_BV = normalise(target_BV - each_BV * times_B1, target_BV)
         refused_B1 = (alive_BM.any(1) & ~found_B)[:, None]
         return torch.where(found_B, first_B, -1), torch.where(refused_B1, left_BV, target_BV)
+
+
+def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q without a drawn token where `exists_B1`, and the mass [B, 1] that is left of it."""
+    draft_BV = draft_BV.scatter(1, token_B1, torch.where(exists_B1, 0.0, draft_BV.gather(1, token_B1)))
+    return draft_BV, draft_BV.sum(1, keepdim=True)
+
+
+def any_of(beta_X1: Tensor, count_X1: Tensor) -> Tensor:
+    """Return 1 - (1 - β)^k, the probability of at least one success in k trials, without cancellation."""
+    return -torch.expm1(count_X1 * torch.log1p(-beta_X1.clamp(max=1)))
 
 
 def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
@@ -364,8 +376,8 @@ def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
     width_B1 = (count_B1 - low_B1) / (1 << bits)
     for _ in range(24 // bits):
         rho_BM = low_B1 + width_B1 * part_M
-        beta_BM = torch.minimum(draft_BV[:, None], target_BV[:, None] / rho_BM[..., None]).sum(2).clamp(max=1)
-        below_BM = rho_BM * beta_BM < 1 - (1 - beta_BM) ** count_B1
+        beta_BM = torch.minimum(draft_BV[:, None], target_BV[:, None] / rho_BM[..., None]).sum(2)
+        below_BM = rho_BM * beta_BM < any_of(beta_BM, count_B1)
         low_B1, width_B1 = low_B1 + width_B1 * below_BM.sum(1, keepdim=True), width_B1 / (1 << bits)
     return low_B1 + width_B1 * (1 << bits)
 

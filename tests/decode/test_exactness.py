@@ -8,6 +8,7 @@ threshold.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
-from draftsmith.decode.engine import Limits, Proposal, generate
+from draftsmith.decode.engine import Chains, Limits, Proposal, Verifier, generate
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method, method_config
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.draft_tree import DraftTree
-from draftsmith.decode.rng import Rng
+from draftsmith.decode.rng import Rng, categorical
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers import lossless as verifiers
 from draftsmith.decode.verifiers.lossless import ExactBlock, ExactChain, MultiCandidate, Traversal
@@ -286,6 +287,45 @@ def test_hardly_overlapping_supports(
     drafter, other = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=3.0, **SMALL), check=False) for seed in (9, 10))
     parts = Parts(drafter, more_drafters=(other,))
     assert p_value(build_method(name, parts, sampling, **options), target, sampling, make_stream(3, ROWS)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("doubt", [1e-5, 1e-7, 1e-9, 1e-12])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        MultiCandidate(replacement=False),
+        Traversal(replacement=False),
+        MultiCandidate(replacement=True),
+        Traversal(replacement=True),
+        verifiers.SeveralDrafters(),
+        verifiers.KSequential(),
+        ExactChain(),
+        ExactBlock(),
+    ],
+    ids=lambda rule: f"{type(rule).__name__}-{getattr(rule, 'replacement', '')}",
+)
+def test_a_nearly_certain_drafter_leaves_the_target_distribution(
+    make_stream: MakeStream, rule: Verifier, doubt: float
+) -> None:
+    """Two candidates of one level, or a chain of two, from q with 1 - max q = `doubt`: 1 - q is 0 in float32 below 6e-8."""
+    rows, target_V = 200_000, torch.tensor([0.5, 0.3, 0.2])
+    draft_V = torch.tensor([0.0, math.log(doubt * 0.6), math.log(doubt * 0.4)]).softmax(0)
+    rng = make_stream(7, rows)
+    chain = isinstance(rule, ExactChain)
+    tree = Tree.chain(2) if chain else Tree.k_ary((2,))
+    if getattr(rule, "replacement", True):
+        drawn_BC = torch.stack([categorical(draft_V.expand(rows, -1), rng.uniform()) for _ in range(2)], 1)
+    else:
+        drawn_BC = (draft_V / rng.exponential(3)).topk(2, -1).indices
+    proposal = Proposal(tree, torch.nn.functional.pad(drawn_BC, (1, 0)), draft_V.expand(rows, 2 if chain else 1, -1))
+    if isinstance(rule, verifiers.SeveralDrafters):
+        nodes_BMK = torch.tensor([[[1], [2]]]).expand(rows, -1, -1)
+        proposal.chains = Chains(nodes_BMK, draft_V.expand(rows, 2, 1, -1))
+    verdict = rule.verify(proposal, target_V.expand(rows, tree.nodes, -1), rng)
+    first_B1 = proposal.tokens_BN.gather(1, verdict.path_BK[:, :1])
+    tokens_B = torch.where(verdict.accepted_B > 0, first_B1[:, 0], verdict.next_B)
+    counts_V = torch.bincount(tokens_B, minlength=3).double().numpy()
+    assert chisquare(counts_V, target_V.double().numpy() * rows).pvalue > FALSE_ALARM
 
 
 @pytest.mark.parametrize("name", ["speculative", "multi-candidate", "batch-speculative", "spectr", "specinfer"])
