@@ -37,6 +37,10 @@ class NoDraft(Proposer):
         return Proposal(self._tree, context.root_B1)
 
 
+_LEAST = 1e-30
+"""Probability below which a token is never drawn without replacement."""
+
+
 class DraftTree(DrafterProposer):
     """Candidates sampled from a draft model, `branching[i]` for each node of depth i; ones all along: a chain.
 
@@ -125,7 +129,9 @@ class DraftTree(DrafterProposer):
             drawn_BMC, wanted_BMC = draw_many(probs_BMR, chance_BMX)
             found = drawn_BMC.flatten(1), wanted_BMC[..., 0], probs_BMR
             return found if self.replacement or self._all_one else (*found, torch.ones_like(found[0], dtype=torch.bool))
-        # Exponential races: sorting by p / E is drawing without replacement, in order.
+        # Exponential races: sorting by p / E is drawing without replacement, in order. Below the normal range of float32
+        # the quotients would tie.
+        probs_BMR = torch.where(probs_BMR < _LEAST, 0.0, probs_BMR)
         top = (probs_BMR / chance_BMX).topk(width, -1)
         # Warping, or a low temperature's underflow, may leave fewer possible tokens than children.
         return top.indices.flatten(1), top.values[..., 0], probs_BMR, (top.values > 0).flatten(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Chains, Limits, Proposal, Verifier, generate
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method, method_config
+from draftsmith.decode.models.draft_vocabulary import keep_tokens
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.draft_tree import DraftTree
@@ -287,6 +289,40 @@ def test_hardly_overlapping_supports(
     drafter, other = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=3.0, **SMALL), check=False) for seed in (9, 10))
     parts = Parts(drafter, more_drafters=(other,))
     assert p_value(build_method(name, parts, sampling, **options), target, sampling, make_stream(3, ROWS)) > FALSE_ALARM
+
+
+DRAFTED = [case for case in CASES if "drafter" in method_config(*case).needs]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        pytest.param(*case, kind, marks=[pytest.mark.slow] if (row + column) % 3 else [])
+        for row, case in enumerate(DRAFTED)
+        for column, kind in enumerate(("certain", "uniform", "trimmed"))
+    ],
+    ids=str,
+)
+def test_extreme_drafters(
+    pair: tuple[LlamaForCausalLM, Parts],
+    make_llama: Callable[..., LlamaForCausalLM],
+    make_stream: MakeStream,
+    name: str,
+    options: dict[str, Any],
+    kind: str,
+) -> None:
+    """Drafters with nearly all probability on one token, with equal logits, and without two tokens of the vocabulary."""
+    target, parts = pair
+    models = [make_llama(VOCAB, seed=seed, sharpness=1.5, **SMALL) for seed in (1, 2)]
+    for model in models:
+        model.config.pard_token = 5
+        if kind == "trimmed":
+            keep_tokens(model, torch.tensor([0, 2, 3, 5, 6]))
+        else:
+            model.lm_head.weight.data *= 20.0 if kind == "certain" else 0.0
+    first, second = (wrap_model(model, check=False) for model in models)
+    method = build_method(name, replace(parts, drafter=first, more_drafters=(second,)), Sampling(1.0), **options)
+    assert p_value(method, target, Sampling(1.0), make_stream(13, ROWS)) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("doubt", [1e-5, 1e-7, 1e-9, 1e-12])

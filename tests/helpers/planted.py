@@ -44,7 +44,8 @@ def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch],
             source = source.replace(old, new)
         made: dict[str, Any] = {}
         exec(compile(source, function, "exec"), found.__globals__, made)
-        patch.setattr(found, "__code__", made[found.__name__].__code__)
+        new = made[found.__name__]
+        patch.setattr(getattr(found, "__func__", found), "__code__", getattr(new, "__func__", new).__code__)
 
     return plant
 
@@ -91,6 +92,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "replacement": {"k_config": "3x2x1", "replacement": True},
     "blocks": {"verification": "block"},
+    "traversal": {"verification": "traversal"},
 }
 
 

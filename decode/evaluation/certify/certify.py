@@ -227,6 +227,8 @@ class _Run:
     texts: list[tuple[int, list[int]]] = field(default_factory=list)
     """Prompt number and output of each sampled row."""
     laws: list[np.ndarray] = field(default_factory=list)
+    repeats: int = 0
+    """Number of pairs of successive random numbers that occurred before, in any row."""
     start: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -256,6 +258,7 @@ class _Run:
         def work() -> DecodedBatch:
             rng = Rng.for_rows(self.plan.seed + found.rows, len(prompts), self.target.device)
             outputs = decode_texts(self.target, *self.method, prompts, self.limits, self.sampling, rng)
+            self.repeats = self.repeats or repeated_draws(rng)
             return DecodedBatch(outputs, time.monotonic() - start)
 
         start = time.monotonic()
@@ -290,7 +293,7 @@ class _Run:
         self.found.undecided = (self.found.undecided or 0) + undecided
 
     def sampled(self) -> None:
-        """Decode and test until a look is clear; two neighbouring rows share a prompt, which reveals shared draws."""
+        """Decode and test until a look is clear; four neighbouring rows share a prompt, which reveals shared draws."""
         found = self.found
         found.planned = self.plan.tokens
         for look in LOOKS + MORE:
@@ -299,7 +302,7 @@ class _Run:
             wanted = max(1, math.ceil(self.plan.tokens * look))
             found.planned = max(found.planned, wanted)
             while found.tokens < wanted and not (found.claimed and found.faults):
-                numbers = [(row // 2) % len(self.prompts) for row in range(found.rows, found.rows + self.plan.batch)]
+                numbers = [(row // 4) % len(self.prompts) for row in range(found.rows, found.rows + self.plan.batch)]
                 self.judge_sampled(numbers, self.write(numbers, found.planned))
             self.look(wanted)
             if found.claimed and found.convicted:
@@ -324,6 +327,7 @@ class _Run:
         if self.reference.vocab_size**_LENGTH <= _MAX_CONTINUATIONS:
             # The number of rows must not depend on their content.
             found.append(("all continuations", self.joint(tokens // self.limits.max_new_tokens)))
+        found.append(("random numbers", Result("repeated draws", float(self.repeats), 0.0 if self.repeats else 1.0)))
         level = self.plan.level / (len(found) * len(LOOKS + MORE))
         self.found.tests = [{"order": order} | result._asdict() | {"level": level} for order, result in found]
 
@@ -379,6 +383,12 @@ class _Run:
             kept = within_rounding(logits_V, token, self.sampling, self.found.rounding.near_tie)
             expected, margin = int(logits_V.argmax()), float(logits_V.max() - logits_V[token])
             self.found.add(Finding("edge" if kept else "outside", number, position, token, expected, margin))
+
+
+def repeated_draws(rng: Rng) -> int:
+    """Count the pairs of successive numbers that occur twice in the next draws of up to 16 rows (53 bits each)."""
+    draws_BU = torch.cat([rng.uniform(1000)[:16] for _ in range(3)], 1).cpu().contiguous().numpy()
+    return draws_BU.size // 2 - len(np.unique(draws_BU.view(np.complex128)))
 
 
 def _positions(numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -9,10 +9,11 @@ Shape letters: X tokens, K heads, V vocabulary, D hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from ....checkpoints.table.texts import TextStore
 from ...engine import Limits
 from ...methods import Options, Parts, build_method, method_config
 from ...models.base import LanguageModel
+from ...models.draft_vocabulary import keep_tokens
 from ...models.loading import wrap_model
 from ...tree import parse_branching, parse_tree
 from ...warpers import Sampling
@@ -31,8 +33,6 @@ from ..measure import Entry, sample_texts
 from .certify import Certificate, Plan, certify_method
 from .rescoring import Rounding, judge_of, measure_rounding, read_back
 
-SHARE = 6
-"""Tokens that a check above temperature 0 judges for each token of the plan."""
 _VOCAB, _HEADS, _SHARPNESS, _STOP = 6, 4, 2.0, 0
 
 
@@ -45,12 +45,21 @@ class Check(NamedTuple):
     batch: int
     short: bool = False
     """Whether drafts have one token or level, so that the token after an accepted draft is found everywhere."""
+    drafter: Literal["near", "distant", "certain", "trimmed"] = "near"
+    """near: the target with a little noise. distant: with much. certain: nearly all probability on one token, often a
+    wrong one. trimmed: without one token of the vocabulary. Methods without a drafter skip all but the first."""
+    share: float = 6
+    """Number of judged tokens for each token of the plan, above temperature 0."""
 
 
 CHECKS = (
     Check(Sampling(1.0), Limits(8), 4, 256),
     Check(Sampling(0.8, top_k=3), Limits(12, (_STOP,)), 6, 256, short=True),
     Check(Sampling(1.2, top_p=0.7), Limits(9), 4, 256),
+    Check(Sampling(1.0), Limits(8), 4, 256, drafter="distant", share=3),
+    Check(Sampling(1.0), Limits(8), 4, 256, drafter="certain", share=3),
+    Check(Sampling(1.0), Limits(8), 4, 256, drafter="trimmed", share=2),
+    Check(Sampling(1.0), Limits(16), 2, 1, share=1),
     Check(Sampling(), Limits(24, (_STOP,)), 64, 16),
     Check(Sampling(), Limits(24), 16, 1),
 )
@@ -77,9 +86,13 @@ def stress_method(
     The level of the plan is that of all checks together.
     """
     given = {name: value for name, value in entry.options.items() if name != "drafter"}
-    every = asdict(method_config(entry.method, given))
-    world = make_world(*_sizes(every), device)
+    config = method_config(entry.method, given)
+    every = asdict(config)
+    sizes, has_drafter = _sizes(every), "drafter" in config.needs
     for check in CHECKS:
+        if check.drafter != "near" and not has_drafter:
+            continue
+        world = make_world(*sizes, device, check.drafter)
         options = given
         if check.short:
             options = every | ({"k_config": every["k_config"].split("x")[0]} if "k_config" in every else {})
@@ -87,7 +100,11 @@ def stress_method(
         method = build_method(entry.method, world.parts, check.sampling, **options)
         if not method.verifier.lossless:
             continue
-        most = check.prompts * check.limits.max_new_tokens if check.sampling.greedy else SHARE * plan.tokens
+        most = (
+            check.prompts * check.limits.max_new_tokens
+            if check.sampling.greedy
+            else math.ceil(check.share * plan.tokens)
+        )
         yield certify_method(
             world.target,
             world.parts,
@@ -114,11 +131,18 @@ def _sizes(options: Options) -> tuple[int, int]:
 
 
 @cache
-def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", noise: float = 0.1) -> World:
+def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", drafter: str = "near") -> World:
     """Make the small pair: drafters are the target with noise on its weights; table and heads come from its texts."""
     model = _llama(vocab, 0, 0.0).to(device)
     target, judge = wrap_model(model, check=False), judge_of(model)
-    first, second = (wrap_model(_llama(vocab, seed, noise).to(device), check=False) for seed in (1, 2))
+    models = [_llama(vocab, seed, 0.1 if drafter in ("near", "trimmed") else 1.0).to(device) for seed in (1, 2)]
+    for each in models:
+        if drafter == "certain":
+            with torch.no_grad():
+                each.lm_head.weight *= 20
+        if drafter == "trimmed":
+            keep_tokens(each, torch.tensor([token for token in range(vocab) if token != 1]))
+    first, second = (wrap_model(each, check=False) for each in models)
     draws = np.random.default_rng(0)
     prompts = [draws.integers(0, vocab, length).tolist() for length in (1, 5, 2, 8, 3, 7, 4, 6) * 8]
     written = sample_texts(target, prompts * 4, Limits(40), Sampling(0.5), seed=99, batch=4 * len(prompts))

@@ -26,6 +26,8 @@ TESTS = ("bins", "kolmogorov-smirnov", "neighbours", "next neighbours", "two apa
 _PER_CELL = 50  # Below this expected count the chi-square approximation fails far out in its tail.
 _PER_CONTINUATION = 20  # Continuations with a smaller expected count are merged.
 _MAX_BINS, _MAX_SIDES = 50, 8
+_MAX_LAG = 256
+"""Largest distance between two compared rows."""
 
 
 class Result(NamedTuple):
@@ -96,8 +98,9 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
     - kolmogorov-smirnov: the largest distance D of the distribution function of u from the diagonal,
       p ≤ 2 exp(-2 n D²) (Massart 1990, valid for every n).
     - neighbours: chi-square of pairs of successive u of a row over a grid: the first and second, third and fourth.
-      next neighbours: the second and third. two apart: the first and third. rows: tokens at one position of two
-      neighbouring rows. These detect shared random numbers.
+      next neighbours: the second and third. two apart: the first and third. These detect shared random numbers.
+    - rows: products of centred u at one position of two rows, summed for each distance between rows up to `_MAX_LAG`;
+      the smallest p-value times the number of distances. It detects rows that share random numbers.
     - favoured: the sum of the excess, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and summed variance v
       (Freedman 1975). It is the most sensitive to a bias towards the favoured tokens.
 
@@ -111,10 +114,6 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
     count = max(1, len(uniform_X))
     distance = max((sorted_X - place_X / count).max(initial=0), ((place_X + 1) / count - sorted_X).max(initial=0))
     apart = (("neighbours", 0, 1), ("next neighbours", 1, 1), ("two apart", 0, 2))
-    rows = [
-        np.stack((first[: len(second)], second[: len(first)]))
-        for first, second in zip(uniforms[::2], uniforms[1::2], strict=False)
-    ]
     return [
         _test_cells("bins", [uniform_X[None]], _MAX_BINS),
         Result("kolmogorov-smirnov", float(distance), min(1.0, 2 * math.exp(-2 * count * distance**2))),
@@ -122,7 +121,7 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
             _test_cells(test, [_pairs(row[first:], lag, rng) for row in uniforms], _MAX_SIDES)
             for test, first, lag in apart
         ),
-        _test_cells("rows", rows, _MAX_SIDES),
+        test_rows(uniforms),
         Result("favoured", evidence.bias, martingale_p(float(excess_X.sum()), float(variance_X.sum()))),
     ]
 
@@ -142,6 +141,25 @@ def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Resu
         return Result(test, 0.0, 1.0)
     statistic, p_value = chisquare(np.histogramdd(points_DX.T, sides, [(0, 1)] * dimensions)[0], axis=None)
     return Result(test, float(statistic), float(p_value))
+
+
+def test_rows(rows: Sequence[np.ndarray]) -> Result:
+    """Test that rows are independent: no distance between rows has a large sum of products of their u.
+
+    With x = 2 u - 1, which lies in [-1, 1] and has mean 0, the products x_r x_{r+d} are martingale differences whose
+    variance is x_r² / 3 given the earlier rows (Freedman 1975).
+    """
+    count, length = len(rows), max(map(len, rows), default=0)
+    x_RT, exists_RT = np.zeros((count, length)), np.zeros((count, length))
+    for number, row in enumerate(rows):
+        x_RT[number, : len(row)], exists_RT[number, : len(row)] = 2 * row - 1, 1
+    lags = range(1, min(count, _MAX_LAG + 1))
+    p_values = [
+        martingale_p(float((x_RT[lag:] * x_RT[:-lag]).sum()), float((exists_RT[lag:] * x_RT[:-lag] ** 2).sum()) / 3)
+        for lag in lags
+    ]
+    smallest = int(np.argmin(p_values)) if p_values else 0
+    return Result("rows", 1.0 + smallest, min(1.0, min(p_values, default=1.0) * len(lags)))
 
 
 def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) -> Result:
