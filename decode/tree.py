@@ -174,13 +174,23 @@ def parse_branching(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+MEDUSA_63 = (
+    "0.0.0.0, 0.0.0.1, 0.0.1, 0.0.2, 0.0.3, 0.0.4, 0.0.5, 0.0.6, 0.0.7, 0.0.8, 0.0.9, 0.1.0, 0.1.1, 0.1.2, 0.2.0, "
+    "0.2.1, 0.3.0, 0.4.0, 0.5.0, 0.6.0, 0.7.0, 0.8, 0.9, 1.0.0, 1.0.1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 2.0.0, 2.1, "
+    "2.2, 3.0, 3.1, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0"
+)
+"""The 42 longest paths of Medusa's published tree of 63 nodes for 7B models (arXiv 2401.10774, appendix)."""
+
+
 def parse_tree(text: str) -> tuple[Tree, Tensor]:
     """A tree whose nodes take candidates by rank: a k-configuration, or a list of paths; and each node's rank [N] (0 at
     the root). Raises ValueError: where the text is neither.
 
     A list such as `0, 1, 0.0, 0.2` names each node by the ranks on its path (Medusa's sparse trees): the best and the
     second of the first head, then, after the best, the best and the third of the second head. Prefixes are added.
+    `medusa-63` is the tree that Medusa published.
     """
+    text = MEDUSA_63 if text == "medusa-63" else text
     if not set(text) & set(",."):
         tree = Tree.k_ary(parse_branching(text))
         return tree, tree.rank_BN[0]

@@ -129,8 +129,7 @@ class DraftTree(DrafterProposer):
             drawn_BMC, wanted_BMC = draw_many(probs_BMR, chance_BMX)
             found = drawn_BMC.flatten(1), wanted_BMC[..., 0], probs_BMR
             return found if self.replacement or self._all_one else (*found, torch.ones_like(found[0], dtype=torch.bool))
-        # Exponential races: sorting by p / E is drawing without replacement, in order. Below the normal range of float32
-        # the quotients would tie.
+        # Exponential races: sorting by p / E is drawing without replacement, in order. Subnormal quotients would tie.
         probs_BMR = torch.where(probs_BMR < _LEAST, 0.0, probs_BMR)
         top = (probs_BMR / chance_BMX).topk(width, -1)
         # Warping, or a low temperature's underflow, may leave fewer possible tokens than children.

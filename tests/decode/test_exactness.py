@@ -311,7 +311,7 @@ def test_extreme_drafters(
     options: dict[str, Any],
     kind: str,
 ) -> None:
-    """Drafters with nearly all probability on one token, with equal logits, and without two tokens of the vocabulary."""
+    """Nearly all probability on one token, equal logits, or two tokens of the vocabulary missing."""
     target, parts = pair
     models = [make_llama(VOCAB, seed=seed, sharpness=1.5, **SMALL) for seed in (1, 2)]
     for model in models:
@@ -343,7 +343,7 @@ def test_extreme_drafters(
 def test_a_nearly_certain_drafter_leaves_the_target_distribution(
     make_stream: MakeStream, rule: Verifier, doubt: float
 ) -> None:
-    """Two candidates of one level, or a chain of two, from q with 1 - max q = `doubt`: 1 - q is 0 in float32 below 6e-8."""
+    """Two candidates of a level, or a chain of two, where 1 - max q is `doubt`: in float32 that is 0 below 6e-8."""
     rows, target_V = 200_000, torch.tensor([0.5, 0.3, 0.2])
     draft_V = torch.tensor([0.0, math.log(doubt * 0.6), math.log(doubt * 0.4)]).softmax(0)
     rng = make_stream(7, rows)

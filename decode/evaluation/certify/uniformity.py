@@ -159,7 +159,7 @@ def test_rows(rows: Sequence[np.ndarray]) -> Result:
         for lag in lags
     ]
     smallest = int(np.argmin(p_values)) if p_values else 0
-    return Result("rows", 1.0 + smallest, min(1.0, min(p_values, default=1.0) * len(lags)))
+    return Result("rows", 1.0 + smallest, min(1.0, min(p_values, default=1.0) * max(1, len(lags))))
 
 
 def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) -> Result:
