@@ -26,6 +26,8 @@ from .draft_state import DrafterProposer, DraftState
 class Policy(ABC):
     """Rule that decides for each row whether one more token is drafted; its methods are called like a proposer's."""
 
+    stop_costs_forward: bool = True
+    """Whether the drafter's forward that only made the policy stop is counted."""
     key: Hashable | None = None
     """Identifies a stateless policy, whose levels can be drafted in one captured graph."""
 
@@ -66,13 +68,15 @@ class Oracle(Policy):
     """Continues while one more token raises the expected tokens per unit of time: an upper bound for analysis.
 
     With acceptance rates β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (arXiv
-    2211.17192, section 3.5). The true rates Σ min(p, q) are computed by running the target with the drafter, which is
-    not counted among the proposal's forwards.
+    2211.17192, section 3.5). The true rates Σ min(p, q) are known before a token is drafted: the forwards of the target
+    and of the drafter that compute them are not counted among the proposal's forwards.
 
     Args:
         draft_cost: c, the cost of a forward of the drafter, in forwards of the target.
         token_cost: Cost of one more token in a forward of the target, in such forwards.
     """
+
+    stop_costs_forward = False
 
     def __init__(self, draft_cost: float, token_cost: float) -> None:
         if draft_cost <= 0 or token_cost < 0:
@@ -93,8 +97,8 @@ class Oracle(Policy):
         logits_BV = self._peek.model.logits(self._hidden_BD[:, None])[:, 0]
         self._watch("the target's", logits_BV.amax(-1, True), level)
         gain_B = self._reach_B * torch.minimum(warp(logits_BV, self._sampling), draft_BV).sum(-1)
-        spent = 1 + self._draft_cost * (level + 1) + self._token_cost * level
-        pays_B = gain_B * spent > self._token_cost * self._expected_B
+        cost = self._draft_cost + self._token_cost
+        pays_B = gain_B * (1 + cost * level) > cost * self._expected_B
         self._reach_B, self._expected_B = gain_B, self._expected_B + gain_B
         return pays_B
 
@@ -176,5 +180,4 @@ class AdaptiveChain(DrafterProposer):
         self.policy.stop()
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        # As many as there are tokens, and one whose distribution made the policy stop.
-        return [(self.model, 1)] * min(self.gamma, round(nodes))
+        return [(self.model, 1)] * min(self.gamma, round(nodes) - (not self.policy.stop_costs_forward))
