@@ -183,21 +183,22 @@ def tune(
     engine: EngineName = None,
     engine_options: EngineOptions = "",
 ) -> None:
-    """Find the best settings of each method by replay under measured costs, and confirm them by decoding.
+    """Find the fastest settings of each method: measure all on a few prompts, and the fastest on more.
 
     Example: `tune --target T --drafter D --method speculative`. With --engine, find the best number of draft tokens
     under each load. An interrupted run resumes.
     """
     if engine is not None:
         from .serving.engines import commands_of, engine_recipe
-        from .serving.lengths import max_draft_tokens, tune_lengths
+        from .serving.lengths import max_draft_tokens, run_tune_lengths
 
         asking = {"prompts": asked.prompts, "out": out or f"tune-{engine}.json", "concurrency": concurrency}
         served = engine_recipe([*([asked.recipe] if asked.recipe else []), *(asked.overrides or [])], asking)
         export = asked.drafter or asked.heads or ""
         commands = partial(commands_of, export or None, engine, asked.target)
         commands()  # report what cannot be served first
-        tune_lengths(served, engine, commands, max_draft_tokens(export), shlex.split(engine_options), f"serve-{engine}")
+        more = shlex.split(engine_options)
+        run_tune_lengths(served, engine, commands, max_draft_tokens(export), more, f"serve-{engine}")
         return
     loaded = asked.load("tune", method, every, out=out)
     from .evaluation.tune import run_tune

@@ -13,7 +13,6 @@ from .page import write_page
 from .tables import Cell, Column, Table, interval_cell, number_cell, render
 
 _COLUMNS = (
-    Column("candidate", numeric=False),
     Column("setting", numeric=False),
     Column("steps", "of training"),
     Column("tokens per step"),
@@ -27,8 +26,7 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
     tables, winners = [], []
     for each in results["workloads"]:
         workload = Workload(each["batch"], each["temperature"])
-        measured = [*each["untrained"], *(row for found in each["history"].values() for row in found)]
-        parts = {"Measured": sorted(measured, key=lambda row: -row["speedup"]), "Confirmed": each["confirmed"]}
+        parts = {"Given drafters, and candidates after short training": each["compared"], "Tuned": each["tuned"]}
         tables += [
             Table(f"{title}, {workload}", _COLUMNS, list(map(_row, rows))) for title, rows in parts.items() if rows
         ]
@@ -46,7 +44,6 @@ def _verdict(certificate: Mapping[str, str]) -> str | None:
 
 def _row(found: Mapping[str, Any]) -> list[Cell]:
     return [
-        Cell(found["name"]),
         Cell(found["label"]),
         Cell(f"{found['steps']:,}" if found["steps"] else "none"),
         number_cell(found["tokens_per_step"]),

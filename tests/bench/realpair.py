@@ -1,23 +1,18 @@
-"""The evidence of a real pair: every method on Spec-Bench, the same beside transformers, and what training tokens buy.
+"""The evidence of a real pair: every method on Spec-Bench, and the same beside transformers.
 
     python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--rows 'medusa*']
     python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32] [--gguf FILE]
-    python tests/bench/realpair.py --pair runs/realpair --curve runs/drafter-1 runs/drafter-2 runs/heads-1
 
 The pair is a finished quickstart of any recipe. Each part says first how long it takes, resumes
 (`--work`, by default PAIR/bench) and puts what it found beside what lies in `--out` (tests/bench/results/
 realpair-cpu.json) already; `--quick`: two prompts of 16 tokens.
 
-Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group, with replay's
-prediction; "eagle" rows draft with the pair's EAGLE-3 layer. Peers: greedily and in turns prompt by prompt, in
-float32 and bfloat16, ours also with the method `suffix`, each at the γ that was its fastest on the first prompts; the
-assistant of transformers is the padded export of the drafter; all texts end where this engine's own do. With
-`--gguf`, the target's own file, llama.cpp decodes the same weights by the package xllamacpp (other builds:
-engines.py), with DRAFTSMITH_VLLM the vLLM of that Python (tests/engines/test_vllm.py). Curve: tokens per step of
-finished artifacts by replay of the target's own texts, against the tokens that they were trained on, those of the
-artifacts that they went on from included, what one forward of each takes beside one of the target's, and how many times
-as many tokens a step block verification keeps, with its standard error over the same texts. The last line is one JSON
-object.
+Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group; "eagle" rows draft
+with the pair's EAGLE-3 layer. Peers: greedily and in turns prompt by prompt, in float32 and bfloat16, ours also with
+the method `suffix`, each at the γ that was its fastest on the first prompts; the assistant of transformers is the
+padded export of the drafter; all texts end where this engine's own do. With `--gguf`, the target's own file, llama.cpp
+decodes the same weights by the package xllamacpp (other builds: engines.py), with DRAFTSMITH_VLLM the vLLM of that
+Python (tests/engines/test_vllm.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,23 +31,16 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from common import SHARED, finish, parser_of
-from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.storage.atomic import atomic_text
 from draftsmith.checkpoints.storage.draft_vocabulary import mask_token
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.checkpoints.verify.model_files import load_config
-from draftsmith.decode.evaluation.profile import drafting_cost
-from draftsmith.decode.evaluation.tuning.recording import record
-from draftsmith.decode.evaluation.tuning.replay import predict
-from draftsmith.decode.evaluation.tuning.steps import ratio_error
-from draftsmith.decode.methods import METHODS, build_method
-from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.assemble.evaluation import Case, open_case, open_recipe
+from draftsmith.decode.methods import METHODS
+from draftsmith.recipes.assemble.evaluation import Case, open_case
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError, evaluate_once
 from draftsmith.recipes.commands.evaluation.journal import Journal, Kept
@@ -64,7 +52,6 @@ from draftsmith.train.parallel.processes import Interrupted
 from engines import vllm_ways
 from pair import on_pair
 from peers import GAMMAS, Peer, of_format, print_peers, ways
-from pydantic import TypeAdapter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC_BENCH = SHARED / "eval" / "spec_bench_question.jsonl"
@@ -122,18 +109,6 @@ NUMBERS = (
 )  # fmt: skip
 IN_GROUPS = ("prompts", "tokens_per_step", "acceptance_by_depth", "speedup", "speedup_interval", "bound", "efficiency")
 BRIEF = ("tokens_per_step", "speedup", "speedup_interval", "tokens_per_second")
-CURVE = {
-    "drafter": [("speculative", {"gamma": gamma}) for gamma in (1, 2, 4, 8)]
-    + [("speculative", {"gamma": gamma, "verification": "block"}) for gamma in (2, 4, 8)],
-    "heads": [("bpd", {}), ("medusa", {}), ("medusa", {"tree": "2x1"})],
-}
-"""By kind of artifact, the methods of a learning curve."""
-COSTED: dict[str, tuple[str, dict[str, Any]]] = {"drafter": ("speculative", {"gamma": 1}), "heads": ("bpd", {})}
-COST_CONTEXT = 300
-"""Methods whose proposal is one forward, and the tokens it stands behind."""
-Steps = dict[str, dict[str, tuple[float, float]]]
-"""By temperature and method, tokens per step and their standard error."""
-
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
@@ -293,80 +268,6 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-# --- curve ------------------------------------------------------------------------------------------------------------
-
-
-def trained_tokens(folder: Path) -> int:
-    """Tokens that an artifact was trained on, and those before it that it went on from."""
-    manifest = load_manifest(folder)
-    source = (manifest.recipe.get("model") or {}).get("source")
-    before = trained_tokens(Path(source)) if source and (Path(source) / "artifact.json").is_file() else 0
-    return before + int(manifest.training["tokens"])
-
-
-def chosen(manifest: Any) -> dict[str, Any]:
-    """What was decided for a drafter or heads: layers, draft vocabulary, objective."""
-    recipe = manifest.recipe
-    model = recipe.get("model") or {}
-    vocabulary = model.get("vocabulary") or recipe.get("vocabulary") or {}
-    found = {"layers": model.get("layers") or recipe.get("num_layers"), "vocabulary": vocabulary.get("tokens")}
-    return found | {"objective": recipe.get("objective")}
-
-
-def curve(options: argparse.Namespace) -> dict[str, Any]:
-    """By artifact: tokens of training, what it measured, its cost, tokens per step at both temperatures."""
-    base = recipe_of(options, 0.0, [BASELINE], drafter=None, more_drafters=[], heads=None, table=None)
-    case = open_case(base)
-    found: dict[str, Any] = {}
-    with Stoppable("curve") as signals, journal_of(options, "curve", case) as journal:
-        kept = Kept(journal, signals)
-        texts = {
-            t: kept(f"texts {t:g}", TypeAdapter(list[list[int]]), lambda t=t: case.texts(Sampling(t)))
-            for t in options.temperatures
-        }
-        for folder in options.curve:
-            manifest, digest = load_manifest(folder), file_hash(folder / MANIFEST_FILE)
-
-            def work(folder: Path = folder, kind: str = manifest.kind) -> Steps:
-                opened = open_recipe(base.model_copy(update={kind: str(folder)}))
-                measured: Steps = {}
-                for t, written in texts.items():
-                    given = (opened.target, opened.parts, case.prompts, written, Sampling(t))
-                    recording = record(*given, tables=())
-                    steps = measured.setdefault(f"T={t:g}", {})
-                    taken: dict[str, np.ndarray] = {}
-                    for name, asked in CURVE[kind]:
-                        predicted = predict(recording, opened.parts, name, asked)
-                        assert predicted is not None
-                        label = " ".join([name, *map(str, asked.values())])
-                        steps[label] = predicted.tokens_per_step, predicted.standard_error
-                        taken[label] = np.array(predicted.steps_by_text)
-                        if (plain := taken.get(label.removesuffix(" block"))) is not None and label.endswith(" block"):
-                            by_text = ratio_error(plain, taken[label])  # of the same texts
-                            steps[f"{label} over token"] = float(plain.sum() / taken[label].sum()), by_text
-                return measured
-
-            def cost(folder: Path = folder, kind: str = manifest.kind) -> float:
-                opened = open_recipe(base.model_copy(update={kind: str(folder)}))
-                name, options = COSTED[kind]
-                method = build_method(name, opened.parts, Sampling(), **options)
-                return drafting_cost(opened.target, method, 2, COST_CONTEXT)[0]
-
-            steps = kept(f"curve {digest}", TypeAdapter(Steps), work)
-            row = {"kind": manifest.kind, "tokens": trained_tokens(folder), **chosen(manifest), **steps}
-            row |= {
-                "cost": kept(f"cost {digest}", TypeAdapter(float), cost),
-                "measured": manifest.evaluation,
-            }
-            found[short(folder)] = rounded(row)
-    for name, row in sorted(found.items(), key=lambda item: (item[1]["kind"], item[1]["tokens"])):
-        loss = (row["measured"] or {}).get("heldout_loss")
-        cells = [f"{t} {' '.join(f'{value:.2f}' for value, _ in row[t].values())}" for t in row if t.startswith("T=")]
-        said = f"held-out loss {loss}  cost {row['cost']:.3f}  tokens/step {'  '.join(cells)}"
-        print(f"{name:32} {row['tokens']:>12,} tokens  {said}")
-    return found
-
-
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -407,7 +308,6 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="of --peers: the target's GGUF file, for llama.cpp (xllamacpp)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of --peers")
     parser.add_argument("--gammas", nargs="+", type=int, default=list(GAMMAS), help="of --peers")
-    parser.add_argument("--curve", nargs="+", type=Path, help="finished drafters and heads, and nothing else")
     parser.add_argument("--work", type=Path, help="where what is finished is kept; by default PAIR/bench")
     parser.add_argument("--out", type=Path, help="the file (.json) that takes the results")
     options = parser.parse_args()
@@ -416,7 +316,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     options.work = options.work or options.pair / "bench"
-    part = curve if options.curve else peers if options.peers else methods
+    part = peers if options.peers else methods
     try:
         found = part(options)
     except Interrupted as stopped:

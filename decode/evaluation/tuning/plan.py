@@ -16,17 +16,15 @@ Kind = Literal["drafter", "parallel", "eagle", "heads"]
 Seconds = Callable[[float], float]
 """Time of a forward of the target by its number of tokens."""
 
-SHARES = {"answers": 0.25, "measure": 0.14, "tune": 0.05, "confirm": 0.05, "certify": 0.05}
+SHARES = {"answers": 0.25, "measure": 0.05, "tune": 0.19, "certify": 0.05}
 """Shares of the budget; the rest is for training."""
-RACE = 0.55
+RACE = 0.5
 """Share of the training time in which candidates compete; the rest trains the best ones."""
-RUNGS = 2
-"""Rounds of successive halving."""
 MIN_ANSWERS, MIN_STEPS = 20, 32
 """Minimum number of answers to train on, and of training steps."""
 MIN_BATCHES = 4
 """Minimum number of batches to measure a method with."""
-EVALUATION_OVERHEAD = 1.5
+EVALUATION_OVERHEAD = 2.0
 """Time of an evaluation relative to the tokens that it decodes: prefill, repeated rows, profiles."""
 OPTIMISTIC_ACCEPTANCE: dict[Kind, tuple[float, ...]] = {
     "drafter": (0.95, 0.95, 0.95, 0.95, 0.95),
@@ -110,27 +108,18 @@ def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) ->
 def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
     """Return the candidates whose minimum training fits into a time, and why others are left out, the slowest first."""
     known = sorted(step_seconds, key=lambda name: step_seconds[name])
-    while known and MIN_STEPS * (RUNGS * sum(map(step_seconds.__getitem__, known)) + step_seconds[known[-1]]) > seconds:
+    while known and MIN_STEPS * (sum(map(step_seconds.__getitem__, known)) + step_seconds[known[-1]]) > seconds:
         known.pop()
     left = [f"{name} {MIN_STEPS * step_seconds[name]:.0f} s" for name in step_seconds if name not in known]
     reason = f"{seconds:.0f} s are left for training, {MIN_STEPS} steps take too long: {', '.join(left)}"
     return known, reason if left else ""
 
 
-def count_rows(rows: Sequence[int], rungs: int, workloads: int) -> int:
-    """Count the rows, with baselines, of all evaluations of a race and its end; the slowest candidates survive.
-
-    Args:
-        rows: number of rows of each candidate.
-    """
-    largest = sorted((each + 1 for each in rows), reverse=True)
-    left, total = len(largest), 0
-    for rung in range(rungs + 1):
-        total += sum(largest[:left])
-        left = min(left, max(-(-left // 2), workloads) if rung < rungs - 1 else workloads)
-    return total
-
-
 def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) -> int:
     """Return the number of batches with which so many rows can be measured in a time."""
     return min(most, max(MIN_BATCHES, int(seconds / (EVALUATION_OVERHEAD * rows * batch_seconds))))
+
+
+def count_rows(seconds: float, batch_seconds: float, least: int) -> int:
+    """Return the number of rows besides the baseline that can be measured on a minimum of batches in a time."""
+    return max(least, int(seconds / (EVALUATION_OVERHEAD * MIN_BATCHES * batch_seconds)) - 1)

@@ -1,20 +1,23 @@
-"""The tuner: measure the settings that are predicted to be the fastest, then choose among the measurements.
+"""The tuner: measure all settings on a few prompts, then those that may be the fastest on more (successive halving).
 
-A backend predicts and measures: this engine (replay under measured costs, confirmed by decoding), or a serving engine
-(draft lengths under load, `lengths.py`).
+A setting is measured with this engine, or, for draft lengths, with a serving engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
-Where = TypeVar("Where", bound=Hashable)
-Key = TypeVar("Key", bound=Hashable)
+import numpy as np
 
 MAX_FINALISTS = 4
-"""Maximum number of measurements that compete for the first place."""
+"""Maximum number of lossless settings in the last round."""
+MAX_LOSSY = 3
+"""Maximum number of settings of each lossy method after the first round."""
+Row = Mapping[str, Any]
+"""Row of results."""
 
 
 @dataclass(frozen=True)
@@ -38,148 +41,110 @@ class Workload:
 class Measurement:
     """Measured speedup of a setting over autoregressive decoding."""
 
-    name: str
-    """Name of the candidate that drafts."""
     label: str
-    """Label of the setting."""
+    """Unique label of the setting."""
     tokens_per_step: float
     speedup: float
     interval: tuple[float, float]
     """95 % interval of the speedup."""
-    steps: int = 0
-    """Number of training steps of the candidate; 0 if it was not trained."""
-    is_steady: bool = True
-    """False if the times are known to be disturbed."""
     method: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    is_steady: bool = True
+    """False if the times are known to be disturbed."""
+    is_lossless: bool = True
+    perplexity: float | None = None
+    """Perplexity of the output under the target."""
+    name: str = ""
+    """Name of the candidate that drafts."""
+    steps: int = 0
+    """Number of training steps of the candidate; 0 if it was not trained."""
 
     @classmethod
-    def of_row(cls, name: str, row: Mapping[str, Any], steps: int = 0) -> Measurement:
+    def of_row(cls, row: Row) -> Measurement:
         """Read a row of an evaluation."""
-        rates = row["tokens_per_step"], row["speedup"]
         interval = tuple(row["speedup_interval"] or (row["speedup"], row["speedup"]))
-        return cls(
-            name, row["label"], *rates, interval, steps, row["steady"] is not False, row["method"], row["options"]
-        )
+        about = {key: row[key] for key in ("label", "method", "options", "perplexity", "tokens_per_step", "speedup")}
+        return cls(interval=interval, is_steady=row["steady"] is not False, is_lossless=row["lossless"], **about)
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.speedup:.2f}x ({self.interval[0]:.2f}–{self.interval[1]:.2f})"
 
 
-@dataclass(frozen=True)
-class Ranked(Generic[Key]):
-    """A setting with its evidence."""
+def tune(
+    labels: Sequence[str],
+    measure: Callable[[Sequence[str], int, int], Sequence[Measurement]],
+    prompts: Sequence[int],
+) -> list[Measurement]:
+    """Return the measurements of the last round, the fastest first.
 
-    setting: Key
-    predicted: float | None
-    """Predicted speedup."""
-    measured: Measurement | None
-
-    @property
-    def speedup(self) -> float:
-        """Measured speedup if there is one, else the predicted one."""
-        return self.measured.speedup if self.measured is not None else self.predicted or 0.0
-
-
-class Backend(Protocol[Where, Key]):
-    """An engine that predicts and measures settings on one or several workloads."""
-
-    def first_settings(self) -> Sequence[Key]:
-        """List the settings to measure first."""
-
-    def measure(self, settings: Sequence[Key]) -> Mapping[Where, Mapping[Key, Measurement]]:
-        """Measure settings on every workload."""
-
-    def predict(self, workload: Where) -> Mapping[Key, float]:
-        """Predict the speedups of all settings of the search space."""
-
-
-def tune(backend: Backend[Where, Key], rounds: int | None = None) -> dict[Where, list[Ranked[Key]]]:
-    """Rank the settings of a search space for each workload, the fastest first.
-
-    After the first settings, those that rank first but are not measured are measured, until the first of each workload
-    is, or for at most `rounds` rounds.
+    Args:
+        labels: unique labels of all settings.
+        measure: measures settings in a round, counted from 1, on a number of prompts.
+        prompts: number of prompts of each round.
     """
-    measured: dict[Where, dict[Key, Measurement]] = {}
-    ranking: dict[Where, list[Ranked[Key]]] = {}
-    settings, done = list(backend.first_settings()), 0
-    while settings:
-        for workload, found in backend.measure(settings).items():
-            measured.setdefault(workload, {}).update(found)
-        ranking = {workload: rank(backend.predict(workload), found) for workload, found in measured.items()}
-        done += 1
-        if done == rounds:
-            break
-        firsts = {workload: ranked[0].setting for workload, ranked in ranking.items()}
-        settings = list({first: None for workload, first in firsts.items() if first not in measured[workload]})
-    return ranking
+    measured: list[Measurement] = []
+    for number, count in enumerate(prompts, 1):
+        measured = sorted(measure(labels, number, count), key=lambda each: -each.speedup)
+        most = MAX_FINALISTS if number >= len(prompts) - 1 else max(MAX_FINALISTS, len(labels) // 4)
+        labels = [each.label for each in select_survivors(measured, most)]
+    return measured
 
 
-def rank(predicted: Mapping[Key, float], measured: Mapping[Key, Measurement]) -> list[Ranked[Key]]:
-    """Sort settings by their speedup, measured or predicted."""
-    found = [Ranked(key, predicted.get(key), measured.get(key)) for key in {**measured, **predicted}]
-    return sorted(found, key=lambda each: -each.speedup)
+def select_survivors(ranked: Sequence[Measurement], most: int) -> list[Measurement]:
+    """Select at most `most` lossless settings that may be the fastest, and the frontier of each lossy method.
 
-
-def within_interval_of_best(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Select the measurements that may be the fastest, the fastest first.
-
-    They exceed autoregressive decoding, and their intervals reach that of the first. Disturbed ones are included, since
-    the measurements that are selected are repeated.
+    Disturbed measurements are included, since those that are selected are repeated.
     """
-    ranked = sorted((each for each in measurements if each.speedup > 1), key=lambda each: -each.speedup)
-    return [each for each in ranked if each.interval[1] >= ranked[0].interval[0]][:MAX_FINALISTS]
+    lossless = [each for each in ranked if each.is_lossless]
+    selected = [each for each in lossless if each.interval[1] >= lossless[0].interval[0]][:most]
+    for method in dict.fromkeys(each.method for each in ranked if not each.is_lossless):
+        selected += pareto_frontier([each for each in ranked if each.method == method and not each.is_lossless])
+    return selected
+
+
+def pareto_frontier(measured: Sequence[Measurement], most: int = MAX_LOSSY) -> list[Measurement]:
+    """Select settings that no other setting beats in both speed and perplexity, at most `most`, evenly spread."""
+    best: list[Measurement] = []
+
+    def order(each: Measurement) -> tuple[float, float]:
+        return math.inf if each.perplexity is None else each.perplexity, -each.speedup
+
+    for each in sorted(measured, key=order):
+        if not best or each.speedup > best[-1].speedup:
+            best.append(each)
+    chosen = np.linspace(0, len(best) - 1, min(most, len(best))).round().astype(int)
+    return [best[index] for index in chosen]
 
 
 def choose_winner(measurements: Sequence[Measurement]) -> tuple[Measurement | None, str]:
-    """Return the fastest steady measurement whose interval lies above 1, and the reason for the choice."""
-    if not (ranked := sorted((each for each in measurements if each.is_steady), key=lambda each: -each.speedup)):
+    """Return the fastest steady lossless measurement whose interval lies above 1, and the reason for the choice."""
+    lossless = [each for each in measurements if each.is_lossless]
+    if not (ranked := sorted((each for each in lossless if each.is_steady), key=lambda each: -each.speedup)):
         return None, "no measurement is steady: measure again while nothing else runs on this machine"
     first = ranked[0]
-    words = f"{first.label} ({first.name}): {first.speedup:.2f}x ({first.interval[0]:.2f}–{first.interval[1]:.2f})"
     if first.interval[0] <= 1:
-        cost = first.tokens_per_step / first.speedup
-        more = "; a larger budget measures more prompts" if first.speedup > 1 else ""
-        disturbed = len(measurements) - len(ranked)
+        disturbed = len(lossless) - len(ranked)
+        more = "; more prompts may decide" if first.speedup > 1 else ""
         more += f"; {disturbed} disturbed measurements are left out" if disturbed else ""
         return None, (
-            f"nothing is significantly faster than autoregressive decoding; the best is {words}: a step yields "
-            f"{first.tokens_per_step:.2f} tokens and costs more than {cost:.2f} forwards{more}"
+            f"nothing is significantly faster than autoregressive decoding; the best is {first}: a step yields "
+            f"{first.tokens_per_step:.2f} tokens and costs {first.tokens_per_step / first.speedup:.2f} forwards{more}"
         )
     tied = [each.label for each in ranked[1:] if each.interval[1] >= first.speedup]
-    return first, words + (f"; within its interval: {', '.join(tied)}" if tied else "")
+    return first, f"{first}" + (f"; within its interval: {', '.join(tied)}" if tied else "")
 
 
-def interleave_rankings(rankings: Sequence[Sequence[str]], count: int) -> list[str]:
-    """Interleave several rankings, keeping at most `count` names, and the first name of each in any case."""
-    found = dict.fromkeys(ranked[0] for ranked in rankings if ranked)
-    for at in range(1, max(map(len, rankings), default=0)):
-        for ranked in rankings:
-            if at < len(ranked) and len(found) < count:
-                found[ranked[at]] = None
-    return list(found)
-
-
-@dataclass(frozen=True)
-class DecodingBackend:
-    """Backend of `tune` for this engine: settings with predicted speedups, measured by decoding.
+def tune_lengths(measure: Callable[[int], Sequence[Row]], most: int) -> dict[int, Sequence[Row]]:
+    """Measure draft lengths of a serving engine from 1 on, until a longer draft is slower under every load.
 
     Args:
-        predicted: predicted speedups by label.
-        first: labels of the settings to measure.
-        run: measures settings by their labels; what cannot be measured is missing.
+        measure: returns a row of `bench` for each load.
+        most: maximum number of draft tokens.
     """
-
-    workload: Workload
-    predicted: Mapping[str, float]
-    first: Sequence[str]
-    run: Callable[[Sequence[str]], Mapping[str, Measurement]]
-
-    def first_settings(self) -> Sequence[str]:
-        """List the settings to measure."""
-        return self.first
-
-    def measure(self, settings: Sequence[str]) -> dict[Workload, Mapping[str, Measurement]]:
-        """Decode with the settings."""
-        return {self.workload: self.run(settings)}
-
-    def predict(self, workload: Workload) -> Mapping[str, float]:
-        """Return the predictions."""
-        return self.predicted
+    found: dict[int, Sequence[Row]] = {}
+    for tokens in range(1, most + 1):
+        found[tokens] = measure(tokens)
+        pairs = zip(found.get(tokens - 1, []), found[tokens], strict=tokens > 1)
+        if tokens > 1 and all((old["speedup"] or 0) > (new["speedup"] or 0) for old, new in pairs):
+            break
+    return found

@@ -6,25 +6,23 @@ import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.artifact.artifact import load_manifest
-from ....checkpoints.artifact.locate import resolve as folder_of
 from ....checkpoints.export.base import ExportOptions, export_artifact
 from ....checkpoints.export.gguf import find_converter
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.gguf import gguf_file, is_gguf
 from ....checkpoints.storage.names import MANIFEST_FILE
-from ....decode.evaluation.tuning.tuner import Measurement, Workload
+from ....decode.evaluation.tuning.tuner import Workload
 from ...schema.forge import ForgeRecipe
 from ..artifacts.export import FORMATS
 from ..artifacts.imports import import_drafter
 from ..serving.client import check_client
 from ..serving.engines import ENGINES, HOST, commands_of, engine_recipe
-from ..serving.lengths import MAX_TOKENS, max_draft_tokens, tune_lengths
+from ..serving.lengths import MAX_TOKENS, max_draft_tokens, run_tune_lengths
 
 ENGINE_FIELDS = ("engine", "engine_options", "llama_cpp")
 """Fields of a forge that may change when it resumes."""
@@ -50,22 +48,6 @@ def check_engine(recipe: ForgeRecipe) -> None:
         )
     if recipe.llama_cpp is not None:
         find_converter(Path(recipe.llama_cpp))
-
-
-def drafts_of(
-    best: Sequence[Measurement], trained: Mapping[str, Mapping[str, Any]], given: Sequence[str]
-) -> dict[str, Path | None]:
-    """Return the artifacts, or given drafters, of the best measurements by name; None is the engine's prompt lookup."""
-    found: dict[str, Path | None] = {}
-    for each in best:
-        if own := trained.get(each.name):
-            artifact = Path(own["heads"] if "heads" in own else own["drafters"][0])
-            found[artifact.name] = artifact
-        elif each.name in given:
-            found[f"given-{1 + given.index(each.name)}"] = folder_of(each.name)
-        else:
-            found["lookup"] = None
-    return found
 
 
 def form_for(engine: str, artifact: Path) -> str | None:
@@ -106,7 +88,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
         changes = [f"limit={prompts}", f"max_new_tokens={recipe.new_tokens}", f"temperature={temperature}"]
         served = engine_recipe(changes, asking)
         stem, more = str(out / f"serve-{engine}"), shlex.split(recipe.engine_options)
-        results = tune_lengths(served, engine, commands, most, more, stem)
+        results = run_tune_lengths(served, engine, commands, most, more, stem)
         for load in results["loads"]:
             lines[f"{engine}, {name}, {_describe(load, temperature)}"] = None
             lines[f"to serve it: {results['commands'][str(load['best'])]}"] = None
@@ -147,6 +129,6 @@ def _describe(load: dict[str, Any], temperature: float) -> str:
     if not load["best"]:
         return f"{workload}: drafting does not pay"
     best = load["lengths"][load["best"] - 1]
-    low, high = best["interval"] or (best["measured"],) * 2
+    low, high = best["speedup_interval"] or (best["speedup"],) * 2
     words = f"{workload}: {load['best']} draft tokens, {best['tokens_per_step']:.2f} tokens per step"
-    return f"{words}, {best['measured']:.2f}x ({low:.2f}–{high:.2f})"
+    return f"{words}, {best['speedup']:.2f}x ({low:.2f}–{high:.2f})"

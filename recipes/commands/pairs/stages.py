@@ -6,7 +6,7 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.heads.eagle import EagleHeads
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.atomic import atomic_text
@@ -23,40 +24,72 @@ from ....checkpoints.verify.model_files import is_adapter, load_config
 from ....data.prompts import load_prompts
 from ....data.tokenizers import load_tokenizer
 from ....decode.evaluation.tuning.costs import measure_forwards
-from ....decode.evaluation.tuning.plan import (
-    EXPECTED_ACCEPTANCE,
-    MIN_ANSWERS,
-    MIN_BATCHES,
-    Candidate,
-    Kind,
-    ModelShape,
-    Seconds,
-    best_draft,
-)
-from ....decode.evaluation.tuning.space import Space
-from ....decode.evaluation.tuning.tuner import Measurement, Workload
-from ....decode.methods import Parts, method_config
+from ....decode.evaluation.tuning.plan import MIN_ANSWERS, MIN_BATCHES, Candidate, Kind, ModelShape
+from ....decode.evaluation.tuning.space import Available, format_setting, interleave, list_settings
+from ....decode.evaluation.tuning.tuner import Workload
+from ....decode.methods import method_config
 from ....decode.models.loading import wrap_model
 from ...assemble.evaluation import load_target
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, write_recipe
 from ...schema.training import DrafterRecipe, HeadsRecipe, ParallelSection
-from ..evaluation.tune import count_runs, sampling_of, tuned_as
 from ..training.regenerate import run_regenerate
 from .in_engine import ENGINE_FIELDS
 from .quickstart import make_corpus, make_target, resolve
 
 DRAFT_VOCABULARY = 8192
 """Size of the draft vocabulary if that of the target is larger."""
-Row = tuple[str, dict[str, Any]]
-UNTRAINED: list[Row] = [("prompt-lookup", {"min_ngram": 2}), ("suffix", {})]
-WITH_ANSWERS: list[Row] = [("suffix", {"datastore": "table"}), ("suffix", {"datastore": "table", "max_nodes": 4})]
+METHODS: dict[Kind | None, tuple[str, ...]] = {
+    None: ("suffix", "prompt-lookup"),
+    "drafter": ("speculative", "suffix, drafter", "dynamic-tree", "multi-candidate"),
+    "parallel": ("speculative, parallel", "suffix, drafter"),
+    "eagle": ("speculative", "dynamic-tree", "suffix, drafter"),
+    "heads": ("medusa", "slim-s", "suffix, heads"),
+}
+"""Names of the methods that are tuned for each kind of drafter; None is prompt lookup."""
 REVERSED_HELDOUT = "heldout-reversed.jsonl"
 """Held-out prompts in reverse order, so that settings are confirmed on other prompts than those that chose them."""
-_MAX_LENGTH = 6
 _PROBED = 24  # answers that are timed
 _CONTEXT = 200
+
+
+class Source(NamedTuple):
+    """Prompt lookup, a given drafter, or a trained candidate."""
+
+    name: str
+    kind: Kind | None = None
+    """None is prompt lookup."""
+    artifact: str | None = None
+    steps: int = 0
+    """Number of training steps."""
+
+    def settings(self, with_table: bool, temperature: float) -> list[Row]:
+        """List the settings to tune, the most promising first."""
+        own = {"heads"} if self.kind == "heads" else {"drafter"}
+        heads = load_manifest(Path(str(self.artifact))).shapes["num_heads"] if self.kind == "heads" else 0
+        available = Available(frozenset(own | {"table"}), heads, with_table)
+        listed = [list_settings(name, available, temperature) for name in METHODS[self.kind]]
+        return [Row(self, *each) for each in interleave(listed)]
+
+    def default(self, gamma: int) -> Row:
+        """Return the setting with which candidates are compared."""
+        if self.kind == "heads":
+            return Row(self, "medusa", {"tree": "2x1"})
+        return Row(self, "speculative", {"gamma": gamma} | ({"parallel": True} if self.kind == "parallel" else {}))
+
+
+class Row(NamedTuple):
+    """Setting of a method with a source of drafts."""
+
+    source: Source
+    method: str
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Unique label."""
+        return f"{format_setting(self.method, self.options)} ({self.source.name})"
 
 
 class Prompts(NamedTuple):
@@ -152,7 +185,7 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
     count -= head.numel() + (0 if head is inner else inner.numel())
     layers = model.config.num_hidden_layers
     shape = ModelShape(layers, count / layers, model.config.hidden_size, len(head))
-    curve = measure_forwards(wrap_model(model), Parts(), _CONTEXT).target
+    curve = measure_forwards(wrap_model(model), _CONTEXT)
     found = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds, "eagle": False}
     with suppress(ValueError):  # EAGLE-3 does not support the target
         EagleHeads.for_target(model.config)
@@ -170,61 +203,11 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
     return found
 
 
-def list_rows(kind: Kind, seconds: Seconds, shape: ModelShape, cost: float | None = None) -> list[Row]:
-    """List the settings with which a candidate is measured before they are tuned.
-
-    Args:
-        seconds: time of a forward of the target by its number of tokens.
-        cost: cost of a draft token in forwards of the target; by default that of a layer.
-    """
-    candidate = Candidate("", kind, (), shape.layer_parameters / shape.parameters if cost is None else cost)
-    length = best_draft(candidate, seconds, [EXPECTED_ACCEPTANCE] * _MAX_LENGTH)[0]
-    suffix = {"fallback": "drafter", "datastore": "table", "max_nodes": 6, "draft_depth": 2}
-    if kind == "drafter":
-        return [("speculative", {"gamma": length}), ("suffix", suffix)]
-    if kind == "parallel":
-        return [("speculative", {"gamma": max(2, length), "parallel": True}), ("suffix", suffix)]
-    if kind == "eagle":
-        chain = ("speculative", {"gamma": min(2, length)})
-        return [chain, ("dynamic-tree", {}), ("suffix", suffix | {"min_prob": 0.15})]
-    slim = ("slim-s", {"num_sequences": 8, "min_prob": 0.05})
-    return [("medusa", {"tree": "2x1"}), slim, ("suffix", {"fallback": "heads", "datastore": "table"})]
-
-
 def kind_of(drafter: Path) -> Kind:
     """Return the kind of a given drafter. Raises ValueError if the folder holds no model."""
     if is_eagle(drafter):
         return "eagle"
     return "drafter" if is_adapter(drafter) or mask_token(load_config(drafter)) is None else "parallel"
-
-
-def label_of(row: Row) -> str:
-    """Return the label of a setting."""
-    method, options = row
-    return " ".join([method, *(name if value is True else str(value) for name, value in options.items())])
-
-
-def combine_rows(
-    measurements: Sequence[Measurement], trained: Mapping[str, dict[str, Any]], given: Sequence[str]
-) -> tuple[list[Row], dict[str, Any]]:
-    """Combine settings of several candidates into rows of one evaluation, and the artifacts that it opens.
-
-    Args:
-        trained: artifacts of trained candidates, by name.
-        given: drafters of the recipe.
-    """
-    rows: list[Row] = []
-    drafters: list[str] = []
-    parts: dict[str, Any] = {"drafters": drafters}
-    for each in measurements:
-        own = {"drafters": [each.name]} if each.name in given else trained.get(each.name, {})
-        options = {name: value for name, value in each.options.items() if name != "drafter"}
-        for drafter in own.get("drafters", []):
-            drafters += [] if drafter in drafters else [drafter]
-            options |= {"drafter": number} if (number := 1 + drafters.index(drafter)) > 1 else {}
-        parts |= {"heads": own["heads"]} if "heads" in own else {}
-        rows.append((each.method, options))
-    return rows, parts | {"table": any("table" in method_config(*row).needs for row in rows)}
 
 
 def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
@@ -273,50 +256,21 @@ def evaluation_of(
     rows: Sequence[Row],
     workload: Workload,
     prompts: int,
-    *,
-    drafters: Sequence[str] = (),
-    heads: str | None = None,
-    table: bool = False,
-    labels: Sequence[str] = (),
-    source: str = "heldout.jsonl",
+    prompts_file: str = "heldout.jsonl",
 ) -> EvaluateRecipe:
-    """Return the evaluation of the baseline and of settings on held-out prompts; `labels` if theirs are not unique."""
+    """Return the evaluation of the baseline and of settings, with all that they draft with, on held-out prompts."""
     values = base.evaluate.model_dump(mode="json")
-    methods = [
-        {"method": row[0], "label": label, "options": row[1]}
-        for row, label in zip(rows, labels or map(label_of, rows), strict=True)
-    ]
-    values |= {"out": f"{base.out}/{name}.json", "methods": [{"method": "autoregressive"}, *methods]}
-    values |= {"drafter": next(iter(drafters), None), "more_drafters": list(drafters[1:]), "heads": heads}
+    drafters = list(dict.fromkeys(row.source.artifact for row in rows if row.source.kind not in (None, "heads")))
+    methods: list[dict[str, Any]] = [{"method": "autoregressive"}]
+    for row in rows:
+        number = 1 + drafters.index(row.source.artifact) if row.source.artifact in drafters else 1
+        options = row.options | ({"drafter": number} if number > 1 else {})
+        methods.append({"method": row.method, "label": row.label, "options": options})
+    values |= {"out": f"{base.out}/{name}.json", "methods": methods, "compare_with_transformers": False}
+    values |= {"drafter": next(iter(drafters), None), "more_drafters": drafters[1:]}
+    values["heads"] = next((row.source.artifact for row in rows if row.source.kind == "heads"), None)
+    values["table"] = base.table.out if any("table" in method_config(*row[1:]).needs for row in rows) else None
     values |= {"limit": prompts, "temperature": workload.temperature, "batch": workload.batch}
     values |= {"max_new_tokens": recipe.new_tokens, "max_prompt_tokens": recipe.max_prompt_tokens}
-    values |= {"prompts": f"{base.out}/corpus/{source}"}
-    values |= {"table": base.table.out if table else None, "compare_with_transformers": False}
+    values |= {"prompts": f"{base.out}/corpus/{prompts_file}"}
     return EvaluateRecipe.model_validate(values)
-
-
-def tuning_of(
-    base: QuickstartRecipe,
-    recipe: ForgeRecipe,
-    name: str,
-    measured: Sequence[Measurement],
-    trained: Mapping[str, dict[str, Any]],
-    workload: Workload,
-    prompts: int,
-) -> EvaluateRecipe:
-    """Return the recipe that tunes the methods with which a candidate was measured."""
-    rows, parts = combine_rows(measured, trained, recipe.drafters)
-    kept = {"parallel", "fallback"}
-    fixed = [(method, {key: options[key] for key in kept & options.keys()}) for method, options in rows]
-    labels = [f"{number} {method}" for number, (method, _) in enumerate(fixed)]
-    return evaluation_of(base, recipe, name, fixed, workload, prompts, labels=labels, **parts)
-
-
-def affordable_space(recipe: EvaluateRecipe, answers: int) -> Space | None:
-    """Return the search space that decodes at most so many answers; None if there is none."""
-    names = [tuned_as(row, sampling_of(recipe)) for row in recipe.methods[1:]]
-    for prompts in (8, 4, 2, 1):
-        space = Space(nodes=32, decoded_prompts=prompts, probed_prompts=min(4, prompts))
-        if count_runs(names, recipe.limit, recipe, space) <= answers:
-            return space
-    return None

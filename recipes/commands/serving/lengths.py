@@ -10,9 +10,8 @@ from typing import Any
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.storage.atomic import atomic_text
-from ....decode.evaluation.tuning.lengths import DraftLengths
-from ....decode.evaluation.tuning.tuner import tune
-from ...report.tables import DASH, Cell, Column, Table, number
+from ....decode.evaluation.tuning.tuner import tune_lengths
+from ...report.tables import Cell, Column, Table, number_cell
 from ...schema.results import BENCH, load_results
 from ...schema.serving import BenchRecipe
 from ...session.terminal import console
@@ -24,7 +23,7 @@ Commands = Callable[[int | None], list[list[str]]]
 """Commands of the engine with so many draft tokens, and without drafts."""
 
 
-def tune_lengths(
+def run_tune_lengths(
     recipe: BenchRecipe, engine: str, commands: Commands, most: int, more: Sequence[str], stem: str
 ) -> dict[str, Any]:
     """Measure, choose, print and write. Measurements are kept next to the results, and reused.
@@ -33,9 +32,6 @@ def tune_lengths(
         most: maximum number of draft tokens.
         more: more arguments of the engine.
         stem: path of the engine's log files, without suffix.
-
-    Raises:
-        ValueError: The engine reports no acceptance by position.
     """
     out = Path(recipe.out)
 
@@ -43,19 +39,19 @@ def tune_lengths(
         own = recipe.model_copy(update={"out": str(out.with_suffix(f".{tokens}.json"))})
         if not _is_measured(own):
             measure_engine(own, commands(tokens), more, f"{stem}-{tokens}")
-        rows = load_results(own.out, BENCH)["methods"]
-        return [row | {"plain_ms": plain["ms_per_token"]} for row, plain in zip(rows[::2], rows[1::2], strict=True)]
+        return [row for row in load_results(own.out, BENCH)["methods"] if row["method"] == "server"]
 
-    backend, loads, chosen = DraftLengths(most, measure), [], {}
-    for key, ranked in tune(backend).items():
-        load = backend.loads[key]
-        for each in ranked:
-            if each.setting and each.measured is not None:
-                measured = {"measured": each.measured.speedup, "interval": each.measured.interval}
-                load["lengths"][each.setting - 1] |= measured
-        loads.append(load | {"best": ranked[0].setting})
-        drafting, plain = commands(ranked[0].setting or None)
-        chosen[str(ranked[0].setting)] = shlex.join([*(drafting if ranked[0].setting else plain), *more])
+    found, loads, chosen = tune_lengths(measure, most), [], {}
+    for rows in zip(*found.values(), strict=True):
+        kept = ("tokens_per_step", "speedup", "speedup_interval")
+        lengths = [
+            {"tokens": tokens} | {key: row[key] for key in kept} for tokens, row in zip(found, rows, strict=True)
+        ]
+        fastest = max(lengths, key=lambda each: each["speedup"] or 0)
+        best = fastest["tokens"] if (fastest["speedup"] or 0) > 1 else 0
+        loads.append({key: rows[0][key] for key in ("label", "concurrency")} | {"lengths": lengths, "best": best})
+        drafting, plain = commands(best or None)
+        chosen[str(best)] = shlex.join([*(drafting if best else plain), *more])
     results: dict[str, Any] = {"kind": "lengths", "engine": engine, "recipe": recipe.model_dump(mode="json")}
     results |= {"loads": loads, "commands": chosen}
     atomic_text(out, json.dumps(results, indent=1, allow_nan=False) + "\n")
@@ -81,19 +77,15 @@ def _is_measured(recipe: BenchRecipe) -> bool:
 
 
 def length_table(results: Mapping[str, Any]) -> Table:
-    """Return the speedup of each number of draft tokens by load: predicted, and measured where it was."""
-    deepest = max(len(load["lengths"]) for load in results["loads"])
+    """Return the speedup of each number of draft tokens by load."""
     columns = [Column("load", numeric=False), Column("best", "tokens")]
-    columns += [Column(f"{tokens} drafted", "×") for tokens in range(1, deepest + 1)]
-    rows = []
-    for load in results["loads"]:
-        best = load["best"]
-        cells = [_length_cell(length, length["tokens"] == best) for length in load["lengths"]]
-        cells += [Cell(DASH)] * (deepest - len(cells))
-        rows.append([Cell(load["label"]), Cell(str(best) if best else "none"), *cells])
-    return Table(f"{results['engine']}: speedup by draft tokens, predicted (measured)", columns, rows)
-
-
-def _length_cell(length: Mapping[str, Any], best: bool) -> Cell:
-    measured = "" if length.get("measured") is None else f" ({number(length['measured'])})"
-    return Cell(f"{number(length['speedup'])}{measured}", length["speedup"], style="bold" if best else "")
+    columns += [Column(f"{length['tokens']} drafted", "×") for length in results["loads"][0]["lengths"]]
+    rows = [
+        [
+            Cell(load["label"]),
+            Cell(str(load["best"] or "none")),
+            *(number_cell(each["speedup"]) for each in load["lengths"]),
+        ]
+        for load in results["loads"]
+    ]
+    return Table(f"{results['engine']}: speedup by draft tokens", columns, rows)

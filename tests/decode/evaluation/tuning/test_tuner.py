@@ -1,11 +1,14 @@
-"""Decisions of the tuner and of the plan of a forge, on given measurements."""
+"""The tuner, its search space, and the plan of a forge, on given measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+from draftsmith.decode.evaluation.tuning.costs import Curve
 from draftsmith.decode.evaluation.tuning.plan import (
     Candidate,
     ModelShape,
@@ -16,22 +19,24 @@ from draftsmith.decode.evaluation.tuning.plan import (
     is_worth_training,
     list_candidates,
 )
-from draftsmith.decode.evaluation.tuning.tuner import (
-    DecodingBackend,
-    Measurement,
-    Workload,
-    choose_winner,
-    interleave_rankings,
-    tune,
-    within_interval_of_best,
-)
+from draftsmith.decode.evaluation.tuning.space import GRIDS, Available, format_setting, list_settings, tunable_methods
+from draftsmith.decode.evaluation.tuning.tuner import Measurement, choose_winner, pareto_frontier, tune, tune_lengths
+from draftsmith.decode.methods import method_config
 
 REAL = ModelShape(layers=30, layer_parameters=3.5e6, hidden=576, vocabulary=49152)
 DRAFTER = Candidate("4-layer drafter", "drafter", (0, 1, 28, 29), 0.14)
 
 
-def measured(name: str, steps: int, tokens: float, speedup: float, spread: float = 0.05) -> Measurement:
-    return Measurement(name, f"{name} row", tokens, speedup, (speedup - spread, speedup + spread), steps)
+def measured(label: str, tokens: float, speedup: float, spread: float = 0.05, **more: Any) -> Measurement:
+    return Measurement(label, tokens, speedup, (speedup - spread, speedup + spread), **more)
+
+
+def test_curves_rise_and_go_on_straight() -> None:
+    curve = Curve.through((1, 2, 4, 8), (1.0, 3.0, 2.0, 6.0))
+    assert curve.seconds == (1.0, 2.5, 2.5, 6.0)  # the falling pair is levelled out
+    assert [curve(nodes) for nodes in (1, 1.5, 3, 6, 8)] == pytest.approx([1.0, 1.75, 2.5, 4.25, 6.0])
+    assert curve(12) == pytest.approx(6.0 + 4 * 3.5 / 4)
+    assert Curve((3,), (2.0,))(7) == 2.0
 
 
 def test_candidates_are_cut_as_the_target_allows() -> None:
@@ -66,47 +71,82 @@ def test_the_best_draft_maximises_tokens_per_cost() -> None:
     assert best_draft(heads, lambda tokens: 1.0) == (3, pytest.approx((1 + 0.9 + 0.675 + 0.405) / 1.14))
 
 
-def test_rankings_of_several_workloads_are_interleaved() -> None:
-    assert interleave_rankings([["a", "b", "c"], ["c", "d", "a"]], 3) == ["a", "c", "b"]
-    assert interleave_rankings([["a"], ["b"], []], 1) == ["a", "b"], "the first of each continues in any case"
-
-
 def test_the_budget_decides_candidates_rows_and_batches() -> None:
-    """Two rounds of 32 steps each and one to the end: 32 · (2 · (1 + 2 + 9) + 9) = 1,056 s, 256 s without c."""
+    """32 steps each and for the slowest again: 32 · (1 + 2 + 9 + 9) = 672 s."""
     rates = {"a": 1.0, "c": 9.0, "b": 2.0}
-    assert affordable_candidates(rates, 1056.0) == (["a", "b", "c"], "")
-    names, reason = affordable_candidates(rates, 1055.0)
+    assert affordable_candidates(rates, 672.0) == (["a", "b", "c"], "")
+    names, reason = affordable_candidates(rates, 671.0)
     assert names == ["a", "b"]
     assert "c 288 s" in reason
-    assert count_rows([3] * 5, 2, 1) == 4 * (5 + 3 + 1)
-    assert count_rows([3] * 5, 2, 4) == 4 * (5 + 4 + 4)
-    assert count_batches(150.0, 10, 1.0, most=100) == 10
+    assert count_batches(200.0, 10, 1.0, most=100) == 10
     assert [count_batches(0.0, 10, 1.0, most=most) for most in (100, 3)] == [4, 3]
+    assert [count_rows(seconds, 1.0, least=4) for seconds in (0.0, 80.0)] == [4, 9]
 
 
 def test_the_winner_is_steady_and_faster_than_the_baseline_beyond_its_interval() -> None:
-    slow = [measured("a", 0, 1.1, 0.95), measured("b", 9, 1.2, 0.9)]
+    slow = [measured("a", 1.1, 0.95), measured("b", 1.2, 0.9)]
     winner, reason = choose_winner(slow)
     assert winner is None
     assert f"{1.1 / 0.95:.2f}" in reason, "the tokens per step that it would need"
-    assert choose_winner([*slow, measured("near", 0, 1.1, 1.04)])[0] is None, "its interval begins at 0.99"
-    some = [*slow, measured("given", 0, 1.5, 1.3), measured("c", 9, 1.6, 1.28)]
-    winner, reason = choose_winner([*some, replace(measured("disturbed", 9, 2.0, 2.0), is_steady=False)])
+    assert choose_winner([*slow, measured("near", 1.1, 1.04)])[0] is None, "its interval begins at 0.99"
+    some = [*slow, measured("given", 1.5, 1.3), measured("c", 1.6, 1.28)]
+    lossy, disturbed = measured("lossy", 3.0, 3.0, is_lossless=False), measured("d", 2.0, 2.0, is_steady=False)
+    winner, reason = choose_winner([*some, lossy, disturbed])
     assert winner is not None
-    assert winner.name == "given"
-    assert "within its interval: c row" in reason
-    assert [each.name for each in within_interval_of_best(some)] == ["given", "c"]
-    assert within_interval_of_best(slow) == []
+    assert winner.label == "given"
+    assert "within its interval: c" in reason
     assert choose_winner([replace(each, is_steady=False) for each in some])[0] is None
 
 
-def test_measurements_replace_predictions_in_the_ranking() -> None:
-    rows = {"x": measured("x", 0, 1.2, 1.1), "y": measured("y", 0, 1.2, 1.2)}
-    backend = DecodingBackend(Workload(1, 0.0), {"x": 1.5, "y": 1.4, "z": 1.15}, ["x"], lambda labels: {
-        label: rows[label] for label in labels if label in rows
-    })  # fmt: skip
-    (ranked,) = tune(backend, rounds=1).values()
-    assert [each.setting for each in ranked] == ["y", "z", "x"]
-    (ranked,) = tune(backend).values()
-    assert [each.setting for each in ranked] == ["y", "z", "x"]
-    assert ranked[0].measured is rows["y"]
+def test_each_round_measures_what_may_be_the_fastest_on_more_prompts() -> None:
+    """Of forty settings a quarter may go on, and four at last; those far from the best never, lossy ones beside it."""
+    speeds, asked = {f"{n}": 1 + n / 100 for n in range(40)} | {"lossy": 0.5, "worse": 0.4}, []
+
+    def measure(labels: Sequence[str], number: int, prompts: int) -> list[Measurement]:
+        asked.append((number, prompts, len(labels)))
+        lossy = {"lossy": 2.0, "worse": 3.0}
+        return [
+            measured(each, 1.0, speeds[each], 0.2 / number, is_lossless=each not in lossy, perplexity=lossy.get(each))
+            for each in labels
+        ]
+
+    found = tune(list(speeds), measure, [8, 32, 80])
+    assert asked == [(1, 8, 42), (2, 32, 11), (3, 80, 5)]
+    assert [each.label for each in found] == ["39", "38", "37", "36", "lossy"]
+    assert [each.label for each in tune(["39", "0", "1"], measure, [8, 80])] == ["39", "1", "0"]
+    assert [each.label for each in tune(["39", "0"], lambda *given: measure(*given)[:1], [8, 80])] == ["39"]
+
+
+def test_nothing_beats_what_is_on_the_frontier() -> None:
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 5, 30):
+        pairs = {(speed / 4, worth / 4) for speed, worth in rng.integers(1, 12, (count, 2)).tolist()}
+        choices = [measured("bild", 1.0, speed, perplexity=worth) for speed, worth in pairs]
+        best = [(each.speedup, each.perplexity) for each in pareto_frontier(choices, 100)]
+        beaten = {one for one in pairs for two in pairs if one != two and two[0] >= one[0] and two[1] <= one[1]}
+        assert best == sorted(pairs - beaten, key=lambda pair: pair[1])
+        few = [(each.speedup, each.perplexity) for each in pareto_frontier(choices, 3)]
+        assert len(few) == min(3, len(best))
+        assert {best[0], best[-1] if len(few) > 1 else best[0]} <= set(few) <= set(best)
+
+
+def test_longer_drafts_are_measured_until_every_load_slows_down() -> None:
+    speedups = {1: (0.9, 1.2), 2: (1.1, 1.1), 3: (1.2, 1.0), 4: (1.1, 0.9), 5: (2.0, 2.0)}
+    found = tune_lengths(lambda tokens: [{"speedup": each} for each in speedups[tokens]], 5)
+    assert list(found) == [1, 2, 3, 4]
+    assert list(tune_lengths(lambda tokens: [{"speedup": 1.0}], 3)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_setting_of_the_space_is_one_of_its_method(temperature: float) -> None:
+    available = Available(frozenset({"drafter", "heads", "table"}), num_heads=3, has_texts=True, is_parallel=True)
+    names, labels = tunable_methods(available, temperature), list[str]()
+    assert set(names) == set(GRIDS) if temperature else {"spectr", "specinfer", "medusa, typical"}.isdisjoint(names)
+    for name in names:
+        for method, options in list_settings(name, available, temperature):
+            assert vars(method_config(method, options)).items() >= options.items()
+            assert options.get("tree", "").count("x") < 3, "no more levels than heads"
+            assert options.get("datastore", "table") == "table"
+            labels.append(format_setting(method, options))
+    assert len(set(labels)) == len(labels) > 100
+    assert tunable_methods(Available(frozenset()), temperature) == ["suffix", "prompt-lookup"]

@@ -67,28 +67,30 @@ def test_a_killed_evaluation_goes_on(recipe: Path, stop: Any, capsys: pytest.Cap
 
 
 def test_killed_tuning_goes_on(recipe: Path, stop: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Killed while steps are timed: texts, forwards, settings and half of the runs stand in the journal."""
+    """Killed in its second round: the first is read, and the second resumes."""
     folder = recipe.parent / "results.tune"
-    journal = folder / "tune.json.state" / "work.jsonl"
-    code, _ = stop(journal, 25, signal.SIGKILL, "tune", str(recipe))
-    assert (code, (folder / "tune.json").exists()) == (-signal.SIGKILL, False)
-    kept = dict(json.loads(line) for line in journal.read_text().splitlines()[1:])
-    assert {"texts 0", "texts 8", "forwards", "settings of speculative", "timed run 0"} < set(kept)
-    assert 'confirmed run ["autoregressive", 0, 0]' not in kept
-    loaded = load_recipe(str(recipe))
+    journal = folder / "round-2.json.state" / "runs.jsonl"
+    code, _ = stop(journal, 5, signal.SIGKILL, "tune", str(recipe), "max_new_tokens=16")
+    assert (code, (folder / "round-1.json").exists(), (folder / "round-2.json").exists()) == (
+        -signal.SIGKILL,
+        True,
+        False,
+    )
+    kept, first = len(journal.read_text().splitlines()) - 1, (folder / "round-1.json").stat().st_mtime_ns
+    loaded = load_recipe(str(recipe), ["max_new_tokens=16"])
     assert isinstance(loaded, EvaluateRecipe)
     results = run_tune(loaded)
-    assert f"resuming; {len(kept)} work" in capsys.readouterr().err
-    assert not journal.parent.exists()
-    assert results["costs"]["target"]["seconds"] == tuple(kept["forwards"]["target"]["seconds"])
-    tried = {json.dumps(one["options"]): one["tokens_per_step"] for one in kept["settings of speculative"]}
-    for one in results["methods"]["speculative"]:
-        assert one["tokens_per_step"] == tried[json.dumps(one["options"])]
+    said = capsys.readouterr().err
+    assert "round-1.json had finished already" in said
+    assert f"resuming; {kept} runs" in said
+    assert (folder / "round-1.json").stat().st_mtime_ns == first
+    rows = load_results(folder / "round-2.json")["methods"][1:]
+    assert {each.label: each.speedup for each in results} == {row["label"]: row["speedup"] for row in rows}
 
 
 @pytest.mark.parametrize("command", ["evaluate", "tune"])
 def test_ctrl_c_says_what_to_type(recipe: Path, stop: Any, command: str) -> None:
-    name, lines = {"evaluate": ("results.json.state/runs", 5), "tune": ("results.tune/tune.json.state/work", 6)}[
+    name, lines = {"evaluate": ("results.json.state/runs", 5), "tune": ("results.tune/round-1.json.state/runs", 6)}[
         command
     ]
     typed = (command, str(recipe), "seed=3")

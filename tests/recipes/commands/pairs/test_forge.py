@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.decode.evaluation.tuning.tuner import Measurement
-from draftsmith.recipes.commands.pairs.in_engine import check_engine, drafts_of, tune_in_engine
+from draftsmith.decode.evaluation.tuning.tuner import Workload
+from draftsmith.recipes.commands.pairs.in_engine import check_engine, tune_in_engine
+from draftsmith.recipes.commands.pairs.stages import Row, Source, base_of, evaluation_of, kind_of
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -63,7 +64,7 @@ def test_it_runs_is_killed_and_decides_the_same(
     second = json.loads((out / "forge.json").read_text())
     assert first["decision_log"] == second["decision_log"]
     assert first["workloads"] == second["workloads"]
-    assert any("prompt lookup" in line for line in lines_of(first))
+    assert any("settings are measured" in line for line in lines_of(first))
     page = (out / "forge.html").read_text()
     assert "Decision log" in page
     if first["workloads"][0]["winner"] is not None:
@@ -111,8 +112,8 @@ def test_a_budget_too_small_and_costs_too_high_train_nothing(
     planned(out := tmp_path / "forge", **costs)
     found = told(forged(out, hours=hours), out)
     assert any(said in line for line in lines_of(found))
-    assert not any(workload["history"] for workload in found["workloads"])
-    assert len(found["workloads"][0]["untrained"]) >= 1
+    assert not any(workload["compared"] for workload in found["workloads"])
+    assert len(found["workloads"][0]["tuned"]) >= 1
     assert not list(out.glob("trained/*-3*"))
 
 
@@ -157,9 +158,9 @@ def test_planted_situations_are_decided_rightly(
     given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tmp_path / "given")]
     found = told(shallow(out, *given, "--temperature", "0,1", "--hours", "0.08"), out)
     greedy, drawn = (workload["winner"] for workload in found["workloads"])
-    assert greedy["name"].startswith(("prompt lookup", "suffix decoding"))
+    assert greedy["name"] == "prompt lookup"
     assert drawn["name"] == str(tmp_path / "given")
-    assert "2-layer drafter" in found["workloads"][1]["history"], "it was not alone"
+    assert "2-layer drafter" in {each["name"] for each in found["workloads"][1]["compared"]}, "it was not alone"
 
 
 @pytest.mark.slow
@@ -220,7 +221,7 @@ def test_more_hours_train_what_was_chosen(shallow: Callable[..., list[str]], tmp
     out = tmp_path / "forge"
     first = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
     again = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
-    assert first["workloads"][0]["confirmed"]
+    assert first["workloads"][0]["tuned"]
     assert again["workloads"] == first["workloads"], "nothing was measured again"
     raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
     second = told(shallow(out, "--temperature", "1", "--hours", "0.05", "--more-hours", "0.005"), out)
@@ -304,12 +305,6 @@ def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Callable[..., list[str
     assert ("ngram" in lines[1]) == ("draft tokens" in lines[0])
 
 
-def test_each_of_the_best_drafters_is_served_once(tmp_path: Path) -> None:
-    best = [Measurement(name, "", 1.0, 1.0, (1.0, 1.0)) for name in ("own", "prompt lookup", str(tmp_path), "own")]
-    drafts = drafts_of(best, {"own": {"drafters": ["trained/drafter-2-9"]}}, [str(tmp_path)])
-    assert drafts == {"drafter-2-9": Path("trained/drafter-2-9"), "lookup": None, "given-1": tmp_path}
-
-
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
@@ -339,4 +334,25 @@ def test_a_given_drafter_that_does_not_fit_is_left_out(
     found = json.loads((tmp_path / "out" / "forge.json").read_text())
     (left_out,) = (line for line in lines_of(found) if f"{tmp_path / 'other'}: left out" in line)
     assert "64" in left_out
-    assert str(tiny_pair / "drafter") in [each["name"] for each in found["workloads"][0]["untrained"]]
+    assert str(tiny_pair / "drafter") in [each["name"] for each in found["workloads"][0]["compared"]]
+
+
+def test_settings_of_several_sources_share_one_evaluation() -> None:
+    recipe = ForgeRecipe(kind="forge", target="target", out="runs/forge")
+    own, given = Source("own", "drafter", "runs/own", 9), Source("given", "eagle", "runs/given")
+    heads, lookup = Source("heads", "heads", "runs/heads", 9), Source("prompt lookup")
+    rows = [Row(lookup, "suffix", {}), Row(own, "speculative", {"gamma": 2}), Row(given, "speculative", {"gamma": 2})]
+    rows.append(Row(heads, "suffix", {"fallback": "heads", "datastore": "table"}))
+    base = base_of(recipe)
+    found = evaluation_of(base, recipe, "name", rows, Workload(2, 1.0), 8)
+    assert [row.options.get("drafter") for row in found.methods] == [None, None, None, 2, None]
+    assert (found.drafter, found.more_drafters, found.heads) == ("runs/own", ["runs/given"], "runs/heads")
+    assert (found.table, found.batch, found.temperature, found.limit) == (base.table.out, 2, 1.0, 8)
+    alone = evaluation_of(base, recipe, "name", rows[:1], Workload(1, 0.0), 8)
+    assert (alone.drafter, alone.heads, alone.table) == (None, None, None)
+
+
+def test_the_kind_of_a_given_drafter_is_detected(make_llama: Callable[..., Any], tmp_path: Path) -> None:
+    make_llama(64).save_pretrained(tmp_path / "drafter")
+    make_llama(64, pard_token=7).save_pretrained(tmp_path / "parallel")
+    assert [kind_of(tmp_path / name) for name in ("drafter", "parallel")] == ["drafter", "parallel"]
