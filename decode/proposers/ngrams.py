@@ -46,13 +46,6 @@ class TableSource(NamedTuple):
     add_k: float = 0.0
     """Number added to each count after a token; 0 for `prior` instead."""
 
-    @property
-    def name(self) -> str:
-        """`unigram`, or `bigram` with its settings."""
-        if self.order == 1:
-            return "unigram"
-        return f"bigram add-k {self.add_k:g}" if self.add_k else f"bigram {self.prior:g}"
-
     def drafts(self, table: BigramTable, device: torch.device) -> TableDrafts:
         """From a table, on a device."""
         return TableDrafts(table.distributions(device, *self[1:]), self.order)
