@@ -18,8 +18,10 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.decode.evaluation.tuning.tuner import Workload
+from draftsmith.recipes.commands.pairs import in_engine
 from draftsmith.recipes.commands.pairs.in_engine import check_engine, tune_in_engine
 from draftsmith.recipes.commands.pairs.stages import Row, Source, base_of, evaluation_of, kind_of
+from draftsmith.recipes.commands.serving import lengths
 from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -256,8 +258,10 @@ def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path)
 
 
 @pytest.fixture
-def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Tunes a drafter in the stand-in of vLLM, which accepts two of its draft tokens per step."""
+def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Tunes a drafter in the stand-in of vLLM, which accepts two of its draft tokens per step, with one and two."""
+    for module in (in_engine, lengths):
+        monkeypatch.setattr(module, "MAX_TOKENS", 2)
     (tmp_path / "target").symlink_to(tiny_pair / "target")
     asked = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
     (tmp_path / "corpus").mkdir()
