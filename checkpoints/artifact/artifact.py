@@ -19,8 +19,6 @@ Loaded = TypeVar("Loaded")
 CARD_FILE = "README.md"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _FAULTS_SHOWN = 20
-_LARGEST_POINTER = 1024
-_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def save_artifact(
@@ -40,15 +38,15 @@ def save_artifact(
     command: str | None = None,
     export: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Write an artifact to `out`, whole or not at all (`atomic_dir`), replacing one that stands there. `write`
-    fills an empty folder with its own files, `card` is the text of README.md, by default one made from the manifest;
-    the others are the fields of `Manifest`, without secrets.
+    """Write an artifact to `out` atomically, replacing another artifact there.
 
-    Raises ValueError: an unknown kind, values that JSON cannot hold, files that are links or have names that not every
-    system knows, or an `out` that holds other files.
+    `write` fills an empty folder, `card` is the text of README.md (default: made from the manifest). The others are
+    fields of `Manifest`; secrets are removed.
+
+    Raises:
+        ValueError: Values that JSON cannot hold, file names that are not portable, or an `out` that holds other files.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind of artifact {kind!r}, expected one of {', '.join(KINDS)}")
+    assert kind in KINDS, kind
     check_replaceable(out)
     about: dict[str, Any] = {"target": target, "shapes": shapes, "recipe": recipe, "data": data, "training": training}
     about |= {"evaluation": evaluation, "command": command, "export": export}
@@ -62,24 +60,17 @@ def save_artifact(
         **to_json_safe(about),
     )
     with atomic_dir(out) as unfinished:
-        manifest = _fill(unfinished, manifest, write, card, out.name)
+        write(unfinished)
+        assert any(unfinished.iterdir()), "write left no files"
+        assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
+        if card is None:
+            from .card import model_card  # loading an artifact does not import what writes cards
+
+            card = model_card(manifest, out.name)
+        (unfinished / CARD_FILE).write_text(card, encoding="utf-8")
+        manifest = replace(manifest, files=_hash_all(unfinished))
+        (unfinished / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
         check_replaceable(out)  # again: writing may have taken minutes
-    return manifest
-
-
-def _fill(folder: Path, manifest: Manifest, write: Callable[[Path], None], card: str | None, name: str) -> Manifest:
-    """Write all files of an artifact; the manifest with their hashes."""
-    write(folder)
-    assert any(folder.iterdir()), "write left no files"
-    assert not (folder / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
-    if card is None:
-        from .card import model_card  # loading an artifact does not import what writes cards
-
-        card = model_card(manifest, name)
-    (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    manifest = replace(manifest, files=_hash_all(folder))
-    record = manifest.to_json()
-    (folder / MANIFEST_FILE).write_text(record, encoding="utf-8")
     return manifest
 
 
@@ -104,22 +95,11 @@ def _read_manifest(directory: Path) -> Manifest:
     try:
         return Manifest.from_json(read_text(path))
     except FileNotFoundError as error:
-        raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}{inside(directory)}") from error
+        raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def inside(directory: Path) -> str:
-    """The end of a message about a folder that is no artifact: which ones lie in it, up to two folders deep."""
-    paths = (path for pattern in ("*", "*/*") for path in directory.glob(f"{pattern}/{MANIFEST_FILE}"))
-    shown_paths = (path for path in paths if not any(part[0] == "." for part in path.relative_to(directory).parts))
-    found = sorted(str(path.parent) for path in shown_paths)
-    if not found:
-        return ""
-    more = f" and {len(found) - _FAULTS_SHOWN} more" if len(found) > _FAULTS_SHOWN else ""
-    return f"; name one of those that lie in it: {', '.join(found[:_FAULTS_SHOWN])}{more}"
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
@@ -156,28 +136,34 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         size = path.stat().st_size
         if size != entry["bytes"]:
-            is_pointer = size < _LARGEST_POINTER and path.read_bytes().startswith(_POINTER)
-            hint = ": it is git's pointer to the file, which `git lfs pull` fetches" if is_pointer else ""
-            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}{hint}"
+            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}"
         digest = file_hash(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if digest != entry["sha256"]:
-        return f"has the hash {digest}, its {MANIFEST_FILE} says {entry['sha256']}"
-    return None
+    return None if digest == entry["sha256"] else f"has the hash {digest}, its {MANIFEST_FILE} says {entry['sha256']}"
 
 
 def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, what: str) -> None:
-    """Raises ValueError, which names both sides, where an artifact's vocabulary size or tokenizer, if that is known of
-    both, is not the target's. `what` is its name in messages, such as "the heads runs/quickstart/heads"."""
+    """Raise ValueError if an artifact's vocabulary size or tokenizer is not the target's.
+
+    Args:
+        manifest: Manifest of the artifact.
+        vocab_size: Vocabulary size of the target.
+        tokenizer_fingerprint: Fingerprint of the target's tokenizer, if it is known.
+        what: Name of the artifact in the message.
+    """
     if manifest.vocab_size != vocab_size:
-        # A padded embedding has rows for tokens that no text holds; a table can be counted with as many.
-        padded = manifest.kind == "table" and manifest.vocab_size < vocab_size
-        hint = f"; if the target's is padded, count the table with `vocab_size: {vocab_size}`" if padded else ""
-        raise ValueError(f"{what} has a vocabulary of {manifest.vocab_size} tokens, the target of {vocab_size}{hint}")
+        raise ValueError(f"{what} has a vocabulary of {manifest.vocab_size} tokens, the target of {vocab_size}")
     mine, theirs = manifest.tokenizer_fingerprint, tokenizer_fingerprint
     if mine is not None and theirs is not None and mine != theirs:
         raise ValueError(f"{what} was made with another tokenizer than the target's: {mine[:16]}… and {theirs[:16]}…")
+
+
+def check_new(out: Path) -> None:
+    """Raise ValueError if `out` is not empty or cannot be written."""
+    check_writable(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists already and is not empty: choose another --out")
 
 
 def check_replaceable(out: Path) -> None:

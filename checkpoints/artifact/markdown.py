@@ -15,7 +15,6 @@ from ..storage.redaction import redacted
 
 _MARKED = re.compile(r"([\\`*_{}\[\]#|~$@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 _PATH = re.compile(r"(?<![\w:/.\\~-])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\'\"<>|,;=:]+){2,}[/\\]?")
-_LONGEST = 400
 
 
 def environment(folder: Path) -> jinja2.Environment:
@@ -33,9 +32,7 @@ def environment(folder: Path) -> jinja2.Environment:
 
 def text(value: Any) -> str:
     """Return a value as one line of Markdown that shows that very text, without folders of this machine."""
-    found = line(public(str(value)))
-    found = found if len(found) <= _LONGEST else found[:_LONGEST] + "…"
-    return _MARKED.sub(r"\\\1", html.escape(found, quote=False))
+    return _MARKED.sub(r"\\\1", html.escape(line(public(str(value))), quote=False))
 
 
 def public(value: str) -> str:

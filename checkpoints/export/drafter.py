@@ -32,7 +32,7 @@ from ..verify.model_files import (
     with_adapter,
 )
 from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
-from .target import check_pair, check_vocabulary, compare_tokenizers, has_tokenizer
+from .target import check_drafter, check_vocabulary, compare_tokenizers, has_tokenizer
 
 _OURS = (MANIFEST_FILE, "README.md", "recipe.yaml")
 """Files of an artifact that its export has its own of, or none."""
@@ -224,7 +224,7 @@ def _problems(folder: Path) -> list[str]:
 def _compare_draft_model(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     why = "vLLM and SGLang take a draft model only with a target of the same vocabulary"
     target = needed_target(source, options, why)
-    check_pair(source, folder, target, ("vllm", "sglang"), also=("context length", "tokenizer"))
+    check_drafter(source, folder, target, ("vllm", "sglang"), also=("context length", "tokenizer"))
     return [*compare_whole(source, folder), f"vocabulary size, every token and the positions with those of {target}"]
 
 

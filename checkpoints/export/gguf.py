@@ -24,7 +24,7 @@ from . import gguf_convert
 from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
 from .drafter import load_merged, proposed_tokens, stored_types, write_whole
 from .eagle import check_eagle, eagle_of, steps_of
-from .target import check_pair
+from .target import check_drafter
 
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
@@ -55,7 +55,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     converter, target = _converter(options), _known_target(source, options)
     model = _for_converter(source, folder / _UNFINISHED)
     if target is not None:
-        check_pair(source, model, target, ("llama.cpp",))
+        check_drafter(source, model, target, ("llama.cpp",))
         # without one the converter refuses some families, and transformers does not save it with a tokenizer
         pieces = (find_folder(target, [_PIECES]) / _PIECES).resolve()
         if pieces.is_file() and not (model / _PIECES).exists():

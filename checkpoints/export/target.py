@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from ..artifact.compat import CONFIG_FILE, patch_tokenizer, write_config
 from ..artifact.locate import SETTINGS_FILES, find_folder, model_source
 from ..artifact.model_ref import resolve_model, tokenizer_fingerprint
-from ..pairs.checks import examine
-from ..pairs.sides import REFUSED, open_side
+from ..pairs.checks import check_pair
+from ..pairs.sides import open_side
 from ..storage.messages import first_line
 from ..storage.names import TOKENIZER_FILES
 from ..storage.safe_read import read_json
@@ -101,35 +101,20 @@ def check_vocabulary(source: Source, target: str) -> None:
     if theirs != source.manifest.vocab_size:
         raise ValueError(
             f"{source.folder} has a vocabulary of {source.manifest.vocab_size} tokens, the target {target} of "
-            f"{theirs}; {_doctor(source, target)}"
+            f"{theirs}; `{_doctor(source, target)}` repairs that"
         )
 
 
-def check_pair(
+def check_drafter(
     source: Source, folder: Path, target: str, consumers: Collection[str], also: Collection[str] = ()
 ) -> None:
-    """Compare a drafter, as it was written to `folder`, with its target as `draftsmith doctor` does: those `consumers`
-    of `pairs.sides.CONSUMERS` shall accept the two, and the checks `also` find nothing. Raises ValueError: a target
-    that cannot be read; what is refused, with both sides."""
-    findings = examine(open_side(target, load_tokenizer), open_side(str(folder), load_tokenizer)).findings
-    refused = []
-    for found in findings:
-        effects = [found.effects[name] for name in consumers if name in found.effects]
-        if found.check in also or any(effect.outcome == REFUSED for effect in effects):
-            reasons = dict.fromkeys(effect.reason for effect in effects)
-            both = f"target: {found.target}; drafter: {found.drafter}"
-            refused.append(f"{found.check}: {found.what} ({both}): {'; '.join(reasons)}")
-    if refused:
-        listed = "\n- ".join(refused)
-        raise ValueError(
-            f"{source.folder} is no pair with the target {target} for {', '.join(consumers)}:\n- {listed}\n"
-            f"{_doctor(source, target)}"
-        )
+    """Raise ValueError if engines refuse a drafter, as it was written to `folder`, with its target."""
+    sides = open_side(target, load_tokenizer), open_side(str(folder), load_tokenizer)
+    check_pair(*sides, consumers, str(source.folder), _doctor(source, target), also)
 
 
 def _doctor(source: Source, target: str) -> str:
-    command = shlex.join(["draftsmith", "doctor", target, str(source.folder), "--fix"])
-    return f"`{command}` says all that differs, and repairs what can be"
+    return shlex.join(["draftsmith", "doctor", target, str(source.folder), "--fix", "OUT"])
 
 
 def output_projection(target: str, source: Source | None = None) -> Tensor:

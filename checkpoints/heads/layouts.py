@@ -20,15 +20,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..storage.draft_vocabulary import TOKENS, check_tokens
-from ..storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, PREFIX, WHOLE_FILES
+from ..storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PREFIX, WHOLE_FILES
 from ..storage.safe_read import UNREADABLE, check_safetensors, read_json, shards_of
 from .module import STATES, PredictionHeads
 
 _KEY = re.compile(r"(0|[1-9]\d{0,3})\.(0|[1-9]\d{0,3})\.(linear\.weight|linear\.bias|weight|up\.weight|down\.weight)")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_WHOLE = (*WHOLE_FILES, *PICKLED_WHOLE_FILES)
-_PICKLED = (PICKLED_FILE, *PICKLED_WHOLE_FILES)
-_ORDER = (HEADS_FILE, PICKLED_FILE, *_WHOLE)
+_ORDER = (HEADS_FILE, PICKLED_FILE, *WHOLE_FILES)
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError, KeyError, AttributeError)
 
 
@@ -60,14 +58,9 @@ class StoredHeads:
     """Entries of the config that contradict the tensors."""
 
     @property
-    def inside(self) -> bool:
-        """Whether they are among a whole model's tensors."""
-        return self.path.name in _WHOLE
-
-    @property
     def whole_model(self) -> bool:
         """Whether a model is in the same folder or files, as heads that were trained together with it have."""
-        return any((self.path.parent / name).is_file() for name in _WHOLE)
+        return any((self.path.parent / name).is_file() for name in WHOLE_FILES)
 
     def build(self, vocab_size: int | None = None) -> PredictionHeads:
         """Return the heads as a module, in the widest type of the tensors, which are copied.
@@ -94,11 +87,11 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     """Read the heads in a folder, from the first of these files that exists.
 
     - `medusa_lm_head.safetensors`, or pickled `medusa_lm_head.pt`: names as in `PredictionHeads`;
-    - `model.safetensors` or `pytorch_model.bin`, whole or with an index of shards: the same after `medusa_head.`.
+    - `model.safetensors`, whole or with an index of shards: the same after `medusa_head.`.
 
     Args:
         directory: Folder of the heads.
-        unpickle: Whether to read `.pt` and `.bin`, of which only tensors are loaded.
+        unpickle: Whether to read `.pt`, of which only tensors are loaded.
         states: Hidden states that the heads read, in place of the config's.
 
     Raises:
@@ -110,9 +103,12 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     path = _find(directory)
     if path is None:
         raise ValueError(f"there are no heads in {directory}: none of {', '.join(_ORDER)}")
-    if path.name in _PICKLED and not unpickle:
+    if path.name == PICKLED_FILE and not unpickle:
         raise ValueError(f"{path} is pickled: read it with `unpickle=True`, or --unpickle on the command line")
-    tensors = _read_inside(path) if path.name in _WHOLE else _read(path, None)
+    if path.name == PICKLED_FILE:
+        tensors = read_pickled(path)
+    else:
+        tensors = _read_inside(path) if path.name in WHOLE_FILES else _read(path, None)
     config_path = directory / CONFIG_FILE
     config = read_json(config_path) if config_path.is_file() else {}
     proposed = tensors.get(TOKENS)
@@ -155,16 +151,12 @@ def _find(directory: Path) -> Path | None:
     return next((directory / name for name in _ORDER if (directory / name).is_file()), None)
 
 
-def holds_heads(directory: Path, *, unpickle: bool = False) -> bool:
-    """Whether `read_heads` finds heads; in pickled models only with `unpickle`. ValueError for unreadable files."""
+def holds_heads(directory: Path) -> bool:
+    """Return whether `read_heads` finds heads; raise ValueError for unreadable files."""
     path = _find(directory)
-    if path is None or path.name not in _WHOLE:
+    if path is None or path.name not in WHOLE_FILES:
         return path is not None
-    if path.suffix == ".json":
-        return bool(shards_of_heads(path))
-    if path.name in PICKLED_WHOLE_FILES:
-        return unpickle and bool(read_pickled(path, _is_of_heads))
-    return any(map(_is_of_heads, check_safetensors(path)))
+    return bool(shards_of_heads(path)) if path.suffix == ".json" else any(map(_is_of_heads, check_safetensors(path)))
 
 
 def _is_of_heads(name: str) -> bool:
@@ -192,17 +184,12 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
 def shards_of_heads(index: Path) -> dict[str, list[str]]:
     """Names of heads' tensors by shard. ValueError: no index, or one that names files outside its folder."""
     shards: dict[str, list[str]] = {}
-    suffix = Path(index.name.removesuffix(".index.json")).suffix
-    for name, shard in sorted(shards_of(index, suffix, _is_of_heads).items()):
+    for name, shard in sorted(shards_of(index, _is_of_heads).items()):
         shards.setdefault(shard, []).append(name)
     return shards
 
 
 def _read(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
-    return (read_pickled if path.suffix in (".pt", ".bin") else _read_safetensors)(path, wanted)
-
-
-def _read_safetensors(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as opened:
             names = set(opened.keys())
@@ -214,21 +201,20 @@ def _read_safetensors(path: Path, wanted: Callable[[str], bool] | None) -> dict[
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 
-def read_pickled(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
-    """The tensors of a pickled file whose names are wanted; None: all. Raises ValueError: it holds anything else."""
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a pickled file; raise ValueError if it holds anything else."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _UNREADABLE as error:
-        # torch's own words end in the advice to load anything
+        # torch's own message ends in the advice to load anything
         raise ValueError(f"{path} is not a pickled file of tensors alone; it was not loaded") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a {type(loaded).__name__}, expected tensors by name")
-    chosen = {name: tensor for name, tensor in loaded.items() if wanted is None or wanted(str(name))}
-    for name, tensor in chosen.items():
+    for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, expected a dense tensor")
     # copies: several names may share their memory, which is that of the file
-    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in chosen.items()}
+    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in loaded.items()}
 
 
 def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, int]]:

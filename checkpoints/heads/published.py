@@ -92,7 +92,7 @@ def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
     elif not unpickle:
         raise ValueError(f"{pickled} is pickled: read it with `unpickle=True`, or --unpickle on the command line")
     else:
-        found = read_pickled(pickled, None)
+        found = read_pickled(pickled)
     renamed = {re.sub(r"^(model\.)?(layers\.0\.)?", _shorter, name): tensor for name, tensor in found.items()}
     return {name: tensor for name, tensor in renamed.items() if not _LEFT_OUT.fullmatch(name)}
 

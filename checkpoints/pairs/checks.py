@@ -7,7 +7,7 @@ The engines' rules were read in their own code: `transformers/generation/utils.p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from ..artifact.artifact import file_faults
@@ -16,7 +16,7 @@ from ..storage.chat_templates import render_chat
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import here
 from ..verify.inspect import describe
-from .sides import Diagnosis, Effect, Finding, Side, refused, works_but
+from .sides import REFUSED, Diagnosis, Effect, Finding, Side, refused, works_but
 
 LLAMA_CPP_SIZES = 128
 """Difference of vocabulary sizes that llama.cpp accepts."""
@@ -53,6 +53,32 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
     checks += [_check_context, _check_draft_vocabulary, _check_fingerprint]
     findings = [finding for check in checks for finding in check(target, drafter)]
     return Diagnosis(target.source, drafter.source, tuple(findings))
+
+
+def check_pair(
+    target: Side, drafter: Side, consumers: Collection[str], name: str, fix: str, also: Collection[str] = ()
+) -> None:
+    """Raise ValueError if an engine refuses two models.
+
+    Args:
+        target: Target.
+        drafter: Drafter.
+        consumers: Engines that must accept the two.
+        name: Name of the drafter in the message.
+        fix: Command that repairs it.
+        also: Checks that must have no finding.
+    """
+    refusals = []
+    for finding in examine(target, drafter).findings:
+        effects = [finding.effects[each] for each in consumers if each in finding.effects]
+        if finding.check in also or any(effect.outcome == REFUSED for effect in effects):
+            refusals.append(f"{finding}: {'; '.join(dict.fromkeys(effect.reason for effect in effects))}")
+    if refusals:
+        listed = "\n- ".join(refusals)
+        raise ValueError(
+            f"{name} is no pair with the target {target.source} for {', '.join(consumers)}:\n- {listed}\n"
+            f"`{fix}` repairs other numbers of rows"
+        )
 
 
 def _check_kind(target: Side, drafter: Side) -> Iterator[Finding]:

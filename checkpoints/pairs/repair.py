@@ -6,6 +6,7 @@ Shape letters: V rows of a vocabulary, X any shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from torch import Tensor
 
 from ..artifact.artifact import save_artifact, verify_artifact
 from ..artifact.compat import patch_model, patch_tokenizer
+from ..artifact.locate import find_folder
 from ..artifact.model_ref import target_record, tokenizer_fingerprint
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
-from ..verify.model_files import is_adapter, load_config, load_language_model
+from ..verify.model_files import base_of, is_adapter, load_config, load_language_model, with_adapter
 from .sides import Side
 from .speculation import write_settings
 
 NEVER = -1e4
 """Output bias of a row without a token, in models whose output layer has a bias."""
+_LICENCES = ("LICENSE*", "NOTICE*")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -43,7 +46,7 @@ def repair(target: Side, drafter: Side, out: Path, command: str) -> list[str]:
     """
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; the repaired drafter is written to a new folder")
-    if is_adapter(drafter.folder) or (drafter.folder / DRAFT_VOCABULARY).is_file():
+    if (drafter.folder / DRAFT_VOCABULARY).is_file():
         raise ValueError(
             f"{drafter.source} has no plain output layer: `draftsmith export --to transformers` writes one"
         )
@@ -55,13 +58,12 @@ def repair(target: Side, drafter: Side, out: Path, command: str) -> list[str]:
     done = [f"{moved:,} rows moved, {len(rows) - kept:,} added, {old - kept:,} dropped", "the target's tokenizer"]
 
     def write(folder: Path) -> None:
-        config = load_config(drafter.source)
-        config.get_text_config(decoder=True).vocab_size = old  # as stored, whatever the configuration says
-        model = load_language_model(drafter.source, config=config, dtype="auto")
+        model = _load_model(drafter, old)
         _move_rows(model, rows, used)
         model.save_pretrained(folder)
         copy_files(target.folder, folder, TOKENIZER_FILES)
-        copy_files(drafter.folder, folder, ("LICENSE*", "NOTICE*"))
+        origin = base_of(drafter.folder) if is_adapter(drafter.folder) else drafter.source
+        copy_files(find_folder(origin, _LICENCES), folder, _LICENCES)
         _write_ids(target, drafter, folder)
         patch_tokenizer(folder)
         patch_model(folder)
@@ -81,6 +83,14 @@ def repair(target: Side, drafter: Side, out: Path, command: str) -> list[str]:
         command=command,
     )
     return done
+
+
+def _load_model(drafter: Side, rows: int) -> Any:
+    if is_adapter(drafter.folder):
+        return with_adapter(drafter.folder, partial(load_language_model, dtype="auto"))
+    config = load_config(drafter.source)
+    config.get_text_config(decoder=True).vocab_size = rows  # as stored, whatever the configuration says
+    return load_language_model(drafter.source, config=config, dtype="auto")
 
 
 def _match_rows(target: Side, drafter: Side) -> tuple[list[int | None], list[int], int]:

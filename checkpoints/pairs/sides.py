@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from ..artifact.artifact import inside, load_manifest
+from ..artifact.artifact import load_manifest
 from ..artifact.locate import find_folder
 from ..artifact.manifest import Manifest
 from ..artifact.model_ref import weight_files
@@ -212,8 +212,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         from_files = GenerationConfig.from_pretrained(folder) if has_settings else None
         generation = from_files or GenerationConfig.from_model_config(whole)
     except UNLOADABLE as error:
-        hint = "" if (folder / "config.json").is_file() else inside(folder)
-        raise ValueError(f"{source}: its configuration cannot be read: {first_line(error)}{hint}") from error
+        raise ValueError(f"{source}: its configuration cannot be read: {first_line(error)}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
     shapes = header_shapes(weight_files(folder)) if any(folder.glob(WEIGHTS)) else {}

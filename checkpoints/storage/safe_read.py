@@ -79,18 +79,23 @@ def read_text(path: Path) -> str:
         raise ValueError(f"it is not UTF-8 text: line {line}") from error
 
 
-def shards_of(
-    index: Path, suffix: str = ".safetensors", wanted: Callable[[str], bool] = lambda tensor: True
-) -> dict[str, str]:
-    """Files by `wanted` tensor of an index. Raises ValueError: none, or one that names others than such files beside
-    it."""
+def shards_of(index: Path, wanted: Callable[[str], bool] = lambda tensor: True) -> dict[str, str]:
+    """Return the safetensors files by tensor of an index.
+
+    Args:
+        index: Index file.
+        wanted: Function that selects tensors by name.
+
+    Raises:
+        ValueError: It is no index, or names other files than safetensors in its folder.
+    """
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{index}: it has no weight_map of tensors to files")
     files = {tensor: name for tensor, name in files.items() if wanted(tensor)}
     for name in files.values():
-        if not isinstance(name, str) or name_fault(name) is not None or not name.endswith(suffix):
-            raise ValueError(f"{index} names the file {name!r}, expected a {suffix} file in its folder")
+        if not isinstance(name, str) or name_fault(name) is not None or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names the file {name!r}, expected a .safetensors file in its folder")
     return files
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import cached_file, logging
 
-from ..artifact.artifact import inside
 from ..artifact.locate import model_source
 from ..artifact.model_ref import is_parameter
 from ..storage.messages import first_line, install_hint
@@ -172,8 +171,7 @@ def load_config(source: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except UNLOADABLE as error:
-        hint = "" if (Path(place) / "config.json").is_file() else inside(Path(place))
-        why = f"{reason(str(source), error)}{hint}"
+        why = reason(str(source), error)
         raise ValueError(f"no language model could be loaded from {str(source)!r}: {why}") from error
 
 

@@ -146,7 +146,7 @@ def refused(status: int, code: str = "", message: str = "no") -> Answer:
 
 NOT_FOUND = refused(404, "RepoNotFound", "Repository not found")
 NO_REVISION = refused(404, "RevisionNotFound", "Invalid rev id")
-WRITES = ("branch", "preupload", "commit")
+WRITES = ("preupload", "commit")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -188,10 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return "info", self.info, (f"{user}/{name}", "main")
             case ["api", "models", user, name, ("revision" | "tree"), revision]:
                 return "info", self.info, (f"{user}/{name}", revision)
-            case ["api", "models", user, name, ("preupload" | "commit" | "branch") as act, revision]:
+            case ["api", "models", user, name, ("preupload" | "commit") as act, revision]:
                 return act, getattr(self, act), (f"{user}/{name}", revision)
-            case ["api", "models", user, name, "refs"]:
-                return "refs", self.refs, (f"{user}/{name}",)
             case [user, name, "resolve", revision, *path]:
                 act = "head" if self.command == "HEAD" else "get"
                 return act, self.resolve, (f"{user}/{name}", revision, "/".join(path))
@@ -224,18 +222,6 @@ class _Handler(BaseHTTPRequestHandler):
             return as_json(siblings)
         gated = "manual" if repo.gated else False
         return as_json({"id": name, "sha": commit, "private": repo.private, "gated": gated, "siblings": siblings})
-
-    def refs(self, name: str) -> Answer:
-        branches = getattr(self._seen(name), "branches", {})
-        found = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": at} for name, at in branches.items()]
-        return as_json({"branches": found, "converts": [], "tags": []}) if found else NOT_FOUND
-
-    def branch(self, name: str, branch: str) -> Answer:
-        repo = self.server.repos[name]
-        if branch in repo.branches:
-            return refused(409, message="Reference already exists")
-        repo.branches[branch] = repo.branches["main"]
-        return Answer()
 
     def preupload(self, name: str, revision: str) -> Answer:
         repo = self.server.repos[name]

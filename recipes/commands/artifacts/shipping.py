@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Column, Table
 
 from ...session.terminal import console, log
 
-Replace = Annotated[bool, typer.Option("--replace", help="Also where something else stands; that is deleted.")]
+if TYPE_CHECKING:
+    from ....checkpoints.hub.push_pull import Plan
 
 
 def export(
@@ -49,34 +50,47 @@ def export(
 
 
 def push(
-    artifact: Annotated[Path, typer.Argument(help="An artifact's folder, or an export's.")],
-    repo: Annotated[str, typer.Argument(help="The repository on the hub: user/name.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; otherwise it is only shown.")] = False,
-    revision: Annotated[str, typer.Option(help="The branch.")] = "main",
-    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
-    licence: Annotated[str | None, typer.Option("--license", help="Of the artifact: apache-2.0, mit, …")] = None,
+    artifact: Annotated[Path, typer.Argument(help="Directory of an artifact or an export.")],
+    repo: Annotated[str, typer.Argument(help="Repository on the hub: user/name.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Upload (default: print what would be uploaded).")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    licence: Annotated[str | None, typer.Option("--license", help="Licence, such as apache-2.0 or mit.")] = None,
     results: Annotated[
-        Path | None, typer.Option(help="Results of `draftsmith evaluate` about this artifact, for its card.")
+        Path | None, typer.Option(help="Results of `draftsmith evaluate` about this artifact, for its model card.")
     ] = None,
-    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
-    replace: Replace = False,
 ) -> None:
-    """Publish an artifact on the hub, with a card that has its evidence; shows what would be done, and stops."""
+    """Upload an artifact to the hub, with a model card."""
     from ....checkpoints.artifact.card import model_card
     from ....checkpoints.artifact.manifest import Manifest
-    from ....checkpoints.hub.push_pull import address, plan_push
+    from ....checkpoints.hub.push_pull import plan_push
     from ....checkpoints.hub.push_pull import push as upload
-    from .publish import evidence_of, show_plan
+    from .publish import evidence_of
 
     def card(manifest: Manifest) -> str:
         return model_card(manifest, repo, evidence_of(artifact, manifest, licence, results))
 
-    settings: dict[str, Any] = {"branch": revision, "private": private, "message": message, "replace_other": replace}
-    plan = plan_push(artifact, repo, card, **settings)
-    show_plan(plan)
+    plan = plan_push(artifact, repo, card, private=private)
+    _show_plan(plan)
     if not yes:
         log("push: nothing was uploaded; the same command with --yes does it")
         return
     commit = upload(plan)
-    there = f"{address()}/{repo}/commit/{commit}"
-    log(f"push: {there} holds the {len(plan.files)} files")
+    log(f"push: {plan.url}/commit/{commit} holds the {len(plan.files)} files")
+
+
+def _show_plan(plan: Plan) -> None:
+    state = "new" if plan.parent is None else f"at {plan.parent[:12]}"
+    out = console()
+    out.print(f"{plan.url} ({'private' if plan.private else 'public'}, {state})", soft_wrap=True)
+    files = Table(Column("file", overflow="fold"), Column("bytes", justify="right", no_wrap=True), box=None)
+    for name, file in sorted(plan.files.items()):
+        files.add_row(name, f"{file.upload_info.size:,}")
+    for name in plan.deleted:
+        files.add_row(name, "deleted on the hub")
+    out.print(files)
+    total = sum(file.upload_info.size for file in plan.files.values())
+    out.print(f"{len(plan.files)} files, {total:,} bytes, in one commit", soft_wrap=True)
+    out.print(f"account: {plan.account or 'none: no token is stored (`hf auth login`)'}")
+    out.rule("README.md", align="left")
+    out.print(plan.card, soft_wrap=True)
+    out.rule()

@@ -96,14 +96,12 @@ def table(tmp_path: Path) -> Path:
 RECORDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a later schema": ({"schema": 3}, ("schema", "3", "2")),
     "an unknown kind": ({"kind": "poem"}, ("'poem'", "drafter")),
-    "a vocabulary that is true": ({"vocab_size": True}, ("vocab_size", "True")),
-    "an export that says half": ({"export": {"format": "npz"}}, ("export", "npz")),
+    "a vocabulary that is text": ({"vocab_size": "8"}, ("vocab_size", "8")),
     "a field too many": ({"colour": "red"}, ("colour",)),
 }
 RECORDS |= {f"the name {name!a}": ({"files": {name: ENTRY}}, (ascii(name),)) for name in ("../../etc/passwd", "a\\b")}
 RECORDS |= {
-    f"the entry {entry}": ({"files": {"a": entry}}, ("'a'", "sha256", "bytes"))
-    for entry in (ENTRY | {"bytes": -1}, None)
+    f"the entry {entry}": ({"files": {"a": entry}}, ("'a'", "sha256", "bytes")) for entry in ({"bytes": 1}, None)
 }
 
 
@@ -135,15 +133,13 @@ def _thesis(folder: Path) -> Path:
 REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no such folder": (lambda tmp: load_manifest(tmp / "nowhere"), ("nowhere",)),
     "no record": (lambda tmp: load_manifest(_thesis(tmp / "mine")), ("mine", "artifact.json")),
-    "a folder above": (lambda tmp: load_manifest(tmp), ("artifact.json", "/t")),
     "another kind": (lambda tmp: load_manifest(tmp / "t", kind="heads"), ("'table'", "'heads'")),
     "over other files": (lambda tmp: save_plain(_thesis(tmp / "mine")), ("mine",)),
     "over a file": (lambda tmp: save_plain(_thesis(tmp / "mine") / "thesis.txt"), ("thesis.txt",)),
-    "an unknown kind": (lambda tmp: save_plain(tmp / "x", kind="tables"), ("'tables'", "table")),
     "an odd name": (lambda tmp: save_plain(tmp / "x", write=lambda f: (f / "a\\b").write_text("")), ("a\\b",)),
     "another vocabulary": (
         lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=65, tokenizer_fingerprint=None, what="it"),
-        ("64", "65", "vocab_size: 65"),
+        ("64", "65"),
     ),
     "another tokenizer": (
         lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=64, tokenizer_fingerprint="ef" * 32, what="it"),

@@ -91,7 +91,7 @@ ROWS: list[Row] = [
     ("table", {}, "vllm-bigrams", {"llama_cpp": Path("x")}, ("--llama-cpp",)),
     ("drafter", {"vocab_size": VOCAB + 8}, "transformers", {}, (f"{VOCAB + 8}", f"{VOCAB}", *PAIR)),
     ("drafter", {"tokenizer": "swapped"}, "vllm-sglang", {}, ("'w5'", "'w6'", *PAIR)),
-    ("drafter", {"max_position_embeddings": 32}, "vllm-sglang", {}, ("64 positions", "32 positions", *PAIR)),
+    ("drafter", {"max_position_embeddings": 32}, "vllm-sglang", {}, ("positions: 64", "positions: 32", *PAIR)),
     ("drafter", {"tokenizer": None}, "vllm-sglang", {}, ("tokenizer",)),
     ("drafter", {"also": config(auto_map={"AutoModel": "x.Y"})}, "vllm-sglang", {}, ("auto_map",)),
     ("drafter", {"also": put("modeling.py")}, "vllm-sglang", {}, ("modeling.py",)),

@@ -76,9 +76,7 @@ def write_whole(state: State, target: LlamaForCausalLM, folder: Path) -> None:
     save_file(whole(state, target), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_shards(
-    state: State, target: LlamaForCausalLM, folder: Path, kind: str = "model", end: str = "safetensors"
-) -> None:
+def write_shards(state: State, target: LlamaForCausalLM, folder: Path) -> None:
     """The heads go over two of three shards, head 1 over both; in the first there is none."""
     target.config.save_pretrained(folder)
     tensors = whole(state, target)
@@ -87,20 +85,14 @@ def write_shards(
     parts = [[name for name in tensors if name not in heads], heads[:cut], heads[cut:]]
     places = {}
     for number, names in enumerate(parts, 1):
-        shard = f"{kind}-0000{number}-of-00003.{end}"
-        chosen = {name: tensors[name] for name in names}
-        save_file(chosen, folder / shard) if end == "safetensors" else torch.save(chosen, folder / shard)
+        shard = f"model-0000{number}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / shard)
         places |= dict.fromkeys(names, shard)
-    (folder / f"{kind}.{end}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-
-
-def write_bin_shards(state: State, target: LlamaForCausalLM, folder: Path) -> None:
-    write_shards(state, target, folder, "pytorch_model", "bin")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 WRITERS: dict[str, Callable[[State, LlamaForCausalLM, Path], None]] = {
-    writer.__name__: writer
-    for writer in (*(write_pickled, write_safetensors, write_whole, write_shards, write_bin_shards),)
+    writer.__name__: writer for writer in (write_pickled, write_safetensors, write_whole, write_shards)
 }
 
 

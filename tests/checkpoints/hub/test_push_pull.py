@@ -31,7 +31,7 @@ def test_what_is_pushed_is_pulled(hub: Any, artifact: Path, tmp_path: Path, stan
     repo = hub.repos[REPO]
     assert (repo.branches["main"], len(repo.commits)) == (commit, 2)  # the hub's own first one, and this
     pulled = pull(REPO, tmp_path / "theirs")
-    assert (pulled.commit, pulled.is_new) == (commit, True)
+    assert pulled[1] == commit
     verify_artifact(tmp_path / "theirs", "table")
     assert stand_in.files_of(tmp_path / "theirs") == repo.head()
     mine = stand_in.files_of(artifact)
@@ -88,39 +88,18 @@ def test_a_repository_that_somebody_made_meanwhile_is_not_filled(hub: Any, artif
     assert hub.repos[REPO].head() == {"LICENSE": b"mine"}
 
 
-def test_branches_and_revisions(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
-    first = pushed(artifact)
+def test_an_earlier_commit_is_pulled(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
     newer = make_artifact(tmp_path / "newer", seed=3)
-    second = pushed(newer, branch="trial")
-    assert hub.repos[REPO].branches == {"main": first, "trial": second}
-    for revision, source in (("main", artifact), ("trial", newer), (first, artifact), (second, newer)):
-        out = tmp_path / f"out-{revision}"
-        pull(f"{REPO}@{revision}", out)
-        assert (out / LARGE[0]).read_bytes() == (source / LARGE[0]).read_bytes()
+    for revision, source in [(pushed(artifact), artifact), (pushed(newer), newer)]:
+        pull(f"{REPO}@{revision}", tmp_path / revision)
+        assert (tmp_path / revision / LARGE[0]).read_bytes() == (source / LARGE[0]).read_bytes()
 
 
-def test_what_stands_there_is_not_replaced_unasked(
-    hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType
-) -> None:
+def test_files_are_not_replaced_by_a_download(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
     pushed(artifact)
-    out = make_artifact(tmp_path / "trained", seed=9)
-    before = stand_in.files_of(out)
-    with pytest.raises(ValueError, match=r"trained.*another folder"):
-        pull(REPO, out)
-    assert stand_in.files_of(out) == before
+    with pytest.raises(ValueError, match="trained exists already"):
+        pull(REPO, make_artifact(tmp_path / "trained", seed=9))
     assert not set(LARGE) & set(hub.got), "nothing large was fetched for it"
-    out = tmp_path / "out"
-    assert pull(REPO, out).is_new
-    theirs = hub.repos[REPO].head()
-    assert stand_in.files_of(out) == theirs
-    assert not pull(REPO, out).is_new
-    (out / LARGE[0]).write_bytes(b"x" * len(theirs[LARGE[0]]))
-    with pytest.raises(ValueError, match="another folder"):
-        pull(REPO, out)
-    (out / "artifact.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"cannot be read.*another folder"):
-        pull(REPO, out)
-    assert hub.got.count(LARGE[0]) == 1, "what is in the cache is not fetched again"
 
 
 def _private(hub: Any, home: Path) -> None:
@@ -170,26 +149,6 @@ def test_repositories_that_are_no_whole_artifact(
         assert list(tmp_path.glob("pulled/*")) == list(tmp_path.glob("outside*")) == []
 
 
-def test_a_repository_of_something_else_is_not_written_over(hub: Any, artifact: Path, stand_in: ModuleType) -> None:
-    heads = json.loads((artifact / "artifact.json").read_text()) | {"kind": "heads"}
-    for files, message in (
-        ({"config.json": b"{}", "model.bin": b"\0", "README.md": b"mine"}, r"config\.json, model\.bin.*--replace"),
-        ({"artifact.json": json.dumps(heads).encode()}, "table.*heads.*--replace"),
-        ({"artifact.json": b"[]"}, r"artifact\.json.*--replace"),
-    ):
-        hub.repo(REPO, files)
-        with pytest.raises(ValueError, match=message):
-            pushed(artifact)
-    hub.repo(REPO, {"artifact.json": json.dumps(heads | {"command": "another"}).encode()})
-    hub.failing = {"head": 403, "get": 403}
-    with pytest.raises(ValueError, match="403") as caught:
-        pushed(artifact)
-    assert "--replace" not in str(caught.value), "who cannot look is not told to replace"
-    hub.failing = {}
-    pushed(artifact, replace_other=True)
-    assert set(hub.repos[REPO].head()) == set(stand_in.files_of(artifact))
-
-
 def test_pushes_that_are_refused_before_anything_is_sent(
     hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType
 ) -> None:
@@ -198,7 +157,6 @@ def test_pushes_that_are_refused_before_anything_is_sent(
     (damaged / LARGE[0]).write_bytes(b"x" + (damaged / LARGE[0]).read_bytes()[1:])
     leaky = (stand_in.TOKEN, "hf_" + "A" * 30)
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: plan_push(artifact, "somebody/new", lambda _: "", branch="trial"), "main.*trial"),
         (lambda: plan_push(artifact, "somebody/public", lambda _: "", private=True), "--private"),
         (lambda: plan_push(damaged, REPO, lambda _: ""), LARGE[0]),
     ]

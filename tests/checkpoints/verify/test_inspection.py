@@ -95,12 +95,6 @@ def test_a_single_flipped_bit_is_found_wherever_it_lies(tmp_path: Path) -> None:
     assert find_faults(out)[1] == []
 
 
-def test_a_pointer_of_git_is_told(tmp_path: Path) -> None:
-    out = save_table(tmp_path / "t")
-    (out / "table.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-    assert any("git lfs pull" in fault for fault in find_faults(out)[1])
-
-
 @pytest.mark.parametrize(
     ("kind", "files", "lacking"),
     [
