@@ -227,20 +227,6 @@ class SlotCache(Cache):
         return max(self._cache.lengths) + self._start
 
 
-class _DeviceProbe(KVCache):
-    """Takes keys and values in as they come, to see on which device each layer computes them."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, 1, 1, 1, 1, torch.float32, torch.device("cpu"))
-        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
-        self.seen[layer] = key_BHME, value_BHME
-
-    def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        return self.seen[layer]
-
-
 class TransformersModel(LanguageModel):
     """Any decoder of transformers, also spread or offloaded (`device_map`): our cache, a 4-D mask, explicit positions.
     Raises ValueError: states before the norm, where no final norm is found."""
@@ -270,19 +256,16 @@ class TransformersModel(LanguageModel):
             self._norm = final_norm(self._decoder)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.layer_devices = self._find_devices()
+            if self.device.type == "meta":
+                self.device = self.layer_devices[0]
 
-    @torch.inference_mode()
     def _find_devices(self) -> list[torch.device]:
-        """The device of each layer's keys. Hooks move what the layers read; where to, only a forward shows."""
-        offloaded = self.device.type == "meta"
-        if offloaded:
-            self.device = torch.device("cpu")
-        probe, zeros_11 = _DeviceProbe(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self._forward(probe, zeros_11, zeros_11, None, 0, 1)
-        devices = [probe.seen[layer][0].device for layer in range(self.layers)]
-        if offloaded:
-            self.device = devices[0]
-        return devices
+        """Return the device of each layer; offloaded ones run on the first device that holds weights."""
+        first = next(weight.device for weight in self.model.parameters() if weight.device.type != "meta")
+        lists = (part for part in self._decoder.modules() if isinstance(part, nn.ModuleList))
+        layers = next(part for part in lists if len(part) == self.layers)
+        held = [next(layer.parameters()).device for layer in layers]
+        return [first if device.type == "meta" else device for device in held]
 
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int

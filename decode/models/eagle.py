@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ...checkpoints.heads.eagle import EagleHeads
 from .lean import LeanDecoder
 from .products.product import Product, is_int8, rounded
-from .products.weights import LayerWeights
 
 
 class EagleDrafter(LeanDecoder):
@@ -45,12 +44,12 @@ class EagleDrafter(LeanDecoder):
     def set_aux_input(self, above_BMD: Tensor) -> None:
         self._above_XD = above_BMD.reshape(-1, self.hidden_size)
 
-    def _norm_in(self, layer: Any, own: LayerWeights) -> Tensor:
-        assert own.norm_in_D is not None
+    def _norm_in(self, layer: Any, norm_D: Tensor | None) -> Tensor:
+        assert norm_D is not None
         above_D = layer.hidden_norm.weight.detach()
         if self._normed_D is not None:  # what `_first` gives has been through it, and the next product changes nothing
             above_D = torch.full_like(above_D, self.hidden_size**-0.5)
-        return torch.cat((own.norm_in_D, above_D))
+        return torch.cat((norm_D, above_D))
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
         # what is timed alone, without a target, reads zeros

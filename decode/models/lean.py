@@ -1,7 +1,7 @@
 """A thin forward over the weights of common decoders, equal to transformers' and free of its overhead.
 
 Projections that share an input are one product, the rotation of queries and keys is one complex multiplication, norms
-take three small operations, and weights lie as the CPU's library likes them for the number of rows (`Product`).
+take three small operations, and products of few rows are computed in C on a CPU (`Product`).
 
 Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F width of the MLP, H heads, E head width,
 I and O inputs and outputs of a product, V vocabulary.
@@ -24,11 +24,11 @@ from ...checkpoints.verify.windows import position_limit, windows
 from .base import NO_LIMIT, LanguageModel
 from .draft_vocabulary import kept_tokens
 from .kv_cache import IndexedCache, KVCache
-from .products.layers import DecoderLayers, Kind, Norms
+from .products.layers import DecoderLayers, Kind
 from .products.native import compiled, fused_kernels
 from .products.product import FEW_ROWS, Product, is_int8
 from .products.rotation import Rotation, Turns, rotations
-from .products.weights import ACTIVATIONS, FAMILIES, GATES, LayerWeights, norm_weight
+from .products.weights import ACTIVATIONS, FAMILIES, GATES, join_weights, norm_weight, split_heads
 
 ACTIVATED: dict[int, Callable[..., Tensor]] = {
     1: F.silu,
@@ -37,7 +37,6 @@ ACTIVATED: dict[int, Callable[..., Tensor]] = {
     4: partial(F.gelu, approximate="tanh"),
     5: F.gelu,
 }
-_PADDING = 1 << 15  # masked elements of keys, in the mean of the rows, that cost more than attention row by row
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +153,27 @@ class LeanDecoder(LanguageModel):
         self._side_of = [self._sides.index(side) for side in sides]
         self._few = None
         if self._complex and DecoderLayers.fit(self._layers, self.key_width):
-            sizes, norms = (self.heads, self.kv_heads, self.key_width), Norms(self._folded, self._norms_heads_apart)
-            kind = Kind(self._activation, self._eps, self._centred, self._parallel, self._cap)
-            self._few = DecoderLayers(self._layers, self._side_of, sizes, kind, norms)
+            sizes, does = (self.heads, self.kv_heads, self.key_width), (self._activation, self._eps, self._centred)
+            norms = self._folded, self._norms_heads_apart
+            kind = Kind(*sizes, *does, self._parallel, self._cap, *norms)
+            self._few = DecoderLayers(self._layers, self._side_of, kind)
 
     @property
     def weights_dtype(self) -> torch.dtype:
         return self._embedding_VD.dtype
 
     def _fuse(self, layer: Any) -> _Layer:
-        own = LayerWeights.of(layer, self._family)
-        qkv_OI, up_OI, bias_O, norm_heads_O = own.qkv_OI, own.up_OI, own.bias_O, self._head_norms(own)
-        norm_in_D, norm_mlp_D = self._norm_in(layer, own), own.norm_mlp_D
+        """Return a layer's weights as its forward multiplies by them."""
+        family = self._family
+        attention, mlp = getattr(layer, family.attention), layer if family.mlp is None else getattr(layer, family.mlp)
+        modules = [[getattr(attention, name) for name in family.qkv], [getattr(mlp, name) for name in family.up]]
+        norms = [None if name is None else getattr(layer, name) for name in family.norms]
+        (qkv_OI, bias_O), (up_OI, bias_F) = (join_weights(*side) for side in zip(modules, norms[::2], strict=True))
+        weights = [None if norm is None else norm_weight(norm) for norm in norms]
+        norm_in_D, norm_mlp_D, norm_heads_O = self._norm_in(layer, weights[0]), weights[2], self._head_norms(attention)
+        if family.by_head:
+            qkv_OI = split_heads(qkv_OI, self.key_width)
+            bias_O = None if bias_O is None else split_heads(bias_O, self.key_width)
         if self._rotation.reorders:
             reorder = partial(self._rotation.reorder, heads=self.heads + self.kv_heads)
             qkv_OI, bias_O = reorder(qkv_OI), None if bias_O is None else reorder(bias_O)
@@ -178,38 +186,43 @@ class LeanDecoder(LanguageModel):
                 )
             else:
                 norm_in_D, norm_mlp_D = (None if norm is None else self._scaled(norm) for _, norm in sides)
-        elif own.parts[0] and not self._rotation.reorders and not own.parts[0][0].weight.requires_grad:
-            # Frozen, the module's weights become views of these, and are held once; trained ones may lie in others'
+        elif not self._rotation.reorders and not modules[0][0].weight.requires_grad:
+            # Frozen, the modules' weights become views of these, and are held once; trained ones may lie in others'
             # memory, such as DeepSpeed's.
-            for modules, whole in zip(own.parts, (qkv_OI, up_OI), strict=True):
-                for module, part in zip(modules, whole.split([len(module.weight) for module in modules]), strict=True):
+            for several, whole in zip(modules, (qkv_OI, up_OI), strict=True):
+                parts = whole.split([len(module.weight) for module in several]) if len(several) > 1 else ()
+                for module, part in zip(several, parts, strict=False):
                     module.weight.data = part
-        norms = (norm_in_D, own.norm_attended_D, norm_mlp_D, own.norm_made_D)
-        norms_in_order = (None if norm is None else norm.to(self.dtype) for norm in norms)
-        norm_in_D, norm_attended_D, norm_mlp_D, norm_made_D = norms_in_order
+        in_order = norm_in_D, weights[1], norm_mlp_D, weights[3]
+        norm_in_D, norm_attended_D, norm_mlp_D, norm_made_D = (
+            None if norm is None else norm.to(self.dtype) for norm in in_order
+        )
         return _Layer(
             norm_in_D,
             self._product(qkv_OI, bias_O),
             norm_heads_O,
-            self._product(own.out_OI, own.bias_out_D),
+            self._product(*join_weights([getattr(attention, family.out)])),
             norm_attended_D,
             norm_mlp_D,
-            self._product(up_OI, own.bias_up_F),
-            self._product(own.down_OI, own.bias_down_D),
+            self._product(up_OI, bias_F),
+            self._product(*join_weights([getattr(mlp, family.down)])),
             norm_made_D,
         )
 
-    def _norm_in(self, layer: Any, own: LayerWeights) -> Tensor | None:
-        """The weight of the norm before a layer's attention."""
-        return own.norm_in_D
+    def _norm_in(self, layer: Any, norm_D: Tensor | None) -> Tensor | None:
+        """Return the weight of the norm before a layer's attention."""
+        return norm_D
 
-    def _head_norms(self, own: LayerWeights) -> Tensor | None:
-        """The weights of norms of queries, keys and, which are 1, of values."""
-        if own.norm_query is None or own.norm_key is None:
+    def _head_norms(self, attention: Any) -> Tensor | None:
+        """Return the weights of norms of queries, keys and, which are 1, of values."""
+        if getattr(attention, "q_norm", None) is None:
             return None
-        self._norms_heads_apart = len(own.norm_query) == self.key_width
+        query_O, key_O = norm_weight(attention.q_norm), norm_weight(attention.k_norm)
+        self._norms_heads_apart = len(query_O) == self.key_width
+        if self._norms_heads_apart:
+            query_O = query_O * (attention.scaling * self.key_width**0.5)
         query, key = (heads * self.key_width for heads in (self.heads, self.kv_heads))
-        sides = own.norm_query.repeat(query // len(own.norm_query)), own.norm_key.repeat(key // len(own.norm_key))
+        sides = query_O.repeat(query // len(query_O)), key_O.repeat(key // len(key_O))
         return torch.cat((*sides, torch.ones_like(sides[1]))).to(self.dtype)
 
     def _scaled(self, norm_D: Tensor) -> Tensor:
@@ -277,7 +290,7 @@ class LeanDecoder(LanguageModel):
             attends = []
             for window, by in self._sides:
                 mask = self._windowed(mask_B1MS, positions_BM, end, window)
-                attends.append(self._attention(cache, turned[by], mask, window, count, start, end))
+                attends.append(self._attention(cache, turned[by], mask, count, start, end))
             hidden_XD, given = self._through_layers(hidden_XD, [attends[side] for side in self._side_of])
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
@@ -361,7 +374,6 @@ class LeanDecoder(LanguageModel):
         cache: KVCache,
         turns: Turns,
         mask_B1MS: Tensor | None,
-        window: int | None,
         count: int,
         start: int,
         end: int,
@@ -381,10 +393,6 @@ class LeanDecoder(LanguageModel):
         )
         if self._cap:
             attend = partial(_capped_attention, cap=self._cap)
-        stops = [length + 1 for length in cache.lengths]
-        padding = self.kv_heads * self.key_width * (end - sum(stops) / batch)
-        apart = self.device.type == "cpu" and count == 1 and start == 0 and padding > _PADDING  # a root sees all slots
-        spans = [slice(max(0, stop - (window or stop)), stop) for stop in stops]
 
         def attended(index: int, qkv_XO: Tensor) -> Tensor:
             qkv_XO = self._norm_heads(qkv_XO, self._layers[index])
@@ -394,12 +402,7 @@ class LeanDecoder(LanguageModel):
             query_BHME = qk_BHME[:, : self.heads]
             if group > 1:
                 query_BHME = query_BHME.reshape(batch, self.kv_heads, group * count, -1)
-            sides = (query_BHME, *cache.view(index, end))
-            if apart:
-                rows = zip(*(side.split(1) for side in sides), spans, strict=True)
-                attended_BHME = torch.cat([attend(q, k[:, :, span], v[:, :, span]) for q, k, v, span in rows])
-            else:
-                attended_BHME = attend(*sides, attn_mask=mask_B1MS)
+            attended_BHME = attend(query_BHME, *cache.view(index, end), attn_mask=mask_B1MS)
             attended_BKGME = attended_BHME.unflatten(2, (group, count))
             return attended_BKGME.permute(0, 3, 1, 2, 4).reshape(batch * count, -1)
 

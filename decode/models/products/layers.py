@@ -24,27 +24,26 @@ _AT_ONCE = 60  # tokens: whole groups of rows, as few_rows.c has them
 
 
 class Kind(NamedTuple):
-    """What a family's layers compute."""
+    """Architecture of a family's layers."""
 
+    heads: int
+    kv_heads: int
+    width: int
+    """Width of a head."""
     activation: int
-    """Of the MLP, of `GATES` or `ACTIVATIONS`."""
+    """Activation of the MLP, of `GATES` or `ACTIVATIONS`."""
     eps: float
     """Of the norms."""
     centred: bool
-    """LayerNorm instead of RMSNorm."""
+    """Whether norms are LayerNorm instead of RMSNorm."""
     parallel: bool
-    """The MLP reads what attention reads."""
+    """Whether the MLP reads what attention reads."""
     cap: float
-    """Of scores of attention; 0: there is none."""
-
-
-class Norms(NamedTuple):
-    """How a decoder's norms are kept."""
-
+    """Soft cap of attention scores; 0: none."""
     folded: bool
-    """Products hold the weights of those before them."""
-    apart: bool
-    """Each head of queries and keys has its own."""
+    """Whether products hold the weights of the norms before them."""
+    norms_apart: bool
+    """Whether each head of queries and keys has its own norm."""
 
 
 class DecoderLayers:
@@ -55,24 +54,21 @@ class DecoderLayers:
     def fit(layers: Sequence[Any], width: int) -> bool:
         """Whether there is such a function here for layers with heads of a width."""
         weights = [product.weight_OI for layer in layers for product in _products(layer)]
-        right = all(fits(each) and each.shape[1] % _WIDTH == 0 for each in weights) and width % _WIDTH == 0
+        right = all(fits(each) and not any(n % _WIDTH for n in each.shape) for each in weights) and width % _WIDTH == 0
         return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
-    def __init__(
-        self, layers: Sequence[Any], sides: Sequence[int], sizes: tuple[int, int, int], kind: Kind, norms: Norms
-    ) -> None:
+    def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
         """Of layers that `fit`, with the products `qkv`, `out`, `up` and `down`, and weights of norms.
 
         Args:
             sides: which of the sides of a call each layer has.
-            sizes: heads of queries, heads of keys, and the width of a head.
         """
-        self._sides, self._sizes, self._norms_apart, self._does = tuple(sides), sizes, norms.apart, kind
+        self._sides, self._architecture = tuple(sides), kind
         hidden = layers[0].up.weight_OI.shape[1]  # what queries are read from may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
         few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
         kept = [
-            [None if each is None else each.float().contiguous() for each in _vectors(layer, norms.folded)]
+            [None if each is None else each.float().contiguous() for each in _vectors(layer, kind.folded)]
             for layer in layers
         ]
         self._held = few, kept
@@ -139,7 +135,8 @@ class DecoderLayers:
         aux_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """`__call__` of at most `_most_tokens` tokens."""
-        heads, kv_heads, width = self._sizes
+        kind = self._architecture
+        heads, kv_heads, width = kind[:3]
         sides = [(turns.contiguous(), None if mask is None else mask.contiguous()) for turns, mask in sides]
         batch, (rows_of_turns, count) = len(cache.lengths), sides[0][0].shape[:2]
         rows, inputs = hidden_XD.shape
@@ -164,9 +161,8 @@ class DecoderLayers:
             qkv = None if first or first_qkv_XO is None else first_qkv_XO.data_ptr()
             data = hidden_XD.data_ptr(), qkv, work.data_ptr(), made_XD.data_ptr(), cache.lengths_B.data_ptr()
             sizes = (inputs, self._mlp, last - first, self._kind, batch, count, heads, kv_heads, width, start, end)
-            does = self._does
-            how = torch.get_num_threads(), self._norms_apart, does.activation, does.centred, does.parallel
-            numbers = self._offset, does.eps, does.cap
+            how = torch.get_num_threads(), kind.norms_apart, kind.activation, kind.centred, kind.parallel
+            numbers = self._offset, kind.eps, kind.cap
             apart = rows_of_turns, row_apart, head_apart
             self._call(self._table[first:].data_ptr(), *data, *apart, *sizes, *how, *numbers)
             if last > first:

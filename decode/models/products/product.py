@@ -1,7 +1,6 @@
-"""Products with a model's weights, by the fastest path for the number of rows, and weights of eight bits.
+"""Matrix products of few rows (skinny GEMM) in C for CPUs, and weights of eight bits.
 
-On a CPU products of few rows are computed by a small C function: the library's products cost more with each row,
-although reading the weights is most of the work.
+The library's products cost more with each row, although reading the weights is most of the work.
 
 Shape letters: X rows, I and O inputs and outputs.
 """
@@ -16,7 +15,6 @@ from .native import compiled, in_use
 
 FEW_ROWS = 64
 SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than it saves
-_LARGEST_COPY = 1 << 25
 _MAX_STACK_NUMBERS = 1 << 18  # inputs of all rows, which the C function keeps on the stack
 _WIDTH = 16
 WIDE, _NARROW, PAIRS, _BYTES, FOURS = range(5)  # as the C function numbers them
@@ -58,8 +56,11 @@ class FewRows:
     is rounded to bfloat16; with `FOURS`, int8 where it adds up four products, to integers of 16 bits, a scale a row."""
 
     def __init__(self, weight_OI: Tensor, int8: bool = False) -> None:
-        outputs, self._inputs = weight_OI.shape
-        self._outputs, half, even = outputs, weight_OI.dtype == torch.bfloat16, self._inputs % _WIDTH == 0
+        self._outputs, self._inputs = weight_OI.shape
+        half, even = weight_OI.dtype == torch.bfloat16, self._inputs % _WIDTH == 0
+        self._missing = -self._outputs % _WIDTH  # rows of zeros, whose outputs are cut off
+        if self._missing:
+            weight_OI = F.pad(weight_OI, (0, 0, 0, self._missing))
         self.kind, scale_O = _NARROW if half else WIDE, None
         if half and even and compiled().multiplies_pairs():
             self.kind = PAIRS
@@ -68,7 +69,7 @@ class FewRows:
             weight_OI, scale_O = integers_of(weight_OI)
         if self.kind == FOURS:
             weight_OI = weight_OI ^ -128  # 128 more, without a sign
-        panels = outputs // _WIDTH
+        panels = len(weight_OI) // _WIDTH
         self._weight = weight_OI.view(panels, _WIDTH, -1, _TOGETHER[self.kind]).transpose(1, 2).contiguous()
         if scale_O is not None:
             scales = scale_O.view(torch.int8).view(panels, -1)
@@ -95,56 +96,39 @@ class FewRows:
         assert x_XI.shape[1] == self._inputs
         assert add is None or (add.shape[-1] == self._outputs and add.dtype == torch.float32)
         assert add is None or add.dim() == 1 or len(add) == rows
-        out_XO = x_XI.new_empty(rows, self._outputs)
+        if add is not None and self._missing:
+            add = F.pad(add, (0, self._missing))
+        outputs = self._outputs + self._missing
+        out_XO = x_XI.new_empty(rows, outputs)
         added = None if add is None else add.data_ptr()
-        apart = 0 if add is None or add.dim() == 1 else self._outputs
-        sizes = (self._inputs, self._outputs, rows, self.kind, torch.get_num_threads())
+        apart = 0 if add is None or add.dim() == 1 else outputs
+        sizes = (self._inputs, outputs, rows, self.kind, torch.get_num_threads())
         self._call(self.pointer, x_XI.data_ptr(), added, apart, out_XO.data_ptr(), *sizes, None, -1.0, False)
-        return out_XO
+        return out_XO[:, : self._outputs]
 
 
 def fits(weight_OI: Tensor) -> bool:
-    """Whether there is such a product for these weights here."""
+    """Return whether there is such a product for these weights here."""
     right = weight_OI.device.type == "cpu" and weight_OI.dtype in (torch.float32, torch.bfloat16)
-    return right and len(weight_OI) % _WIDTH == 0 and compiled() is not None
+    return right and compiled() is not None
 
 
 class Product:
-    """x Wᵀ + b, by the fastest of the library's paths for the number of rows.
-
-    On CPUs up to 64 rows cost least by a function of ours (`few_rows`), which keeps a copy of the weights. Where it is
-    not to be had, they cost half with weights in oneDNN's own layout, which lie beside the others, in bfloat16 also one
-    row; in float32 one row is fastest against a transposed copy where there are more outputs than inputs (kept up to
-    `_LARGEST_COPY` elements). Results differ by rounding alone.
-    """
+    """x Wᵀ + b: on a CPU up to 64 rows with large weights by `FewRows`, else by the library."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, int8: bool = False) -> None:
         self.weight_OI, self.int8 = weight_OI, int8
         self.bias_O = None if bias_O is None else bias_O.to(weight_OI.dtype)
-        outputs, inputs = weight_OI.shape
-        on_cpu, half = weight_OI.device.type == "cpu", weight_OI.dtype == torch.bfloat16
+        self.added_O = None if bias_O is None else bias_O.float().contiguous()
         large = weight_OI.numel() >= SMALLEST_PACKED
         self.few_rows = FewRows(weight_OI, int8) if large and fits(weight_OI) else None
-        self.added_O = None if bias_O is None else bias_O.float().contiguous()
-        packs = on_cpu and large and self.few_rows is None and _packs(weight_OI.dtype)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if packs else None
-        self.packed_rows = range(1 if half else 2, FEW_ROWS + 1) if packs else range(0)
-        copied = on_cpu and outputs > 2 * inputs and weight_OI.numel() <= _LARGEST_COPY and not (packs and half)
-        copied = copied and self.few_rows is None
-        self.weight_IO = weight_OI.t().contiguous() if copied else None
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """x Wᵀ + b, [X, O]."""
-        rows = len(x_XI)
-        if self.few_rows is not None and self.few_rows.takes(rows):
+        if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             return self.few_rows(x_XI.float(), self.added_O).to(x_XI.dtype)
         if x_XI.dtype != self.weight_OI.dtype:
             return self(x_XI.to(self.weight_OI.dtype)).to(x_XI.dtype)
-        if rows in self.packed_rows:
-            product_XO: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self.packed, self.bias_O, "none", [], "")
-            return product_XO
-        if rows == 1 and self.weight_IO is not None and self.bias_O is None:
-            return torch.mm(x_XI, self.weight_IO)
         return F.linear(x_XI, self.weight_OI, self.bias_O)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
@@ -152,16 +136,8 @@ class Product:
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             added_XO = sum_XO.float() if self.added_O is None else sum_XO.float() + self.added_O
             return self.few_rows(x_XI.float(), added_XO).to(sum_XO.dtype)
-        apart = len(x_XI) in self.packed_rows or x_XI.dtype != self.weight_OI.dtype
-        if apart or self.bias_O is not None:
+        if x_XI.dtype != self.weight_OI.dtype or self.bias_O is not None:
             return sum_XO + self(x_XI)
         if sum_XO.is_cuda:
             return sum_XO.addmm_(x_XI, self.weight_OI.t())
         return torch.addmm(sum_XO, x_XI, self.weight_OI.t())
-
-
-def _packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN takes packed weights of this type here."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 
@@ -94,59 +94,8 @@ ACTIVATIONS = {"relu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "gelu": 5}
 """Those of an MLP without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Detached. What a layer lacks is None. What norms add is in the biases of the products behind them."""
-
-    qkv_OI: Tensor
-    """Of queries, keys and values, side by side."""
-    bias_O: Tensor | None
-    """Theirs; biases are float32."""
-    norm_query: Tensor | None
-    """[E], each head's own, or of all heads together."""
-    norm_key: Tensor | None
-    out_OI: Tensor
-    bias_out_D: Tensor | None
-    up_OI: Tensor
-    """Of the MLP's gate, if it has one, and values."""
-    bias_up_F: Tensor | None
-    down_OI: Tensor
-    bias_down_D: Tensor | None
-    norm_in_D: Tensor | None
-    """Before attention."""
-    norm_attended_D: Tensor | None
-    """Of what attention adds to the residual stream."""
-    norm_mlp_D: Tensor | None
-    """Before the MLP."""
-    norm_made_D: Tensor | None
-    """Of what it adds."""
-    parts: tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]
-    """The modules whose weights `qkv_OI` and `up_OI` are copies of; none where they are a module's own."""
-
-    @classmethod
-    def of(cls, layer: Any, family: Family) -> LayerWeights:
-        """Those of a layer, which may be EAGLE-3's."""
-        attention, mlp = getattr(layer, family.attention), layer if family.mlp is None else getattr(layer, family.mlp)
-        parts: Any = [[getattr(attention, name) for name in family.qkv], [getattr(mlp, name) for name in family.up]]
-        norms = [None if name is None else getattr(layer, name) for name in family.norms]
-        (qkv, bias), (up, bias_up) = (_matrix(side, norm) for side, norm in zip(parts, norms[::2], strict=True))
-        if family.by_head:
-            qkv = _by_kind(qkv, attention.head_size)
-            bias = None if bias is None else _by_kind(bias, attention.head_size)
-        norm_query = _weight(getattr(attention, "q_norm", None))
-        if norm_query is not None and len(norm_query) == attention.head_dim:
-            norm_query = norm_query * (attention.scaling * attention.head_dim**0.5)
-        out, bias_out = _matrix([getattr(attention, family.out)])
-        down, bias_down = _matrix([getattr(mlp, family.down)])
-        norm_key = _weight(getattr(attention, "k_norm", None))
-        products = qkv, bias, norm_query, norm_key, out, bias_out, up, bias_up, down, bias_down
-        norm_in, norm_attended, norm_mlp, norm_made = map(_weight, norms)
-        joined_qkv, joined_up = (tuple(side) if len(side) > 1 else () for side in parts)
-        return cls(*products, norm_in, norm_attended, norm_mlp, norm_made, (joined_qkv, joined_up))
-
-
-def _matrix(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
-    """The modules' weights [O, I], and their biases with what comes of those of a norm before them."""
+def join_weights(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
+    """Return the modules' weights [O, I] as one detached matrix, and their biases with those of a norm before them."""
     weights = [
         module.weight.detach().t() if isinstance(module, Conv1D) else module.weight.detach() for module in modules
     ]
@@ -157,16 +106,12 @@ def _matrix(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | 
     return whole_OI, sum(biases[1:], biases[0]) if biases else None
 
 
-def _by_kind(weight: Tensor, width: int) -> Tensor:
-    """[H · 3 · E, …] of heads as [3 · H · E, …] of queries, keys and values."""
+def split_heads(weight: Tensor, width: int) -> Tensor:
+    """Return [H · 3 · E, …] of heads as [3 · H · E, …] of queries, keys and values."""
     return weight.unflatten(0, (-1, 3, width)).transpose(0, 1).flatten(0, 2)
 
 
-def _weight(norm: Any) -> Tensor | None:
-    return None if norm is None else norm_weight(norm)
-
-
 def norm_weight(norm: Any) -> Tensor:
-    """What a norm multiplies by, detached: Gemma's keep what it is above 1."""
+    """Return what a norm multiplies by, detached: Gemma's keep what it is above 1."""
     weight: Tensor = norm.weight.detach()
     return 1 + weight.float() if type(norm).__name__.startswith("Gemma") else weight

