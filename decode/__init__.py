@@ -1,7 +1,4 @@
-"""Artifacts in, tokens and measurements out. `method` is what transformers' `generate` takes as `custom_generate`.
-
-`CustomGenerate.from_pretrained` is the same of a folder or of the hub.
-"""
+"""Artifacts in, tokens and measurements out. `method` is what transformers' `generate` takes as `custom_generate`."""
 
 from __future__ import annotations
 

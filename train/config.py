@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 _MAY_CHANGE = {
     "micro_batch", "evaluate_every", "save_every", "log_every", "keep_checkpoints", "gradient_checkpointing",
-    "keep_best", "deterministic", "on_bad_step", "max_norm",  # the last two are changed to resume after a bad step
+    "keep_best", "on_bad_step", "max_norm",  # the last two are changed to resume after a bad step
 }  # fmt: skip
 
 
@@ -54,9 +54,6 @@ class FitConfig:
     """Automatic mixed precision; "no" computes in the type of the weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    deterministic: bool = False
-    """On CUDA only kernels that sum in a fixed order, so that a run repeats bit for bit, more slowly; a warning names
-    an operation without one."""
     evaluate_every: int = _limited(200, ge=0)
     """Steps between evaluations on held-out data, the first before training; 0: only at the end."""
     save_every: int = _limited(200, ge=0)

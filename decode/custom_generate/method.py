@@ -8,11 +8,8 @@ Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
 from __future__ import annotations
 
 import inspect
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,9 +21,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from ...checkpoints.artifact.artifact import open_artifact
 from ...checkpoints.artifact.locate import model_source, resolve
-from ...checkpoints.export.base import ExportOptions, Format, Source, check_same_tensors
 from ...checkpoints.heads.files import PredictionHeads, load_heads
-from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
 from ..engine import generate
@@ -37,8 +32,7 @@ from ..models.lean import LeanDecoder
 from ..models.loading import load_model, wrap_model
 from ..proposers.head_trees import HeadModule, attach_projection, states_of
 from ..rng import Rng
-from .request import Replay, calling_generate, check_request, held_back, prompts_of, sampling_of
-from .saved import SETTINGS_FILE, check_replaceable, read_method, read_settings, write_method
+from .request import Replay, check_request, held_back, prompts_of, sampling_of
 
 Part = TypeVar("Part")
 
@@ -102,38 +96,6 @@ class CustomGenerate:
     loaded_heads: bool
     """The heads are nobody else's: they follow the target's device and dtype."""
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the method, its options and its parts to a folder, all or nothing; `from_pretrained` reads it.
-
-        transformers runs it itself where code is trusted: `generate(custom_generate=FOLDER, trust_remote_code=True)`.
-
-        Raises:
-            ValueError: The folder holds other files; heads other than `PredictionHeads`; a drafter with adapters.
-        """
-        check_replaceable(Path(folder))
-        with atomic_dir(Path(folder)) as unfinished:
-            self.write(unfinished)
-            check_replaceable(Path(folder))  # again: writing may have taken minutes
-
-    def write(self, folder: Path) -> None:
-        """Write the files of `save_pretrained` to an empty folder."""
-        drafters = [drafter.hub_id or drafter.model for drafter in self.drafters]
-        write_method(folder, self.name, self.options, drafters, self.heads, self.table)
-
-    @classmethod
-    def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
-        """Load a saved method from a folder, or from the hub's `user/name` at a revision. No code there is run.
-
-        Raises:
-            ValueError: There is no such method, it is damaged, or its parts do not fit each other.
-        """
-        folder = resolve(source, revision=revision)
-        name, options, parts = read_method(folder)
-        try:
-            return method(name, **parts, **options)
-        except (ValueError, TypeError) as error:  # TypeError: an option named as one of `method`'s own arguments
-            raise ValueError(f"{folder / SETTINGS_FILE}: {error}") from error
-
     def __call__(
         self,
         model: PreTrainedModel,
@@ -195,31 +157,6 @@ class CustomGenerate:
         return Parts(drafters[0] if drafters else None, self.heads, self.table, tuple(drafters[1:]))
 
 
-def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **asked: Any) -> Any:
-    """Decode with the method that is saved where `generate`'s argument `custom_generate` points.
-
-    `custom_generate/generate.py` of a saved method calls this. A model loaded with `trust_remote_code` from a folder
-    with such a file has it for its `generate`: then the method is the one in the model's folder.
-
-    Raises:
-        ValueError: What `CustomGenerate.from_pretrained` and decoding raise.
-    """
-    caller = calling_generate(inspect.currentframe())
-    revision = asked.pop("revision", None)
-    source = None if caller is None else caller.get("custom_generate")
-    if not isinstance(source, str):
-        source, revision = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
-    folder = resolve(source, revision=revision).resolve()
-    changed = max((path.stat().st_mtime_ns for path in folder.glob("*/*.safetensors")), default=0)
-    custom = _load_once(folder, json.dumps(read_settings(folder)), changed)
-    return type(model).generate(model, inputs, custom_generate=custom, **asked)
-
-
-@lru_cache(maxsize=4)
-def _load_once(folder: Path, settings: str, changed: int) -> CustomGenerate:
-    return CustomGenerate.from_pretrained(folder)
-
-
 class _Drafter:
     """A drafter as it was given: the user's own model, or one that is loaded here and follows the target's device."""
 
@@ -229,7 +166,6 @@ class _Drafter:
         if not self._loaded and not isinstance(source, PreTrainedModel):
             kind = type(source).__name__
             raise ValueError(f"a drafter must be a transformers model, a folder or a hub id, got a {kind}")
-        self.hub_id = str(source) if self._loaded and not Path(source).is_dir() else None
         self.model = source
         if self._loaded:
             found = model_source(str(source))
@@ -250,9 +186,6 @@ def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -
     if (folder / MANIFEST_FILE).is_file():
         return open_artifact(folder, load, kind)[1]
     return load(folder)
-
-
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class _CachedTarget(NamedTuple):
@@ -283,68 +216,6 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
 
 
 def _state(model: PreTrainedModel) -> list[Any]:
-    """Where weights lie, and all that is in them, as a hash: no counter knows of writing through `.data`, and memory is
-    used again. It reads each weight twice, a forward of one token once."""
-    weights = [
-        weight.detach() for weight in model.parameters() if type(weight) is torch.nn.Parameter and weight.numel()
-    ]
-    sums = [part_X for weight in weights if weight.device.type != "meta" for part_X in _sums(weight)]
-    joined = torch.cat([part_X.to(sums[0].device) for part_X in sums]).cpu().numpy().tobytes() if sums else b""
-    return [hash(joined), *((weight.data_ptr(), weight.dtype) for weight in weights)]
-
-
-def _sums(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of columns and of rows of a weight's bits read as whole numbers, modulo 2**64, which no single change
-    and no exchange of two values leaves as they were."""
-    words = weight.contiguous().view(weight.shape[0] if weight.dim() > 1 else 1, -1)
-    edges = math.gcd(words.shape[1], int(words.storage_offset())) * words.element_size()
-    words = words.view(next(kind for size, kind in _WORDS.items() if edges % size == 0))
-    return words.sum(0), words.sum(1)
-
-
-def _method_of(source: Source, options: ExportOptions) -> CustomGenerate:
-    if source.manifest.kind == "heads":
-        return method("medusa", heads=source.folder)
-    gamma: dict[str, Any] = {} if options.speculative_tokens is None else {"gamma": options.speculative_tokens}
-    return method("bigram", table=source.folder, **gamma)
-
-
-def _write(source: Source, folder: Path, options: ExportOptions) -> None:
-    _method_of(source, options).write(folder)
-
-
-def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    expected, found = _method_of(source, options), CustomGenerate.from_pretrained(folder)
-    check_same_tensors(_tensors(found), _tensors(expected), folder)
-    if expected.table is not None:
-        return [f"all {expected.table.entries:,} counts"]
-    return [f"all {len(_tensors(expected))} tensors of the heads"]
-
-
-def _tensors(custom: CustomGenerate) -> dict[str, torch.Tensor]:
-    if custom.table is None:
-        return custom.heads.state_dict()  # type: ignore[union-attr]
-    return {name: getattr(custom.table, name) for name in ("row_ptr", "col", "count", "unigram")}
-
-
-_READERS = "draftsmith, inside generate of transformers ≥ 5.17"
-ATTACHED_FORMATS = (
-    Format(
-        "custom-generate",
-        "heads",
-        "Heads with the method medusa, for `generate(custom_generate=…)`",
-        _READERS,
-        _write,
-        _compare,
-        options=("target",),
-    ),
-    Format(
-        "custom-generate-bigrams",
-        "table",
-        "A table with the method bigram, for `generate(custom_generate=…)`",
-        _READERS,
-        _write,
-        _compare,
-        options=("target", "speculative_tokens"),
-    ),
-)
+    """Return the storage, type and version of each weight, which an optimizer step, a load or an assignment changes."""
+    versions = [0 if weight.is_inference() else weight._version for weight in model.parameters()]
+    return [*versions, *((weight.data_ptr(), weight.dtype) for weight in model.parameters())]

@@ -42,12 +42,6 @@ def held_back(frame: Any) -> dict[str, Any]:
     return {name: caller.f_locals.get(name) for name in ("streamer", "synced_gpus", "assistant_model")}
 
 
-def calling_generate(frame: Any) -> dict[str, Any] | None:
-    """Arguments of the `generate` that ran the `custom_generate/generate.py` which called the frame's function."""
-    caller = frame.f_back.f_back if frame and frame.f_back else None
-    return None if caller is None or caller.f_code is not _GENERATE else dict(caller.f_locals)
-
-
 def _refusal(what: str, instead: str) -> ValueError:
     return ValueError(f"this decoder does not support {what}: {instead}")
 

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 from ...checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
 from ...checkpoints.artifact.manifest import to_json_safe
-from ...checkpoints.artifact.model_ref import resolve_model, tokenizer_fingerprint
+from ...checkpoints.artifact.model_ref import resolve_model, target_record, tokenizer_fingerprint
 from ...data.blocks.prepared import PreparedData
-from ...train.loop.fit import FitConfig, FitResult, Task, fit
-from ...train.parallel.processes import StoppedError, TrainingError, on_main, together
+from ...train.loop.fit import FitConfig, FitResult, fit
+from ...train.parallel.processes import TrainingError, on_main
+from ...train.tasks.drafter import DrafterTask
+from ...train.tasks.heads import HeadsTask
 from ..schema.loading import write_recipe
 from ..schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
 from ..session.terminal import log
@@ -41,7 +43,7 @@ def prepare_once(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, accelerato
     """The main process prepares and verifies, the others then find it done."""
     seed = recipe.train.seed
     on_main(accelerator, lambda: verify_data(prepare_data(recipe.data, tokenizer, seed=seed), tokenizer))
-    return together(accelerator, partial(prepare_data, recipe.data, tokenizer, seed=seed, quiet=True))
+    return prepare_data(recipe.data, tokenizer, seed=seed, quiet=True)
 
 
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
@@ -57,46 +59,58 @@ def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe on its way from prepared data to an artifact."""
+    """A recipe before its first step: what `fit` trains, and what becomes an artifact after the last one."""
 
     recipe: DrafterRecipe | HeadsRecipe
-    out: Path
-    accelerator: Any
     tokenizer: Any
     prepared: Prepared
+    task: DrafterTask | HeadsTask
+    write: Callable[[Path], None]
+    """Writer of the artifact's model files into a directory."""
+    shapes: dict[str, Any]
+    """Sizes for the manifest."""
+    artifact_bytes: int
+    """Size of the model files."""
+    target: str | None
+    """Model that the artifact is for."""
+    target_sha256: str | None
+    """Hash of the target as it was loaded."""
+    measured: bool
+    """Whether evaluations decode, so that the best weights can be chosen by acceptance."""
 
-    def fit(self, task: Task, measured: bool) -> FitResult:
-        """Train; the resolved recipe lies beside the checkpoints from the beginning. `measured`: see `fit_config`.
-        Raises what `fit` raises, with the beginnings of the documents it happened in."""
+    @property
+    def out(self) -> Path:
+        return Path(self.recipe.out)
+
+    def fit(self, accelerator: Any) -> FitResult:
+        """Train; the resolved recipe is written next to the checkpoints before the first step.
+
+        Raises what `fit` raises, with the beginnings of the documents that it happened in.
+        """
         state = state_folder(self.out)
-        on_main(self.accelerator, partial(write_recipe, self.recipe, state / "recipe.yaml"))
+        on_main(accelerator, partial(write_recipe, self.recipe, state / "recipe.yaml"))
         try:
-            config = together(self.accelerator, partial(fit_config, self.recipe, self.prepared, measured))
-            return fit(task, self.prepared.train, config, state, self.accelerator)
-        except StoppedError:
-            raise
+            config = fit_config(self.recipe, self.prepared, self.measured)
+            return fit(self.task, self.prepared.train, config, state, accelerator)
         except TrainingError as error:
             shown = _beginnings(self.prepared.train, error.blocks, self.tokenizer)
             raise TrainingError(f"{error}{shown}", error.blocks) from error
 
-    def save(
-        self, result: FitResult, write: Callable[[Path], None], shapes: dict[str, Any], target: dict[str, Any] | None
-    ) -> None:
-        """Write the artifact: what `write` puts into its folder, the resolved recipe, and `artifact.json`; `target` is
-        the model that it is for, as `target_record` names it."""
+    def save(self, result: FitResult) -> None:
+        """Write the artifact: model files, the resolved recipe, and `artifact.json`."""
 
-        def write_all(folder: Path) -> None:
-            write(folder)
+        def write(folder: Path) -> None:
+            self.write(folder)
             write_recipe(self.recipe, folder / "recipe.yaml")
 
         save_artifact(
             self.out,
             kind=self.recipe.kind,
-            write=write_all,
-            vocab_size=shapes.get("vocab_size", len(self.tokenizer)),
+            write=write,
+            vocab_size=self.shapes.get("vocab_size", len(self.tokenizer)),
             tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer),
-            target=target,
-            shapes=shapes,
+            target=None if self.target is None else target_record(self.target, self.target_sha256),
+            shapes=self.shapes,
             recipe=self.recipe.model_dump(mode="json"),
             data=self.prepared.summary(),
             training=asdict(result) | {"history": result.history.name},

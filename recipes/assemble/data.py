@@ -88,7 +88,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
             raise ValueError(f"data: trained tokens: {share:.4%}, {floor} (`draftsmith prepare --lint` shows rows)")
         return Prepared(train, heldout, folder, report)
     streamed = StreamedData(
-        partial(_epoch, _with_heldout(section), seed),
+        partial(_epoch, section, seed),
         tokenizer,
         get_template(section.template, tokenizer),
         section.block_tokens,
@@ -157,23 +157,6 @@ def colour(document: Rendered, tokenizer: Any) -> Text:
     return text
 
 
-def _with_heldout(section: DataSection) -> DataSection:
-    """Return the section, with the smallest share that holds out a conversation if its own holds out none of two."""
-    if section.heldout_source is not None or not section.heldout_share:
-        return section
-    least, most = 1.0, 0.0
-    for part in section.parts():
-        for conversation in _read_part(section, part, CorpusReport()):
-            draw = _draw(conversation)
-            if draw < section.heldout_share:
-                return section
-            least, most = min(least, draw), max(most, draw)
-    if least >= most:
-        return section
-    log(f"data: a share of {section.heldout_share:.6g} (data.heldout_share) is no conversation: one is held out")
-    return section.model_copy(update={"heldout_share": float(np.nextafter(least, 1))})
-
-
 def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], folder: Path) -> None:
     template = get_template(section.template, tokenizer)
     reports = [CorpusReport() for _ in section.parts()]
@@ -181,7 +164,6 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     options: dict[str, Any] = {"packing": section.packing, "last_turn_only": section.last_turn_only, "source": identity}
     names = ", ".join(part.source for part in section.parts())
     train: PreparedData | None = None
-    section = _with_heldout(section)
     with atomic_dir(folder) as unfinished:
         with counter(f"preparing {names}", "conversations") as advance:
             rows = _some(section, reports, log_forms=True, hold=heldout.append)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,73 +13,26 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.locate import model_source
-from ...checkpoints.artifact.model_ref import target_record
 from ...checkpoints.pairs.speculation import save_speculation
 from ...checkpoints.storage.draft_vocabulary import MASK_TOKEN, mask_token
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import is_adapter
 from ...data.blocks.prepared import PreparedData
 from ...data.prompts import stop_ids
-from ...data.tokenizers import load_tokenizer
 from ...decode.models.draft_vocabulary import keep_tokens, save_vocabulary
-from ...train.config import OnPolicy, Parallel, micro_steps
+from ...train.config import OnPolicy, Parallel
 from ...train.losses.drafter import TopK
-from ...train.losses.objectives import parse_weights
-from ...train.parallel.processes import on_main, together
-from ...train.tasks.drafter import DrafterTask, Selection
+from ...train.tasks.drafter import DrafterTask
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
-from ..schema.training import DrafterRecipe, ModelSection, TrainSection, VocabularySection, role_of
+from ..schema.training import DrafterRecipe, ModelSection, VocabularySection, role_of
 from ..session.terminal import log
 from .acceptance import drafter_measure
-from .artifact import Run, check_target, prepare_once
+from .artifact import Run, check_target
 from .data import Prepared
 from .models import TrainableModel, build_model, check_vocabulary
 from .teacher import open_cache
 
 _FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-
-
-@dataclass(frozen=True)
-class DrafterParts:
-    """What a drafter recipe comes to before the first step."""
-
-    trained: TrainableModel
-    task: DrafterTask
-    target: PreTrainedModel | None
-    """Where it is in memory: to teach, or to measure acceptance."""
-    target_sha256: str | None
-    """Of the target as it was loaded."""
-    measured: bool
-    """Whether evaluations decode."""
-
-
-def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
-    """Train a language model: from a model or from scratch, on labels or on a target's distributions."""
-
-    def opened() -> tuple[Any, TrainableModel]:
-        parse_weights(recipe.objective)
-        micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
-        tokenizer = load_tokenizer(recipe.tokenizer_source)
-        return tokenizer, trainable(recipe, tokenizer)
-
-    # mistakes are found before the data is prepared, which may take hours
-    tokenizer, trained = together(accelerator, opened)
-    run = Run(recipe, out, accelerator, tokenizer, prepare_once(recipe, tokenizer, accelerator))
-    parts = together(accelerator, lambda: drafter_parts(recipe, tokenizer, run.prepared, accelerator.device, trained))
-    result = run.fit(parts.task, parts.measured)
-
-    def write(folder: Path) -> None:
-        trained.save(folder)
-        save_vocabulary(trained.model, folder)
-        save_tokenizer(tokenizer, folder)
-        if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
-            save_speculation(folder)
-
-    def finish() -> None:
-        target = None if recipe.target is None else target_record(recipe.target, parts.target_sha256)
-        run.save(result, write, trained.shapes(), target)
-
-    on_main(accelerator, finish)
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
@@ -88,41 +41,37 @@ def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
         raise ValueError("`data.template: t5` is for encoder-decoders, and the model is a decoder")
-    _make_fast(trained.model, recipe.train)
     return trained
 
 
-def drafter_parts(
-    recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, device: Any, trained: TrainableModel | None = None
-) -> DrafterParts:
-    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with. Raises ValueError: a drafter's
-    vocabulary for an encoder-decoder."""
-    trained = trained or trainable(recipe, tokenizer)
-    model = trained.model
+def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[], Prepared], accelerator: Any) -> Run:
+    """Load the model of a recipe, prepare the data, then load the teacher and what the drafter is measured with.
+
+    Raises:
+        ValueError: A mistake in the recipe; those about the model are found before the data is prepared.
+    """
+    trained, device = trainable(recipe, tokenizer), accelerator.device
+    model, prepared = trained.model, prepare()
     vocabulary = recipe.model.vocabulary
     if vocabulary is not None:
         _make_smaller(model, vocabulary, prepared, role_of(recipe))
     parallel = None if recipe.parallel is None else parallel_of(recipe, model, prepared)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
-    target = measure = None
+    measure = None
     eval_teacher: ModelTeacher | None = None
     target_sha256: str | None = None
     known: dict[str, Any] = {}
     if recipe.target is not None and (taught_by_target or recipe.measure.prompts):
         section = recipe.teacher
-        eval_teacher = load_teacher(recipe.target, section.dtype, section.load_in_8bit, device)
+        eval_teacher = load_teacher(recipe.target, section.dtype, device)
         known["hash of the target"] = target_sha256 = eval_teacher.settings["target"]
-        target = eval_teacher.model
-        check_target(target, model, recipe.target)
+        check_target(eval_teacher.model, model, recipe.target)
         if recipe.measure.prompts:
-            measure = drafter_measure(recipe, target, model, tokenizer, prepared)
+            measure = drafter_measure(recipe, eval_teacher.model, model, tokenizer, prepared)
     teacher: Teacher | None = eval_teacher if taught_by_target else None
     if recipe.distils and recipe.teacher.cache is not None:
         teacher = open_cache(recipe, prepared)
     top_k = TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None
-    chosen, selection = recipe.selection, None
-    if chosen is not None:
-        selection = Selection(load_teacher(chosen.reference, device=device), chosen.share, top_k)
     policy, on_policy = recipe.on_policy, None
     if policy is not None:
         on_policy = OnPolicy(**policy.model_dump(), stop_ids=tuple(stop_ids(tokenizer)))
@@ -137,9 +86,7 @@ def drafter_parts(
         eval_teacher or teacher,
         measure,
         evaluate_blocks=recipe.measure.blocks,
-        compiled=recipe.train.compile,
         parallel=parallel,
-        selection=selection,
     )
     task.title = role_of(recipe)
     # what changes the training, or what its evaluations are compared by
@@ -148,7 +95,26 @@ def drafter_parts(
     own = {} if vocabulary is None else {"vocabulary": vocabulary.model_dump(exclude_none=True)}
     task.settings["model"] = model_settings | own
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
-    return DrafterParts(trained, task, target, target_sha256, measure is not None)
+
+    def write(folder: Path) -> None:
+        trained.save(folder)
+        save_vocabulary(model, folder)
+        save_tokenizer(tokenizer, folder)
+        if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
+            save_speculation(folder)
+
+    return Run(
+        recipe,
+        tokenizer,
+        prepared,
+        task,
+        write,
+        shapes=trained.shapes(),
+        artifact_bytes=trained.saved_bytes(),
+        target=recipe.target,
+        target_sha256=target_sha256,
+        measured=measure is not None,
+    )
 
 
 def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: Prepared, name: str) -> None:
@@ -207,17 +173,3 @@ def complete_section(recipe: DrafterRecipe) -> ModelSection:
     known = vars(AutoConfig.for_model(section.config["model_type"]))
     taken = {name: value for name, value in given.items() if value is not None and name in known}
     return section.model_copy(update={"config": taken | section.config})
-
-
-def _make_fast(model: PreTrainedModel, train: TrainSection) -> None:
-    """Liger's kernels, where the recipe asks for them; the loss has its own chunks."""
-    if not train.liger:
-        return
-    if not torch.cuda.is_available():
-        raise ValueError("`train.liger` needs a CUDA device, and there is none: leave it out")
-    from transformers.integrations.liger import apply_liger_kernel
-
-    try:
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
-    except ImportError as error:
-        raise ValueError(f"`train.liger` needs the package liger-kernel: pip install liger-kernel ({error})") from error

@@ -53,6 +53,14 @@ class TrainableModel:
             self.adapter.merge_and_unload().save_pretrained(folder)
         patch_model(folder)
 
+    def saved_bytes(self) -> int:
+        """Return the size of the weights that `save` writes."""
+        weights = sum(p.nbytes for p in self.model.parameters())
+        if self.lora is None:
+            return weights
+        added = sum(p.nbytes for name, p in self.model.named_parameters() if "lora_" in name)
+        return added if self.lora.export == "adapter" else weights - added
+
     def shapes(self) -> dict[str, Any]:
         """What an artifact says of the model: vocabulary, parameters of the artifact and those trained, type; of an
         adapter, the model that it changes."""

@@ -18,8 +18,8 @@ from rich.table import Column, Table
 
 from ... import __version__
 from ...checkpoints.storage.messages import words
-from ...train.parallel.processes import Interrupted, StoppedError, TrainingError, lost_another
-from ..session.launch import destroy_process_group, is_first, refuse_several, run_on_all
+from ...train.parallel.processes import Interrupted, TrainingError, lost_another
+from ..session.launch import destroy_process_group, is_first, refuse_several
 from ..session.terminal import console, log
 from ..session.typed import typed_command
 from .artifacts.shipping import export, push
@@ -128,7 +128,7 @@ def prepare(
         raise ValueError("name a recipe, or list the known corpora: `draftsmith prepare --list`")
     if lint or not teacher:
         refuse_several("prepare --lint" if lint else "prepare")
-    loaded = run_on_all(lambda: load_training(recipe, overrides or []))
+    loaded = load_training(recipe, overrides or [])
     if teacher and not lint:
         from ..assemble.teacher import prepare_teacher
 
@@ -164,25 +164,14 @@ def train(
     recipe: RecipeName,
     overrides: Overrides = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the required memory, disk and time, and exit.")] = False,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option("--sweep", help="Train once per value: train.seed=0,1; repeat for all combinations."),
-    ] = None,
 ) -> None:
     """Train a draft model, prediction heads or a bigram table.
 
     Example: `train drafter/vicuna-68m train.steps=1000`. An interrupted run resumes.
     """
-    if sweep:
-        from .training.sweep import plan_sweep, run_sweep
-
-        if plan:
-            raise ValueError("--plan is for one recipe: leave --sweep out")
-        run_sweep(run_on_all(lambda: plan_sweep(recipe, overrides or [], sweep)))
-        return
     from ..schema.loading import load_training
 
-    loaded = run_on_all(lambda: load_training(recipe, overrides or []))
+    loaded = load_training(recipe, overrides or [])
     if plan:
         from .training.plan import plan_recipe, show
 
@@ -266,10 +255,6 @@ def main() -> None:
         if ended.code == 128 + signal.SIGINT:  # what typer makes of Ctrl-C where nothing is there to be saved
             _say_how_to_go_on()
         raise
-    except StoppedError as error:
-        if not is_first():
-            sys.exit(error.code)  # the first process reports it
-        _fail(f"error: {error}", error.code)
     except TrainingError as error:
         _fail(f"error: {error}", 1)
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:

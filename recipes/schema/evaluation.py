@@ -185,8 +185,6 @@ class ServerSection(Section):
     """The model's name there."""
     concurrency: int = Field(16, ge=1)
     """Requests at a time."""
-    requests_per_minute: float | None = Field(None, gt=0)
-    """Requests begun a minute at most, those that are tried again included; null: as many as there are."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that an answer may take; then it is asked for again, a few times."""
     key_variable: str = "OPENAI_API_KEY"

@@ -242,14 +242,6 @@ def _index(section: dict[str, Any] | list[Any], key: str) -> str | int:
     return int(key)
 
 
-def parse_values(text: str, where: str) -> list[Any]:
-    """The values of a list written with commas, each in YAML. Raises ValueError where they are none."""
-    try:
-        return list(yaml.load(f"[{text}]", Loader=_Loader))
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{where}: the values are not valid YAML") from error
-
-
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, secrets struck out; running it again repeats the run."""
     values = recipe.model_dump(mode="json")

@@ -86,7 +86,7 @@ class ModelSection(Section):
     """Leave the token embeddings and the output projection as they are."""
     lora: LoraSection | None = None
     """Train an adapter, not the whole model."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention kernel of transformers; auto: SDPA where the model has it."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights while training."""
@@ -117,13 +117,8 @@ class TeacherSection(Section):
     cache: str | None = None
     """Folder of the target's `top_k` log-probabilities of all blocks, written by `draftsmith prepare --teacher`: the
     target is then run once, however many epochs and drafters learn from it."""
-    hidden: str | None = None
-    """Folder of the target's hidden states, `hidden.cache` of heads on the same data: it is written if need be, and the
-    cache computed from it, so that the target runs once for a drafter and for heads. They are kept in bfloat16."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Type of the target's weights; auto takes that of the files. int8: those that `evaluate` decodes with as int8."""
-    load_in_8bit: bool = False
-    """Hold the target's matrices in 8 bits (bitsandbytes; where that is installed)."""
     batch: int = Field(4, ge=1)
     """Blocks per forward while the cache is written."""
 
@@ -131,8 +126,6 @@ class TeacherSection(Section):
     def _consistent(self) -> TeacherSection:
         if self.cache is not None and not self.top_k:
             raise ValueError("`cache` needs `top_k`: whole distributions are too large to keep")
-        if self.hidden is not None and (self.cache is None or self.load_in_8bit):
-            raise ValueError("`hidden` is what a `cache` is computed from, with weights that are not in 8 bits")
         if self.top_k and self.tail == "bucket" and self.temperature != 1:
             raise ValueError(f"`tail: bucket` needs temperature 1, got {self.temperature}: use `tail: renormalise`")
         return self
@@ -140,16 +133,6 @@ class TeacherSection(Section):
 
 class OnPolicySection(_OnPolicy):
     """Learn from samples of the drafter itself; see `train.config.OnPolicy`."""
-
-
-class SelectionSection(Section):
-    """Learn only what can be learned: those tokens at which a drafter that was distilled before is most ahead (AdaSPEC:
-    Hu et al. 2025, arXiv 2510.19779)."""
-
-    reference: str
-    """Folder or hub id of that drafter; it has the vocabulary, and the draft vocabulary, of this one."""
-    share: float = Field(0.4, gt=0, le=1)
-    """Of the trained tokens of each forward, those that are learned."""
 
 
 class TrainSection(_Loop):
@@ -161,10 +144,6 @@ class TrainSection(_Loop):
     """Number of optimizer steps; required if the data is streamed, whose epoch length is unknown."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
     """Additional trackers to log to, through accelerate."""
-    compile: bool = False
-    """Compile the model with torch.compile: minutes at the start, then faster on CUDA."""
-    liger: bool = False
-    """Use Liger's kernels in a drafter's layers (CUDA; needs liger-kernel)."""
 
     def fit_config(self, steps: int, keep_best: str | None) -> FitConfig:
         """Return the loop's settings for this number of steps."""
@@ -239,8 +218,6 @@ class DrafterRecipe(_Recipe):
     """Learn on the drafter's own samples too."""
     parallel: ParallelSection | None = None
     """Learn to draft several tokens by one forward."""
-    selection: SelectionSection | None = None
-    """Learn from some of the tokens alone."""
     train: TrainSection = TrainSection()
 
     @property
@@ -264,8 +241,6 @@ class DrafterRecipe(_Recipe):
         if self.on_policy is not None and (not taught or self.teacher.cache is not None):
             reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
             raise ValueError(f"`on_policy` needs {reason}: nobody knows beforehand what the drafter will write")
-        if self.selection is not None and (not taught or "cross-entropy" in self.objective or self.parallel):
-            raise ValueError("`selection` is of distillation alone: no objective `cross-entropy`, no `parallel`")
         return self
 
 
@@ -334,9 +309,6 @@ class HeadsRecipe(_Recipe):
     hidden: HiddenSection = HiddenSection()
     base: BaseSection | None = None
     """Train the target too (Medusa-2); without it the target stays as it is (Medusa-1)."""
-    shard_target: bool = False
-    """Under ZeRO 3 spread the target's weights too while steps run; slower. Loading, evaluations and the end still need
-    room for all of it in each process."""
     train: HeadsTrainSection = HeadsTrainSection()
 
     @property
@@ -346,7 +318,7 @@ class HeadsRecipe(_Recipe):
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
         if self.architecture == "eagle3":
-            of_medusa = ("base", "num_layers", "projection", "rank", "shard_target", "states")
+            of_medusa = ("base", "num_layers", "projection", "rank", "states")
             given = [name for name in of_medusa if getattr(self, name) != HeadsRecipe.model_fields[name].default]
             if given:
                 raise ValueError(f"`{given[0]}` is of Medusa's heads: leave it out with `architecture: eagle3`")
@@ -362,16 +334,12 @@ class HeadsRecipe(_Recipe):
             shares = self.projection == "target" or self.architecture == "eagle3"
             if not shares:
                 raise ValueError("`vocabulary` has heads with `projection: target` keep `tokens` of its rows")
-            if self.base is not None or self.shard_target:
-                raise ValueError("`vocabulary` copies rows of the target: leave out `base` and `shard_target`")
-        if self.train.liger:
-            raise ValueError("`train.liger` changes a drafter's layers, and heads have none that it knows")
+            if self.base is not None:
+                raise ValueError("`vocabulary` copies rows of the target: leave out `base`")
         if self.hidden.cache is None:
             return self
         if self.num_heads > 15:
             raise ValueError(f"`hidden.cache` serves up to 15 heads, and `num_heads` is {self.num_heads}")
-        if self.train.compile:
-            raise ValueError("`train.compile` compiles the target, which does not run with `hidden.cache`")
         if self.base is not None:
             raise ValueError("`hidden.cache` holds the states of the target as it is, and `base` changes it")
         return self
@@ -380,12 +348,10 @@ class HeadsRecipe(_Recipe):
 class CountSection(Section):
     """Which pairs of neighbouring tokens a table counts, and with how much memory."""
 
-    pairs: Literal["documents", "answers", "messages"] = "documents"
+    pairs: Literal["documents", "answers"] = "documents"
     """`documents`: whole conversations with the tokens of the template. `answers`: pairs whose right token is
-    supervised, that is, each answer with its end of turn and the token before it. `messages`: the text of each message
-    alone. Pairs never cross the border of a document, answer or message."""
-    roles: list[Literal["system", "user", "assistant"]] = []
-    """Roles whose messages are counted with `pairs: messages`; empty: user and assistant."""
+    supervised, that is, each answer with its end of turn and the token before it. Pairs never cross the border of a
+    document or answer."""
     memory_mb: int = Field(512, ge=1)
     """Memory for the counts of each process; counts beyond it go to `<out>.state`."""
     save_minutes: float = Field(5.0, gt=0)
@@ -393,12 +359,6 @@ class CountSection(Section):
     texts: int = Field(0, ge=0)
     """Number of counted tokens to keep as texts, from the first on, for the method `suffix` with `store: table`. A
     token takes eight bytes."""
-
-    @model_validator(mode="after")
-    def _known_roles(self) -> CountSection:
-        if self.roles and self.pairs != "messages":
-            raise ValueError(f"`roles` chooses among messages, and `pairs` is {self.pairs!r}: set `pairs: messages`")
-        return self
 
 
 class TableRecipe(Section):

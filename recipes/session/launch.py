@@ -10,14 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
-
-from ...train.parallel.processes import together
-
-Found = TypeVar("Found")
 
 _LAST_WAIT, _LAST_WAIT_FAILED = timedelta(seconds=60), timedelta(seconds=3)
 _BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
@@ -74,15 +68,6 @@ def refuse_several(command: str) -> None:
             "and without its variables RANK and WORLD_SIZE (`train` and `prepare --teacher` share their work among "
             "several)"
         )
-
-
-def run_on_all(work: Callable[[], Found]) -> Found:
-    """`together`, before a recipe has set what its accelerator is to be like."""
-    if launched() == 1:
-        return work()
-    from ...train.parallel.accelerate import make_accelerator
-
-    return together(make_accelerator("no"), work)
 
 
 def destroy_process_group() -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
-from draftsmith.decode.models.draft_vocabulary import keep_tokens
 from draftsmith.train.config import Medusa2, OnPolicy
 from draftsmith.train.forward.packed import PackedForward, make_forward
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import heads_mixture, mixture
 from draftsmith.train.losses.objectives import parse_weights
-from draftsmith.train.tasks.drafter import DrafterTask, Selection
+from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2Task
 from draftsmith.train.teachers.teacher import CacheSource, ModelTeacher
@@ -93,16 +92,6 @@ def heads_of(hidden: int = 16, vocab: int = 32, count: int = 2, states: str = "a
     return PredictionHeads.from_lm_head(torch.randn(vocab, hidden), count, 1, states=states)
 
 
-def proposing(model: Any, tokens: int) -> Any:
-    keep_tokens(model, torch.arange(tokens))
-    return model
-
-
-def selected(model: Any, reference: Any) -> DrafterTask:
-    selection = Selection(ModelTeacher(reference), 0.4)
-    return DrafterTask(model, None, {"forward-kl": 1.0}, ModelTeacher(model), selection=selection)
-
-
 TASKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "vocabularies": (lambda w, m: DrafterTask(m, None, teacher=ModelTeacher(w.make_model(vocab_size=40))), "32.*40"),
     "tail": (
@@ -113,8 +102,6 @@ TASKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda w, m: DrafterTask(m, None, {"cross-entropy": 1.0}, ModelTeacher(m), on_policy=OnPolicy(0.5, 8)),
         "cross-entropy",
     ),
-    "the reference's vocabulary": (lambda w, m: selected(m, w.make_model(vocab_size=40)), "32.*40"),
-    "the reference's tokens": (lambda w, m: selected(m, proposing(w.make_model(), 8)), "32.*8"),
     "head weights": (lambda w, m: HeadsTask(m, heads_of(), None, [1.0]), "2"),
     "hidden size": (lambda w, m: HeadsTask(m, heads_of(8), None), "8.*16"),
     "heads' vocabulary": (lambda w, m: HeadsTask(m, heads_of(vocab=9), None), "9.*32"),
@@ -163,7 +150,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "convolutions": (lambda: PackedForward(lfm2()), "Lfm2"),
     "encoder-decoder": (lambda: PackedForward(t5()), "T5"),
     "family": (lambda: make_forward(t5("bart", **BART)), "'bart'.*t5, mt5, umt5"),
-    "flex": (lambda: make_forward(t5(attention="flex_attention")), "flex"),
 }
 
 

@@ -104,8 +104,6 @@ def main() -> None:
         options.get("kill_at", 0) if rank == options.get("kill_rank", 0) else 0,
         options.get("signal", 9),
     )
-    if "loaded" in options:
-        task.settings["hash of the target"] = options["loaded"][rank]
     config = make_config(**options.get("config", {}))
     result = fit(task, make_data(), config, options["state_dir"])
     if rank == 0:

@@ -69,7 +69,7 @@ def make_heads_task(options: dict[str, Any], kind: str) -> HeadsTask:
         return EagleTask(model, eagle, make_data(4, seed=1), [1.0, 0.5], {"forward-kl": 1.0})
     heads = PredictionHeads.from_lm_head(model.get_output_embeddings().weight.detach().clone(), 2, 1)
     if kind == "heads":
-        return HeadsTask(model, heads, make_data(4, seed=1), shard_target=options.get("shard_target", False))
+        return HeadsTask(model, heads, make_data(4, seed=1))
     torch.manual_seed(1)
     get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1))
     return Medusa2Task(model, heads, make_data(4, seed=1), Medusa2())

@@ -56,7 +56,6 @@ class PackedForward(Projected):
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} is an encoder-decoder, and a decoder is needed here")
         self.model = model = bare_model(model)
-        self._compiled: Any = None
         self.config = model.config.get_text_config()
         parameters = inspect.signature(_decoder(model).forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -91,8 +90,7 @@ class PackedForward(Projected):
         """Last hidden states [B, T, D], after the final norm; logits [B, T, V] where `weight_VD()` is None."""
         if self.plain_head:
             return self._last_hidden(batch)
-        model = self._compiled if self._compiled is not None else self.model
-        return self._run(model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
+        return self._run(self.model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states [B, T, D], after the final norm or before it as `states` says, whatever the head; [B, T, G + D]
@@ -114,17 +112,7 @@ class PackedForward(Projected):
         return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))
 
     def _last_hidden(self, batch: Batch | MaskedBatch) -> Tensor:
-        compiled = self._compiled if self.plain_head else None
-        decoder = compiled if compiled is not None else _decoder(self.model)
-        return self._run(decoder, batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
-
-    def compile(self) -> None:
-        """Compile what a call runs (torch.compile), with masks: attention by document would be compiled for every
-        batch. States before the norm are computed without."""
-        if self.by_document:
-            self.config._attn_implementation = "sdpa"
-            self.by_document = False
-        self._compiled = torch.compile(_decoder(self.model) if self.plain_head else self.model)
+        return self._run(_decoder(self.model), batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
 
     def _run(self, module: Any, batch: Batch | MaskedBatch, **asked: Any) -> Any:
         if "flash" in self._kernel and isinstance(
@@ -150,15 +138,14 @@ class PackedForward(Projected):
         return positions_BT.clamp(max=self._positions - 1)
 
     def check_masks(self) -> None:
-        """Raises ValueError where tokens cannot see others by any mask (`MaskedBatch`): with flash and flex kernels."""
-        if "flash" in self._kernel or "flex" in self._kernel:
+        """Raise ValueError for a kernel that takes no mask (`MaskedBatch`)."""
+        if "flash" in self._kernel:
             raise ValueError(f"`parallel` is trained with sdpa or eager attention, and the model has {self._kernel}")
 
     def _attention(self, batch: Batch | MaskedBatch) -> dict[str, Any]:
         """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
         documents_BT = batch.documents_BT
         positions_BT = self._learned(batch.positions_BT, documents_BT)
-        implementation = self._kernel
         if isinstance(batch, MaskedBatch):
             longest, window = int(positions_BT.max()) + 1, sliding_window(self.config)
             if window is not None and longest > window:
@@ -167,14 +154,12 @@ class PackedForward(Projected):
         if self._slides(batch.tokens_BT.shape[1]):
             # models with windows build their own masks, and find the documents where positions restart
             return {"attention_mask": None, "position_ids": positions_BT}
-        if "flex" in implementation:
-            return {"attention_mask": _flex_mask(documents_BT), "position_ids": positions_BT}
         if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == PADDING)).all()):
             # one document a row, then padding, which nothing real can see: plain causal attention is exact
             rows, length = documents_BT.shape
             positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
             return {"attention_mask": None, "position_ids": self._learned(positions_BT, documents_BT)}
-        if self.by_document and implementation == NAME and documents_BT.device.type == "cpu":
+        if self.by_document and self._kernel == NAME and documents_BT.device.type == "cpu":
             spans = document_spans(documents_BT)
             lengths = [end - start for row in spans for start, end in row]
             if sum(length**2 for length in lengths) < _WORTH_IT * documents_BT.numel() * documents_BT.shape[1]:
@@ -221,17 +206,6 @@ def _flash_attention(batch: Batch) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
-
-
-def _flex_mask(documents_BT: Tensor) -> Any:
-    """`Batch.attention_mask_B1TT` as FlexAttention wants it; padding sees the padding before it."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (documents_BT[row, query] == documents_BT[row, key]) & (key <= query)
-
-    rows, length = documents_BT.shape
-    return create_block_mask(visible, rows, None, length, length, device=str(documents_BT.device))
 
 
 def _can_attend_by_document(model: Any) -> bool:
@@ -286,8 +260,8 @@ def has_plain_head(model: Any) -> bool:
 
 @contextmanager
 def _tried(model: Any) -> Iterator[None]:
-    """Meanwhile the model only evaluates, on a processor with attention that runs there: flash and flex kernels do not,
-    and a model may be tried before it lies on its GPU."""
+    """Meanwhile the model only evaluates, on a processor with attention that runs there: flash kernels do not, and
+    a model may be tried before it lies on its GPU."""
     was_training = model.training
     model.eval()
     on_cpu = next(model.parameters()).device.type == "cpu"

@@ -46,16 +46,13 @@ class SourceForward(Projected):
 
     Both run once a batch, with several sources or answers in a row: distances in T5 are differences of positions, which
     are right inside a source wherever it stands, and masks hide the others. Raises ValueError: an encoder-decoder of
-    another family, or without a start token for its decoder; FlexAttention.
+    another family, or without a start token for its decoder.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model = bare_model(model)
         self.config = model.config
-        if "flex" in (getattr(self.config, "_attn_implementation", None) or ""):
-            raise ValueError("encoder-decoders are trained with eager or sdpa attention, got flex_attention")
         self.start_id = Seq2SeqModel(model).start_id  # it refuses other families, saying which there are
-        self._encoder, self._decoder = model.encoder, model.decoder
         scaled_if = SCALED_IF[self.config.model_type]
         self._scale = self.config.d_model**-0.5 if scaled_if and getattr(self.config, scaled_if) else 1.0
         head = model.get_output_embeddings()
@@ -66,22 +63,19 @@ class SourceForward(Projected):
         hidden_BTD = self.hidden(batch)
         return hidden_BTD if self.plain_head else self.model.get_output_embeddings()(hidden_BTD)
 
-    def compile(self) -> None:
-        """Compile encoder and decoder (torch.compile) as they are run here, not for decoding."""
-        self._encoder = torch.compile(self.model.encoder, dynamic=True)
-        self._decoder = torch.compile(self.model.decoder, dynamic=True)
-
     def hidden(self, batch: Batch) -> Tensor:
         """Last decoder states [B, T, D], scaled as the model scales them before its projection. A batch without answers
         runs one token: parallel training uses every parameter in every step."""
         plan = _plan(batch, self.start_id)
         dtype = self.model.dtype
         same_RSS = plan.sources_RS[:, :, None] == plan.sources_RS[:, None]
-        encoded_RSD = self._encoder(plan.source_tokens_RS, attention_mask=_additive(same_RSS, dtype)).last_hidden_state
+        encoded_RSD = self.model.encoder(
+            plan.source_tokens_RS, attention_mask=_additive(same_RSS, dtype)
+        ).last_hidden_state
         own_RMM = (plan.answers_RM[:, :, None] == plan.answers_RM[:, None]).tril()
         across_RMS = plan.answers_RM[:, :, None] == plan.read_RS[:, None]
         across_RMS[:, :, 0] |= plan.answers_RM == _NO_ANSWER  # padding has to see something
-        decoded_RMD = self._decoder(
+        decoded_RMD = self.model.decoder(
             plan.answer_tokens_RM,
             attention_mask=_additive(own_RMM, dtype),
             encoder_hidden_states=encoded_RSD.flatten(0, 1)[plan.read_at_RS],

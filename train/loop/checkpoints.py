@@ -56,8 +56,7 @@ class StateFolder:
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
         """Find the newest whole checkpoint (None: there is none) and make log and `fit.json` agree with it; ValueError:
-        it was trained with other settings, or other processes have others now."""
-        self._check_processes(settings)
+        it was trained with other settings."""
 
         def open_folder() -> Position | None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
@@ -159,19 +158,6 @@ class StateFolder:
             except (ValueError, OSError) as error:
                 warnings.warn(f"checkpoint {folder} is skipped: {error}", stacklevel=2)
         return None
-
-    def _check_processes(self, settings: Mapping[str, Any]) -> None:
-        """Raises ValueError in all processes where one of them has loaded something else than the first."""
-        from accelerate.utils import gather_object
-
-        first, *others = gather_object([dict(settings)])
-
-        def check() -> None:
-            for process, theirs in enumerate(others, 1):
-                for key in (key for key in first if first[key] != theirs.get(key)):
-                    raise ValueError(f"process 0 has {key} {first[key]}, process {process} {theirs.get(key)}")
-
-        on_main(self._accelerator, check)
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError where the run in the folder has other settings."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from ...checkpoints.storage.messages import first_line
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
 from ..parallel.accelerate import Stepper, configure, gathered, make_accelerator
-from ..parallel.processes import Interrupted, StopSignals, TrainingError, from_main, is_out_of_memory, together
+from ..parallel.processes import Interrupted, StopSignals, TrainingError, from_main, is_out_of_memory
 from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
-from .optimizer import fixed_order, learning_rates, make_optimizer
-from .progress import Report, peak_flops, peak_memory
+from .optimizer import learning_rates, make_optimizer
+from .progress import Report, peak_memory
 
 if TYPE_CHECKING:
     from ...data.blocks.prepared import PreparedData
@@ -67,10 +67,6 @@ class Task:
 
     def count(self, batch: Batch) -> Tensor:
         """The counts that `module` would return for this batch, without running it."""
-        raise NotImplementedError
-
-    def flops(self, tokens: int, trained: int) -> float:
-        """Operations that forward and backward of so many tokens, `trained` of them trained on, take in matrices."""
         raise NotImplementedError
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
@@ -117,13 +113,13 @@ def fit(
 
     Raises ValueError: a batch that cannot be split; a state folder of a run with other settings; TrainingError: a loss
     or gradient that is not finite or too large; no memory; Interrupted: SIGINT or SIGTERM in any process; the state was
-    saved; OSError: a checkpoint could not be written; the older ones are untouched; StoppedError: in other processes.
+    saved; OSError: a checkpoint could not be written; the older ones are untouched.
     """
     accelerator = accelerator or make_accelerator(config.precision)
-    run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))
+    run = _Run(task, data, config, Path(state_dir), accelerator)
     try:
         position = run.prepare()
-        with StopSignals() as stop, fixed_order(config.deterministic):
+        with StopSignals() as stop:
             report = Report(run.title, config.steps, position.step, run.is_main)
             report.line(run.opening_line(position))
             result = run.train(position, stop, report)
@@ -176,9 +172,6 @@ class _Run:
         self.state.attach(module, optimizer)
         self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
         self.stepper = Stepper(self.accelerator, self.module, self.optimizer, config.clip_norm)
-        trained = next(p for p in self.module.parameters() if p.requires_grad)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, trained.dtype)
-        self.peak = peak_flops(self.accelerator.device, dtype)
         if position is None:
             self.data.restore(self.data.beginning)
             return Position()
@@ -204,8 +197,7 @@ class _Run:
         return (
             f"{self.title}: {self.world} process{'es' if self.world > 1 else ''} "
             f"({accelerator.distributed_type.value}) on {accelerator.device.type}, precision {config.precision}, "
-            f"{self.trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most; peak "
-            f"{self.peak / 1e12:.3g} TFLOP/s{resumed}"
+            f"{self.trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most{resumed}"
         )
 
     def train(self, position: Position, stop: StopSignals, report: Report) -> FitResult:
@@ -229,7 +221,6 @@ class _Run:
             line |= {
                 "tokens": tokens,
                 "tokens_per_second": (tokens - position.tokens) / seconds,
-                "mfu": line.pop("flops") / seconds / (self.peak * self.world),
                 "peak_memory_bytes": peak_memory(self.accelerator.device),
             }
             position = Position(step + 1, position.seconds + seconds, tokens, self.data.state())
@@ -283,7 +274,7 @@ class _Run:
         )
         loss = self._sum_over_processes(sum(losses, torch.zeros((), device=losses[0].device)), stop)
         line: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": norm}
-        line |= {"step_tokens": tokens, "flops": self.task.flops(tokens, int(counts.max()))}
+        line["step_tokens"] = tokens
         fault = self._fault(step, loss, norm, losses)
         if fault is not None:
             report.line(f"{self.title}: {fault}; skipped, the weights stay as they are")
@@ -345,16 +336,11 @@ class _Run:
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
             return where
-        fault = TrainingError(
+        raise TrainingError(
             f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were changed. "
             "Lower learning_rate or clip_norm, set on_bad_step: skip, or look at these blocks",
             blocks,
         )
-
-        def stop() -> NoReturn:
-            raise fault
-
-        return together(self.accelerator, stop)
 
     def _evaluate(self, position: Position, report: Report) -> None:
         """Measure in the main process, unless the log has it already."""

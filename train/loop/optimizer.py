@@ -1,11 +1,9 @@
-"""AdamW, its learning rate over the steps, and the order in which a step sums."""
+"""AdamW, and its learning rate over the steps."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,18 +41,3 @@ def learning_rates(config: FitConfig) -> Callable[[int], float]:
     warmup = math.ceil(config.warmup * config.steps)
     scheduler = get_scheduler(names[config.schedule], optimizer, warmup, config.steps)
     return scheduler.lr_lambdas[0]
-
-
-@contextmanager
-def fixed_order(wanted: bool) -> Iterator[None]:
-    """Where it is wanted, have torch choose operations that sum in a fixed order; warn of those that have none."""
-    if not wanted:
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first called
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)

@@ -1,4 +1,4 @@
-"""What a training run shows, a line now and then; and what it is measured against."""
+"""What a training run shows, a line now and then."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from ...checkpoints.storage.messages import pictured
 from ...checkpoints.storage.redaction import redacted
 
-_SIZE = {"cpu": 1024, "cuda": 8192}
-_SECONDS = 0.3  # of trying: a busy machine needs some to show its best
 _SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -44,34 +42,9 @@ class Report:
             self.line(f"{self._name}: evaluation after step {step}: {shown}")
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second that a large matrix product reaches on `device` in `dtype`, measured: the fastest of some."""
-    size = _SIZE.get(device.type, 1024)
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    best = float("inf")
-    until = time.perf_counter() + _SECONDS
-    while time.perf_counter() < until or best == float("inf"):
-        started = seconds_now(device)
-        torch.mm(left, right)
-        best = min(best, seconds_now(device) - started)
-    return 2.0 * size**3 / best
-
-
 def peak_memory(device: torch.device) -> int:
     """Bytes: the most that this process has held, of the device's memory or, on a processor, of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return most_held()
-
-
-def most_held() -> int:
-    """Bytes of the machine's memory that this process has ever held."""
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return held if sys.platform == "darwin" else held * 1024
-
-
-def seconds_now(device: torch.device) -> float:
-    """Of a clock, with the device's work done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

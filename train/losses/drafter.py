@@ -29,7 +29,6 @@ from .chunks import (
     to_events,
     upcast,
 )
-from .objectives import forward_kl_chunk
 
 TOP = 5  # tokens that "top-5" looks at
 
@@ -159,7 +158,6 @@ def _blocks_of_logits(
     chunk: int | None,
     teacher: Teacher | None = None,
     proposed: Tensor | None = None,
-    top_k: TopK | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
     """Yield labels int64 [R], logits [R, V] and a teacher's targets, block by block of the positions with a label.
 
@@ -172,7 +170,7 @@ def _blocks_of_logits(
         hidden_XD, weight_VD = rows_of(proposed, hidden_XD, weight_VD)
     product, targets = Product(product_type(hidden_XD)), None
     if teacher is not None:
-        targets = TeacherTargets(teacher, vocab, top_k)
+        targets = TeacherTargets(teacher, vocab)
         assert targets.positions == len(labels_X), (targets.positions, len(labels_X))
     block = block_rows(vocab, size, hidden_XD.device)
     kept = (labels_X != IGNORED).nonzero()[:, 0]
@@ -186,25 +184,6 @@ def _blocks_of_logits(
             if proposed is not None:
                 logits_RV = widen(logits_RV, proposed, vocab)
             yield labels_X[rows_C[part]], logits_RV, None if targets is None else targets.rows(part)
-
-
-@torch.no_grad()
-def divergences(
-    hidden_XD: Tensor,
-    weight_VD: Tensor | None,
-    labels_X: Tensor,
-    teacher: Teacher,
-    chunk: int | None = None,
-    top_k: TopK | None = None,
-) -> Tensor:
-    """KL(teacher ‖ drafter) at each position, at temperature 1, float32 [X]; 0 where there is no label. Shapes and
-    ValueError as in `mixture`."""
-    found_X = torch.zeros(len(labels_X), device=labels_X.device)
-    parts = [found_X[:0]]
-    for _, logits_RV, targets in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, top_k=top_k):
-        assert targets is not None
-        parts.append(forward_kl_chunk(to_events(targets, logits_RV)[0], targets.log_probs_RF)[0].float())
-    return found_X.masked_scatter_(labels_X != IGNORED, torch.cat(parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,17 @@ Shape letters: T tokens, D documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from ...data.conversations import Conversation, Turn
-from ...data.rendering.encoding import After, PieceEncoder
-from ...data.rendering.render import Layout, Renderer
+from ...data.conversations import Conversation
+from ...data.rendering.render import Renderer
 from ...data.rendering.templates import Template
 
 _TOKENS_AT_A_TIME = 1 << 18
 _TOKENS_PER_MB = 1 << 14
-_CONVERSATIONS_AT_A_TIME = 256
 
 
 def token_documents(
@@ -27,7 +24,6 @@ def token_documents(
     template: Template,
     *,
     pairs: str = "documents",
-    roles: Sequence[str] = (),
     last_turn_only: bool = False,
 ) -> Iterator[list[np.ndarray]]:
     """Yield the documents of each conversation: token ids int32 [T] whose neighbours are pairs.
@@ -36,17 +32,12 @@ def token_documents(
         conversations: Conversations to count.
         tokenizer: Tokenizer of the table.
         template: Chat template that renders the conversations.
-        pairs: `documents` for whole conversations, `answers` for each supervised span with the token before it,
-            `messages` for the text of each message, tokenized as within the template.
-        roles: Roles whose messages are counted; empty for user and assistant.
+        pairs: `documents` for whole conversations, `answers` for each supervised span with the token before it.
         last_turn_only: Whether the last answer alone is supervised.
 
     Raises:
         ValueError: The turns of a conversation are not [system], user, assistant, …
     """
-    if pairs == "messages":
-        yield from _messages(iter(conversations), tokenizer, template, frozenset(roles or ("user", "assistant")))
-        return
     # A document per conversation: blocks without a length neither split nor drop anything.
     for rendered in Renderer(template, tokenizer, None, last_turn_only=last_turn_only)(conversations):
         if pairs == "documents":
@@ -77,31 +68,3 @@ def pack_documents(
             parts, starts, size = [], [], 0
     if parts:
         yield np.concatenate(parts), np.array(starts, dtype=np.int64), position
-
-
-def _messages(
-    conversations: Iterator[Conversation], tokenizer: Any, template: Template, roles: frozenset[str]
-) -> Iterator[list[np.ndarray]]:
-    layout = Layout(template, PieceEncoder(tokenizer, own=True))
-    while batch := list(islice(conversations, _CONVERSATIONS_AT_A_TIME)):
-        wanted = [list(_wanted(layout, conversation.turns, roles)) for conversation in batch]
-        pieces = [piece for messages in wanted for piece in messages]
-        ids, starts = layout.encoder.encode([text for text, _ in pieces], [after for _, after in pieces])
-        encoded = iter(np.split(ids, starts[1:-1]) if pieces else [])
-        yield from (list(islice(encoded, len(messages))) for messages in wanted)
-
-
-def _wanted(layout: Layout, turns: Sequence[Turn], roles: frozenset[str]) -> Iterator[tuple[str, After]]:
-    """Yield the texts of the messages of `roles` and what the template puts before each of them."""
-    system, asked = layout.template.system, False
-    for turn in turns:
-        question = turn.role != "assistant"
-        if turn.role == "system":
-            lead = layout.start if system is None else layout.lead(system[0])
-        elif question:
-            lead, asked = layout.next if asked else layout.start, True
-        else:
-            lead = layout.answer if asked else layout.start
-        if turn.role in roles:
-            after = lead.after if not lead.tail else After.SPACE if lead.tail.endswith(" ") else After.TEXT
-            yield turn.text.strip() if layout.template.strips[0 if question else 1] else turn.text, after

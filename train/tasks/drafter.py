@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,13 @@ from ...data.blocks.prepared import PreparedData
 from ...decode.models.draft_vocabulary import kept_tokens
 from ..forward.packed import PackedForward, make_forward
 from ..loop.fit import Task
-from ..losses.chunks import DenseTeacher
-from ..losses.chunks import Teacher as Targets
 from ..losses.drafter import (
     IGNORED,
     TopK,
     agreement,
-    divergences,
     heads_mixture,
     label_hits,
     narrowed,
-    rows_of,
     shifted_labels,
 )
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
@@ -45,37 +41,6 @@ Weight = float | Sequence[float]
 """Of an objective; see `objectives.parse_weights`."""
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Selection of the tokens at which a distilled reference is most ahead (AdaSPEC: Hu et al. 2025, arXiv 2510.19779).
-
-    As in its authors' trainer (github.com/yuezhouhu/adaspec): with L the forward KL of the target from a drafter, a
-    step trains on the share of the positions with the greatest L_drafter − L_reference.
-    """
-
-    reference: ModelTeacher
-    """The drafter that was distilled before."""
-    share: float
-    """Of the trained positions."""
-    top_k: TopK | None = None
-    """As in the loss."""
-
-    @torch.no_grad()
-    def __call__(self, batch: Batch, own: DenseTeacher, labels_X: Tensor, told: Targets, ids: Tensor | None) -> Tensor:
-        """`labels_X` with −100 at all positions that are not learned: `own` are the drafter's states, `told` what the
-        target says, both among the tokens `ids` alone (None: of the whole vocabulary)."""
-        reference = self.reference(batch)
-        states = (reference.hidden_XE, reference.weight_VE)
-        if ids is not None:
-            states = rows_of(ids, *states)
-        sides = ((own.hidden_XE, own.weight_VE), states)
-        mine_X, theirs_X = (divergences(*side, labels_X, told, top_k=self.top_k) for side in sides)
-        trained_X = labels_X != IGNORED
-        count = math.ceil(self.share * int(trained_X.sum()))
-        chosen_C = (mine_X - theirs_X).masked_fill(~trained_X, -torch.inf).topk(count).indices
-        return torch.full_like(labels_X, IGNORED).index_copy_(0, chosen_C, labels_X[chosen_C])
-
-
 class DrafterModule(nn.Module):
     """A language model whose forward is its loss; the teacher, if any, is run but never trained, wrapped or stored."""
 
@@ -87,11 +52,10 @@ class DrafterModule(nn.Module):
         temperature: float = 1.0,
         top_k: TopK | None = None,
         parallel: Parallel | None = None,
-        selection: Selection | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.temperature, self.top_k, self.parallel, self.selection = temperature, top_k, parallel, selection
+        self.temperature, self.top_k, self.parallel = temperature, top_k, parallel
         self.progress = 0.0
         """Share of the run that is done: what the weights of the objectives follow."""
         self._weights = parse_weights(objective)
@@ -109,7 +73,7 @@ class DrafterModule(nn.Module):
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Sum of the objective over the trained positions (float32), and their number (int64); inputs as in `Batch`. In
-        parallel, as many times the mean over these and the mask tokens; of a selection, over what is selected."""
+        parallel, as many times the mean over these and the mask tokens."""
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         weights = weights_at(self._weights, self.progress)
         taught = needs_teacher(weights)
@@ -125,15 +89,11 @@ class DrafterModule(nn.Module):
             labels_X, rows_X1 = longer.labels_X, longer.teacher_rows_X[:, None]
         if self.proposed is not None:
             hidden_XD, weight_VD, labels_X, teacher = narrowed(self.proposed, hidden_XD, weight_VD, labels_X, teacher)
-        if self.selection is not None:
-            assert teacher is not None
-            count, own = (labels_X != IGNORED).sum(), DenseTeacher(hidden_XD, weight_VD)
-            labels_X = self.selection(batch, own, labels_X, teacher, self.proposed)
         given = (labels_X[:, None], teacher, rows_X1, self.temperature)
         sums_1, counts_1 = heads_mixture(weights, hidden_XD[:, None], [weight_VD], *given, top_k=self.top_k)
         if count is None:
             return sums_1[0], counts_1[0]
-        return sums_1[0] * (count / counts_1[0].clamp(min=1)), count  # of mask tokens too, or of fewer
+        return sums_1[0] * (count / counts_1[0].clamp(min=1)), count  # of mask tokens too
 
     @property
     def proposed(self) -> Tensor | None:
@@ -149,10 +109,6 @@ class DrafterModule(nn.Module):
         weight_VD = self._forward.weight_VD()
         return [weight_VD] if isinstance(weight_VD, nn.Parameter) else []
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model's decoder; the chunks of the loss are few large operations as they are."""
-        self._forward.compile()
-
     def gradient_checkpointing_enable(self) -> None:
         """Recompute activations in the backward pass instead of keeping them."""
         enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
@@ -166,7 +122,7 @@ class DrafterTask(Task):
     returns of the model.
 
     Raises ValueError: what `parse_weights` raises; vocabularies that differ; cross entropy on the drafter's own
-    samples, which would only confirm them; a reference (`selection`) that proposes other tokens than the drafter.
+    samples, which would only confirm them.
     """
 
     name = "drafter"
@@ -183,28 +139,19 @@ class DrafterTask(Task):
         eval_teacher: Teacher | None = None,
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
-        compiled: bool = False,
         parallel: Parallel | None = None,
-        selection: Selection | None = None,
     ) -> None:
         objective = dict(objective or {"cross-entropy": 1.0})
         if on_policy is not None and "cross-entropy" in objective:
             raise ValueError("cross-entropy on what the drafter itself has written would only confirm it: leave it out")
         if "reverse-kl" in objective and top_k is not None and top_k.tail == "renormalise":
             raise ValueError("reverse-kl is infinite where the teacher gives nothing: use the tail `bucket` with it")
-        reference = None if selection is None else selection.reference
-        if reference is not None:
-            check_reference(model, reference.model)
         self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
-        self._beside = [side for side in (teacher, eval_teacher, reference) if side is not None]
-        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, parallel, selection)
-        if compiled:
-            self.module.compile()
+        self._beside = [side for side in (teacher, eval_teacher) if side is not None]
+        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, parallel)
         self.settings: dict[str, Any] = {"objective": objective, "temperature": temperature}
         if parallel is not None:
             self.settings["parallel"] = asdict(parallel)
-        if selection is not None:
-            self.settings["selection"] = [selection.reference.settings["target"], selection.share]
         if top_k is not None:
             self.settings["top_k"] = [top_k.k, top_k.tail]
         if teacher is not None:
@@ -212,18 +159,12 @@ class DrafterTask(Task):
         if on_policy is not None:
             stop_ids = list(on_policy.stop_ids)
             self.settings["on_policy"] = [on_policy.share, on_policy.new_tokens, on_policy.temperature, stop_ids]
-        rows = None if (ids_R := kept_tokens(model)) is None else len(ids_R)
-        longer = 1.0 if parallel is None else 1 + sum(parallel.shares())
-        work = [[longer * each for each in _work(model, rows, backward=True)]]
-        others = [side.model for side in (teacher, reference) if isinstance(side, ModelTeacher)]
-        work += [[*_work(each, rows, backward=False)] for each in others]
-        self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
         self.rewrites = on_policy is not None
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
 
     @property
-    def models_beside(self) -> list[nn.Module]:
-        """Models in memory that are run and not trained: the target, a reference."""
+    def other_models(self) -> list[nn.Module]:
+        """Models in memory that are run and not trained."""
         models = [side.model for side in self._beside if isinstance(side, ModelTeacher)]
         return list(dict.fromkeys(models))
 
@@ -239,11 +180,6 @@ class DrafterTask(Task):
 
     def count(self, batch: Batch) -> Tensor:
         return (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).sum()
-
-    def flops(self, tokens: int, trained: int) -> float:
-        """Operations of forward and backward: 6 a weight and token, 4 where the weight is frozen, 2 for the teacher's
-        forward (Kaplan et al. 2020, arXiv 2001.08361, section 2.1); products inside attention are left out."""
-        return self._each_token * tokens + self._each_trained * trained
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
@@ -280,37 +216,9 @@ class DrafterTask(Task):
         return metrics
 
 
-def check_reference(model: Any, reference: Any) -> None:
-    """Raises ValueError unless both have the same vocabulary, and propose the same of its tokens."""
-    told = []
-    for each in (model, reference):
-        size, ids = each.get_output_embeddings().weight.shape[0], kept_tokens(each)
-        told.append((size, list(range(size)) if ids is None else ids.tolist()))
-    (mine, proposed), (theirs, known) = told
-    if mine != theirs:
-        raise ValueError(f"the drafter's vocabulary has {mine} tokens, the reference's {theirs}: they must agree")
-    if proposed != known:
-        counts = f"the drafter proposes {len(proposed)} tokens, the reference {len(known)}"
-        raise ValueError(f"{counts}: they must be the same")
-
-
 def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch.device) -> Iterator[Batch]:
     """The first `blocks` blocks of `data` (None: all of them) in batches; nothing if there is no data."""
     numbers = range(0 if data is None else data.blocks)[:blocks]
     for start in range(0, len(numbers), _EVALUATED_TOGETHER):
         assert data is not None
         yield data.batch(numbers[start : start + _EVALUATED_TOGETHER]).to(device)
-
-
-def _work(model: Any, rows: int | None, backward: bool) -> tuple[int, int]:
-    """Operations a token in a model's matrices, and those a trained position in `rows` of its output projection."""
-    projection = model.get_output_embeddings().weight
-    embedding = model.get_input_embeddings().weight
-    body = last = 0
-    for weight in model.parameters():
-        each = (6 if weight.requires_grad else 4) if backward else 2
-        if weight is projection:
-            last = each * weight[:rows].numel()
-        elif weight.dim() >= 2 and weight is not embedding:  # a look-up multiplies nothing
-            body += each * weight.numel()
-    return body, last

@@ -7,7 +7,7 @@ D hidden, V vocabulary; of EAGLE-3 G the inner layers' states.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ _LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not
 
 
 class HeadsModule(nn.Module):
-    """Heads whose forward is their loss; the target runs once a batch, without gradients. It is no part of the module,
-    unless `shard_target`: then ZeRO-3 spreads its weights as well. Checkpoints never hold them."""
+    """Heads whose forward is their loss; the target runs once a batch, without gradients, and is no part of the
+    module."""
 
     def __init__(
         self,
@@ -42,7 +42,6 @@ class HeadsModule(nn.Module):
         objective: Mapping[str, Weight],
         temperature: float = 1.0,
         states: CachedHidden | None = None,
-        shard_target: bool = False,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -54,10 +53,6 @@ class HeadsModule(nn.Module):
         self._target = PackedForward(target, heads.states)
         self._states = states
         self._logits = None if self._target.plain_head else _logits_of(target)
-        if shard_target:
-            self.target = target
-            self.register_state_dict_post_hook(_without_frozen)
-            self.register_load_state_dict_pre_hook(_with_frozen)
 
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
@@ -126,23 +121,10 @@ class HeadsModule(nn.Module):
 
     def read_directly(self) -> list[nn.Parameter]:
         """Parameters that `forward` uses without calling the layer that owns them: ZeRO-3 must gather them for it."""
-        found = [self.heads.projection(k) for k in range(self.num_heads)]
-        if "target" in self._modules:
-            weight_VD = self._target.weight_VD()
-            found += [] if weight_VD is None else [weight_VD]
+        found = [*(self.heads.projection(k) for k in range(self.num_heads)), self._target.weight_VD()]
         # one that belongs to a target outside of the module is always there
         inside = {id(parameter) for parameter in self.parameters()}
         return [p for p in dict.fromkeys(found) if isinstance(p, nn.Parameter) and id(p) in inside]
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the target's decoder; the chunks of the loss are few large operations as they are."""
-        self._target.compile()
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        if "target" in self._modules:
-            self.target.eval()
-        return self
 
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
@@ -156,23 +138,6 @@ def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
     if float((found - wanted).abs().max()) > _LOGIT_TOLERANCE * float(wanted.abs().max()):
         raise ValueError(f"how a {target.config.model_type!r} model makes its logits is not known here")
     return scorer.logits
-
-
-def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave out of a state what comes from the target's own files."""
-    for name in _frozen_state(module):
-        state.pop(prefix + name, None)
-
-
-def _with_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """What a stored state leaves out stays as it is."""
-    for name, tensor in _frozen_state(module).items():
-        state.setdefault(prefix + name, tensor.detach())
-
-
-def _frozen_state(module: nn.Module) -> dict[str, Tensor]:
-    state = module.target.state_dict(keep_vars=True, prefix="target.")  # type: ignore[union-attr]
-    return {name: tensor for name, tensor in state.items() if not tensor.requires_grad}
 
 
 class HeadsTask(Task):
@@ -200,7 +165,6 @@ class HeadsTask(Task):
         states: CachedHidden | None = None,
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
-        shard_target: bool = False,
     ) -> None:
         weights = [1.0] * heads.num_heads if head_weights is None else [float(weight) for weight in head_weights]
         objective = dict(objective or {"cross-entropy": 1.0})
@@ -208,24 +172,21 @@ class HeadsTask(Task):
         target.requires_grad_(False).eval()
         self.target = target
         self.module: nn.Module = self._make_module(
-            target, heads, weights, objective, temperature=temperature, states=states, shard_target=shard_target
+            target, heads, weights, objective, temperature=temperature, states=states
         )
         self.settings: dict[str, Any] = {"head_weights": weights, "objective": objective, "temperature": temperature}
-        outer = (target.get_output_embeddings().weight, target.get_input_embeddings().weight)
-        inner = (w for w in target.parameters() if w.dim() >= 2 and not any(w is other for other in outer))
-        self._target_work = 0.0 if states is not None else 2.0 * sum(w.numel() for w in inner)
-        self._head_work = 6.0 * sum(w.numel() for w in heads.parameters() if w.dim() >= 2)  # before they may be sharded
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
 
     def _make_module(self, *arguments: Any, **options: Any) -> HeadsModule:
         return HeadsModule(*arguments, **options)
 
+    @property
+    def other_models(self) -> list[nn.Module]:
+        """Models in memory that are run and not trained."""
+        return [self.target]
+
     def place(self, device: torch.device) -> None:
         self.target.to(device)
-
-    def flops(self, tokens: int, trained: int) -> float:
-        """Of the target's forward, 2 a weight and token; of the heads, 6 a weight and trained position."""
-        return self._target_work * tokens + self._head_work * trained
 
     def count(self, batch: Batch) -> Tensor:
         assert isinstance(self.module, HeadsModule)

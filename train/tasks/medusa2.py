@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,10 @@ class Medusa2Module(HeadsModule):
         medusa2: Medusa2,
         **options: Any,
     ) -> None:
-        super().__init__(target, heads, head_weights, objective, shard_target=True, **options)
+        super().__init__(target, heads, head_weights, objective, **options)
+        self.target = target  # part of the module, so that ZeRO-3 spreads its weights as well
+        self.register_state_dict_post_hook(_without_frozen)
+        self.register_load_state_dict_pre_hook(_with_frozen)
         self.medusa2 = medusa2
         names = {"cross-entropy": medusa2.label_weight, "forward-kl": medusa2.kl_weight}
         self._own = {name: weight for name, weight in names.items() if weight}
@@ -111,9 +114,22 @@ class Medusa2Module(HeadsModule):
         enable = getattr(self.target, "activation_checkpointing_enable", self.target.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
 
-    def train(self, mode: bool = True) -> Self:
-        nn.Module.train(self, mode)
-        return self
+
+def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave out of a state what comes from the target's own files."""
+    for name in _frozen_state(module):
+        state.pop(prefix + name, None)
+
+
+def _with_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What a stored state leaves out stays as it is."""
+    for name, tensor in _frozen_state(module).items():
+        state.setdefault(prefix + name, tensor.detach())
+
+
+def _frozen_state(module: nn.Module) -> dict[str, Tensor]:
+    state = module.target.state_dict(keep_vars=True, prefix="target.")  # type: ignore[union-attr]
+    return {name: tensor for name, tensor in state.items() if not tensor.requires_grad}
 
 
 class Medusa2Task(HeadsTask):
@@ -134,11 +150,14 @@ class Medusa2Task(HeadsTask):
         for parameter in trained:
             parameter.requires_grad_(True)
         self.settings["base"] = asdict(medusa2)
-        self._target_work *= 4 if medusa2.kl_weight else 3
 
     def _make_module(self, target: Any, heads: Any, weights: Any, objective: Any, **options: Any) -> Medusa2Module:
-        del options["states"], options["shard_target"]
+        del options["states"]
         return Medusa2Module(target, heads, weights, objective, self._medusa2, **options)
+
+    @property
+    def other_models(self) -> list[nn.Module]:
+        return []
 
     def count(self, batch: Batch) -> Tensor:
         """Trained positions of each head, and of the target, int64 [K + 1]."""

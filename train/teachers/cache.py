@@ -16,7 +16,6 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,15 +29,13 @@ from torch import Tensor
 
 from ...checkpoints.storage.atomic import atomic_file, atomic_text
 from ...checkpoints.storage.locks import sole_writer
-from ...checkpoints.storage.safe_read import OtherSchemaError, file_entry, read_document
+from ...checkpoints.storage.safe_read import file_entry, read_document
 from ...data.blocks.packing import IGNORED, PADDING, Batch
 from ...data.blocks.prepared import PreparedData
 from ..losses.drafter import shifted_labels
 
 SCHEMA = 1
 DOCUMENTS = "documents.safetensors"
-_REMEDY = "`draftsmith prepare` with this recipe and `--teacher` writes it again"
-_READERS = 8
 
 
 class Column(NamedTuple):
@@ -67,6 +64,12 @@ class Source(ABC):
     """The manifest's key for what `columns` needs to know of the target."""
     reach: ClassVar[int]
     """A position has a row if one of so many tokens after it is trained on; 0: every token has."""
+    smaller: ClassVar[str]
+    """Advice for a smaller cache."""
+
+    @abstractmethod
+    def load(self, device: torch.device) -> tuple[MakeRows, int]:
+        """Load the target; return what makes the rows, and the size for `columns`."""
 
     @abstractmethod
     def columns(self, size: int) -> dict[str, Column]:
@@ -95,24 +98,31 @@ class Shard:
 
 
 class RowCache:
-    """Finished cache, opened for reading. `checked`: its files have just been compared with their SHA-256. Raises
-    ValueError: a damaged manifest; a missing or damaged file; FileNotFoundError: no cache."""
+    """Finished cache, opened for reading.
 
-    def __init__(self, folder: str | os.PathLike[str], source_type: type[Source], checked: bool = False) -> None:
+    Raises:
+        ValueError: A damaged manifest, or a missing or damaged file.
+        FileNotFoundError: There is no cache.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], source_type: type[Source]) -> None:
         self.folder = Path(folder)
-        self.manifest = manifest = read_manifest(self.folder, source_type)
-        for name, written in manifest["files"].items():
+        path = self.folder / source_type.manifest
+        self.manifest = manifest = read_document(path, SCHEMA, "draftsmith prepare --teacher")
+        try:
+            self.source: Any = source_type(**manifest["source"])
+            self.rows, self.size = int(manifest["rows"]), int(manifest[source_type.size_name])
+            self._shards = [Shard(**shard) for shard in manifest["shards"]]
+            files = dict(manifest["files"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error!r}; delete {folder}") from error
+        for name, written in files.items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != written["bytes"]:
-                raise ValueError(f"{path} is missing or damaged: {_REMEDY}")
-        self.source: Any = source_type(**manifest["source"])
-        self.rows = int(manifest["rows"])
-        self.size = int(manifest[self.source.size_name])
-        """The target's number of tokens, or of hidden dimensions."""
+                raise self._damaged(path)
         self.columns = self.source.columns(self.size)
-        self._shards = [Shard(**shard) for shard in manifest["shards"]]
         self._first_rows = np.array([shard.first_row for shard in self._shards], dtype=np.int64)
-        self._unchecked = set() if checked else set(manifest["files"])
+        self._unchecked = set(files)
         self._open: dict[str, Any] = {}
         documents = self._opened(DOCUMENTS)
         self._first_row_D, self._check_D = (documents.get_tensor(name).numpy() for name in ("first_row", "check"))
@@ -154,11 +164,14 @@ class RowCache:
         path = self.folder / name
         if name in self._unchecked:
             if file_entry(path) != self.manifest["files"][name]:
-                raise ValueError(f"{path} is damaged, its SHA-256 is not the manifest's: {_REMEDY}")
+                raise self._damaged(path)
             self._unchecked.remove(name)
         if name not in self._open:
             self._open[name] = safe_open(path, framework="pt")
         return self._open[name]
+
+    def _damaged(self, path: Path) -> ValueError:
+        return ValueError(f"{path} is missing or damaged: delete {self.folder}; `prepare --teacher` writes it again")
 
 
 def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndarray, np.ndarray]:
@@ -169,34 +182,6 @@ def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndar
             return cache, *found
     folders = ", ".join(str(cache.folder) for cache in caches)
     raise ValueError(f"a batch holds documents that no cache of the target was made from ({folders})")
-
-
-def read_manifest(folder: Path, source_type: type[Source]) -> dict[str, Any]:
-    """A cache's manifest; ValueError: one of another form or schema."""
-    path = folder / source_type.manifest
-    found = read_document(path, SCHEMA, "draftsmith prepare --teacher")
-    try:
-        source_type(**found["source"])
-        for shard in found["shards"]:
-            Shard(**shard)
-        if lacking := {source_type.size_name, "rows", "files"} - found.keys():
-            raise KeyError(*lacking)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
-    return found
-
-
-def stamps(
-    folder: Path, names: Sequence[str], progress: Callable[[int, int], object] = lambda done, total: None
-) -> dict[str, Any]:
-    """Size and SHA-256 of files by name, None of one that is missing."""
-    found: dict[str, Any] = {}
-    with ThreadPoolExecutor(_READERS) as readers:
-        made = readers.map(lambda name: file_entry(folder / name) if (folder / name).is_file() else None, names)
-        for name, each in zip(names, made, strict=True):
-            found[name] = each
-            progress(len(found), len(names))
-    return found
 
 
 def kept_positions(batch: Batch, reach: int) -> np.ndarray:
@@ -325,12 +310,13 @@ class CacheWriter:
             out.write(save(file))
         return True
 
-    def finish(self, progress: Callable[[int, int], object] = lambda done, total: None) -> None:
+    def finish(self) -> None:
         """Hash every file and write the manifest."""
         assert not self.missing(), "files of other processes are missing"
         documents = {"first_row": self._first_row_D, "check": self._check_D}
         with atomic_file(self.folder / DOCUMENTS) as out:
             out.write(save({name: torch.from_numpy(array) for name, array in documents.items()}))
+        names = [*(shard.name for shard in self.shards), DOCUMENTS]
         manifest = {
             "schema": SCHEMA,
             "source": asdict(self.source),
@@ -338,7 +324,7 @@ class CacheWriter:
             self.source.size_name: self.size,
             "rows": self.rows,
             "shards": [asdict(shard) for shard in self.shards],
-            "files": stamps(self.folder, [*(shard.name for shard in self.shards), DOCUMENTS], progress),
+            "files": {name: file_entry(self.folder / name) for name in names},
         }
         atomic_text(self.folder / self.source.manifest, json.dumps(manifest, indent=2) + "\n")
 
@@ -362,26 +348,3 @@ def locked(folder: Path) -> Iterator[None]:
     with sole_writer(folder):
         folder.mkdir(parents=True, exist_ok=True)
         yield
-
-
-def discard_damage(
-    folder: Path, source_type: type[Source], progress: Callable[[int, int], object] = lambda done, total: None
-) -> list[str]:
-    """Compare a finished cache, `locked`, with its manifest; without its damaged and missing files, which are returned,
-    it is an unfinished one that a `CacheWriter` resumes, as it is without a damaged manifest. ValueError: its manifest
-    is of another schema."""
-    manifest = folder / source_type.manifest
-    try:
-        files = read_manifest(folder, source_type)["files"]
-    except OtherSchemaError as error:
-        raise ValueError(f"{error}, once {folder} is deleted") from error
-    except ValueError:
-        manifest.unlink()
-        return [manifest.name]
-    found = stamps(folder, list(files), progress)
-    damaged = [name for name, written in files.items() if found[name] != written]
-    for name in damaged:
-        (folder / name).unlink(missing_ok=True)
-    if damaged:
-        manifest.unlink()
-    return damaged

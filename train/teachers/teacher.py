@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import BitsAndBytesConfig
 
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...data.blocks.packing import Batch
@@ -28,7 +28,7 @@ from ...decode.models.final_norm import layers_in
 from ...decode.models.loading import load_model
 from ..forward.packed import PackedForward, make_forward
 from ..losses.chunks import DenseTeacher, SparseTeacher
-from .cache import Column, RowCache, Source, look_up
+from .cache import Column, MakeRows, RowCache, Source, look_up
 
 REACH = 16
 """Head k, counted from 0, learns the token k + 2 places ahead: there are rows for up to 15 heads."""
@@ -46,6 +46,15 @@ class HiddenSource(Source):
 
     manifest: ClassVar[str] = "hidden.json"
     size_name: ClassVar[str] = "hidden_size"
+    smaller: ClassVar[str] = "set `hidden.dtype: bfloat16`, or `hidden.cache: null` to compute the states in every step"
+
+    def __str__(self) -> str:
+        return f"the hidden states of {self.target} ({self.states}, {self.dtype})"
+
+    def load(self, device: torch.device) -> tuple[MakeRows, int]:
+        """Load the target."""
+        rows = HiddenRows(load_model(self.target, dtype=self.target_dtype, device=str(device)), self.states, self.dtype)
+        return rows, rows.hidden_size
 
     @property
     def reach(self) -> int:  # type: ignore[override]
@@ -66,11 +75,19 @@ class CacheSource(Source):
 
     top_k: int
     dtype: str = "auto"
-    load_in_8bit: bool = False
 
     manifest: ClassVar[str] = "teacher.json"
     size_name: ClassVar[str] = "vocab_size"
     reach: ClassVar[int] = 1
+    smaller: ClassVar[str] = "choose a smaller `teacher.top_k`"
+
+    def __str__(self) -> str:
+        return f"the top {self.top_k} tokens of {self.target}"
+
+    def load(self, device: torch.device) -> tuple[MakeRows, int]:
+        """Load the target as a teacher."""
+        teacher = load_teacher(self.target, self.dtype, device)
+        return partial(top_rows, teacher, self.top_k), teacher.vocab_size
 
     def columns(self, size: int) -> dict[str, Column]:
         """`ids`, `log_probs` and `log_rest` for a vocabulary of `size` tokens; ValueError: more are to be kept."""
@@ -81,15 +98,12 @@ class CacheSource(Source):
 
 
 class CachedHidden:
-    """A target's hidden states from disk: `caches`, of one target, are of all the data that batches may come from. Of
-    caches that hold inner layers too, "after-norm" `states` are the last part."""
+    """A target's hidden states from disk: `caches`, of one target, are of all the data that batches may come from."""
 
-    def __init__(self, *caches: RowCache, states: str | None = None) -> None:
+    def __init__(self, *caches: RowCache) -> None:
         self._caches = caches
         source = caches[0].source
-        self.states = source.states if states is None else states
-        inner = 0 if layers_in(self.states) else len(layers_in(source.states))
-        self.hidden_size = caches[0].size // (1 + inner)
+        self.states, self.hidden_size = source.states, caches[0].size
         self.settings: dict[str, Any] = {
             "target": source.sha256,
             "target_dtype": source.target_dtype,
@@ -104,7 +118,7 @@ class CachedHidden:
         cache, positions_R, rows_R = look_up(self._caches, batch)
         device = batch.tokens_BT.device
         # pinned memory is copied to a GPU while the processor works on; torch keeps it until that is done
-        rows_RD = cache.gather(rows_R, ["hidden"], pin=device.type == "cuda")["hidden"][:, -self.hidden_size :]
+        rows_RD = cache.gather(rows_R, ["hidden"], pin=device.type == "cuda")["hidden"]
         hidden_XD = torch.zeros(batch.tokens_BT.numel(), self.hidden_size, dtype=rows_RD.dtype, device=device)
         hidden_XD[torch.from_numpy(positions_R).to(device)] = rows_RD.to(device, non_blocking=True)
         return hidden_XD.view(*batch.tokens_BT.shape, -1)
@@ -177,16 +191,14 @@ class ModelTeacher:
 
     def __init__(self, model: Any, sha256: str | None = None) -> None:
         self.model = model.requires_grad_(False).eval()
-        quantised = getattr(model, "quantization_method", None)
-        self.settings: dict[str, Any] = {"target": sha256, "dtype": str(quantised or model.dtype)}
+        self.settings: dict[str, Any] = {"target": sha256, "dtype": str(model.dtype)}
         """What a resumed run must find unchanged, as JSON."""
         self._forward = make_forward(model)
         self.vocab_size = self._forward.vocab_size
 
     def place(self, device: torch.device | str) -> None:
-        """Move the model; one in 8 bits stays where it was loaded."""
-        if getattr(self.model, "quantization_method", None) is None:
-            self.model.to(device)
+        """Move the model."""
+        self.model.to(device)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> DenseTeacher:
@@ -194,23 +206,6 @@ class ModelTeacher:
         after position x. In the model's own precision."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             return DenseTeacher(self._forward(batch).flatten(0, 1), self._forward.weight_VD())
-
-
-class StatesTeacher:
-    """The target's output layer over its hidden states from disk. Raises ValueError: logits that are more than a
-    product with these."""
-
-    def __init__(self, model: Any, states: CachedHidden) -> None:
-        forward = make_forward(model.requires_grad_(False).eval())
-        weight_VD = forward.weight_VD()
-        if weight_VD is None or weight_VD.shape[1] != states.hidden_size:
-            raise ValueError(f"the logits of {type(model).__name__} are no product with its hidden states")
-        self._weight_VD, self._states, self.vocab_size = weight_VD, states, forward.vocab_size
-
-    @torch.no_grad()
-    def __call__(self, batch: Batch) -> DenseTeacher:
-        """`ModelTeacher`'s, with states rounded to the type that they are kept in."""
-        return DenseTeacher(self._states.hidden(batch).flatten(0, 1).to(self._weight_VD.dtype), self._weight_VD)
 
 
 class CachedTeacher:
@@ -225,7 +220,6 @@ class CachedTeacher:
         self.settings: dict[str, Any] = {
             "target": first.sha256,
             "dtype": first.dtype,
-            "load_in_8bit": first.load_in_8bit,
             "cached_top_k": first.top_k,
         }
 
@@ -258,18 +252,7 @@ class CachedTeacher:
 Teacher = ModelTeacher | CachedTeacher
 
 
-def load_teacher(
-    source: str, dtype: str = "auto", load_in_8bit: bool = False, device: torch.device | str = "cpu"
-) -> ModelTeacher:
-    """The target from a folder or a hub id, ready to teach on `device`; with `load_in_8bit` its matrices but the output
-    projection are in 8 bits (LLM.int8: Dettmers et al. 2022, arXiv 2208.07339), the rest in float16 by default. Raises
-    ValueError: no such model; 8 bits without what they need; what `ModelTeacher` raises."""
+def load_teacher(source: str, dtype: str = "auto", device: torch.device | str = "cpu") -> ModelTeacher:
+    """Load the target from a directory or a hub id, ready to teach on `device`."""
     ref = resolve_model(source)
-    if not load_in_8bit:
-        return ModelTeacher(load_model(ref.path, dtype=dtype, device=str(device)), ref.sha256)
-    dtype, eight_bit = "float16" if dtype == "auto" else dtype, BitsAndBytesConfig(load_in_8bit=True)
-    try:
-        model = load_model(ref.path, dtype=dtype, device_map={"": str(device)}, quantization_config=eight_bit)
-    except ValueError as error:
-        raise ValueError(f"in 8 bits on {device}: {error}; try it without `teacher.load_in_8bit`") from error
-    return ModelTeacher(model, ref.sha256)
+    return ModelTeacher(load_model(ref.path, dtype=dtype, device=str(device)), ref.sha256)

@@ -27,7 +27,7 @@ from ....checkpoints.table.texts import TextStore
 from ....data.conversations import Conversation, CorpusReport, rarely_collected
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
-from ....train.parallel.processes import StoppedError, on_main, together
+from ....train.parallel.processes import on_main
 from ....train.table.counting import PairCounter
 from ....train.table.documents import pack_documents, token_documents
 from ....train.table.run_files import INDEX, merge_counts
@@ -42,17 +42,14 @@ from ..artifact import differences, state_folder
 from ..data import NOT_OF_CONVERSATIONS, all_reports, data_identity, refuse_none, training_conversations
 
 IDENTITY = "identity.json"
-CONSIDERABLE = 1 << 20
-"""Number of counted tokens, some seconds of work, that are not discarded without asking."""
 _NOT_COUNTED = {"clean", "heldout_limit"}
 """Data options without effect on counts: the cleaning stands in full beside them, and held-out data is not counted."""
-_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def run_table(recipe: TableRecipe, accelerator: Any) -> None:
     """Count the corpus of a recipe, resuming from earlier counts, and write the artifact."""
-    tokenizer = together(accelerator, partial(load_tokenizer, recipe.tokenizer))
-    vocab_size = together(accelerator, partial(table_vocabulary, recipe, tokenizer))
+    tokenizer = load_tokenizer(recipe.tokenizer)
+    vocab_size = table_vocabulary(recipe, tokenizer)
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     folder = state_folder(Path(recipe.out)) / "count"
     identity: dict[str, Any] = {}  # of the main process, which alone reads it
@@ -65,10 +62,10 @@ def run_table(recipe: TableRecipe, accelerator: Any) -> None:
     with ExitStack() as stack:
         on_main(accelerator, begin)
         try:
-            together(accelerator, partial(_check_shared, folder))
-            opening = partial(PairCounter, vocab_size, folder / f"rank-{rank}-of-{world}", recipe.count.memory_mb)
-            with together(accelerator, opening) as pairs:
-                together(accelerator, partial(_count, recipe, tokenizer, pairs, share, accelerator))
+            _check_shared(folder)
+            with PairCounter(vocab_size, folder / f"rank-{rank}-of-{world}", recipe.count.memory_mb) as pairs:
+                _count(recipe, tokenizer, pairs, share, accelerator)
+            accelerator.wait_for_everyone()
             on_main(accelerator, partial(_finish, recipe, tokenizer, vocab_size, folder, identity, share.gather()))
         except (ValueError, OSError):
             if is_main:
@@ -91,16 +88,14 @@ def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
     """Return everything that determines the counts of a recipe."""
     identity = data_identity(recipe.data, tokenizer, NOT_OF_CONVERSATIONS)
     options = {key: value for key, value in identity["options"].items() if key not in _NOT_COUNTED}
-    return identity | {"options": options, "pairs": recipe.count.pairs, "roles": sorted(recipe.count.roles)}
+    return identity | {"options": options, "pairs": recipe.count.pairs}
 
 
 def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
-    """Lock the folder of counts until the stack is closed; keep its counts if they have this identity.
-
-    Counts of another identity are discarded if they are few.
+    """Lock the folder of counts until the stack is closed.
 
     Raises:
-        ValueError: Another run counts into the folder, or it holds many tokens of other settings or a damaged file.
+        ValueError: Another run counts into the folder, or it holds counts of other settings or a damaged file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stack.enter_context(sole_writer(folder.parent))
@@ -116,12 +111,10 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
         return
     if tokens := counted_tokens(folder):
         key, both = next(differences(stored, identity), (IDENTITY, "not the same"))
-        holds = f"{folder} holds counts of {tokens:,} tokens with other settings ({key}: {both})"
-        if tokens >= CONSIDERABLE:
-            raise ValueError(
-                f"{holds}: set them back to resume, delete that folder to restart, or choose another `out`"
-            )
-        log(f"table: restarting: {holds}")
+        raise ValueError(
+            f"{folder} holds counts of {tokens:,} tokens with other settings ({key}: {both}): set them back to resume, "
+            "delete that folder to restart, or choose another `out`"
+        )
     for path in _rank_folders(folder):
         shutil.rmtree(path)
     atomic_text(file, json.dumps(identity))
@@ -189,18 +182,17 @@ class Share:
 
 
 def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, accelerator: Any) -> None:
-    """Count the share of a process, in step with the others."""
+    """Count the share of a process."""
     is_main = accelerator.is_main_process
     if pairs.tokens and is_main:
         log(f"table: resuming after {pairs.tokens:,} tokens that are counted already")
     stopping = Stoppable("table", "; the same command resumes from what is counted")
     with stopping, counter("table", "tokens") as advance, rarely_collected():
         work = count_share(recipe, tokenizer, pairs, share, advance if is_main else lambda done, total: None)
-        stopped = _in_step(accelerator, work, stopping)
+        while not stopping() and next(work, False):
+            pass
         pairs.spill()
     stopping.check(report=is_main)
-    if stopped:
-        raise StoppedError("counting was stopped by another process; the same command resumes")
 
 
 def count_share(
@@ -226,7 +218,6 @@ def _documents(
         tokenizer,
         get_template(recipe.data.template, tokenizer),
         pairs=recipe.count.pairs,
-        roles=recipe.count.roles,
         last_turn_only=recipe.data.last_turn_only,
     )
 
@@ -240,29 +231,6 @@ def kept_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
         if left <= 0:
             break
     return TextStore.from_documents(kept)
-
-
-def _in_step(accelerator: Any, work: Iterator[bool], stopping: Callable[[], bool]) -> bool:
-    """Work until all processes are done, or one stops or fails, which ends all; return whether one did."""
-    working, error = True, None
-    while True:
-        look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
-        try:
-            while working and not stopping() and time.monotonic() < look:
-                working = next(work, False)
-        except (ValueError, OSError, ModuleNotFoundError) as raised:
-            error = raised
-        states = [(working, error is not None or stopping())]
-        if accelerator.num_processes > 1:
-            from accelerate.utils import gather_object
-
-            states = gather_object(states)
-        if error is not None:
-            raise error
-        if any(stopped for _, stopped in states):
-            return True
-        if not any(going for going, _ in states):
-            return False
 
 
 def _finish(

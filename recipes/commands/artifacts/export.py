@@ -8,7 +8,6 @@ from ....checkpoints.export.eagle import EAGLE_FORMAT
 from ....checkpoints.export.gguf import EAGLE_GGUF, GGUF
 from ....checkpoints.export.heads import MEDUSA
 from ....checkpoints.export.table import TABLE
-from ....decode.custom_generate.method import ATTACHED_FORMATS
 
-_ALL = (ASSISTANT, DRAFT_MODEL, GGUF, MEDUSA, EAGLE_FORMAT, EAGLE_GGUF, TABLE, *ATTACHED_FORMATS)
+_ALL = (ASSISTANT, DRAFT_MODEL, GGUF, MEDUSA, EAGLE_FORMAT, EAGLE_GGUF, TABLE)
 FORMATS: dict[str, Format] = {form.name: form for form in _ALL}

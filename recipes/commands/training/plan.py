@@ -1,18 +1,20 @@
-"""`draftsmith train --plan`: what a training recipe will need of memory, disk and time, and whether there is as much.
+"""`draftsmith train --plan`: memory, disk and time that a training recipe needs, and whether they suffice.
 
 The models are loaded and their states counted (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 3), so that a
-recipe that cannot fit is refused before it runs. The rest is measured on a few real steps, which leave only the
-prepared data in its cache.
+recipe that cannot fit is refused before it runs. Time is measured on two short steps in a temporary directory.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -20,22 +22,16 @@ from rich.table import Column, Table
 from torch import nn
 
 from ....data.blocks.prepared import PreparedData
-from ....data.tokenizers import load_tokenizer
-from ....train.config import micro_steps
-from ....train.loop.fit import FitConfig
-from ....train.loop.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
+from ....train.config import FitConfig, micro_steps
+from ....train.loop.fit import fit
 from ....train.parallel.accelerate import make_accelerator, zero_stage
-from ....train.parallel.processes import on_main, together
-from ...assemble.artifact import check_out, fit_config, prepare_once, state_folder
-from ...assemble.data import Prepared
-from ...assemble.drafter import DrafterParts, drafter_parts
-from ...assemble.heads import HeadsParts, heads_parts
-from ...assemble.models import TrainableModel
+from ....train.parallel.processes import from_main, on_main
+from ...assemble.artifact import Run, check_out, fit_config, state_folder
 from ...schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
-from ...session.launch import run_on_all
-from ...session.terminal import console, duration, gigabytes, log
+from ...session.terminal import console, duration, gigabytes
+from .train import make_run
 
-_SMALL_FILES = 32 << 10  # manifests, the recipe, the loop's random numbers
+_SMALL_FILES = 32 << 10  # manifests, the recipe, the log
 _LESS_MEMORY = (
     "a smaller `train.micro_batch`, `train.gradient_checkpointing=true`, `model.dtype=bfloat16`, a cache of the target "
     "(`teacher.cache`, `hidden.cache`) and ZeRO (`draftsmith recipes copy accelerate/zero3 .`) need less"
@@ -50,101 +46,97 @@ class RecipeSize:
     trained: int
     """Number of trained parameters."""
     target_parameters: int
-    """Parameters of other models in memory: the target, a reference."""
+    """Number of parameters of other models in memory."""
     memory: dict[str, int]
     """Bytes in each process, by purpose."""
-    artifact_bytes: int
-    """Bytes of the artifact's weights."""
     checkpoint_bytes: int
     """Bytes of a checkpoint's weights and optimizer state."""
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Measurements of a short run."""
+
+    step_seconds: float
+    """Duration of an optimizer step, extrapolated from one or two micro batches."""
+    step_tokens: float
+    """Tokens of a step without padding, extrapolated likewise."""
+    evaluation_seconds: float
+    """Duration of an evaluation, extrapolated from a part of it."""
+    peak_bytes: int
+    """Peak memory of a process."""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What a training recipe comes to; sizes of one process where nothing else is said."""
+    """Requirements of a training recipe; memory is that of one process."""
 
     kind: str
     size: RecipeSize
     processes: int
     parallelism: str
-    process_bytes: int
-    """Bytes that the process itself holds, with its libraries."""
     needed_bytes: int
-    """Bytes of memory beyond that: counted, or measured by the probe where that held more."""
-    free: tuple[int, str]
-    """Bytes of memory, and what limits them."""
+    """Counted bytes of memory, without activations."""
+    free_bytes: int
     disk: dict[str, int]
-    """Bytes that will be written beside and below `out`, by what they are."""
+    """Bytes that will be written next to and into `out`, by purpose."""
     free_disk: int
     steps: int
     tokens: int
-    """In all steps."""
+    """Number of tokens in all steps."""
     epochs: float | None
-    """None: streamed, nobody knows."""
+    """Number of epochs; None if the data is streamed."""
     evaluations: int
     probe: Probe
-    evaluation_seconds: float
-    """Of one."""
     prepared: Path
 
     @property
     def seconds(self) -> float:
-        """Of the whole run, checkpoints not counted."""
-        return self.steps * self.probe.step_seconds + self.evaluations * self.evaluation_seconds
+        """Duration of the whole run without checkpoints."""
+        return self.steps * self.probe.step_seconds + self.evaluations * self.probe.evaluation_seconds
 
 
 def plan_recipe(recipe: TrainingRecipe) -> Plan:
-    """Plan a recipe of kind drafter or heads. Under `accelerate launch` all processes call it. Raises ValueError: it
-    does not fit into memory or onto the disk, with both numbers; a recipe for a table."""
-    accelerator = run_on_all(partial(_accelerator, recipe))
-    assert isinstance(recipe, DrafterRecipe | HeadsRecipe)
-    on_main(accelerator, partial(check_out, Path(recipe.out), recipe))
-    numbers = (recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
-    together(accelerator, partial(micro_steps, *numbers))
-    free, base = _least_free(accelerator), held_bytes(accelerator.device)
-    tokenizer = together(accelerator, partial(load_tokenizer, recipe.tokenizer_source))
-    prepared = prepare_once(recipe, tokenizer, accelerator)
-    measured = bool(recipe.measure.prompts) and recipe.target is not None
-    config = together(accelerator, partial(fit_config, recipe, prepared, measured))
-    watch = MemoryWatch(accelerator.device)
-    small, shares = _with_less_evaluation(recipe, prepared)
-    make_parts: Any = drafter_parts if isinstance(recipe, DrafterRecipe) else heads_parts
-    parts = together(accelerator, partial(make_parts, small, tokenizer, prepared, accelerator.device))
-    size = size_of(recipe, parts, accelerator)
-    together(accelerator, partial(_check_memory, size.memory, free))
-    out, checkpoint = Path(recipe.out), size.checkpoint_bytes + _SMALL_FILES // 2
+    """Plan a recipe of kind drafter or heads. Under `accelerate launch` all processes call it.
+
+    Raises:
+        ValueError: The run does not fit into memory or onto the disk, or the recipe is for a table.
+    """
+    if not isinstance(recipe, DrafterRecipe | HeadsRecipe):
+        raise ValueError("--plan is for recipes of kind drafter or heads; a table is counted in one pass over the data")
+    accelerator, out = make_accelerator(recipe.train.precision), Path(recipe.out)
+    on_main(accelerator, partial(check_out, out, recipe))
+    free = _least_free(accelerator)
+    small, shares = _with_less_evaluation(recipe)
+    run = make_run(small, accelerator)
+    config = fit_config(recipe, run.prepared, run.measured)
+    size = size_of(recipe, run, accelerator)
+    _check_memory(size.memory, free)
+    checkpoint = size.checkpoint_bytes + _SMALL_FILES // 2
     there = sum(path.stat().st_size for path in (state_folder(out) / "checkpoints").rglob("*") if path.is_file())
-    disk = {"checkpoints": max(0, _kept(config) * checkpoint - there), "artifact": size.artifact_bytes + _SMALL_FILES}
+    disk = {"checkpoints": max(0, _kept(config) * checkpoint - there), "artifact": run.artifact_bytes + _SMALL_FILES}
     free_disk = shutil.disk_usage(next(path for path in out.absolute().parents if path.exists())).free
-    on_main(accelerator, partial(_check_disk, out, disk, free_disk))
-    needed = sum(size.memory.values())
-    if accelerator.is_main_process:
-        log(f"{role_of(recipe)}: trying one or two micro batches")
-    try:
-        found = probe(parts.task, prepared.train, config, accelerator, watch)
-    except MemoryError as error:
-        raise ValueError(
-            f"out of memory in the probe, though {gigabytes(needed)} were counted and {gigabytes(free[0])} are "
-            f"{free[1]} ({error}): {_LESS_MEMORY}"
-        ) from error
-    stage, blocks = zero_stage(accelerator), prepared.train.blocks
+    _check_disk(out, disk, free_disk)
+    probe = _probe(run, config, accelerator, shares)
+    stage, data = zero_stage(accelerator), run.prepared.train
+    step_tokens = probe.step_tokens
+    if isinstance(data, PreparedData):
+        step_tokens = data.manifest["tokens"] / data.blocks * config.global_batch
     return Plan(
         kind=role_of(recipe),
         size=size,
         processes=accelerator.num_processes,
         parallelism=f"ZeRO {stage}" if stage else accelerator.distributed_type.value,
-        process_bytes=base,
-        needed_bytes=max(needed, found.peak_bytes),
-        free=free,
+        needed_bytes=sum(size.memory.values()),
+        free_bytes=free,
         disk=disk,
         free_disk=free_disk,
         steps=config.steps,
-        tokens=_tokens(config, prepared, found),
-        epochs=config.steps * config.global_batch / blocks if blocks else None,
+        tokens=round(step_tokens * config.steps),
+        epochs=config.steps * config.global_batch / data.blocks if data.blocks else None,
         evaluations=len(_due(config.steps, config.evaluate_every)),
-        probe=found,
-        evaluation_seconds=found.evaluation_seconds * shares,
-        prepared=prepared.folder,
+        probe=probe,
+        prepared=run.prepared.folder,
     )
 
 
@@ -158,71 +150,82 @@ def show(plan: Plan) -> None:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    size, found = plan.size, plan.probe
+    size, probe = plan.size, plan.probe
     yield "parameters", f"{size.parameters:,}", f"{size.trained:,} of them trained"
     if size.target_parameters:
         yield "target's parameters", f"{size.target_parameters:,}", "run, not trained"
     yield "processes", str(plan.processes), f"{plan.parallelism}; memory below is that of each process"
     for name, number in size.memory.items():
         yield f"  {name}", gigabytes(number), ""
-    yield "  the process itself", gigabytes(plan.process_bytes), "libraries; held already"
-    measured = f"the probe held {gigabytes(found.peak_bytes)} (measured)"
-    yield "memory at least", gigabytes(plan.needed_bytes), f"{measured}; {gigabytes(plan.free[0])} {plan.free[1]}"
+    measured = f"the process held {gigabytes(probe.peak_bytes)} at its peak (measured)"
+    yield "memory at least", gigabytes(plan.needed_bytes), f"{gigabytes(plan.free_bytes)} free; {measured}"
     for name, number in plan.disk.items():
         yield f"  {name}", gigabytes(number), ""
     yield "disk", gigabytes(sum(plan.disk.values())), f"{gigabytes(plan.free_disk)} free"
     epochs = "streamed" if plan.epochs is None else f"{plan.epochs:.2f} epochs"
     yield "steps", f"{plan.steps:,}", f"{plan.tokens:,} tokens, {epochs}"
-    each = f"{found.step_seconds:.3g} s a step, {plan.evaluations} evaluations of {plan.evaluation_seconds:.3g} s"
+    each = f"{probe.step_seconds:.3g} s a step, {plan.evaluations} evaluations of {probe.evaluation_seconds:.3g} s"
     yield "time", duration(plan.seconds), f"{each}: extrapolated from one or two micro batches and a few prompts"
     yield "prepared data", "", f"stays in {plan.prepared}"
 
 
-def _accelerator(recipe: TrainingRecipe) -> Any:
-    """Raises ValueError where there is nothing to plan."""
-    if recipe.kind == "table":
-        raise ValueError(
-            "--plan is for recipes that train, and a table is counted in one pass over the data, at about the speed of "
-            "its tokenizer and within `count.memory_mb` of memory"
-        )
-    return make_accelerator(recipe.train.precision)
+def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
+    """Train for two steps of at most two micro batches; the second step is the one that counts."""
+    wanted = micro_steps(config.global_batch, config.micro_batch, accelerator.num_processes)
+    tried = min(2, wanted)
+    size = config.micro_batch * accelerator.num_processes * tried
+    small = replace(config, steps=2, global_batch=size, evaluate_every=0, save_every=0, log_every=1, keep_best=None)
+    seconds, evaluate = [0.0], run.task.evaluate
+
+    def timed(module: nn.Module) -> dict[str, float]:
+        started = time.perf_counter()
+        metrics = evaluate(module)
+        seconds.append(time.perf_counter() - started)
+        return metrics
+
+    run.task.evaluate = timed  # type: ignore[method-assign]
+    folder = Path(from_main(accelerator, mkdtemp))
+    try:
+        result = fit(run.task, run.prepared.train, small, folder, accelerator)
+        lines = [json.loads(line) for line in result.history.read_text().splitlines()]
+    finally:
+        accelerator.wait_for_everyone()
+        shutil.rmtree(folder, ignore_errors=True)
+    first, last = (line for line in lines if "loss" in line)
+    tokens = last["tokens"] - first["tokens"]
+    step = tokens / last["tokens_per_second"] * wanted / tried
+    return Probe(step, tokens * wanted / tried, seconds[-1] * shares, last["peak_memory_bytes"])
 
 
 def _due(steps: int, every: int) -> set[int]:
-    """Steps after which a run evaluates: before the first (if at all while it trains), now and then, and the last."""
+    """Return the steps after which a run evaluates: the last, and every so many from 0."""
     return {steps} | (set(range(0, steps + 1, every)) if every else set())
 
 
-def _tokens(config: FitConfig, prepared: Prepared, found: Probe) -> int:
-    each = found.step_tokens
-    if isinstance(prepared.train, PreparedData):
-        each = prepared.train.manifest["tokens"] / prepared.train.blocks * config.global_batch
-    return round(each * config.steps)
+def _least_free(accelerator: Any) -> int:
+    """Return the smallest free memory of all processes; a machine's memory is shared by those on it."""
+    if accelerator.device.type == "cuda":
+        size = int(torch.cuda.mem_get_info(accelerator.device)[0])
+    else:
+        import psutil  # type: ignore[import-untyped]
 
-
-def _least_free(accelerator: Any) -> tuple[int, str]:
-    """The least free memory of all processes, and what limits it; a machine's memory is shared by those on it."""
-    size, where = free_bytes(accelerator.device)
-    if accelerator.device.type == "cpu":
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-        size //= local
-        where += f" for each of {local} processes" if local > 1 else ""
+        size = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if accelerator.num_processes > 1:
         size = int(accelerator.gather(torch.tensor([size], device=accelerator.device)).min())
-    return size, where
+    return size
 
 
-def _check_memory(parts: dict[str, int], free: tuple[int, str]) -> None:
+def _check_memory(parts: dict[str, int], free: int) -> None:
     """Raise ValueError if training needs more memory than there is."""
-    if (needed := sum(parts.values())) > free[0]:
+    if (needed := sum(parts.values())) > free:
         raise ValueError(
-            f"training needs at least {gigabytes(needed)} of memory in each process, and {gigabytes(free[0])} are "
-            f"{free[1]} ({', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())}): {_LESS_MEMORY}"
+            f"training needs at least {gigabytes(needed)} of memory in each process, and {gigabytes(free)} are free "
+            f"({', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())}): {_LESS_MEMORY}"
         )
 
 
 def _kept(config: FitConfig) -> int:
-    """Checkpoints that lie on disk at once: those kept, one being written, and the best."""
+    """Return the number of checkpoints on disk at once: those kept, one being written, and the best."""
     saves = _due(config.steps, config.save_every) - {0}
     if config.keep_best is not None and config.evaluate_every:
         saves |= _due(config.steps, config.evaluate_every)
@@ -230,7 +233,7 @@ def _kept(config: FitConfig) -> int:
 
 
 def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
-    """Raises ValueError where a run writes more than there is room for."""
+    """Raise ValueError if a run writes more than there is room for."""
     if sum(disk.values()) > free:
         shown = ", ".join(f"{name} {gigabytes(size)}" for name, size in disk.items())
         raise ValueError(
@@ -239,32 +242,19 @@ def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
         )
 
 
-def _with_less_evaluation(recipe: Any, prepared: Prepared) -> tuple[Any, int]:
+def _with_less_evaluation(recipe: Any) -> tuple[Any, int]:
     """Return the recipe with a part of its evaluation, and the number of such parts in the whole."""
     section = recipe.measure
-    blocks = min(section.blocks, prepared.heldout.blocks)
-    shares = max(1, section.prompts or blocks)
-    less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-blocks // shares)})
+    shares = max(1, section.prompts or section.blocks)
+    less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-section.blocks // shares)})
     return recipe.model_copy(update={"measure": less}), shares
 
 
-def size_of(recipe: DrafterRecipe | HeadsRecipe, parts: DrafterParts | HeadsParts, accelerator: Any) -> RecipeSize:
-    """Return the sizes of a recipe's loaded models for the processes that were launched."""
-    others: list[nn.Module] = []
-    if isinstance(parts, DrafterParts):
-        parameters = stored = list(parts.trained.model.parameters())
-        exported = _exported_bytes(parts.trained)
-        others = parts.task.models_beside
-    else:
-        target, base = parts.task.target, parts.base
-        parameters = list(parts.heads.parameters())
-        exported = _count(parameters) * target.dtype.itemsize
-        if base is None:
-            others = [target]
-        else:
-            exported += _exported_bytes(base)
-            parameters = [*target.parameters(), *parameters]
-        stored = [p for p in parameters if p.requires_grad]
+def size_of(recipe: DrafterRecipe | HeadsRecipe, run: Run, accelerator: Any) -> RecipeSize:
+    """Return the sizes of a run's models for the processes that were launched."""
+    parameters = list(run.task.module.parameters())
+    stored = {id(tensor): tensor for tensor in run.task.module.state_dict(keep_vars=True).values()}.values()
+    others = [p for model in run.task.other_models for p in model.parameters()]
     trained = [p for p in parameters if p.requires_grad]
     count, trained_count, trained_bytes = _count(parameters), _count(trained), sum(p.nbytes for p in trained)
     stage, processes = zero_stage(accelerator), accelerator.num_processes
@@ -287,19 +277,10 @@ def size_of(recipe: DrafterRecipe | HeadsRecipe, parts: DrafterParts | HeadsPart
                 memory.pop("weights")
             if zero.get("offload_optimizer", {}).get("device") == "cpu":
                 memory = {name: size for name, size in memory.items() if name == "weights"}
-    theirs = [p for model in others for p in model.parameters()]
-    if theirs:
-        memory["target"] = sum(p.nbytes for p in theirs)
-    return RecipeSize(count, trained_count, _count(theirs), memory, exported, checkpoint)
+    if others:
+        memory["target"] = sum(p.nbytes for p in others)
+    return RecipeSize(count, trained_count, _count(others), memory, checkpoint)
 
 
-def _count(parameters: list[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters)
-
-
-def _exported_bytes(trained: TrainableModel) -> int:
-    lora, weights = trained.lora, sum(p.nbytes for p in trained.model.parameters())
-    if lora is None:
-        return weights
-    added = sum(p.nbytes for name, p in trained.model.named_parameters() if "lora_" in name)
-    return added if lora.export == "adapter" else weights - added
+def _count(tensors: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,20 +205,6 @@ def _end_ids(tokenizer: Any, template: Template, generation_config: Any) -> tupl
     return tuple(sorted(ends | set(tokenizer.convert_tokens_to_ids(written))))
 
 
-def _pace(per_minute: float | None) -> Callable[[Any], Awaitable[None]]:
-    """Return a hook that limits the rate of requests."""
-    following = 0.0
-
-    async def wait(request: Any) -> None:
-        nonlocal following
-        now = time.monotonic()
-        start = max(now, following)
-        following = start + (60 / per_minute if per_minute else 0)
-        await asyncio.sleep(start - now)
-
-    return wait
-
-
 class _Server:
     """Answerer by an OpenAI-compatible server; `spaced`: remove a space before an answer."""
 
@@ -230,8 +216,7 @@ class _Server:
         self._openai: Any = openai
         self._recipe, self._server, self._spaced = recipe, server, spaced
         self._key = os.environ.get(server.key_variable, "")
-        http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_pace(server.requests_per_minute)]})
-        limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES, "http_client": http}
+        limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES}
         # Given no key, the client would look for one in a variable of its own choice.
         self.client = openai.AsyncOpenAI(api_key=self._key or "none", base_url=server.url, **limits)
         self._settings: dict[str, Any] = {

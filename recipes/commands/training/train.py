@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
+from ....data.tokenizers import load_tokenizer
+from ....train.config import micro_steps
+from ....train.losses.objectives import parse_weights
 from ....train.parallel.accelerate import make_accelerator
 from ....train.parallel.processes import on_main
-from ...assemble.artifact import check_out, state_folder
-from ...assemble.drafter import run_drafter
-from ...assemble.heads import run_heads
+from ...assemble.acceptance import check_measure
+from ...assemble.artifact import Run, check_out, prepare_once, state_folder
+from ...assemble.drafter import make_drafter_run
+from ...assemble.heads import make_heads_run
 from ...assemble.table.count import run_table
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe, role_of
-from ...session.launch import run_on_all
 from ...session.terminal import log
 
 
 def run_train(recipe: TrainingRecipe) -> Path:
-    """Run a training recipe to its artifact, or find that it is there already; the artifact's folder. Of several
-    processes the main one raises what goes wrong, and the others leave with its exit code."""
+    """Run a training recipe to its artifact, or find that it is there already; the artifact's folder."""
     out = Path(recipe.out)
-    accelerator = run_on_all(lambda: accelerator_for(recipe))
+    accelerator = accelerator_for(recipe)
     with ExitStack() as stack:
 
         def claim() -> None:
@@ -38,14 +41,31 @@ def run_train(recipe: TrainingRecipe) -> Path:
             if accelerator.is_main_process:
                 log(f"{role_of(recipe)}: {out} is finished, reusing it")
             return out
-        if isinstance(recipe, DrafterRecipe):
-            run_drafter(recipe, out, accelerator)
-        elif isinstance(recipe, HeadsRecipe):
-            run_heads(recipe, out, accelerator)
-        else:
+        if isinstance(recipe, TableRecipe):
             run_table(recipe, accelerator)
+        else:
+            run = make_run(recipe, accelerator)
+            result = run.fit(accelerator)
+            on_main(accelerator, partial(run.save, result))
         accelerator.wait_for_everyone()
     return out
+
+
+def make_run(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Run:
+    """Open what a recipe names, and prepare its data; mistakes are found before that where possible.
+
+    Raises:
+        ValueError: A mistake in the recipe.
+    """
+    parse_weights(recipe.objective)
+    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
+    if isinstance(recipe, HeadsRecipe):
+        check_measure(recipe)
+    tokenizer = load_tokenizer(recipe.tokenizer_source)
+    prepare = partial(prepare_once, recipe, tokenizer, accelerator)
+    if isinstance(recipe, DrafterRecipe):
+        return make_drafter_run(recipe, tokenizer, prepare, accelerator)
+    return make_heads_run(recipe, tokenizer, prepare, accelerator)
 
 
 def accelerator_for(recipe: TrainingRecipe) -> Any:

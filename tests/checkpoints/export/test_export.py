@@ -115,10 +115,9 @@ def test_an_export_is_refused(row: Row, refused: Refused, request: pytest.Fixtur
         assert part in message
 
 
-@pytest.mark.parametrize("out", ["artifact/out", "other", "export", "file"])
+@pytest.mark.parametrize("out", ["artifact/out", "other", "file"])
 def test_folders_that_hold_something_else(out: str, make_heads: Make, tmp_path: Path) -> None:
     heads = make_heads()
-    export_artifact(heads, "custom-generate", tmp_path / "export", FORMATS)
     shutil.copytree(heads, tmp_path / "other")
     (tmp_path / "file").write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.decode import method
@@ -20,7 +18,6 @@ from draftsmith.decode.custom_generate import method as drop_in
 from draftsmith.decode.warpers import Sampling
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     DynamicCache,
     EosTokenCriteria,
@@ -173,22 +170,11 @@ def assigned(model: LlamaForCausalLM, up: torch.Tensor) -> None:
     model.lm_head.weight.data = torch.randn(VOCAB, 32)
 
 
-def used_again(model: LlamaForCausalLM, up: torch.Tensor) -> None:
-    """Other numbers at the same place, and a counter that stands where it stood."""
-    memory = model.lm_head.weight.data
-    model.lm_head.weight.data = torch.zeros(1, 1)
-    memory.copy_(torch.randn(VOCAB, 32))
-    model.lm_head.weight.data = memory
-
-
 CHANGES: dict[str, Callable[[LlamaForCausalLM, torch.Tensor], Any]] = {
     "in place": lambda model, up: up.mul_(-1),
     "an optimizer": stepped,
     "load_state_dict, assigned": loaded,
     "other data": assigned,
-    "the same memory": used_again,
-    "through data, rows exchanged": lambda model, up: up.data.copy_(up.data.roll(1, 0)),
-    "through data, columns exchanged": lambda model, up: up.data.copy_(up.data.roll(1, 1)),
 }
 
 
@@ -204,25 +190,6 @@ def test_weights_that_changed_in_any_way_are_those_that_decode(target: LlamaForC
     assert after != before
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [(7,), (4, 6), (5, 7), (3, 2, 5), ()])
-def test_every_bit_of_a_weight_and_every_exchange_changes_its_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    weight = torch.cat((torch.zeros(1), torch.randn(math.prod(shape)))).to(dtype)[1:].view(shape)  # beside others
-    before = [part_X.tolist() for part_X in drop_in._sums(weight)]
-    bytes_X = weight.view(-1).view(torch.uint8)
-    for place, bit in product(range(len(bytes_X)), range(8)):
-        bytes_X[place] ^= 1 << bit
-        assert [part_X.tolist() for part_X in drop_in._sums(weight)] != before
-        bytes_X[place] ^= 1 << bit
-    flat_X = weight.view(-1).view(torch.uint8).view(max(1, weight.numel()), -1)
-    for one, other in combinations(range(len(flat_X)), 2):
-        if not torch.equal(flat_X[one], flat_X[other]):
-            flat_X[[one, other]] = flat_X[[other, one]]
-            assert [part_X.tolist() for part_X in drop_in._sums(weight)] != before
-            flat_X[[one, other]] = flat_X[[other, one]]
-
-
 def test_heads_that_changed_are_those_that_draft(target: LlamaForCausalLM) -> None:
     heads, states = PredictionHeads.from_lm_head(torch.randn(VOCAB, 32), 2, 1).eval(), torch.randn(5, 32)
     custom = method("bpd", heads=heads)
@@ -235,19 +202,9 @@ def test_heads_that_changed_are_those_that_draft(target: LlamaForCausalLM) -> No
     torch.testing.assert_close(stacked, heads(states).detach())  # with gradients no copies are used
 
 
-def test_compiled_parts_are_taken_for_what_they_are(
-    target: LlamaForCausalLM, drafter: LlamaForCausalLM, tmp_path: Path
-) -> None:
+def test_compiled_parts_are_taken_for_what_they_are(target: LlamaForCausalLM, drafter: LlamaForCausalLM) -> None:
     compiled = method("speculative", drafter=torch.compile(drafter), gamma=3)
     check_same(target, compiled, inputs=ONE, max_new_tokens=12)
-    compiled.save_pretrained(tmp_path / "drafter")
-    again = drop_in.CustomGenerate.from_pretrained(tmp_path / "drafter")
-    assert set(again.drafters[0].model.state_dict()) == set(drafter.state_dict())
-    heads = PredictionHeads.from_lm_head(torch.randn(VOCAB, 32), 2, 1).eval()
-    method("bpd", heads=torch.compile(heads)).save_pretrained(tmp_path / "heads")
-    kept = drop_in.CustomGenerate.from_pretrained(tmp_path / "heads").heads
-    assert kept is not None
-    assert kept.num_heads == 2
     check_same(torch.compile(target), compiled, inputs=ONE, max_new_tokens=12)
 
 
@@ -398,24 +355,16 @@ def quickstart(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> P
     return tmp_path
 
 
-def test_the_examples_of_the_readme_run(
+def test_the_example_of_the_readme_runs(
     quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = README.read_text(encoding="utf-8").partition("## Use from transformers\n")[2].partition("\n## ")[0]
-    first, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     monkeypatch.chdir(quickstart)
-    folder = Path("runs/quickstart")
-    weight_VD = AutoModelForCausalLM.from_pretrained(folder / "target").lm_head.weight.detach()
-    save_heads(PredictionHeads.from_lm_head(weight_VD, 3, 1), folder / "heads", "target")
-    documents = np.random.default_rng(0).integers(0, len(weight_VD), (20, 50))
-    BigramTable.from_documents(list(documents), len(weight_VD)).save(folder / "table")
     capsys.readouterr()
     names: dict[str, Any] = {}
-    exec(compile(first, "README.md", "exec"), names)
+    exec(compile(example, "README.md", "exec"), names)
     plain = names["model"].generate(**names["inputs"], max_new_tokens=64)
     assert names["output"].tolist() == plain.tolist()
     shown = names["tokenizer"].decode(plain[0, names["inputs"]["input_ids"].shape[1] :])
     assert capsys.readouterr().out == shown + "\n"
-    exec(compile(second, "README.md", "exec"), names)
-    again = names["model"].generate(**names["inputs"], custom_generate=names["custom"], max_new_tokens=64)
-    assert again.tolist() == plain.tolist()

@@ -15,12 +15,10 @@ import yaml
 from draftsmith.checkpoints.artifact.model_ref import resolve_model
 from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.assemble.artifact import Run, prepare_once
-from draftsmith.recipes.assemble.drafter import drafter_parts
-from draftsmith.recipes.assemble.heads import heads_parts
+from draftsmith.recipes.assemble.artifact import prepare_once
 from draftsmith.recipes.assemble.teacher import open_hidden, prepare_teacher
 from draftsmith.recipes.commands.training.regenerate import run_regenerate
-from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.commands.training.train import make_run, run_train
 from draftsmith.recipes.schema.evaluation import RegenerateRecipe
 from draftsmith.recipes.schema.loading import load_training
 from draftsmith.recipes.schema.training import DrafterRecipe, HeadsRecipe
@@ -60,13 +58,10 @@ def test_training_is_not_resumed_with_another_target(kind: str, drafter_recipe: 
     drafter_recipe.write_text(yaml.safe_dump(values | {"measure": {"prompts": 1, "new_tokens": 4, "blocks": 1}}))
     recipe = load_training(str(drafter_recipe))
     assert isinstance(recipe, DrafterRecipe | HeadsRecipe)
-    accelerator, tokenizer = make_accelerator("no"), load_tokenizer(recipe.tokenizer_source)
-    run = Run(recipe, Path(recipe.out), accelerator, tokenizer, prepare_once(recipe, tokenizer, accelerator))
+    accelerator = make_accelerator("no")
 
     def fit() -> Any:
-        make = drafter_parts if isinstance(recipe, DrafterRecipe) else heads_parts
-        parts: Any = make(recipe, tokenizer, run.prepared, accelerator.device)  # type: ignore[arg-type]
-        return run.fit(parts.task, True)
+        return make_run(recipe, accelerator).fit(accelerator)
 
     assert fit().resumed_from is None
     assert fit().resumed_from == 2

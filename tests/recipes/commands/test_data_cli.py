@@ -165,23 +165,6 @@ def test_nothing_to_train_on_says_why_and_what_can_be_done(
         assert needle in str(failed.exception)
 
 
-def test_of_a_small_file_one_conversation_is_held_out(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
-    for streaming in (False, True):
-        for count in (2, 5):
-            rows = [PAIR | {"id": f"small-{number}", "instruction": f"b {number}?"} for number in range(count)]
-            source = lines(tmp_path / f"{count}.jsonl", *rows)
-            small = section(corpus, tmp_path, source=source, heldout_share=0.01, streaming=streaming, workers=0)
-            prepared = prepare_data(small, tokenizer)
-            held = [json.loads(line)["id"] for line in (prepared.folder / "heldout.jsonl").read_text().splitlines()]
-            assert len(held) == 1, "each of 2 and 5 has a share of 0.01: one in 14 is held out without help"
-            if isinstance(prepared.train, PreparedData):
-                assert prepared.train.manifest["rows"] == count - 1
-            else:
-                assert held[0] not in {one.id for one in prepared.train.open_epoch(0)}
-    with pytest.raises(ValueError, match=r"1 rows.*0\.01.*heldout_share"):
-        prepare_data(section(corpus, tmp_path, source=lines(tmp_path / "1.jsonl", PAIR), heldout_share=0.01), tokenizer)
-
-
 def test_columns_are_named_by_the_user_and_those_not_used_by_us(
     run: Run, drafter_recipe: Path, corpus: Path, tokenizer: Any, tmp_path: Path
 ) -> None:

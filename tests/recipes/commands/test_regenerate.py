@@ -300,13 +300,6 @@ def test_what_a_server_is_sent(values: dict[str, Any], serve: Callable[..., Serv
     assert len({body["seed"] for body in server.bodies}) == len(server.bodies) > 9
 
 
-def test_requests_are_limited_per_minute(values: dict[str, Any], serve: Callable[..., Server]) -> None:
-    server = serve(echo)
-    run(served(values, server.url, requests_per_minute=1200), limit=6)
-    assert len(server.times) > 6
-    assert server.times[-1] - server.times[0] > 0.8 * 0.05 * (len(server.times) - 1), "20 a second at most"
-
-
 def test_what_a_server_fails_at_is_written_down_without_the_key_and_tried_again(
     values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,8 +106,8 @@ def test_a_kernel_for_documents_gives_what_the_mask_gives(
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
-def test_a_model_is_tried_on_the_processor_before_it_goes_to_its_kernel(kernel: str) -> None:
+def test_a_model_is_tried_on_the_processor_before_it_goes_to_its_kernel() -> None:
+    kernel = "flash_attention_2"
     model = build("llama", kernel)
     assert make_forward(model).weight_VD() is model.lm_head.weight
     assert model.config._attn_implementation == kernel
@@ -115,11 +115,10 @@ def test_a_model_is_tried_on_the_processor_before_it_goes_to_its_kernel(kernel: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
-def test_real_kernels_give_what_the_mask_gives(worker: ModuleType, family: str, kernel: str) -> None:
-    if kernel.startswith("flash"):
-        pytest.importorskip("flash_attn")
+def test_real_kernels_give_what_the_mask_gives(worker: ModuleType, family: str) -> None:
+    pytest.importorskip("flash_attn")
+    kernel = "flash_attention_2"
     batch = worker.make_data(3, length=40).batch(range(3)).to("cuda")
     width = {"n_embd": 64} if family == "gpt2" else {"hidden_size": 64}
     width |= {"head_dim": 32} if family == "llama" else {}
@@ -154,24 +153,6 @@ def test_a_model_with_a_flash_kernel_decodes_with_masks(reference: str, family: 
             logits.append(scorer.logits(scorer.extend(cache, prompt)))
         assert model.config._attn_implementation == attention
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "phi"])
-def test_compiled_it_gives_the_same(worker: ModuleType, family: str) -> None:
-    model = build(family, "sdpa")
-    plain, forward = PackedForward(model), PackedForward(model)
-    batches = [worker.make_data(3, length=length).batch(range(3)) for length in (19, 23)]
-    wanted = [(plain(batch), plain.hidden(batch)) for batch in batches]
-    forward.compile()
-    for batch, pair in zip([*batches, *batches], [*wanted, *wanted], strict=True):
-        real = batch.documents_BT >= 0
-        found = forward(batch)[real]
-        torch.testing.assert_close(found, pair[0][real], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(forward.hidden(batch)[real], pair[1][real], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(plain(batch)[real], pair[0][real], rtol=1e-4, atol=1e-4)
-    found.sum().backward()
-    assert all(p.grad is not None for p in model.model.parameters())
 
 
 def test_peft_may_wrap_the_model(worker: ModuleType) -> None:
@@ -262,15 +243,6 @@ def test_models_that_cannot_are_left_as_they_are() -> None:
         forward = PackedForward(model)
         assert not forward.by_document
         assert model.config._attn_implementation == implementation
-
-
-def test_flex_attention_keeps_documents_apart_too(worker: ModuleType) -> None:
-    batch = worker.make_data(3, length=24).batch(range(3))
-    real, found = (batch.documents_BT >= 0)[..., None], []
-    for attention in ("eager", "flex_attention"):
-        with torch.no_grad():
-            found.append(PackedForward(build("llama", attention, hidden_size=64, head_dim=16)).hidden(batch) * real)
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
 
 
 def documents_alone(model: Any, batch: Batch) -> list[tuple[int, torch.Tensor, list[int]]]:

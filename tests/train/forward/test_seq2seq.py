@@ -14,7 +14,6 @@ from draftsmith.data.rendering.render import prompt_renderer, render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.train.forward.packed import make_forward
 from draftsmith.train.forward.seq2seq import SourceForward, find_answers
 from draftsmith.train.tasks.drafter import DrafterTask
 from hypothesis import given, settings
@@ -165,13 +164,3 @@ def test_what_is_trained_is_what_is_decoded() -> None:
         wanted_MV = scorer.logits(scorer.extend(cache, inputs))[0]
         found_MV = model.lm_head(hidden_BTD[0, start - 1 : end - 1])
         torch.testing.assert_close(found_MV, wanted_MV, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_compiled_it_gives_the_same(worker: ModuleType) -> None:
-    model = build()
-    forward, compiled = make_forward(model), make_forward(model)
-    compiled.compile()
-    for rows in (range(2), range(2, 5)):
-        batch = worker.make_data(5, length=19).batch(rows)
-        torch.testing.assert_close(compiled(batch), forward(batch), rtol=1e-4, atol=1e-4)

@@ -210,13 +210,13 @@ def test_a_checkpoint_of_another_kind_of_parallelism_is_gone_on_from(
 
 
 @pytest.mark.slow
-def test_spread_targets_and_medusa2_go_on_to_the_very_same_weights(launch_zero: Launch, logged: Logged, tmp_path: Path):
-    """Heads whose target ZeRO-3 spreads, and heads trained with their target, which joins in with step 3 of 4."""
+def test_heads_and_medusa2_go_on_to_the_very_same_weights(launch_zero: Launch, logged: Logged, tmp_path: Path):
+    """Heads, and heads trained with their target, which joins in with step 3 of 4."""
     common = {"model": UNEVEN, "config": SETTINGS | {"steps": 4, "save_every": 2}}
-    kinds = {"spread": {"task": "heads", "shard_target": True}, "medusa2": {"task": "medusa2"}}
-    stops = [("spread", 3), ("medusa2", 1), ("medusa2", 3)]
+    kinds = {"heads": {"task": "heads"}, "medusa2": {"task": "medusa2"}}
+    stops = [("heads", 3), ("medusa2", 1), ("medusa2", 3)]
     # the others, in float32, come after it in the same processes
-    jobs = [common | kinds["spread"] | {"name": "bf16", "config": common["config"] | {"precision": "bf16"}}]
+    jobs = [common | kinds["heads"] | {"name": "bf16", "config": common["config"] | {"precision": "bf16"}}]
     jobs += [common | options | {"name": kind} for kind, options in kinds.items()]
     for kind, at in stops:
         jobs.append(common | kinds[kind] | {"name": f"{kind} {at}", "kill_at": at, "kill_rank": 1})
@@ -230,13 +230,13 @@ def test_spread_targets_and_medusa2_go_on_to_the_very_same_weights(launch_zero: 
         expected, found = (load_file(tmp_path / f"{name}.safetensors") for name in (kind, f"{kind} {at} went on"))
         assert found.keys() == expected.keys()
         assert all(tensor.numel() and torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert logged(tmp_path / "bf16") == pytest.approx(logged(tmp_path / "spread"), abs=2e-2)  # 8 bits of mantissa
-    spread, medusa2 = (
+    assert logged(tmp_path / "bf16") == pytest.approx(logged(tmp_path / "heads"), abs=2e-2)  # 8 bits of mantissa
+    heads, medusa2 = (
         load_file(tmp_path / kind / "checkpoints" / "step-000004" / "model.safetensors") for kind in kinds
     )
-    assert not any(name.startswith("target.") for name in spread)
+    assert not any(name.startswith("target.") for name in heads)
     adapters = {name for name in medusa2 if name.startswith("target.")}
-    assert medusa2.keys() - adapters == spread.keys()
+    assert medusa2.keys() - adapters == heads.keys()
     assert all("lora_" in name for name in adapters)
     changed = [bool(tensor.any()) for name, tensor in medusa2.items() if "lora_B" in name]
     assert changed and all(changed), "adapters begin as nothing"  # noqa: PT018

@@ -57,12 +57,3 @@ def test_two_processes_stopped_and_resumed_equal_one(
     assert fit(again, worker.make_data(), worker.make_config(), two).resumed_from == 6
     for name, tensor in load_file(tmp_path / "two.safetensors").items():
         assert torch.equal(tensor, again.module.state_dict()[name])
-
-
-@pytest.mark.slow
-def test_processes_that_loaded_other_files_all_end(tmp_path: Path) -> None:
-    options = {"state_dir": str(tmp_path / "state"), "loaded": ["aaaa", "bbbb"], "config": {"micro_batch": 2}}
-    done = launch(options)  # which waits 120 s at most
-    assert done.returncode != 0
-    assert "hash of the target aaaa, process 1 bbbb" in done.stderr
-    assert not (tmp_path / "state" / "fit.json").exists()

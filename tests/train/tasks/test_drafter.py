@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.models.draft_vocabulary import keep_tokens
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.teachers.teacher import ModelTeacher
@@ -79,39 +78,6 @@ def test_weights_follow_the_run(worker: ModuleType, tmp_path: Path, logged: Call
     for step, (weight_ce, weight_tv) in enumerate([(1.0, 0.0), (0.5, 0.25), (0.0, 0.5), (0.0, 0.75)]):
         expected = weight_ce * parts["cross-entropy"][step] + weight_tv * parts["total-variation"][step]
         assert logged(tmp_path / "both")[step] == pytest.approx(expected, rel=1e-5)
-
-
-def test_flops_are_those_of_torchs_counter(worker: ModuleType):
-    """Forward and backward of every weight matrix, the projection where there is something to predict."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = worker.make_model(attention_dropout=0.0)
-    task = DrafterTask(model, None)
-    tokens_BT = worker.make_data(4).batch(range(4)).tokens_BT
-    with FlopCounterMode(display=False) as counter:
-        model(tokens_BT).logits.sum().backward()
-    found = counter.get_flop_counts()["Global"]
-    products = sum(value for operation, value in found.items() if "attention" not in str(operation))
-    assert task.flops(tokens_BT.numel(), tokens_BT.numel()) == products
-    assert task.flops(tokens_BT.numel(), 0) == products - 6 * tokens_BT.numel() * model.lm_head.weight.numel()
-
-
-@pytest.mark.parametrize("tokens", [None, 12])
-def test_flops_of_a_draft_vocabulary(worker: ModuleType, tokens: int | None):
-    """Also of a teacher, which is asked of the same tokens alone."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    drafter, teacher = sharp(worker), sharp(worker, seed=5, num_hidden_layers=3)
-    if tokens is not None:
-        keep_tokens(drafter, torch.arange(tokens))
-    task = DrafterTask(drafter, None, {"forward-kl": 1.0}, ModelTeacher(teacher))
-    batch = worker.make_data(4).batch(range(4))
-    with FlopCounterMode(display=False) as counter:
-        loss, count = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
-        loss.backward()
-    found = counter.get_flop_counts()["Global"]
-    products = sum(value for operation, value in found.items() if "attention" not in str(operation))
-    assert task.flops(batch.tokens_BT.numel(), int(count)) == products
 
 
 def test_bf16_training_measures_the_weights_as_they_are(worker: ModuleType, tmp_path: Path):

@@ -134,24 +134,3 @@ def states_before_norm(target: Any, tokens: torch.Tensor) -> torch.Tensor:
     target.model(tokens[None])
     hook.remove()
     return found[0]
-
-
-def test_a_target_inside_the_module_is_neither_stored_nor_trained(worker: ModuleType, tmp_path: Path):
-    results = {}
-    for inside in (False, True):
-        target = worker.make_model()
-        heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
-        task = HeadsTask(target, heads, worker.make_data(4, seed=1), shard_target=inside)
-        folder = tmp_path / str(inside)
-        fit(task, worker.make_data(), worker.make_config(steps=4, save_every=2), folder)
-        assert (task.module.training, target.training) == (task.module.training, False)
-        with safe_open(folder / "checkpoints" / "step-000004" / "model.safetensors", "pt") as stored:
-            assert all(name.startswith("heads.") for name in stored.keys())  # noqa: SIM118 (not a dictionary)
-        results[inside] = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
-        assert any(name.startswith("target.") for name, _ in task.module.named_parameters()) == inside
-        # going on from the folder finds everything that it needs
-        again = HeadsTask(target, PredictionHeads(HEADS, 1, 16, worker.VOCAB), None, shard_target=inside)
-        again.settings = task.settings
-        fit(again, worker.make_data(), worker.make_config(steps=4, save_every=2), folder)
-        assert torch.equal(again.module.heads.projection(0), heads.projection(0))
-    assert all(torch.equal(results[False][name], results[True][name]) for name in results[False])

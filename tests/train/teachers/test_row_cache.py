@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.train.teachers.cache import DOCUMENTS, CacheWriter, MakeRows, RowCache, Source, discard_damage, locked
+from draftsmith.train.teachers.cache import DOCUMENTS, CacheWriter, MakeRows, RowCache, Source, locked
 from draftsmith.train.teachers.teacher import CacheSource, HiddenRows, HiddenSource, ModelTeacher, top_rows
 from safetensors.torch import load_file, save_file
 
@@ -93,11 +93,9 @@ def test_rows_in_any_order(cache: RowCache):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "documents", "schema", "shards"])
-def test_damage_is_named_and_what_is_damaged_alone_is_written_again(
-    kind: str, cache: RowCache, worker: ModuleType, data: Any, damage: str
-):
+def test_damage_is_named(kind: str, cache: RowCache, damage: str):
     path, manifest = cache.folder / "rows-00002.safetensors", cache.folder / cache.source.manifest
-    before, found = contents(cache.folder), json.loads(manifest.read_text())
+    found = json.loads(manifest.read_text())
     if damage == "flipped":
         flip(path)
     elif damage == "shorter":
@@ -120,18 +118,6 @@ def test_damage_is_named_and_what_is_damaged_alone_is_written_again(
     for _ in range(2):
         with pytest.raises(ValueError, match=path.name):
             read()
-    if damage == "schema":  # another version's: not ours to write over
-        written = contents(cache.folder)
-        with pytest.raises(ValueError, match=path.name):
-            discard_damage(cache.folder, SOURCES[kind])
-        assert contents(cache.folder) == written
-        return
-    untouched = (cache.folder / "rows-00001.safetensors").stat().st_ino
-    assert discard_damage(cache.folder, SOURCES[kind]) == [path.name]
-    write(cache.folder, data, kind, worker.make_model())
-    assert contents(cache.folder) == before
-    assert (cache.folder / "rows-00001.safetensors").stat().st_ino == untouched
-    assert discard_damage(cache.folder, SOURCES[kind]) == []
 
 
 def test_a_file_of_other_rows_is_not_taken_for_a_written_one(kind: str, cache: RowCache, worker: ModuleType, data: Any):

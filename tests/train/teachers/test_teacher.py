@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,6 @@ from draftsmith.train.teachers.teacher import (
     CachedTeacher,
     CacheSource,
     ModelTeacher,
-    load_teacher,
     top_log_probs,
     top_rows,
 )
@@ -198,22 +196,3 @@ def test_a_model_teaches_frozen_and_in_evaluation_mode(worker: ModuleType):
     teacher.place("cpu")
     settings = ModelTeacher(worker.make_model(), "ab").settings
     assert json.loads(json.dumps(settings)) == settings == {"target": "ab", "dtype": "torch.float32"}
-
-
-def test_a_teacher_is_loaded_in_8_bits_or_what_is_missing_is_named(worker: ModuleType, tmp_path: Path):
-    model = worker.make_model(hidden_size=64, intermediate_size=64)
-    model.save_pretrained(tmp_path)
-    batch = worker.make_data(4).batch([0, 1])
-    exact = dense_log_probs(load_teacher(str(tmp_path)), batch)
-    torch.testing.assert_close(exact, dense_log_probs(ModelTeacher(model), batch))
-    if find_spec("bitsandbytes") is None:
-        with pytest.raises(ValueError, match=r"8 bits.*bitsandbytes"):
-            load_teacher(str(tmp_path), load_in_8bit=True)
-        return
-    teacher = load_teacher(str(tmp_path), load_in_8bit=True)
-    assert {parameter.dtype for parameter in teacher.model.parameters()} == {torch.int8, torch.float16}
-    teacher.place("cpu")
-    found = dense_log_probs(teacher, batch)
-    assert 0 < (found - exact).abs().max() < 0.1
-    with pytest.raises(ValueError, match=r"8 bits on cpu.*nothing"):
-        load_teacher(str(tmp_path / "nothing"), load_in_8bit=True)
