@@ -50,11 +50,37 @@ def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[]
     Raises:
         ValueError: A mistake in the recipe; those about the model are found before the data is prepared.
     """
-    trained, device = trainable(recipe, tokenizer), accelerator.device
+    trained = trainable(recipe, tokenizer)
     model, prepared = trained.model, prepare()
-    vocabulary = recipe.model.vocabulary
-    if vocabulary is not None:
-        _make_smaller(model, vocabulary, prepared, role_of(recipe))
+    if recipe.model.vocabulary is not None:
+        _make_smaller(model, recipe.model.vocabulary, prepared, role_of(recipe))
+    task, target_sha256 = _make_task(recipe, tokenizer, prepared, model, accelerator.device)
+
+    def write(folder: Path) -> None:
+        trained.save(folder)
+        save_vocabulary(model, folder)
+        save_tokenizer(tokenizer, folder)
+        if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
+            save_speculation(folder)
+
+    return Run(
+        recipe,
+        tokenizer,
+        prepared,
+        task,
+        write,
+        shapes=trained.shapes(),
+        artifact_bytes=trained.saved_bytes(),
+        target=recipe.target,
+        target_sha256=target_sha256,
+        measured=recipe.target is not None and recipe.measure.prompts > 0,
+    )
+
+
+def _make_task(
+    recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, model: PreTrainedModel, device: Any
+) -> tuple[DrafterTask, str | None]:
+    """Return the task of a recipe, with its teacher and measurement, and the hash of the target if it is loaded."""
     parallel = None if recipe.parallel is None else parallel_of(recipe, model, prepared)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     measure = None
@@ -92,29 +118,11 @@ def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[]
     # what changes the training, or what its evaluations are compared by
     task.settings |= known
     model_settings = recipe.model.model_dump(mode="json", exclude={"attention", "vocabulary"})
+    vocabulary = recipe.model.vocabulary
     own = {} if vocabulary is None else {"vocabulary": vocabulary.model_dump(exclude_none=True)}
     task.settings["model"] = model_settings | own
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
-
-    def write(folder: Path) -> None:
-        trained.save(folder)
-        save_vocabulary(model, folder)
-        save_tokenizer(tokenizer, folder)
-        if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
-            save_speculation(folder)
-
-    return Run(
-        recipe,
-        tokenizer,
-        prepared,
-        task,
-        write,
-        shapes=trained.shapes(),
-        artifact_bytes=trained.saved_bytes(),
-        target=recipe.target,
-        target_sha256=target_sha256,
-        measured=measure is not None,
-    )
+    return task, target_sha256
 
 
 def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: Prepared, name: str) -> None:

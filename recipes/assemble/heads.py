@@ -51,40 +51,14 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
     prepared, device, ref = prepare(), accelerator.device, resolve_model(recipe.target)
     target = load_trainable(ref.path, decoder=True, device=str(device), dtype=recipe.target_dtype)
     check_vocabulary(len(tokenizer), target, recipe.target)
-    states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
     heads: Any = _new_heads(recipe, target, prepared)
     base = None
     if recipe.base is not None:
         section = ModelSection(source=recipe.target, lora=recipe.base.lora)
         torch.manual_seed(recipe.train.seed)
         base = TrainableModel(target, recipe.base.lora, add_lora(target, section))
-    common: dict[str, Any] = {
-        "head_weights": [recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
-        "objective": recipe.objective,
-        "temperature": recipe.temperature,
-        "evaluate_fn": heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None,
-        "evaluate_blocks": recipe.measure.blocks,
-    }
-    heldout = prepared.heldout if recipe.measure.blocks else None
-    task: HeadsTask
-    if recipe.architecture == "eagle3":
-        task = EagleTask(target, heads, heldout, states=states, **common)
-    elif recipe.base is None:
-        task = HeadsTask(target, heads, heldout, states=states, **common)
-    else:
-        numbers = recipe.base.model_dump(exclude={"lora"})
-        task = Medusa2Task(target, heads, heldout, Medusa2(**numbers), **common)
-        task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
-    if recipe.hidden.cache is not None and not recipe.measure.prompts:
-        _let_go(target)  # training reads only its embeddings and output layer
-    # what changes the training, or what its evaluations are compared by
+    task = _make_task(recipe, tokenizer, prepared, target, heads)
     task.settings["hash of the target"] = ref.sha256
-    task.settings["target_dtype"] = str(target.dtype)
-    task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
-    if recipe.vocabulary is not None:
-        task.settings["vocabulary"] = recipe.vocabulary.tokens
-    task.settings["hidden"] = None if states is None else states.settings
-    task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     _check_launch(recipe, task, accelerator)
     names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
     shapes = {name: getattr(heads, name) for name in names if hasattr(heads, name)}
@@ -109,6 +83,38 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
 
     measured = recipe.measure.prompts > 0
     return Run(recipe, tokenizer, prepared, task, write, shapes, size, made_for, sha256, measured)
+
+
+def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: Any, heads: Any) -> HeadsTask:
+    """Return the task of a recipe with its measurement."""
+    states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
+    common: dict[str, Any] = {
+        "head_weights": [recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
+        "objective": recipe.objective,
+        "temperature": recipe.temperature,
+        "evaluate_fn": heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None,
+        "evaluate_blocks": recipe.measure.blocks,
+    }
+    heldout = prepared.heldout if recipe.measure.blocks else None
+    task: HeadsTask
+    if recipe.architecture == "eagle3":
+        task = EagleTask(target, heads, heldout, states=states, **common)
+    elif recipe.base is None:
+        task = HeadsTask(target, heads, heldout, states=states, **common)
+    else:
+        numbers = recipe.base.model_dump(exclude={"lora"})
+        task = Medusa2Task(target, heads, heldout, Medusa2(**numbers), **common)
+        task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
+    if recipe.hidden.cache is not None and not recipe.measure.prompts:
+        _let_go(target)  # training reads only its embeddings and output layer
+    # what changes the training, or what its evaluations are compared by
+    task.settings["target_dtype"] = str(target.dtype)
+    task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
+    if recipe.vocabulary is not None:
+        task.settings["vocabulary"] = recipe.vocabulary.tokens
+    task.settings["hidden"] = None if states is None else states.settings
+    task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
+    return task
 
 
 def _let_go(target: Any) -> None:
