@@ -13,7 +13,7 @@ from .forms import read_dialogue, usable_columns
 
 _RAW = "https://raw.githubusercontent.com"
 _FASTCHAT = f"{_RAW}/lm-sys/FastChat/main/fastchat/llm_judge/data"
-# both as the multi-candidate paper's code and Spec-Bench ask for them
+# As the code of the multi-candidate paper (arXiv 2401.06706) and Spec-Bench (arXiv 2401.07851) ask for them.
 _GERMAN_TO_ENGLISH = "Translate German to English: {de}"
 _ENGLISH_TO_GERMAN = "Translate the input English sentence into German.\nInput: {en}\nOutput: "
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -161,6 +161,11 @@ _ENTRIES = (
            prompt=_GERMAN_TO_ENGLISH, adapter=_translation),
     Corpus("wmt14-en-de", "wmt/wmt14", ("translation",), _UNSTATED, use="evaluate", config="de-en", split="test",
            prompt=_ENGLISH_TO_GERMAN, note="the hub has one config for both directions", adapter=_translation),
+    Corpus("t5-cnn-dailymail", "abisee/cnn_dailymail", ("article", "highlights"), "apache-2.0", use="evaluate",
+           config="3.0.0", split="test", prompt="summarize: {article}", note="worded as T5 was trained",
+           adapter=_summary),
+    Corpus("t5-wmt14-en-de", "wmt/wmt14", ("translation",), _UNSTATED, use="evaluate", config="de-en", split="test",
+           prompt="translate English to German: {en}", note="worded as T5 was trained", adapter=_translation),
     Corpus("piqa", "ybisk/piqa", ("goal", "sol1", "sol2"), _UNSTATED, use="evaluate", split="validation",
            revision="refs/convert/parquet", adapter=_physics,
            note="its main revision is a loading script, which `datasets` no longer runs"),
