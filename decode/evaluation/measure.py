@@ -224,7 +224,6 @@ def measure(
     *,
     reference: Any = None,
     repeats: int = 1,
-    again: int = 0,
     batch: int = 1,
     seed: int = 0,
     finished: Mapping[RunKey, Decoded] | None = None,
@@ -233,8 +232,8 @@ def measure(
 ) -> dict[str, Run]:
     """Decode every prompt with every entry `repeats` times, and return the runs by label.
 
-    The order changes from prompt to prompt (`turn`). Entries with unsteady times are repeated, with their baselines, at
-    most `again` times. The tokens of a prompt depend on the seed and its index only: each repeat writes the same.
+    The order changes from prompt to prompt (`turn`). The tokens of a prompt depend on the seed and its index only: each
+    repeat writes the same.
 
     Args:
         reference: Transformers model; decodes greedily as one more row if an entry is greedy.
@@ -246,32 +245,25 @@ def measure(
     labels, sizes = list(jobs), {min(batch, len(prompts)), len(prompts) % batch} - {0}
     keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), batch, repeat)]
 
-    def runs() -> dict[str, Run]:
-        """Do what is left of `keys`, and return all runs."""
-        missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
-        left = [key for key in keys if key in missing]  # the first key of each batch that is not complete
-        for label in dict.fromkeys(key.label for key in left):
-            for rows, (prompt, until) in itertools.product(sizes, first):
-                jobs[label](0, [prompt] * rows, until)
-        for number, key in enumerate(left):
-            if progress:
-                progress(max(0, len(keys) - batch * (len(left) - number)), len(keys), key.label)
-            found = jobs[key.label](key.prompt, prompts[key.prompt : key.prompt + batch], limits)
-            for place, each in enumerate(found, key.prompt):
-                done[own := key._replace(prompt=place)] = each
-                if on_run:
-                    on_run(own, each)
-        return _by_label(labels, keys, done, batch)
-
-    found = runs()
-    for repeat in range(repeats, repeats + again):
-        if not (chosen := _unsteady(entries, found)):
-            break
-        keys += _round(chosen, len(prompts), batch, repeat)
-        found = runs()
+    missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
+    left = [key for key in keys if key in missing]  # the first key of each batch that is not complete
+    for label in dict.fromkeys(key.label for key in left):
+        for rows, (prompt, until) in itertools.product(sizes, first):
+            jobs[label](0, [prompt] * rows, until)
+    for number, key in enumerate(left):
+        if progress:
+            progress(max(0, len(keys) - batch * (len(left) - number)), len(keys), key.label)
+        found = jobs[key.label](key.prompt, prompts[key.prompt : key.prompt + batch], limits)
+        for place, each in enumerate(found, key.prompt):
+            done[own := key._replace(prompt=place)] = each
+            if on_run:
+                on_run(own, each)
     if progress:
         progress(len(keys), len(keys), "")
-    return found
+    by_prompt = {label: [[done[RunKey(label, prompt, repeat)] for repeat in range(repeats)]
+                         for prompt in range(len(prompts))] for label in labels}  # fmt: skip
+    groups = [prompt // batch for prompt in range(len(prompts))] if batch > 1 else ()
+    return {label: Run(runs, groups) for label, runs in by_prompt.items()}
 
 
 def warm_ups(
@@ -288,24 +280,6 @@ def warm_ups(
         return [(max(prompts, key=len), Limits(limits.max_new_tokens))]
     by_length = {round_up(len(prompt), STRIDE): prompt for prompt in sorted(prompts, key=len)}
     return [(prompt, Limits(limits.max_new_tokens)) for prompt in reversed(by_length.values())]
-
-
-def _by_label(
-    labels: Sequence[str], keys: Sequence[RunKey], done: Mapping[RunKey, Decoded], batch: int
-) -> dict[str, Run]:
-    count = 1 + max(key.prompt for key in keys)
-    found: dict[str, list[list[Decoded]]] = {label: [[] for _ in range(count)] for label in labels}
-    for key in keys:
-        found[key.label][key.prompt].append(done[key])
-    groups = [prompt // batch for prompt in range(count)] if batch > 1 else ()
-    return {label: Run(by_prompt, groups) for label, by_prompt in found.items()}
-
-
-def _unsteady(entries: Sequence[Entry], runs: Mapping[str, Run]) -> list[str]:
-    """Return the labels of entries with unsteady times, and of their baselines."""
-    unsteady = [entry for entry in entries if runs[entry.label].unsteady()]
-    ways = [entry.sampling for entry in unsteady]
-    return [each.label for each in entries if each in unsteady or (each.method == BASELINE and each.sampling in ways)]
 
 
 def _round(labels: Sequence[str], prompts: int, batch: int, repeat: int) -> list[RunKey]:

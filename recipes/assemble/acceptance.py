@@ -22,7 +22,7 @@ from ...decode.models.loading import wrap_model
 from ...decode.proposers.head_trees import attach_projection
 from ...decode.tree import parse_tree
 from ...decode.warpers import Sampling
-from ..schema.training import DrafterRecipe, HeadsRecipe, MeasureSection
+from ..schema.training import DrafterRecipe, HeadsRecipe
 from .data import Prepared
 from .teacher import states_read
 
@@ -30,6 +30,7 @@ _FEW_PARAMETERS = 1_000_000_000
 _LOOK_AHEAD = 16  # more than any tree of a measurement is deep
 
 Measure = Callable[[Any], dict[str, float]]
+_Row = tuple[str, str, dict[str, Any]]
 
 
 def decodes_fast(target: PreTrainedModel) -> bool:
@@ -41,20 +42,13 @@ def decodes_fast(target: PreTrainedModel) -> bool:
 def drafter_measure(
     recipe: DrafterRecipe, target: PreTrainedModel, drafter: PreTrainedModel, tokenizer: Any, prepared: Prepared
 ) -> Measure:
-    """Speculative decoding with a drafter as it stands: `tokens_per_step` and `acceptance_rate`."""
+    """Return a function that measures a drafter's `tokens_per_step` and `acceptance_rate` in speculative decoding."""
     scorer = wrap_model(target, fast=decodes_fast(target))
     positions = min(scorer.max_positions, getattr(drafter.config, "max_position_embeddings", scorer.max_positions))
-    prompts = _sample(recipe, tokenizer, prepared, positions)
-    options = {"gamma": recipe.measure.gamma, "parallel": recipe.parallel is not None}
-
-    def run(model: Any) -> dict[str, float]:
-        was_training = model.training
-        parts = Parts(drafter=wrap_model(model, check=False))
-        metrics = _acceptance(scorer, parts, "speculative", options, prompts, recipe.measure, tokenizer)
-        model.train(was_training)
-        return metrics
-
-    return run
+    rows = [("", "speculative", {"gamma": recipe.measure.gamma, "parallel": recipe.parallel is not None})]
+    return _measure_of(
+        recipe, scorer, tokenizer, prepared, positions, rows, lambda model: Parts(wrap_model(model, check=False))
+    )
 
 
 def check_measure(recipe: HeadsRecipe) -> None:
@@ -75,75 +69,63 @@ def _tree(recipe: HeadsRecipe) -> str:
 
 
 def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
-    """Medusa decoding with heads as they stand: the same, and `slim_tokens_per_step`, SLiM's."""
-    if recipe.architecture == "eagle3":
-        return _eagle_measure(recipe, target, tokenizer, prepared)
+    """Return a function that measures heads in Medusa decoding and, as `slim_tokens_per_step`, in SLiM's; an EAGLE-3
+    layer in speculative decoding."""
     section = recipe.measure
     # weights laid out for decoding are copies, and `base` changes the target
     fast = recipe.base is None and decodes_fast(target)
-    scorer = wrap_model(target, fast=fast, states=recipe.states)
-    prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
     table = None if section.table is None else BigramTable.load(Path(section.table))
-    rows: list[tuple[str, str, dict[str, Any]]] = [("", "medusa", {"tree": _tree(recipe)})]
-    if section.sequences:
-        # With r = 1 a sequence is never likelier than its beginning: of all lengths the shortest would fill the tree.
-        without = {"correlation": "none", "lengths": "full"} if table is None else {}
-        rows.append(("slim_", "slim-s", {"num_sequences": section.sequences, **without}))
+    rows: list[_Row] = [("", "medusa", {"tree": _tree(recipe)})]
+    if recipe.architecture == "eagle3":
+        scorer = wrap_model(target, fast=fast, aux_layers=layers_in(states_read(recipe)))
+        rows = [("", "speculative", {"gamma": section.gamma})]
+    else:
+        scorer = wrap_model(target, fast=fast, states=recipe.states)
+        if section.sequences:
+            # With r = 1 a sequence is never likelier than its beginning: of all lengths the shortest would fill the
+            # tree.
+            without = {"correlation": "none", "lengths": "full"} if table is None else {}
+            rows.append(("slim_", "slim-s", {"num_sequences": section.sequences, **without}))
 
-    def run(heads: Any) -> dict[str, float]:
-        was_training = heads.training
-        mine = heads.eval()
+    def parts_of(heads: Any) -> Parts:
+        if recipe.architecture == "eagle3":
+            return Parts(drafter=EagleDrafter(heads))
         if next(heads.parameters()).dtype != scorer.dtype:  # trained in float32, kept in the target's type
-            mine = copy.deepcopy(heads).to(scorer.dtype)
-            attach_projection(mine, target, scorer.device)
-        parts = Parts(heads=mine, table=table)
-        metrics: dict[str, float] = {}
-        for prefix, name, options in rows:
-            found = _acceptance(scorer, parts, name, options, prompts, section, tokenizer)
-            metrics |= {f"{prefix}{key}": value for key, value in found.items()}
-        heads.train(was_training)
-        return metrics
+            heads = copy.deepcopy(heads).to(scorer.dtype)
+            attach_projection(heads, target, scorer.device)
+        return Parts(heads=heads, table=table)
 
-    return run
+    return _measure_of(recipe, scorer, tokenizer, prepared, scorer.max_positions, rows, parts_of)
 
 
-def _eagle_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
-    """Speculative decoding with EAGLE-3's layer as it stands."""
-    layers = layers_in(states_read(recipe))
-    scorer = wrap_model(target, fast=decodes_fast(target), aux_layers=layers)
-    prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
-    options = {"gamma": recipe.measure.gamma}
-
-    def run(heads: Any) -> dict[str, float]:
-        was_training = heads.training
-        parts = Parts(drafter=EagleDrafter(heads.eval()))
-        metrics = _acceptance(scorer, parts, "speculative", options, prompts, recipe.measure, tokenizer)
-        heads.train(was_training)
-        return metrics
-
-    return run
-
-
-def _sample(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, prepared: Prepared, positions: int) -> list[list[int]]:
-    # Room for the answer and the look-ahead, in models whose positions are as many as a block has.
-    longest = min(recipe.data.block_tokens, positions - recipe.measure.new_tokens - _LOOK_AHEAD)
-    source = str(prepared.folder / "heldout.jsonl")
-    found = load_prompts(source, recipe.data.template, tokenizer, recipe.measure.prompts, longest)
-    return [ids for _, ids in found]
-
-
-def _acceptance(
+def _measure_of(
+    recipe: DrafterRecipe | HeadsRecipe,
     scorer: LanguageModel,
-    parts: Parts,
-    name: str,
-    options: dict[str, Any],
-    prompts: Sequence[Sequence[int]],
-    section: MeasureSection,
     tokenizer: Any,
-) -> dict[str, float]:
-    sampling = Sampling(temperature=section.temperature)
-    method = build_method(name, parts, sampling, **options)
-    limits = Limits(section.new_tokens, stop_ids(tokenizer))
-    found = (decode(scorer, method, sampling, seed, prompt, limits) for seed, prompt in enumerate(prompts))
-    metrics = total(each.tally for each in found).metrics()
-    return {key: float(metrics[key]) for key in ("tokens_per_step", "acceptance_rate")}  # type: ignore[arg-type]
+    prepared: Prepared,
+    positions: int,
+    rows: Sequence[_Row],
+    parts_of: Callable[[Any], Parts],
+) -> Measure:
+    """Return a function that decodes held-out prompts with a trained module; rows are prefix, method and options."""
+    section = recipe.measure
+    # Room for the answer and the look-ahead, in models whose positions are as many as a block has.
+    longest = min(recipe.data.block_tokens, positions - section.new_tokens - _LOOK_AHEAD)
+    source = str(prepared.folder / "heldout.jsonl")
+    found = load_prompts(source, recipe.data.template, tokenizer, section.prompts, longest)
+    prompts = [ids for _, ids in found]
+    sampling, limits = Sampling(temperature=section.temperature), Limits(section.new_tokens, stop_ids(tokenizer))
+
+    def run(module: Any) -> dict[str, float]:
+        was_training = module.training
+        parts, metrics = parts_of(module.eval()), dict[str, float]()
+        for prefix, name, options in rows:
+            method = build_method(name, parts, sampling, **options)
+            texts = (decode(scorer, method, sampling, seed, prompt, limits) for seed, prompt in enumerate(prompts))
+            counts = total(each.tally for each in texts).metrics()
+            for key in ("tokens_per_step", "acceptance_rate"):
+                metrics[f"{prefix}{key}"] = float(counts[key])  # type: ignore[arg-type]
+        module.train(was_training)
+        return metrics
+
+    return run

@@ -95,9 +95,6 @@ class EvaluateRecipe(_Decoding):
     its share of its batch's; `ideal`, `cost_ratio`, FLOPs and joules are of one prompt at a time."""
     repeats: int = Field(1, ge=1)
     """Timed runs of each prompt with each method; medians are reported."""
-    again: int = Field(2, ge=0)
-    """Rows whose times are unsteady, by the spread of the runs, are timed so many times more at most, with their
-    baselines; those that stay so are marked."""
     compare_with_transformers: bool = True
     """At temperature 0, run `transformers.generate` too, for its tokens and its speed."""
     energy: Literal["auto", "off"] = "auto"

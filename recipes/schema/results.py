@@ -124,7 +124,7 @@ class MethodRow(_Row, EngineMetrics):
     cost_ratio: float | None
     """Time of a drafter's forward over a one-token forward of the target, both in isolation."""
     runs: Count | None
-    """Timed runs of each prompt: the recipe's `repeats`, and reruns of unsteady rows."""
+    """Timed runs of each prompt: the recipe's `repeats`."""
     slowdown: float | None
     """Time of the steps over that of undisturbed steps, by the spread of the runs; null for too few of them."""
     steady: bool | None

@@ -26,7 +26,7 @@ from ...schema.results import beside
 from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console
-from .journal import Journal, Kept
+from .journal import Journal
 
 LEVEL = 1e-6
 """Probability of a false alarm anywhere in the certificate."""
@@ -62,8 +62,8 @@ def run_certify(
     }
     stress: list[Certificate] = []
     certificates: list[Certificate] = []
-    with Stoppable("certify") as signals, Journal(out, "texts", case.identity | {"plan": head["plan"]}) as journal:
-        kept = Kept(journal, signals)
+    identity = case.identity | {"plan": head["plan"]}
+    with Stoppable("certify") as signals, Journal(out, "texts", identity, signals) as kept:
         with signals.bar("certifying on a small pair", "methods") as advance:
             for number, entry in enumerate(small):
                 step = (number, len(small), entry.method)
@@ -85,7 +85,7 @@ def run_certify(
                     "certificates": [asdict(one) for one in certificates],
                 }
                 atomic_text(out, json.dumps(head | body, indent=2, allow_nan=False) + "\n")
-        journal.remove()
+        kept.remove()
     console().print(certificates_table(case.title, body["certificates"], body["stress"]).rich())
     for line in [*explanations(certificates, stress), f"certificate: {out}"]:
         console().print(line)

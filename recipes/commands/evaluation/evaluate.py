@@ -35,7 +35,7 @@ from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console, log
 from .certify import run_certify
-from .journal import Journal, Kept
+from .journal import Journal
 
 _ENERGY = TypeAdapter(Energy)
 
@@ -56,14 +56,14 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     log(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {opened.device}")
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
-    with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity) as journal:
-        summary, resumed = _measure(case, Kept(journal, signals), signals)
+    with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity, signals) as kept:
+        summary, resumed = _measure(case, kept, signals)
         results = _results(case, skipped, resumed, summary)
         if recipe.energy_batches:
             results["energy_by_batch"] = measure_energy(opened.target, recipe)
         write_results(out, results)
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
-        journal.remove()
+        kept.remove()
     _show(case, results)
     report = write_report(report_beside(out), [out], [results])
     console().print(f"results: {out}; report: {report}", soft_wrap=True)
@@ -114,7 +114,7 @@ def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
     return found if found.get("identity") == identity else None
 
 
-def _measure(case: Case, kept: Kept, signals: Stoppable) -> tuple[Summary, int]:
+def _measure(case: Case, kept: Journal, signals: Stoppable) -> tuple[Summary, int]:
     """Return the rows, and the number of runs that an earlier process finished."""
     opened, recipe, entries, known = case.opened, case.recipe, entries_of(case.recipe), kept.runs("run")
     with signals.bar("evaluating", "runs") as advance:
@@ -126,7 +126,6 @@ def _measure(case: Case, kept: Kept, signals: Stoppable) -> tuple[Summary, int]:
             case.limits,
             reference=opened.model if recipe.compare_with_transformers else None,
             repeats=recipe.repeats,
-            again=recipe.again,
             batch=recipe.batch,
             seed=recipe.seed,
             progress=advance,
@@ -150,7 +149,7 @@ def _measure(case: Case, kept: Kept, signals: Stoppable) -> tuple[Summary, int]:
         return summariser.summarise(entries, advance), len(known["finished"])
 
 
-def _count_energy(case: Case, kept: Kept, signals: Stoppable) -> dict[str, Energy]:
+def _count_energy(case: Case, kept: Journal, signals: Stoppable) -> dict[str, Energy]:
     """Return joules per token by label, as far as they can be counted, and log why others cannot."""
     opened, entries = case.opened, entries_of(case.recipe)
     names = {entry.label: f"joules of {entry.label}" for entry in entries}

@@ -23,91 +23,32 @@ _LINE = TypeAdapter(tuple[str, Any])
 
 
 class Journal:
-    """File `<out>.state/<name>.jsonl` with the identity of the work in its first line; open for one writer.
+    """Named results of work in `<out>.state/<name>.jsonl`, below the identity of all work; open for one writer.
 
     Each line is flushed when its work is done. A half last line, which a killed writer leaves, is cut off, and lines of
-    another identity are dropped. `lines` are those of earlier processes. Raises ValueError: another process is writing,
-    or a line that is not the last is damaged.
+    another identity are dropped. New work is not begun after a signal has arrived. Raises ValueError: another process
+    is writing, or a line that is not the last is damaged.
     """
 
-    def __init__(self, out: Path, name: str, identity: dict[str, Any]) -> None:
+    def __init__(self, out: Path, name: str, identity: dict[str, Any], signals: Stoppable | None = None) -> None:
         self.path = out.with_name(out.name + ".state") / f"{name}.jsonl"
-        self.lines: list[Any] = []
+        self._signals = signals
+        self._found: dict[str, Any] = {}
         with ExitStack() as stack:
             stack.callback(_remove_if_empty, self.path.parent)
             stack.enter_context(sole_writer(self.path))
             self._file = stack.enter_context(self.path.open("a+b", buffering=0))
             self._read(json.loads(json.dumps({"identity": identity})))
             self._stack = stack.pop_all()
-        if self.lines:
-            log(f"resuming; {len(self.lines)} {name} of an earlier process are kept")
-
-    def parsed(self, number: int, line: Any, form: TypeAdapter[Found]) -> Found:
-        """Return the object that a line, or a part of it, was written from."""
-        try:
-            return form.validate_python(line)
-        except ValidationError as error:
-            raise self.damaged(number, "it has another form") from error
-
-    def damaged(self, number: int, why: str) -> ValueError:
-        """Return the error to raise for a line, counted from 1."""
-        return ValueError(f"{self.path}:{number} is damaged: {why}; delete the file to restart")
-
-    def add(self, line: Any) -> None:
-        """Write and flush a line."""
-        append_line(self._file, json.dumps(line, allow_nan=False).encode())
-
-    def remove(self) -> None:
-        """Delete the journal after the results are written."""
-        self.path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _read(self, head: dict[str, Any]) -> None:
-        self._file.seek(0)
-        lines = self._file.read().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):
-            self._file.truncate(sum(map(len, lines[:-1])))
-            lines.pop()
-        found: list[Any] = []
-        for number, text in enumerate(lines, 1):
-            try:
-                found.append(json.loads(text))
-            except ValueError as error:
-                raise self.damaged(number, str(error)) from error
-        if found and found[0] == head:
-            self.lines = found[1:]
-            return
-        if found:
-            mine, theirs = head["identity"], found[0].get("identity") if isinstance(found[0], dict) else None
-            if not isinstance(theirs, dict):
-                raise self.damaged(1, "it names no identity")
-            names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-            changed = ", ".join(_describe_change(name, theirs.get(name), mine.get(name)) for name in names)
-            log(f"{self.path} belongs to other settings ({changed} differ): restarting")
-        self._file.truncate(0)
-        self.add(head)
-
-
-class Kept:
-    """Named results of work in a journal; stops before new work if a signal has arrived."""
-
-    def __init__(self, journal: Journal, signals: Stoppable) -> None:
-        self._journal, self._signals = journal, signals
-        self._found: dict[str, tuple[int, Any]] = {}
-        for number, line in enumerate(journal.lines, 2):
-            name, value = journal.parsed(number, line, _LINE)
-            self._found[name] = number, value
+        if self._found:
+            log(f"resuming; {len(self._found)} {name} of an earlier process are kept")
 
     def __call__(self, name: str, form: TypeAdapter[Found], work: Callable[[], Found]) -> Found:
         """Return the result of this name, from the journal or by doing the work."""
         if name in self:
             return self.known(name, form)
-        self._signals.check()
+        if self._signals is not None:
+            self._signals.check()
         found = work()
         self.add(name, form, found)
         return found
@@ -127,11 +68,49 @@ class Kept:
 
     def known(self, name: str, form: TypeAdapter[Found]) -> Found:
         """Return a result of an earlier process."""
-        return self._journal.parsed(*self._found[name], form)
+        try:
+            return form.validate_python(self._found[name])
+        except ValidationError as error:
+            raise self._damaged(f"{name!r} has another form") from error
 
     def add(self, name: str, form: TypeAdapter[Found], found: Found) -> None:
-        """Keep a result."""
-        self._journal.add([name, form.dump_python(found, mode="json")])
+        """Write and flush a result."""
+        self._append([name, form.dump_python(found, mode="json")])
+
+    def remove(self) -> None:
+        """Delete the journal after the results are written."""
+        self.path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _append(self, line: Any) -> None:
+        append_line(self._file, json.dumps(line, allow_nan=False).encode())
+
+    def _damaged(self, why: object) -> ValueError:
+        return ValueError(f"{self.path} is damaged: {why}; delete the file to restart")
+
+    def _read(self, head: dict[str, Any]) -> None:
+        self._file.seek(0)
+        lines = self._file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            self._file.truncate(sum(map(len, lines[:-1])))
+            lines.pop()
+        try:
+            first, *others = map(json.loads, lines) if lines else [head]
+            if first == head:
+                self._found = dict(map(_LINE.validate_python, others))
+                if lines:
+                    return
+            else:
+                log(f"{self.path} belongs to other settings ({_differences(first, head)} differ): restarting")
+        except ValueError as error:
+            raise self._damaged(error) from error
+        self._file.truncate(0)
+        self._append(head)
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -139,5 +118,10 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _describe_change(name: str, before: Any, now: Any) -> str:
-    return f"{name} ({before}, now {now})" if name.startswith("hash of ") else name
+def _differences(before: Any, now: dict[str, Any]) -> str:
+    """List the settings that differ. Raises ValueError: the first line holds no identity."""
+    old = before.get("identity") if isinstance(before, dict) else None
+    if not isinstance(old, dict):
+        raise ValueError("its first line holds no identity")
+    new = now["identity"]
+    return ", ".join(name for name in {**new, **old} if new.get(name) != old.get(name))

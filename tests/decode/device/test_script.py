@@ -19,7 +19,7 @@ SMALL = [
     *(f"{name}.vocabulary.tokens=200" for name in ("drafter.model", "heads", "eagle")),
     *(f"{name}.train.steps=2" for name in ("eagle", "drafter", "heads")),
     *(f"{name}.data.block_tokens=256" for name in ("eagle", "drafter", "heads")),
-    "evaluate.limit=2", "evaluate.max_new_tokens=8", "evaluate.again=0",
+    "evaluate.limit=2", "evaluate.max_new_tokens=8",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draftsmith.decode.engine import Context, Limits
-from draftsmith.decode.evaluation.measure import STEADY, Decoded, Entry, Run, RunKey, measure
+from draftsmith.decode.evaluation.measure import STEADY, Decoded, Entry, Run, measure
 from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
 from draftsmith.decode.methods import Parts
@@ -153,39 +153,6 @@ def test_undisturbed_times_are_steady_and_disturbed_ones_are_not() -> None:
     assert run_of([[1.0], [9.0], [1.0]]).slowdown() is None
     longer = [run_of([[float(n)]], n).by_prompt[0] for n in (4, 8, 40, 16, 5)]
     assert Run(longer).slowdown() == pytest.approx(1), "by step, whatever the length"
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_unsteady_rows_are_timed_again_with_their_baseline_and_go_on_where_they_stopped(
-    models: tuple[Any, Parts], times: int
-) -> None:
-    """A first round in which other work fell on one row: its runs of two prompts of four took four times as long. One
-    more round leaves the medians of two runs disturbed, two more do not."""
-    target, parts = models
-    prompts = [[3, 5, 7], [8, 2], [1], [4, 20]]
-    chosen = [ENTRIES[0], ENTRIES[1], ENTRIES[8]]
-    undisturbed = Run.unsteady, measure(target, parts, chosen, prompts, LIMITS)
-    disturbed, label = {}, chosen[1].label
-    for entry in chosen:
-        for place, (run,) in enumerate(undisturbed[1][entry.label].by_prompt):
-            slow = run.reading + (run.seconds - run.reading) * (4 if entry.label == label and place < 2 else 1)
-            disturbed[RunKey(entry.label, place, 0)] = run._replace(seconds=slow)
-    done: dict[RunKey, Decoded] = {}
-    seen: list[tuple[int, int, str]] = []
-    again: dict[str, Any] = {"again": times, "progress": lambda *state: seen.append(state)}
-    runs = measure(target, parts, chosen, prompts, LIMITS, finished=disturbed, on_run=done.__setitem__, **again)
-    assert {key.label for key in done} == {label, "autoregressive"}
-    assert len(done) == 2 * times * len(prompts)
-    assert seen[-1][:2] == (12 + len(done), 12 + len(done))
-    assert runs[label].unsteady() == (times == 1)
-    assert [len(run.by_prompt[0]) for run in runs.values()] == [1 + times, 1 + times, 1]
-    assert all(len({tuple(one.ids) for one in each}) == 1 for run in runs.values() for each in run.by_prompt)
-    half, more = dict(list(done.items())[: len(done) // 2]), list[RunKey]()
-    again |= {"finished": disturbed | half, "on_run": lambda key, _: more.append(key)}
-    resumed = measure(target, parts, chosen, prompts, LIMITS, **again)
-    assert not set(more) & set(half)
-    assert {*more, *half} == set(done)
-    assert resumed == runs
 
 
 def test_rows_say_whether_their_times_are_steady(models: tuple[Any, Parts]) -> None:

@@ -29,7 +29,7 @@ SMALL = [
     *(f"{name}.train.steps=2" for name in ("eagle", "drafter", "heads")),
     *(f"{name}.data.block_tokens=256" for name in ("eagle", "drafter", "heads")),
     *(f"{name}.measure={{prompts: 1, new_tokens: 4, blocks: 2}}" for name in ("eagle", "drafter", "heads")),
-    "evaluate.limit=2", "evaluate.max_new_tokens=8", "evaluate.energy=off", "evaluate.again=0",
+    "evaluate.limit=2", "evaluate.max_new_tokens=8", "evaluate.energy=off",
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def evaluated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def run(name: str, **changes: Any) -> Path:
         made = {"target": str(folder / "target"), "drafter": str(folder / "drafter")} | changes
         made |= {"kind": "evaluate", "out": str(folder / name / "results.json"), "prompts": str(corpus / "rows.json")}
-        made = {"template": "chatml", "limit": 5, "max_new_tokens": 12, "device": "cpu", "again": 0} | made
+        made = {"template": "chatml", "limit": 5, "max_new_tokens": 12, "device": "cpu"} | made
         torch.set_num_threads(1)
         run_evaluate(EvaluateRecipe(**made))
         return folder / name / "results.json"

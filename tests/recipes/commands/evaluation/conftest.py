@@ -38,7 +38,6 @@ def evaluation(corpus: Path, tmp_path: Path, save_llama: Callable[..., LlamaForC
     """A recipe of two random models, without methods."""
     values: dict[str, Any] = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "template": "chatml"}
     values |= {"prompts": str(corpus / "rows.json"), "limit": 4, "max_new_tokens": 24, "device": "cpu"}
-    values["again"] = 0  # how often rows are timed would depend on what else the machine does
     for seed, name in enumerate(("target", "drafter")):
         save_llama(tmp_path / name, seed)
         values[name] = str(tmp_path / name)

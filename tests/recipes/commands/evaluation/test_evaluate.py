@@ -135,7 +135,6 @@ def test_a_drafter_of_another_tokenizer_drafts_by_its_text(
     row = load_results(artifacts / "other.json")["methods"][1]
     assert (row["method"], row["identical_to_greedy"]) == ("speculative", [3, 3])
     assert "evaluate: autoregressive, speculative; prompts in the template 'chatml'" in done.stderr
-    assert "evaluate: about " in done.stderr
     assert "yes 3/3" in done.stdout
     refused = cli("evaluate", *given, *few, "--method", "bild", cwd=artifacts)
     assert refused.returncode == 2

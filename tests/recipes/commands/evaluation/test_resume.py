@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from draftsmith.recipes.assemble import evaluation as assembling
 from draftsmith.recipes.assemble.evaluation import identity_of, open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.journal import Journal
@@ -19,6 +18,7 @@ from draftsmith.recipes.commands.evaluation.tune import run_tune
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
+from pydantic import TypeAdapter
 
 METHODS: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "speculative"}, {"method": "prompt-lookup"}]
 PROMPTS = 12
@@ -137,20 +137,23 @@ def test_what_was_loaded_does_not_change_with_its_files(tiny_pair: Path, corpus:
     assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
 
 
-LINES: list[Any] = [[f'run ["a", {place}, 0]', [[place, 7], {"tokens": 2}, 0.1 * place, 0.0]] for place in range(3)]
-LINES.append(["joules of a\nb", {"joules": 2.0}])
+NUMBER: TypeAdapter[int] = TypeAdapter(int)
+
+
+def opened(folder: Path, **changes: Any) -> Journal:
+    return Journal(folder / "results.json", "runs", {"seed": 1, "limit": 3} | changes)
 
 
 def written(folder: Path) -> Path:
-    """A journal of three runs."""
-    with Journal(folder / "results.json", "runs", {"seed": 1, "limit": 3, "gone": 0}) as journal:
-        for line in LINES[:3]:
-            journal.add(line)
+    """A journal of three numbers."""
+    with opened(folder) as journal:
+        for number in range(3):
+            assert journal(f"number {number}", NUMBER, lambda number=number: number) == number
         return journal.path
 
 
-def opened(folder: Path) -> Journal:
-    return Journal(folder / "results.json", "runs", {"seed": 1, "limit": 3, "gone": 0})
+def kept(journal: Journal) -> list[int]:
+    return [journal.known(f"number {number}", NUMBER) for number in range(4) if f"number {number}" in journal]
 
 
 def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
@@ -159,42 +162,41 @@ def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
     ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
     for end in range(ends[0], len(whole) + 1, 5):
         path.write_bytes(whole[:end])
-        kept = sum(each <= end for each in ends[1:])
+        count = sum(each <= end for each in ends[1:])
         with opened(tmp_path) as journal:
-            assert journal.lines == LINES[:kept]
-            journal.add(LINES[3])
+            assert kept(journal) == list(range(count))
+            journal.add("number 3", NUMBER, 3)
         with opened(tmp_path) as journal:
-            assert journal.lines == [*LINES[:kept], LINES[3]]
+            assert kept(journal) == [*range(count), 3]
 
 
-def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "damage"),
+    [(2, b"\xff\n"), (0, b'["a", 0,\n'), (0, b"[1]\n"), (0, b'{"identity": 3}\n'), (1, b"3\n")],
+)
+def test_a_damaged_line_is_refused(tmp_path: Path, line: int, damage: bytes) -> None:
     path = written(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
-    for number, damage in ((3, b"\xff\n"), (1, b'["a", 0,\n'), (1, b"[1]\n"), (1, b'{"identity": 3}\n')):
-        path.write_bytes(b"".join([*lines[: number - 1], damage, *lines[number:]]))
-        before = path.read_bytes()
-        with pytest.raises(ValueError, match=rf"runs\.jsonl:{number}"):
-            opened(tmp_path)
-        assert path.read_bytes() == before
+    path.write_bytes(b"".join([*lines[:line], damage, *lines[line + 1 :]]))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"runs\.jsonl is damaged"):
+        opened(tmp_path)
+    assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("line", [3, ['run ["a", 0, 1]', [7, {}, 0.1, 0.0]]])
-def test_a_line_of_another_form_is_damaged_too(recipe: Path, line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Journal(recipe.parent / "results.json", "runs", {"seed": 1}) as journal:
-        for each in (*LINES[:3], line):
-            journal.add(each)
-    monkeypatch.setattr(assembling, "identity_of", lambda *_: {"seed": 1})
-    with pytest.raises(ValueError, match=r"runs\.jsonl:5 is damaged"):
-        evaluate(recipe, "energy=off")
+def test_a_result_of_another_form_is_damaged_too(tmp_path: Path) -> None:
+    written(tmp_path)
+    with opened(tmp_path) as journal, pytest.raises(ValueError, match="'number 1' has another form"):
+        journal.known("number 1", TypeAdapter(list[str]))
 
 
 def test_what_belongs_to_something_else_is_dropped_and_the_difference_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path)
-    with Journal(tmp_path / "results.json", "runs", {"seed": 2, "limit": 3, "hash of the target": "b"}) as journal:
-        assert journal.lines == []
-    assert "(seed, hash of the target (None, now b), gone differ)" in capsys.readouterr().err
+    with opened(tmp_path, seed=2, other="b") as journal:
+        assert kept(journal) == []
+    assert "(seed, other differ)" in capsys.readouterr().err
     assert len(path.read_text().splitlines()) == 1
 
 
