@@ -20,7 +20,7 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import Case
-from draftsmith.recipes.commands.evaluation.journal import Kept
+from draftsmith.recipes.commands.evaluation.journal import Journal
 from pydantic import TypeAdapter
 
 from decode import assisted
@@ -88,7 +88,7 @@ class Runs:
     """Whose texts say where all end: this engine's, plain."""
     name: str
     """Of the format and the drafter."""
-    kept: Kept
+    kept: Journal
     known: dict[str, tuple[list[int], int, float]] = field(default_factory=dict)
 
     def run(self, peer: Peer, place: int, turn: int) -> tuple[list[int], int, float]:
@@ -112,7 +112,7 @@ class Runs:
         return np.array([rows], dtype=np.float64)
 
 
-def of_format(known: Sequence[Peer], case: Case, kept: Kept, name: str, repeats: int) -> dict[str, Any]:
+def of_format(known: Sequence[Peer], case: Case, kept: Journal, name: str, repeats: int) -> dict[str, Any]:
     """Rates of one number format: γ of each way by the first prompts, then the best of each in turns."""
     for peer in known:  # the first call of each is no measure
         peer.job(case.prompts[0], Limits(4))

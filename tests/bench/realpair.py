@@ -43,7 +43,7 @@ from draftsmith.decode.methods import METHODS
 from draftsmith.recipes.assemble.evaluation import Case, open_case
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError, evaluate_once
-from draftsmith.recipes.commands.evaluation.journal import Journal, Kept
+from draftsmith.recipes.commands.evaluation.journal import Journal
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
 from draftsmith.recipes.session.machine import machine
@@ -160,9 +160,9 @@ def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     return [BASELINE, *({"method": name, "label": label, "options": o} for label, name, o in rows if label in wanted)]
 
 
-def journal_of(options: argparse.Namespace, name: str, case: Case) -> Journal:
+def journal_of(options: argparse.Namespace, name: str, case: Case, signals: Stoppable) -> Journal:
     identity = {key: value for key, value in case.identity.items() if key not in ("methods", "repeats")}
-    return Journal(options.work / f"{name}.json", "runs", identity | {"threads": torch.get_num_threads()})
+    return Journal(options.work / f"{name}.json", "runs", identity | {"threads": torch.get_num_threads()}, signals)
 
 
 def rounded(value: Any) -> Any:
@@ -246,8 +246,7 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
         source = options.pair / "drafter"
         digest = file_hash(source / MANIFEST_FILE)
         export_artifact(source, "transformers", exported, FORMATS, ExportOptions(target=case.recipe.target))
-        with journal_of(options, "peers", case) as journal:
-            kept = Kept(journal, signals)
+        with journal_of(options, "peers", case, signals) as kept:
             for dtype in options.dtypes:
                 known = ways(options.pair, exported, dtype, options.gammas)
                 context, threads = options.prompt_tokens + options.tokens + 64, torch.get_num_threads()
