@@ -38,7 +38,6 @@ Methods = Annotated[
     list[str] | None,
     typer.Option("--method", help="Method, or label of a row; repeat for more. Methods: {methods}."),
 ]
-Every = Annotated[bool, typer.Option("--all", help="Run every method that the artifacts allow.")]
 Concurrency = Annotated[str | None, typer.Option(help="Numbers of requests in flight, such as 1,8 (default: 1).")]
 EngineName = Annotated[
     str | None,
@@ -60,15 +59,12 @@ class Evaluation:
     table: Annotated[str | None, typer.Option(help="Directory or hub id of a bigram table.")] = None
     prompts: Annotated[str | None, typer.Option(help="Prompt set such as spec-bench, or a file or hub id.")] = None
 
-    def load(
-        self, command: str, method: list[str] | None = None, every: bool = False, out: str | None = None
-    ) -> EvaluateRecipe:
+    def load(self, command: str, method: list[str] | None = None, out: str | None = None) -> EvaluateRecipe:
         """Return the recipe with the changes of these arguments."""
-        from .evaluation.recipe import Rows, evaluate_recipe
+        from .evaluation.recipe import evaluate_recipe
 
         given = {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
-        rows = Rows(tuple(method or ()), every)
-        return evaluate_recipe(self.recipe, self.overrides or [], given | {"out": out}, command, rows)
+        return evaluate_recipe(self.recipe, self.overrides or [], given | {"out": out}, command, method or ())
 
 
 def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
@@ -92,7 +88,6 @@ def evaluate(
     asked: Evaluation,
     out: ResultsFile = None,
     method: Methods = None,
-    every: Every = False,
     energy: Annotated[
         bool, typer.Option("--energy", help="Also measure energy and time of the target's forwards by batch size.")
     ] = False,
@@ -100,9 +95,10 @@ def evaluate(
     """Decode held-out prompts with several methods and compare them.
 
     Example: `evaluate --target Qwen/Qwen3-0.6B --drafter runs/drafter --prompts spec-bench limit=20`. Without a recipe,
-    the rows are autoregressive decoding and one method for each artifact. An interrupted evaluation resumes.
+    the rows are autoregressive decoding and one method for each artifact; `methods=all` runs every method that they
+    allow. An interrupted evaluation resumes.
     """
-    loaded = asked.load("evaluate", method, every, out=out)
+    loaded = asked.load("evaluate", method, out)
     from .evaluation.evaluate import run_evaluate
 
     run_evaluate(loaded.model_copy(update={"energy_batches": ENERGY_BATCHES}) if energy else loaded)
@@ -160,13 +156,12 @@ def certify(
     batch: Annotated[int, typer.Option(help="Batch size.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Certificate file (default: beside the results).")] = None,
     method: Methods = None,
-    every: Every = False,
 ) -> None:
     """Test that methods are lossless: that they write what the target alone would write.
 
     Runs on a small pair with six tokens and on yours. Exits with 1 if a lossless method fails or stays undecided.
     """
-    loaded = asked.load("certify", method, every)
+    loaded = asked.load("certify", method)
     from .evaluation.certify import run_certify
 
     if any(certificate.failed for certificate in run_certify(loaded, tokens, batch, out)):
@@ -178,7 +173,6 @@ def tune(
     asked: Evaluation,
     out: ResultsFile = None,
     method: Methods = None,
-    every: Every = False,
     concurrency: Concurrency = None,
     engine: EngineName = None,
     engine_options: EngineOptions = "",
@@ -200,7 +194,7 @@ def tune(
         more = shlex.split(engine_options)
         run_tune_lengths(served, engine, commands, max_draft_tokens(export), more, f"serve-{engine}")
         return
-    loaded = asked.load("tune", method, every, out=out)
+    loaded = asked.load("tune", method, out)
     from .evaluation.tune import run_tune
 
     run_tune(loaded)

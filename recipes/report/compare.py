@@ -64,12 +64,16 @@ def _differences(first: str, name: str, one: Results, other: Results) -> list[st
     """Return the machine, settings, prompts and versions in which two results differ."""
     sides = (one, other)
     about = ("device", "name", "cores", "threads")
-    facts = {"machine": [", ".join(str(side["machine"].get(key)) for key in about) for side in sides]}
+    facts: dict[str, list[Any]] = {
+        "machine": [", ".join(str(side["machine"].get(key)) for key in about) for side in sides]
+    }
     facts |= {key: [side["recipe"].get(key) for side in sides] for key in _SETTINGS}
     facts["hash of the prompts"] = [side.get("prompts_sha256") for side in sides]
     versions = [side["machine"].get("versions") or {} for side in sides]
     facts |= {package: [each.get(package) for each in versions] for package in sorted(versions[0] | versions[1])}
-    notes = [f"{key}: {pair[0]} ({first}), {pair[1]} ({name})" for key, pair in facts.items() if pair[0] != pair[1]]
+    notes: list[str] = [
+        f"{key}: {pair[0]} ({first}), {pair[1]} ({name})" for key, pair in facts.items() if pair[0] != pair[1]
+    ]
     if facts["machine"][0] != facts["machine"][1]:
         notes[0] += ": compare speedups, which are over the baseline of each machine, and not tokens per second"
     return notes
@@ -84,6 +88,6 @@ def _change_cell(metric: str, first: Row, other: Row) -> Cell:
     if after is None or not before:
         return number_cell(None)
     change = 100 * (after / before - 1)
-    spans = [row.get(f"{metric}_interval") for row in (first, other)]
-    differs = None not in spans and (spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0])
+    one, two = (row.get(f"{metric}_interval") for row in (first, other))
+    differs = one and two and (one[1] < two[0] or two[1] < one[0])
     return Cell(f"{change:+.1f}", change, style="bold" if differs else "")

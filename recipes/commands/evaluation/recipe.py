@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ....checkpoints.storage.messages import did_you_mean
 from ....checkpoints.storage.places import check_place
-from ...schema.evaluation import EvaluateRecipe, MethodSection, every_row
+from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import find_recipe, parse_recipe, read_extended
 from ...session.terminal import log
 
@@ -16,18 +16,6 @@ BASE = "evaluate/all-methods"
 PARTS = ("drafter", "heads", "table")
 PROMPTS = "spec-bench"
 BASELINE = "autoregressive"
-
-
-class Rows(NamedTuple):
-    """Requested rows: by default a recipe's own or, without a recipe, `core_methods`."""
-
-    names: Sequence[str] = ()
-    """Labels or methods (`--method`); their baselines are added."""
-    every: bool = False
-    """`--all`: add a row of every method that the parts allow."""
-
-
-AS_IT_IS = Rows()
 
 
 def core_methods(parts: Container[str]) -> list[str]:
@@ -41,7 +29,7 @@ def evaluate_recipe(
     overrides: Sequence[str],
     given: Mapping[str, str | bool | None],
     command: str = "evaluate",
-    rows: Rows = AS_IT_IS,
+    names: Sequence[str] = (),
 ) -> EvaluateRecipe:
     """Return the recipe of an evaluation with changes.
 
@@ -51,7 +39,8 @@ def evaluate_recipe(
         overrides: Changes of the form `key.path=value`; they take precedence.
         given: Changes by key; None and False are ignored.
         command: Name of the command in messages.
-        rows: Methods to run.
+        names: Labels or methods of the rows to run, whose baselines are added; by default the recipe's rows or, without
+            a recipe, those of `core_methods`. The change `methods=all` runs every method that the parts allow.
 
     Raises:
         ValueError: Neither a recipe nor a target is given.
@@ -64,32 +53,21 @@ def evaluate_recipe(
     path = find_recipe(BASE if name is None else name)
     values = read_extended(path)
     if name is None:
-        changes = _direct(changes, rows) | changes
+        changes = _direct(changes, names) | changes
     where = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
     recipe = parse_recipe(values, where, overrides, given=changes, kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
-    recipe = recipe.model_copy(update={"methods": chosen_rows(recipe, rows)})
+    if names:
+        recipe = recipe.model_copy(update={"methods": chosen_rows(recipe, names)})
     if name is None:
-        more = "; --all: every method of these artifacts; --method NAME: one" if rows == AS_IT_IS else ""
+        more = "" if names else "; methods=all: every method of these artifacts; --method NAME: one"
         log(f"{command}: {', '.join(recipe.labels())}; prompts in the template {recipe.template!r}{more}")
     return recipe
 
 
-def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
-    """Return the requested rows. Raises ValueError: both `names` and `every` are given."""
-    if rows == AS_IT_IS:
-        return recipe.methods
-    if rows.names and rows.every:
-        raise ValueError(f"--method {rows.names[0]} and --all: give one of the two")
-    if rows.names:
-        chosen = named_rows(recipe, rows.names)
-    else:
-        own = {*recipe.labels(), *(row.method for row in recipe.methods)}
-        parts = [part for part in PARTS if getattr(recipe, part) is not None]
-        rows_of_all = every_row(parts, recipe.temperature, None)
-        chosen = recipe.methods + [row for row in rows_of_all if not {row.method, row.label} & own]
-
-    at = recipe.temperature_of
+def chosen_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
+    """Return the named rows after their baselines."""
+    chosen, at = named_rows(recipe, names), recipe.temperature_of
     plain = {at(row): row for row in recipe.methods if row.method == BASELINE}
     plain = {recipe.temperature: MethodSection(method=BASELINE)} | plain
     baselines = [plain[temperature] for temperature in dict.fromkeys(map(at, chosen))]
@@ -123,13 +101,13 @@ def template_of(target: str) -> str:
     return "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
 
 
-def _direct(changes: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
+def _direct(changes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the values that make `BASE` a recipe for these artifacts alone."""
     for part in ("target", *PARTS):
         if part in changes:
             check_place(changes[part])  # before slow imports
     target = str(changes["target"])
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
-    methods = "all" if rows.every or rows.names else [{"method": name} for name in core_methods(changes)]
+    methods = "all" if names else [{"method": name} for name in core_methods(changes)]
     values: dict[str, Any] = dict.fromkeys(PARTS)
     return values | {"out": str(out), "prompts": PROMPTS, "template": template_of(target), "methods": methods}

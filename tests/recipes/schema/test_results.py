@@ -16,15 +16,7 @@ from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.schema.results import (
-    CategoryRow,
-    EvaluationResults,
-    LoadRow,
-    MethodRow,
-    PromptRow,
-    load_results,
-    write_results,
-)
+from draftsmith.recipes.schema.results import LoadRow, load_results, write_results
 from transformers import LlamaForCausalLM
 
 ENTRIES = [
@@ -65,12 +57,14 @@ def test_what_is_written_is_read_again(results: dict[str, Any], tmp_path: Path) 
     assert [entry.name for entry in path.parent.iterdir()] == ["results.json"]
 
 
-def test_every_key_that_is_written_is_checked(results: dict[str, Any]) -> None:
-    assert set(results) == set(EvaluationResults.model_fields) - {"energy_by_batch"}
+KEYS = set(re.findall(r"^- `(\w+)`", (Path(__file__).parents[3] / "docs" / "results.md").read_text(), re.MULTILINE))
+
+
+def test_every_key_that_is_written_is_documented(results: dict[str, Any]) -> None:
+    parts = [results, *results["methods"]]
     for row in results["methods"]:
-        assert set(row) == set(MethodRow.model_fields)
-        assert all(set(part) == set(CategoryRow.model_fields) for part in row["by_category"].values())
-        assert all(set(part) == set(PromptRow.model_fields) for part in row["by_prompt"])
+        parts += [*row["by_category"].values(), *row["by_prompt"]]
+    assert {key for part in parts for key in part} <= KEYS
 
 
 def test_rows_of_servers_have_the_same_metrics() -> None:
@@ -78,7 +72,7 @@ def test_rows_of_servers_have_the_same_metrics() -> None:
     sides = [[Block(1.0, [reply], {"drafts": 7.0, "drafted": 21.0, "accepted": 5.0})], [Block(2.0, [reply], {})]]
     rows = load_rows(4, [("a", "math")], sides, temperature=0.0)
     for row in rows:
-        assert set(row) == set(LoadRow.model_fields)
+        assert set(row) <= KEYS
         LoadRow.model_validate(json.loads(json.dumps(row)))
     assert rows[0]["by_category"]["math"] == {"prompts": 1, "speedup": 1.0, "speedup_interval": None} | {
         "identical_to_greedy": [1, 1]
@@ -103,7 +97,7 @@ def test_results_of_no_number_are_not_written(results: dict[str, Any], tmp_path:
     [
         (("methods", 1, "speedup"), "fast"),
         (("methods", 1, "speedup_interval"), [1.0]),
-        (("methods", 1, "by_prompt", 2, "seconds"), ...),
+        (("methods", 1, "seconds"), ...),
         (("kind",), "training"),
     ],
 )

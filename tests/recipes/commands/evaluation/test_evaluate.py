@@ -20,7 +20,7 @@ from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.methods import METHODS, method_config
 from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
+from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
@@ -103,11 +103,13 @@ def test_one_command_measures_whatever_artifacts_there_are(
     words = ["template=chatml", "limit=5", "max_new_tokens=6", "compare_with_transformers=false"]
     named = {"target": "target", "prompts": str(corpus / "rows.json")}
     for parts, needed in ((("drafter",), {"drafter"}), ((), set()), (("heads", "table"), {"heads", "table"})):
-        loaded = evaluate_recipe(None, words, named | {part: part for part in parts}, rows=Rows(every=True))
+        loaded = evaluate_recipe("methods=all", words, named | {part: part for part in parts})
         rows = {row.method for row in loaded.methods}
         assert rows == {name for name in METHODS if set(method_config(name, {}).needs) <= needed}
     whole = named | {part: part for part in ("drafter", "heads", "table")}
-    loaded = evaluate_recipe(words[0], words[1:], whole, rows=Rows(every=True))
+    loaded = evaluate_recipe("methods=all", words, whole)
+    greedy = [row for row in loaded.methods if row.temperature is None]
+    loaded = loaded.model_copy(update={"methods": greedy})
     assert loaded.out == "runs/evaluate/target/results.json"
     assert {row.method for row in loaded.methods} == set(METHODS)
     results = run_evaluate(loaded)

@@ -6,20 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
+from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
 
 REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
     ("an unknown key", lambda _: evaluate_recipe("all-methods", ["max_new_token=2"], {}), ("'max_new_tokens'",)),
     ("another kind", lambda _: evaluate_recipe("quickstart", [], {}), ("'quickstart'",)),
     ("--method: unknown", lambda target: _rows(target, "speculatve"), ("--method speculatve", "'speculative'")),
     ("--method: no part", lambda target: _rows(target, "medusa"), ("--method medusa", "--heads")),
-    ("--method, --all", lambda target: _rows(target, "beam", every=True), ("--method beam", "--all")),
     ("no target", lambda _: evaluate_recipe("limit=3", [], {"target": None, "drafter": "D"}), ("--target T",)),
 ]
 
 
-def _rows(target: str, *names: str, every: bool = False) -> Any:
-    return evaluate_recipe(None, [], {"target": target}, rows=Rows(names, every))
+def _rows(target: str, *names: str) -> Any:
+    return evaluate_recipe(None, [], {"target": target}, names=names)
 
 
 @pytest.fixture(scope="module")

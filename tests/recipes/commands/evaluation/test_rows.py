@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
+from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 
 PARTS = {"drafter": "D", "heads": "H", "table": "B"}
@@ -27,12 +27,9 @@ def target(stand_ins: Any) -> str:
     return str(stand_ins.target("JackFram/llama-68m"))
 
 
-def labels(
-    target: str, given: str = "DHB", *names: str, every: bool = False, changes: tuple[str, ...] = ()
-) -> list[str]:
+def labels(target: str, given: str = "DHB", *names: str, changes: tuple[str, ...] = ()) -> list[str]:
     parts = {part: folder for part, folder in PARTS.items() if folder in given}
-    rows = Rows(names, every)
-    recipe = evaluate_recipe(None, changes, {"target": target, "prompts": "P"} | parts, rows=rows)
+    recipe = evaluate_recipe(None, changes, {"target": target, "prompts": "P"} | parts, names=names)
     assert EvaluateRecipe.model_validate(recipe.model_dump()) == recipe
     return recipe.labels()
 
@@ -55,15 +52,11 @@ def test_named_rows_bring_their_baseline(target: str) -> None:
     assert labels(target, "D", changes=(own,)) == ["autoregressive", "long"]
 
 
-def test_a_recipe_keeps_its_rows_beside_all_others(tmp_path: Path) -> None:
+def test_a_recipe_keeps_the_options_of_its_rows(tmp_path: Path) -> None:
     values = {"kind": "evaluate", "out": "r.json", "target": "T", "drafter": "D", "prompts": "P", "temperature": 0.5}
     rows = [{"method": "autoregressive"}, {"method": "speculative", "label": "long", "options": {"gamma": 9}}]
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(values | {"methods": rows}))
-    whole = evaluate_recipe(str(path), [], {}, rows=Rows(every=True))
-    assert whole.labels()[:2] == ["autoregressive", "long"]
-    assert {"spectr", "prompt-lookup"} < set(whole.labels())
-    assert not {"speculative", "medusa", "bigram"} & set(whole.labels())
     assert evaluate_recipe(str(path), [], {}).labels() == ["autoregressive", "long"]
-    named = evaluate_recipe(str(path), [], {}, rows=Rows(("spectr", "speculative")))
+    named = evaluate_recipe(str(path), [], {}, names=("spectr", "speculative"))
     assert named.labels() == ["autoregressive", "spectr", "long"]
