@@ -23,7 +23,7 @@ from ..engine import Step
 from .bootstrap import percentile_interval, resampled_ratios
 
 Interval = tuple[float, float]
-SHARES = ("acceptance_rate", "acceptance_at_k", "acceptance_by_depth", "self_consistency", "rouge_l")
+SHARES = ("acceptance_rate", "acceptance_at_k", "acceptance_by_depth", "rouge_l")
 """Metrics that lie in [0, 1]."""
 
 

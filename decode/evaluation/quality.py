@@ -1,4 +1,4 @@
-"""Quality of texts: perplexity under the target, ROUGE-L, agreement with the greedy text.
+"""Quality of texts: perplexity under the target, ROUGE-L, near-ties with the greedy text.
 
 Shape letters: B batch (1 here), T positions, V vocabulary, D hidden.
 """
@@ -82,11 +82,6 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
         matched = row & indices.get(word, 0)
         row = ((row + matched) | (row - matched)) & ones
     return len(first) - row.bit_count()
-
-
-def self_consistency(text: Sequence[int], greedy: Sequence[int]) -> float:
-    """Return the share of the greedy text's tokens before the first difference."""
-    return common_prefix(text, greedy) / len(greedy) if greedy else 1.0
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from .energy import Energy
 from .measure import BASELINE, REFERENCE, Entry, Run, are_steady, profile_steps
 from .metrics import impossible, speedup_interval, tokens_per_step_interval, total
 from .profile import StepFlops, drafting_cost, measured_flops
-from .quality import nearly_tied, perplexity_of, rouge_l, self_consistency, surprisal
+from .quality import nearly_tied, perplexity_of, rouge_l, surprisal
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class _Entry:
     base: Run
     nats: list[float]
     rouge: list[float | None]
-    consistency: list[float | None]
     flops: StepFlops
     drafting: float
     """Time of a proposal's forwards in isolation over a one-token forward of the target."""
@@ -94,7 +93,7 @@ class Summariser:
             if progress:
                 progress(number, len(entries), entry.label)
             base = bases[entry.sampling]
-            row = self._row(entry, base, greedy)
+            row = self._row(entry, base)
             counts = total(self.runs[entry.label].tallies)
             # a batch takes as long as its longest text: drafts may gain more where they shorten that one
             forwards = counts.steps / counts.rounds if self.batch == 1 else math.inf
@@ -105,7 +104,7 @@ class Summariser:
                 summary.rows.append(row)
         return summary
 
-    def _row(self, entry: Entry, base: Run, greedy: Run | None) -> dict[str, Any]:
+    def _row(self, entry: Entry, base: Run) -> dict[str, Any]:
         run, prompts = self.runs[entry.label], [prompt.ids for prompt in self.asked]
         method = build_method(entry.method, self.parts, entry.sampling, **entry.options)
         counts = total(run.tallies)
@@ -122,7 +121,6 @@ class Summariser:
                 rouge_l(self.text_of(ids), prompt.references) if self.text_of and prompt.references else None
                 for prompt, ids in zip(self.asked, run.ids, strict=True)
             ],
-            consistency=[self_consistency(ids, greedy.ids[i]) if greedy else None for i, ids in enumerate(run.ids)],
             flops=measured_flops(self.target, method, nodes, context),
             drafting=drafting,
             share=statistics.median(profile.shares),
@@ -175,7 +173,6 @@ class Summariser:
             "flops_per_token": known.flops.per_token(counts.tokens / counts.rounds),
             "perplexity": perplexity_of([known.nats[index] for index in chosen], map(len, run.ids)),
             "rouge_l": _mean([known.rouge[index] for index in chosen]),
-            "self_consistency": _mean([known.consistency[index] for index in chosen]),
         }
 
     def _prompt_row(self, known: _Entry, index: int) -> dict[str, Any]:
@@ -191,7 +188,6 @@ class Summariser:
             "speedup": (tally.tokens / seconds) / (len(base.ids[index]) / base.median_seconds()[index]),
             "perplexity": perplexity_of([known.nats[index]], [tally.tokens]),
             "rouge_l": known.rouge[index],
-            "self_consistency": known.consistency[index],
         }
 
     def _check_text(self, entry: Entry, row: dict[str, Any], base: Run, summary: Summary) -> str | None:

@@ -178,7 +178,6 @@ QUALITY = (
     _LOSSLESS,
     _PERPLEXITY,
     _ROUGE,
-    _metric("self-consistency", "self_consistency", 3, "share of greedy text"),
     _metric("output", "tokens", 0, "tokens"),
 )
 TERMINAL = (*_STEP, *_BOUND, _LOSSLESS)

@@ -122,6 +122,14 @@ class Running(NamedTuple):
 
     url: str
     process: subprocess.Popen[bytes]
+    log_file: Path
+
+    @property
+    def failure(self) -> str:
+        """State of the engine and the end of its log."""
+        code = self.process.poll()
+        state = "does not answer" if code is None else f"ended with code {code}"
+        return "\n".join((f"the engine {state}; the end of {self.log_file}:", *_tail(self.log_file, _LINES)))
 
 
 def commands_of(
@@ -188,47 +196,45 @@ def running(
             preexec_fn=end_with_parent,
             **process,
         )
+    engine = Running(f"http://{HOST}:{port}", server, log_file)
     try:
-        _wait(server, f"http://{HOST}:{port}", log_file, signals)
-        yield Running(f"http://{HOST}:{port}", server)
+        _wait(engine, signals)
+        yield engine
     finally:
         _end(server)
 
 
-def _wait(server: subprocess.Popen[bytes], url: str, log_file: Path, signals: Stoppable | None) -> None:
+def _wait(engine: Running, signals: Stoppable | None) -> None:
     began = said = time.monotonic()
-    while True:
+    while not _is_healthy(engine, 5):
         if signals is not None:
             signals.check()
         now = time.monotonic()
-        if server.poll() is not None or now > began + _STARTING:
-            raise ConnectionError(_ended(server, log_file))
+        if engine.process.poll() is not None or now > began + _STARTING:
+            raise ConnectionError(engine.failure)
         if signals is not None and now > said + _SAY_EVERY:
             said = now
-            log(f"bench: starting for {duration(now - began)}: {''.join(_tail(log_file, 1))}")
-        try:
-            urlopen(f"{url}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.2)
+            log(f"bench: starting for {duration(now - began)}: {''.join(_tail(engine.log_file, 1))}")
+        time.sleep(0.2)
 
 
-def _check(engines: Sequence[tuple[Running, Path]]) -> None:
+def _check(engines: Sequence[Running]) -> None:
     """Raise ConnectionError, with the end of its log, if an engine ended or is not healthy."""
-    for engine, log_file in engines:
-        try:
-            urlopen(f"{engine.url}/health", timeout=30).close()
-        except OSError:
-            raise ConnectionError(_ended(engine.process, log_file)) from None
+    for engine in engines:
+        if not _is_healthy(engine, 30):
+            raise ConnectionError(engine.failure)
+
+
+def _is_healthy(engine: Running, timeout: float) -> bool:
+    try:
+        urlopen(f"{engine.url}/health", timeout=timeout).close()
+    except OSError:
+        return False
+    return True
 
 
 def _tail(log_file: Path, lines: int) -> list[str]:
     return log_file.read_text(errors="replace").splitlines()[-lines:]
-
-
-def _ended(server: subprocess.Popen[bytes], log_file: Path) -> str:
-    code = "does not answer" if server.poll() is None else f"ended with code {server.returncode}"
-    return "\n".join((f"the engine {code}; the end of {log_file}:", *_tail(log_file, _LINES)))
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
@@ -247,15 +253,15 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def started(
     sides: Sequence[Sequence[str]], ports: Sequence[int], more: Sequence[str], stem: str, signals: Stoppable
-) -> Iterator[list[tuple[Running, Path]]]:
-    """Start an export's engine and, if there is a second command, that of its baseline; yield them with their logs,
+) -> Iterator[list[Running]]:
+    """Start an export's engine and, if there is a second command, that of its baseline; yield them; their logs are
     `stem`.log and `stem`-baseline.log. They start one after the other, since both take the memory they find."""
     with ExitStack() as held:
         found = []
         for side, port, name in zip(sides, ports, ("", "-baseline"), strict=False):
             log_file = Path(f"{stem}{name}.log")
             log(f"bench: starting {side[0]}; it writes to {log_file}")
-            found.append((held.enter_context(running([*side, *more], log_file, port, signals)), log_file))
+            found.append(held.enter_context(running([*side, *more], log_file, port, signals)))
         _check(found)  # one that takes all memory ends the other
         yield found
 
@@ -263,12 +269,12 @@ def started(
 def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: str) -> None:
     """Serve until a signal arrives. Raises ConnectionError: the engine ended by itself."""
     with Stoppable("bench", "") as signals, started([command], [port], more, stem, signals) as engines:
-        ((engine, log_file),) = engines
+        (engine,) = engines
         log(f"bench: serving at {engine.url}/v1")
         while True:
             signals.check()
             if engine.process.poll() is not None:
-                raise ConnectionError(_ended(engine.process, log_file))
+                raise ConnectionError(engine.failure)
             time.sleep(0.2)
 
 

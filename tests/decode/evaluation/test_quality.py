@@ -15,7 +15,6 @@ from draftsmith.decode.evaluation.quality import (
     perplexity,
     perplexity_of,
     rouge_l,
-    self_consistency,
     surprisal,
 )
 from draftsmith.decode.models.loading import wrap_model
@@ -105,12 +104,6 @@ def test_the_common_subsequence_equals_the_plain_table() -> None:
     for _ in range(300):
         first, second = (rng.choices("abcde"[: rng.randint(1, 5)], k=rng.randint(0, 80)) for _ in range(2))
         assert common_subsequence(first, second) == plain_common_subsequence(first, second)
-
-
-def test_self_consistency_counts_up_to_the_first_difference() -> None:
-    assert self_consistency([1, 2, 3, 9], [1, 2, 4, 9]) == 0.5  # what agrees again later does not count
-    assert self_consistency([1, 2], [1, 2, 4, 5]) == 0.5
-    assert self_consistency([1, 2, 4, 5, 6], [1, 2, 4, 5]) == 1.0
 
 
 def test_a_near_tie_is_told_from_a_mistake(make_llama: Callable[..., LlamaForCausalLM]) -> None:
