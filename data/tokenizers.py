@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.storage.gguf import gguf_folder, is_gguf
 from ..checkpoints.storage.messages import first_line, install_hint
-from ..checkpoints.storage.places import check_place, nearest, out_of_reach
+from ..checkpoints.storage.places import check_place, out_of_reach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,8 +83,7 @@ def load_tokenizer(source: str) -> Any:
         raise ValueError(f"{where}: the tokenizer needs a missing package: {error}; {install_hint('train')}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = first_line(error) if path.is_dir() else out_of_reach() or first_line(error)
-        near = nearest(name) and f".{nearest(name)}"
-        raise ValueError(f"no tokenizer could be loaded from {where}: {why}{near}") from error
+        raise ValueError(f"no tokenizer could be loaded from {where}: {why}") from error
 
 
 def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any:

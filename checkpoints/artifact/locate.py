@@ -23,7 +23,6 @@ _MODEL_FILES = ("model*.safetensors", ADAPTER_FILE, DRAFT_VOCABULARY, *SETTINGS_
 _METHOD_FILES = (*_MODEL_FILES, *(f"{part}/*.safetensors" for part in ("drafter-*", "heads", "table")))
 _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,), "None": _METHOD_FILES}
 """Files to download from repositories without an artifact, by kind; "None": a model or a saved method. No pickles."""
-_LONGEST_REASON = 300
 
 
 def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
@@ -152,5 +151,4 @@ def _reason(error: BaseException, repo: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    line = " ".join(str(error).split()) or type(error).__name__
-    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "…"
+    return " ".join(str(error).split()) or type(error).__name__

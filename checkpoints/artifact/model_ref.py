@@ -99,12 +99,6 @@ def target_record(source: str, sha256: str | None = None) -> dict[str, str | Non
     return {"id": name, **commit, "sha256": sha256}
 
 
-def record_target(source: str) -> dict[str, str | None]:
-    """Return `target_record` with the hash of a target whose weights are in a folder on this machine."""
-    is_here = any(Path(source).glob("model*.safetensors"))
-    return target_record(source, resolve_model(source).sha256 if is_here else None)
-
-
 def is_unchanged(record: dict[str, Any]) -> bool:
     """Return whether the files that a `ModelRef.record` describes are the same now, or are not on this machine."""
     folder = here(str(record["source"]))

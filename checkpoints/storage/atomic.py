@@ -95,14 +95,13 @@ def _put_in_place(new: Path, out: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    by_writing: dict[str, list[tuple[Path, re.Match[str]]]] = {}
-    for path, found in _unfinished_in(folder):
-        by_writing.setdefault(f"{found[1]}.saving", []).append((path, found))
-    for name, left in by_writing.items():
-        with suppress(ValueError, OSError), locked(folder / name) as is_certain:  # or it is being written, or others'
-            if is_certain:
-                for path, found in left:
-                    _clear(path, folder / found["name"])
+    """Remove what killed writers left in a folder, and put back what they had moved aside."""
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if found := _UNFINISHED.fullmatch(name):
+                with suppress(ValueError, OSError), locked(folder / f"{found[1]}.saving") as is_certain:
+                    if is_certain:  # or it is being written
+                        _clear(folder / name, folder / found["name"])
 
 
 def _clear(path: Path, out: Path) -> None:
@@ -110,7 +109,7 @@ def _clear(path: Path, out: Path) -> None:
         with _locked(path.parent), suppress(FileNotFoundError):
             if not out.exists():
                 path.rename(out)  # its writer was killed between two renames
-    if path.suffix != ".lock":  # which goes by itself
+    if path.suffix != ".lock":  # which is deleted with the lock
         remove(path)
 
 
@@ -120,13 +119,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _unfinished_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
-    with suppress(OSError):
-        names = ((name, _UNFINISHED.fullmatch(name)) for name in os.listdir(folder) if name.startswith("."))
-        return [(folder / name, found) for name, found in names if found is not None]
-    return []
 
 
 @contextmanager

@@ -13,15 +13,10 @@ _LONGEST = 200
 _HARMLESS = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
-def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The name that is most like another; None where none is as like as `cutoff`, of 1."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` or nothing."""
-    close = nearest_name(name, known)
-    return f" Did you mean {close!r}?" if close else ""
+    """Return ` Did you mean 'x'?` with the most similar name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def words(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Mapping
@@ -10,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from .gguf import PACKAGE, gguf_folder, is_gguf
-from .messages import nearest_name, words
+from .messages import words
 
 _PATIENCE = 4.0
 """Seconds for the hub's first answer."""
 _ANSWERS: dict[str, str] = {}
 """By endpoint, why it was out of reach."""
-_LIKE = 0.75
-"""How like, of 1, names are of which one may be meant for the other; gpt2 is none for a folder gpt2-mine."""
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
@@ -70,29 +67,11 @@ def is_path(place: str) -> bool:
 
 
 def check_place(place: str) -> None:
-    """Raises ValueError for a path at which nothing stands, and for a name without `user/` that is nearly a folder's
-    here. What may be on the hub is not looked for; whether that answers is tried once a process."""
-    if here(place) is not None:
-        return
-    near = nearest(place)
-    if is_path(place) or ("/" not in place and near):
-        raise ValueError(f"there is no folder {place}.{near}" if near else f"there is no folder {place}")
-    out_of_reach()
-
-
-def nearest(place: str) -> str:
-    """` Did you mean …?` with what stands here under nearly the same path; or nothing."""
-    path = Path(place).expanduser()
-    parent = next((each for each in path.parents if each.is_dir()), None)
-    if parent is None:
-        return ""
-    first, *rest = path.relative_to(parent).parts
-    names = {each.name: each for each in parent.iterdir() if each.is_dir()} if os.access(parent, os.R_OK) else {}
-    near = nearest_name(first, names, _LIKE)
-    if near is None:
-        return ""
-    whole = names[near].joinpath(*rest)
-    return f" Did you mean {str(whole if whole.exists() else names[near])!r}?"
+    """Raise ValueError for a path at which there is nothing; whether the hub answers is tried once a process."""
+    if here(place) is None:
+        if is_path(place):
+            raise ValueError(f"there is no folder {place}")
+        out_of_reach()
 
 
 def out_of_reach() -> str:

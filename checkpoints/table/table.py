@@ -207,25 +207,19 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
         raise ValueError(f"row_ptr has {len(row_ptr)} entries for {vocab_size} tokens, expected {vocab_size + 1}")
     if len(count_E) != entries:
         raise ValueError(f"there are {len(count_E)} counts for {entries} columns")
-    ends = (int(row_ptr[0]), int(row_ptr[-1]))
-    if ends != (0, entries) or int(np.diff(row_ptr).min()) < 0:
-        raise ValueError(f"row_ptr runs from {ends[0]} to {ends[1]}, expected to ascend from 0 to {entries}")
-    if int(unigram_V.min()) < 0:
-        raise ValueError(f"unigram holds {int(unigram_V.min())}, expected at least 0")
-    if not entries:
-        return
-    low, high, least = int(col_E.min()), int(col_E.max()), int(count_E.min())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"col holds token {low if low < 0 else high}, the vocabulary has {vocab_size} tokens")
-    if least < 1:
-        raise ValueError(f"count holds {least}, expected at least 1")
+    if (int(row_ptr[0]), int(row_ptr[-1])) != (0, entries) or int(np.diff(row_ptr).min()) < 0:
+        raise ValueError(f"row_ptr does not ascend from 0 to {entries}")
+    ranges = (("unigram", unigram_V, 0, None), ("col", col_E, 0, vocab_size - 1), ("count", count_E, 1, None))
+    for name, values, least, most in ranges:
+        if len(values) and (int(values.min()) < least or (most is not None and int(values.max()) > most)):
+            expected = f"at least {least}" if most is None else f"{least} to {most}"
+            raise ValueError(f"{name} holds {int(values.min())} to {int(values.max())}, expected {expected}")
     # Columns can only fall where a row begins, so that there are few places to look up.
     falls = np.flatnonzero(col_E[1:] <= col_E[:-1]) + 1
     inside = falls[row_ptr[np.searchsorted(row_ptr, falls)] != falls]
     if len(inside):
         row = int(np.searchsorted(row_ptr, inside[0], side="right")) - 1
-        both = f"{int(col_E[inside[0] - 1])} and {int(col_E[inside[0]])}"
-        raise ValueError(f"columns do not ascend in row {row}: {both} follow")
+        raise ValueError(f"columns do not ascend in row {row}")
 
 
 def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[float, Tensor]:

@@ -16,7 +16,6 @@ from ..storage.names import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     CONFIG_FILE,
-    DRAFT_VOCABULARY,
     HEADS_FILE,
     TABLE_FILE,
     WHOLE_FILES,
@@ -52,7 +51,6 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
         return None, [str(error)]
     faults = file_faults(directory, manifest)
     faults += [*_kind_faults(directory, manifest), *_unreadable(directory, manifest)]
-    faults += _vocabulary_faults(directory, manifest)
     return manifest, faults + tensor_faults(directory, manifest)
 
 
@@ -87,21 +85,6 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
         except UNREADABLE as error:
             faults.append(f"{path}: {first_line(error)}")
     return faults
-
-
-def _vocabulary_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Of what a drafter has instead of a whole output layer: whether it is that, and of the manifest's sizes."""
-    if DRAFT_VOCABULARY not in manifest.files:
-        return []
-    from ..storage.draft_vocabulary import read_vocabulary
-
-    try:
-        ids_R = read_vocabulary(directory, manifest.vocab_size)
-    except ValueError as error:
-        return [str(error)]
-    found, listed = None if ids_R is None else len(ids_R), manifest.shapes.get("proposed_tokens")
-    path = directory / DRAFT_VOCABULARY
-    return [] if found == listed else [f"{path} has proposed_tokens {found}, the manifest {listed}"]
 
 
 def _not_finite(path: Path) -> list[str]:
@@ -145,10 +128,7 @@ def check_tensors(directory: Path, manifest: Manifest) -> None:
 def _model_faults(folder: Path) -> Iterator[str]:
     from .model_files import fit_to_model, is_adapter, load_config
 
-    if is_adapter(folder):
-        yield from adapter_faults(folder)
-        return
-    if not (folder / CONFIG_FILE).is_file() or not any(folder.glob("model*.safetensors")):
+    if is_adapter(folder) or not (folder / CONFIG_FILE).is_file() or not any(folder.glob("model*.safetensors")):
         return
     try:
         shapes = header_shapes(weight_files(folder))
@@ -197,27 +177,6 @@ def header_shapes(files: list[Path]) -> Shapes:
     for path in files:
         shapes |= {name: tuple(shape) for name, (_, shape) in check_safetensors(path).items()}
     return shapes
-
-
-def adapter_faults(folder: Path) -> list[str]:
-    """The same of a LoRA adapter: both halves of each layer. Nothing is known of other kinds that peft has."""
-    try:
-        settings, shapes = read_json(folder / ADAPTER_CONFIG), header_shapes([folder / ADAPTER_FILE])
-    except (ValueError, OSError):
-        return []  # which is another fault
-    if settings.get("peft_type") != "LORA":
-        return []
-    path, faults = folder / ADAPTER_FILE, []
-    if not any(".lora_" in name for name in shapes):
-        return [f"{path} holds no tensors of a LoRA adapter"]
-    for name in sorted(shapes):
-        half = name.replace(".lora_A.", ".lora_B.")
-        half = half if half != name else name.replace(".lora_B.", ".lora_A.")
-        if half not in shapes:
-            faults.append(f"{path} lacks the other half of {name}")
-        elif ".lora_A." in name and shapes[name][:1] != shapes[half][1:2]:
-            faults.append(f"{path}: {name} is {shapes[name]}, its other half {shapes[half]}")
-    return faults
 
 
 def _heads_faults(directory: Path) -> list[str]:

@@ -6,7 +6,7 @@ Letters: V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,7 +15,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -26,7 +25,7 @@ from ..artifact.locate import model_source
 from ..artifact.model_ref import is_parameter
 from ..storage.messages import first_line, install_hint
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
-from ..storage.places import adapter_base, here, out_of_reach, split_revision
+from ..storage.places import adapter_base, out_of_reach
 from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
 
 UNLOADABLE = (
@@ -50,6 +49,10 @@ UNLOADABLE = (
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNCONVERTED = "automatic conversion of the weights"
 """What transformers says where it cannot make a model's tensors of the stored ones."""
+_PICKLES = (
+    "pickled weights are not read: convert them where you trust them (load them with transformers or peft, then "
+    f"`save_pretrained`), or set {UNPICKLE}=1, with which they are read by `weights_only=True`"
+)
 _QUIET = {"_raise_exceptions_for_missing_entries": False}
 
 
@@ -201,57 +204,27 @@ def only_safetensors(source: str) -> bool | None:
         return None
     lenient = _QUIET | {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_connection_errors": False}
     if cached_file(source, ADAPTER_CONFIG, **lenient) and not cached_file(source, ADAPTER_FILE, **lenient):
-        raise ValueError(_refusal([name for name in _names(source) if name == "adapter_model.bin"]))
+        raise ValueError(f"there is no {ADAPTER_FILE}; {_PICKLES}")
     if (index := cached_file(source, _INDEX, **lenient)) is not None:
         shards_of(Path(index))
     return True
 
 
-def weights_fault(folder: Path, source: str) -> str:
-    """Return why the weights of a model cannot be loaded, or nothing.
-
-    Args:
-        folder: Folder of the files; of a model on the hub, of its small files.
-        source: Folder or hub id.
-    """
-    names = _names(str(folder)) + (_names(split_revision(source)[0]) if here(source) is None else [])
-    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
-    if any(name.endswith(".safetensors") for name in names) or (pickled and pickles_allowed()):
+def weights_fault(folder: Path) -> str:
+    """Return why the weights in a folder cannot be loaded, or nothing."""
+    if any(folder.glob("*.safetensors")) or (pickles_allowed() and any(folder.glob("*.bin"))):
         return ""
-    if pickled:
-        return _refusal(pickled)
-    return "there are no weights beside its configuration" if here(source) is not None else ""
+    return f"there are no safetensors weights; {_PICKLES}"
 
 
 def reason(source: str, error: Exception) -> str:
     """Return in one line why a model could not be loaded, and for pickled weights what to do."""
     if isinstance(error, UnpicklingError):  # torch's message advises to load anything
         return "its pickled weights hold more than tensors, or are damaged; they were not loaded"
-    if isinstance(error, OSError) and not pickles_allowed():
-        names = _names(source)
-        pickled = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
-        if pickled and not any(name.endswith(".safetensors") for name in names):
-            return _refusal(pickled)
-        return ("" if Path(source).is_dir() else out_of_reach()) or first_line(error)
-    return first_line(error)
-
-
-def _names(source: str) -> list[str]:
-    """Return the files of a folder or of a hub id; none if the hub is out of reach."""
-    if Path(source).is_dir():
-        return sorted(path.name for path in Path(source).iterdir())
-    try:
-        return sorted(HfApi().list_repo_files(source))
-    except (OSError, ValueError, HTTPError):
-        return []
-
-
-def _refusal(pickled: Collection[str]) -> str:
-    return (
-        f"its weights are pickled ({', '.join(pickled) or 'not safetensors'}), and safetensors are expected: convert "
-        "them where you trust them (load them with transformers or peft, then `save_pretrained`), or set "
-        f"{UNPICKLE}=1, with which they are read, by `weights_only=True`"
-    )
+    if isinstance(error, OSError) and not Path(source).is_dir() and (away := out_of_reach()):
+        return away
+    is_missing = isinstance(error, OSError) and "safetensors" in str(error) and not pickles_allowed()
+    return first_line(error) + (f"; {_PICKLES}" if is_missing else "")
 
 
 def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from ....checkpoints.artifact.artifact import check_new, save_artifact
 from ....checkpoints.artifact.compat import patch_model, patch_tokenizer
 from ....checkpoints.artifact.locate import fetch, find_folder
-from ....checkpoints.artifact.model_ref import record_target, tokenizer_fingerprint
+from ....checkpoints.artifact.model_ref import resolve_model, target_record, tokenizer_fingerprint
 from ....checkpoints.heads.eagle import save_eagle
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, holds_heads, read_heads, shards_of_heads
@@ -133,7 +133,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
             write=lambda folder: copy_files(whole, folder, files),
             vocab_size=size,
             tokenizer_fingerprint=fingerprint,
-            target=record_target(target),
+            target=_record_target(target),
             shapes={"vocab_size": size, "model_type": theirs.config.model_type},
             training={"imported_from": source},
             command=typed_command(),
@@ -198,7 +198,7 @@ def import_heads(
         write=lambda folder: save_heads(heads, folder, target),
         vocab_size=vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
-        target=record_target(target),
+        target=_record_target(target),
         shapes={name: getattr(heads, name) for name in _SHAPES},
         training={"imported_from": source, "imported_file": stored.path.name},
         command=typed_command(),
@@ -226,12 +226,18 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
         write=lambda folder: save_eagle(heads, folder),
         vocab_size=heads.vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
-        target=record_target(target),
+        target=_record_target(target),
         shapes=shapes,
         training={"imported_from": source},
         command=typed_command(),
     )
     log(f"heads: wrote {out}, which read layers {', '.join(map(str, heads.layers))}; `draftsmith doctor` has the rest")
+
+
+def _record_target(target: str) -> dict[str, str | None]:
+    """Return the record of a target, with the hash of one whose weights are in a folder on this machine."""
+    is_here = any(Path(target).glob(WEIGHTS))
+    return target_record(target, resolve_model(target).sha256 if is_here else None)
 
 
 def _check_target(target: str, stored: StoredHeads) -> int:

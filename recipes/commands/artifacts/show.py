@@ -83,28 +83,23 @@ def _show_table(folder: Path, tokenizer: str | None) -> None:
     from ...report.terminal.table import show_facts
 
     manifest, table = open_artifact(folder, BigramTable.load, "table")
-    texts = _table_tokenizer(folder, manifest, tokenizer)
+    texts = _table_tokenizer(manifest, tokenizer)
     source = manifest.recipe.get("tokenizer") or "MODEL"
     hint = f"tokens are shown by their ids: --tokenizer {source} shows their texts" if texts is None else None
     show_facts(folder, manifest, table_facts(table, texts), hint)
 
 
-def _table_tokenizer(folder: Path, manifest: Manifest, given: str | None) -> Any:
-    """Return the given tokenizer, or the recipe's if it is here and the one that the table was counted with."""
+def _table_tokenizer(manifest: Manifest, given: str | None) -> Any:
+    """Return the given tokenizer, or the recipe's if it is here, if the table was counted with it."""
     from ....checkpoints.artifact.model_ref import tokenizer_fingerprint
     from ....data.tokenizers import load_tokenizer
 
     source = given or manifest.recipe.get("tokenizer")
     if source is None or (given is None and not Path(source).is_dir()):
         return None
-    expected = manifest.tokenizer_fingerprint
     tokenizer = load_tokenizer(source)
-    found = tokenizer_fingerprint(tokenizer)
-    if expected is None or expected == found:
+    if manifest.tokenizer_fingerprint in (None, tokenizer_fingerprint(tokenizer)):
         return tokenizer
-    if given is None:
-        return None
-    raise ValueError(
-        f"{folder} was counted with another tokenizer than {given}: the fingerprints are {expected[:16]}… and "
-        f"{found[:16]}…"
-    )
+    if given is not None:
+        raise ValueError(f"the table was counted with another tokenizer than {given}")
+    return None

@@ -110,14 +110,3 @@ def test_the_doctor_and_the_inspection_know_it(make_drafter: Make, export: Expor
         out, _ = export(artifact, form)
         assert not examine(sides[0], open_side(str(out), load_tokenizer)).findings
         assert find_faults(out)[1] == []
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"), [(KEPT[:9], "proposed_tokens 9"), (KEPT.flip(0), f"{VOCAB}"), (KEPT * 9, f"{VOCAB}")]
-)
-def test_a_map_that_is_not_the_manifests(wrong: torch.Tensor, named: str, make_drafter: Make) -> None:
-    """Written so, with its right hash; what is changed later is a changed file besides."""
-    artifact = make_drafter(proposed=wrong, shapes={"proposed_tokens": len(KEPT)})
-    (fault,) = find_faults(artifact)[1]
-    assert DRAFT_VOCABULARY in fault
-    assert named in fault

@@ -13,24 +13,16 @@ from draftsmith.checkpoints.storage.places import check_place, out_of_reach
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 
-MISSING = [
-    ("runs/quickstat/target", "'runs/quickstart/target'"),
-    ("./runs/quickstart/targets/", "'runs/quickstart/target'"),
-    ("runs/nothing-like-it/target", "runs/nothing-like-it/target"),
-    ("draftr", "'drafter'"),
-]
 
-
-@pytest.mark.parametrize(("name", "near"), MISSING)
 @pytest.mark.parametrize("load", [check_place, load_model], ids=lambda load: load.__name__)
 def test_a_missing_path_is_no_question_for_the_hub(
-    name: str, near: str, load: Callable[[str], object], hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], object], hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs" / "quickstart" / "target").mkdir(parents=True)
-    (tmp_path / "drafter").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=near):
-        load(name)
+    for name in ("runs/nothing/target", "./runs/quickstart/targets/"):
+        with pytest.raises(ValueError, match=f"there is no folder {name}"):
+            load(name)
     check_place("runs/quickstart/target")
     assert hub.requests == []
     for plain in ("gpt2", "user/drafter"):  # which may be on the hub

@@ -133,7 +133,7 @@ def test_weights_that_loading_refuses_are_refused(
     shown = json.loads(capsys.readouterr().out)
     (reason,) = shown["verdicts"]["draftsmith"]["reasons"]
     assert shown["verdicts"]["draftsmith"]["outcome"] == "refused"
-    assert reason.removeprefix("the drafter: ") in str(refused.value)
+    assert reason.partition("; ")[2] in str(refused.value)
     monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
     load_model(str(drafter))
     check_pair(str(target), str(drafter), as_json=True)
