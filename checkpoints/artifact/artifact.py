@@ -169,12 +169,8 @@ def check_new(out: Path) -> None:
 def check_replaceable(out: Path) -> None:
     """Raises ValueError where something else than an artifact stands, which must not be written over, and where nothing
     can be written."""
-    check_writable(out)
-    if not out.exists() and not out.is_symlink():
-        return
-    if not out.is_dir():
-        raise ValueError(f"{out} is a file: an artifact is a folder")
-    if not (out / MANIFEST_FILE).is_file() and any(out.iterdir()):
+    check_writable(out, folder=True)
+    if out.is_dir() and not (out / MANIFEST_FILE).is_file() and any(out.iterdir()):
         raise ValueError(f"{out} holds other files and no artifact; it is not written over")
 
 

@@ -22,6 +22,7 @@ _UNFINISHED = re.compile(r"(\.(?P<name>.+)\.\d+-[0-9a-f]{8})\.(old|saving|saving
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write. It stands at `path`, on the disk, when the block ends; where that fails, what stood there stays.
     Its folder is made. Errors name the file. What killed writers left in that folder is removed."""
+    check_writable(path)
     with _unfinished(path) as unfinished, errors_named(path):
         with unfinished.open("wb+") as out:
             yield out
@@ -36,9 +37,15 @@ def atomic_text(path: Path, text: str) -> None:
         out.write(text.encode())
 
 
-def check_writable(path: Path) -> None:
-    """Raises ValueError where no file and no folder can be made at a path: to be called before what takes long. Folders
-    above it that are not there are not made."""
+def check_writable(path: Path, *, folder: bool = False) -> None:
+    """Check, before long work, that a file or a folder can be written at a path; nothing is created.
+
+    Raises:
+        ValueError: The path is a device, a FIFO, a link to no folder or of the other kind, or nothing can be written.
+    """
+    if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
+        kind = "directory" if folder else "regular file"
+        raise ValueError(f"{path} exists and is not a {kind}: choose another path")
     above = next(each for each in path.absolute().parents if os.path.exists(each))
     try:
         with TemporaryFile(dir=above):

@@ -70,7 +70,7 @@ def check_pair(
     if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must be a .json file, got {out}")
     if prompts is not None:
-        check_writable(out or Path())
+        check_writable(out or Path(), folder=out is None)
     with redirect_stdout(sys.stderr):  # standard output holds results only
         if fix is not None:
             command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])

@@ -40,7 +40,7 @@ def run_tune(recipe: EvaluateRecipe) -> list[Measurement]:
     run resumes. `recipe.yaml` holds the settings of the last round.
     """
     folder = Path(recipe.out).with_suffix(".tune")
-    check_writable(folder)
+    check_writable(folder, folder=True)
     rows, left_out = rows_to_tune(recipe)
     rounds = prompts_of_rounds(len(prompts_of(recipe, load_tokenizer(recipe.target))), recipe.batch)
     log(f"tune: {len(rows)} settings, on {', then '.join(map(str, rounds))} prompts")

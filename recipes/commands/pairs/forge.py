@@ -85,7 +85,7 @@ def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
         ValueError: As the recipes that it writes; a folder of another forge; too few prompts.
     """
     out = Path(recipe.out)
-    check_writable(out)
+    check_writable(out, folder=True)
     check_engine(recipe)
     for drafter in recipe.drafters:
         folder_of(drafter)

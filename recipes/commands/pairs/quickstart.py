@@ -45,7 +45,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
         ValueError: `out` holds a quickstart of other settings.
     """
     out, resolved, start = Path(recipe.out), resolve(recipe), time.monotonic()
-    check_writable(out)
+    check_writable(out, folder=True)
     with sole_writer(out):
         _check_folder(out, recipe)
         given = resolved.target if isinstance(resolved.target, str) and not (out / "target").is_dir() else None

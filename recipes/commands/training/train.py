@@ -31,7 +31,7 @@ def run_train(recipe: TrainingRecipe) -> Path:
     with ExitStack() as stack:
 
         def claim() -> None:
-            check_writable(out)
+            check_writable(out, folder=True)
             if not (out / MANIFEST_FILE).is_file():
                 stack.enter_context(sole_writer(out))
             check_out(out, recipe)

@@ -35,7 +35,7 @@ def test_a_file_is_replaced_and_its_folder_made(tmp_path: Path) -> None:
 def test_what_fails_leaves_what_stood_there_and_nothing_else(tmp_path: Path) -> None:
     folder, file = tmp_path / "folder", tmp_path / "file"
     folder.mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(ValueError, match="is not a regular file"):
         atomic_text(folder, "text")
     file.write_text("before")
     with pytest.raises(UnicodeEncodeError):

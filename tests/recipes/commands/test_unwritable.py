@@ -5,12 +5,13 @@ A file stands where a folder would have to be, which holds for every user, root 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.storage.atomic import check_writable
+from draftsmith.checkpoints.storage.atomic import atomic_text, check_writable
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.commands.artifacts.imports import import_drafter
 from draftsmith.recipes.commands.diagnosis.pair import check_pair
@@ -56,7 +57,34 @@ def test_it_is_refused_before_anything_is_loaded(command: str, tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
 
 
+@pytest.mark.parametrize("kind", ["device", "FIFO", "link", "dangling link", "directory"])
+def test_results_replace_regular_files_only(kind: str, tmp_path: Path) -> None:
+    out, other = tmp_path / "r.json", tmp_path / "other"
+    if kind == "device":
+        out = Path("/dev/null")
+    elif kind == "FIFO":
+        os.mkfifo(out)
+    elif kind == "directory":
+        out.mkdir()
+    else:
+        out.symlink_to(other)
+        if kind == "link":
+            other.write_text("kept")
+    with pytest.raises(ValueError, match="is not a regular file"):
+        run_evaluate(recipe("evaluate/all-methods", f"out={out}"))
+    with pytest.raises(ValueError, match="is not a regular file"):
+        atomic_text(out, "{}")
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_artifacts_replace_directories_only(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "drafter"
+    out.symlink_to(tmp_path / "nowhere") if kind == "dangling link" else out.write_text("")
+    with pytest.raises(ValueError, match="is not a directory"):
+        run_train(recipe("drafter/vicuna-68m", f"out={out}"))
+
+
 def test_what_can_be_written_leaves_nothing(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b" / "c.json")
-    check_writable(tmp_path)
+    check_writable(tmp_path, folder=True)
     assert list(tmp_path.iterdir()) == []
