@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from children import kilobytes
 from draftsmith.recipes.session.machine import machine
@@ -70,24 +69,6 @@ def random_llama(
             return LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-# --- intervals --------------------------------------------------------------------------------------------------------
-
-
-def per_step(counts: np.ndarray) -> float:
-    """Tokens per step over seeds and prompts; counts [seeds, prompts, tokens and steps …] or [prompts, …]."""
-    tokens, steps = counts.reshape(-1, counts.shape[-1]).sum(0)[:2]
-    return float(tokens / steps)
-
-
-def bootstrap(statistic: Callable[[Any], float], seeds: int, prompts: int) -> list[float]:
-    """95 % interval of what is computed of counts[chosen], seeds and prompts drawn together, 2,000 times."""
-    rng = np.random.default_rng(0)
-    values = [
-        statistic(np.ix_(rng.integers(seeds, size=seeds), rng.integers(prompts, size=prompts))) for _ in range(2000)
-    ]
-    return [float(value) for value in np.quantile(values, [0.025, 0.975])]
 
 
 # --- times and memory -------------------------------------------------------------------------------------------------

@@ -6,16 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode
-from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import load_model, wrap_model
-from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.pairs.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe, QuickstartRecipe
 from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
@@ -72,14 +68,3 @@ class Pair:
         """Drafter, heads and table."""
         folder = self.folder
         return Parts(wrap_model(self.drafter_model), load_heads(folder / "heads"), BigramTable.load(folder / "table"))
-
-    def counts(
-        self, name: str, parts: Parts, temperature: float, tokens: int, scorer: Any = None, seed: int = 0, **more: Any
-    ) -> tuple[np.ndarray, list[list[int]]]:
-        """Decode the prompts with a method: kept tokens, steps and nodes of each [prompts, 3], and the tokens."""
-        sampling, limits = Sampling(temperature), Limits(tokens, self.stop)
-        method, rows = build_method(name, parts, sampling, **more), enumerate(self.prompts, seed)
-        scorer = self.target if scorer is None else scorer
-        found = [decode(scorer, method, sampling, row, prompt, limits) for row, prompt in rows]
-        counts = [[one.tally.tokens, one.tally.steps, one.tally.nodes] for one in found]
-        return np.array(counts, dtype=np.float64), [one.ids for one in found]

@@ -1,18 +1,10 @@
-"""The evidence of a real pair: every method on Spec-Bench, and the same beside transformers.
+"""Every method on a finished pair and Spec-Bench at temperatures 0 and 1, by group of prompts.
 
     python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--rows 'medusa*']
-    python tests/bench/realpair.py --pair runs/realpair --peers [--dtypes float32] [--gguf FILE]
 
-The pair is a finished quickstart of any recipe. Each part says first how long it takes, resumes
-(`--work`, by default PAIR/bench) and puts what it found beside what lies in `--out` (tests/bench/results/
-realpair-cpu.json) already; `--quick`: two prompts of 16 tokens.
-
-Methods: `draftsmith evaluate` of all lossless methods and MJSD at temperatures 0 and 1, by group; "eagle" rows draft
-with the pair's EAGLE-3 layer. Peers: greedily and in turns prompt by prompt, in float32 and bfloat16, ours also with
-the method `suffix`, each at the γ that was its fastest on the first prompts; the assistant of transformers is the
-padded export of the drafter; all texts end where this engine's own do. With `--gguf`, the target's own file, llama.cpp
-decodes the same weights by the package xllamacpp (other builds: engines.py), with DRAFTSMITH_VLLM the vLLM of that
-Python (tests/engines/test_vllm.py). The last line is one JSON object.
+Runs `draftsmith evaluate` with all lossless methods and MJSD; "eagle" rows draft with the pair's EAGLE-3 layer. The
+evaluation resumes from `--work` (default: PAIR/bench). `--quick`: two prompts of 16 tokens. The last line is one JSON
+object, which `--out` also writes to a file.
 """
 
 from __future__ import annotations
@@ -20,38 +12,25 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from datetime import UTC, datetime
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import SHARED, finish, parser_of
-from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.storage.atomic import atomic_text
 from draftsmith.checkpoints.storage.draft_vocabulary import mask_token
-from draftsmith.checkpoints.storage.names import MANIFEST_FILE
-from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.checkpoints.verify.model_files import load_config
 from draftsmith.decode.methods import METHODS
-from draftsmith.recipes.assemble.evaluation import Case, open_case
-from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.evaluation.evaluate import NotLosslessError, evaluate_once
-from draftsmith.recipes.commands.evaluation.journal import Journal
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
 from draftsmith.recipes.session.machine import machine
-from draftsmith.recipes.session.stopping import Stoppable
 from draftsmith.train.parallel.processes import Interrupted
-from engines import vllm_ways
 from pair import on_pair
-from peers import GAMMAS, Peer, of_format, print_peers, ways
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC_BENCH = SHARED / "eval" / "spec_bench_question.jsonl"
@@ -109,7 +88,6 @@ NUMBERS = (
 )  # fmt: skip
 IN_GROUPS = ("prompts", "tokens_per_step", "acceptance_by_depth", "speedup", "speedup_interval", "bound", "efficiency")
 BRIEF = ("tokens_per_step", "speedup", "speedup_interval", "tokens_per_second")
-# --- what is asked ----------------------------------------------------------------------------------------------------
 
 
 def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **more: Any) -> Any:
@@ -160,11 +138,6 @@ def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     return [BASELINE, *({"method": name, "label": label, "options": o} for label, name, o in rows if label in wanted)]
 
 
-def journal_of(options: argparse.Namespace, name: str, case: Case, signals: Stoppable) -> Journal:
-    identity = {key: value for key, value in case.identity.items() if key not in ("methods", "repeats")}
-    return Journal(options.work / f"{name}.json", "runs", identity | {"threads": torch.get_num_threads()}, signals)
-
-
 def rounded(value: Any) -> Any:
     """Four digits that count."""
     if isinstance(value, float):
@@ -177,9 +150,6 @@ def rounded(value: Any) -> Any:
 def short(word: Path | str) -> str:
     """A path's end, which says enough."""
     return str(Path(*Path(word).parts[-2:])) if Path(word).is_absolute() else str(word)
-
-
-# --- methods ----------------------------------------------------------------------------------------------------------
 
 
 def methods(options: argparse.Namespace) -> dict[str, Any]:
@@ -234,60 +204,11 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"{label:26}" + "".join(f"{cell:>20}" for cell in cells))
 
 
-# --- peers ------------------------------------------------------------------------------------------------------------
-
-
-def peers(options: argparse.Namespace) -> dict[str, Any]:
-    """Rates by number format."""
-    case = open_case(recipe_of(options, 0.0, [BASELINE], heads=None, table=None, drafter=None, more_drafters=[]))
-    found = {}
-    with tempfile.TemporaryDirectory() as scratch, Stoppable("peers") as signals:
-        exported = Path(scratch) / "drafter"
-        source = options.pair / "drafter"
-        digest = file_hash(source / MANIFEST_FILE)
-        export_artifact(source, "transformers", exported, FORMATS, ExportOptions(target=case.recipe.target))
-        with journal_of(options, "peers", case, signals) as kept:
-            for dtype in options.dtypes:
-                known = ways(options.pair, exported, dtype, options.gammas)
-                context, threads = options.prompt_tokens + options.tokens + 64, torch.get_num_threads()
-                with ExitStack() as held:
-                    if options.gguf is not None:
-                        from llama_cpp import ways as of_llama_cpp  # which needs xllamacpp
-
-                        given = (options.gguf, exported, Path(scratch), dtype, options.gammas, threads)
-                        known += starmap(Peer, of_llama_cpp(*given, context))
-                    if python := os.environ.get("DRAFTSMITH_VLLM"):
-                        served = Path(scratch) / f"served-{dtype}"
-                        wanted = ExportOptions(target=case.recipe.target)
-                        export_artifact(source, "vllm-sglang", served, FORMATS, wanted)
-                        theirs = (python, Path(case.recipe.target), served, dtype, options.gammas, threads)
-                        known += starmap(Peer, vllm_ways(*theirs, context, held))
-                    found[dtype] = rounded(of_format(known, case, kept, f"{dtype} {digest}", options.repeats))
-                print_peers(dtype, found[dtype])
-    return found
-
-
-# --- all of it --------------------------------------------------------------------------------------------------------
-
-
-def merged(old: dict[str, Any], part: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What lies in the file with what was found: rows of the same prompts stay beside one another."""
-    kept = dict(old.get(part, {}))
-    for key, value in found.items():
-        before = kept.get(key, {})
-        if "prompts_sha256" in value and before.get("prompts_sha256") == value["prompts_sha256"]:
-            value = value | {"rows": before["rows"] | value["rows"]}
-        kept[key] = value
-    about = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(DEVICE)}
-    command = " ".join(["python tests/bench/realpair.py", *map(short, sys.argv[1:])])
-    return old | {part: kept, "about": old.get("about", {}) | {part: about | {"command": command}}}
-
-
 def brief(found: Any) -> Any:
     """What the last line says: numbers of all prompts together."""
     if not isinstance(found, dict):
         return found
-    left_out = {*NUMBERS, "groups", "categories", "measured", "first_prompts"} - {*BRIEF}
+    left_out = {*NUMBERS, "groups", "categories"} - {*BRIEF}
     return {key: brief(value) for key, value in found.items() if key not in left_out}
 
 
@@ -303,10 +224,6 @@ def main() -> None:
     parser.add_argument("--drafter-dtype", help="the type of drafters' weights, where it is not the target's")
     parser.add_argument("--alone", action="store_true", help="without the greedy texts of transformers")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--peers", action="store_true", help="beside transformers, and nothing else")
-    parser.add_argument("--gguf", type=Path, help="of --peers: the target's GGUF file, for llama.cpp (xllamacpp)")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of --peers")
-    parser.add_argument("--gammas", nargs="+", type=int, default=list(GAMMAS), help="of --peers")
     parser.add_argument("--work", type=Path, help="where what is finished is kept; by default PAIR/bench")
     parser.add_argument("--out", type=Path, help="the file (.json) that takes the results")
     options = parser.parse_args()
@@ -315,17 +232,17 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     options.work = options.work or options.pair / "bench"
-    part = peers if options.peers else methods
     try:
-        found = part(options)
+        found = methods(options)
     except Interrupted as stopped:
         raise SystemExit(str(stopped)) from None
     if options.out is not None:
-        old = json.loads(options.out.read_text()) if options.out.is_file() else {}
-        text = json.dumps(merged(old, part.__name__, found), indent=1)
-        text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list lies in a line
+        command = " ".join(["python tests/bench/realpair.py", *map(short, sys.argv[1:])])
+        about = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(DEVICE), "command": command}
+        text = json.dumps({"methods": found, "about": {"methods": about}}, indent=1)
+        text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # one line per list
         atomic_text(options.out, text + "\n")
-    finish({part.__name__: brief(found)}, DEVICE)
+    finish({"methods": brief(found)}, DEVICE)
 
 
 if __name__ == "__main__":
