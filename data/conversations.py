@@ -40,7 +40,7 @@ class Dialogue:
     """Row before cleaning.
 
     `messages` are (role, content) pairs, unchanged; a bare text is one message of the role "text". `form` names the
-    columns that were read, `unused` the others that are not empty.
+    columns that were read.
     """
 
     id: str
@@ -49,7 +49,6 @@ class Dialogue:
     category: str = ""
     references: tuple[str, ...] = ()
     tools: str = ""
-    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +64,17 @@ class Prompt:
 
 @dataclass(slots=True)
 class CorpusReport:
-    """Counts of rows and of exchanges (a question directly before an answer).
+    """Counts of rows, where `rows == kept + sum(dropped.values())`.
 
-    `rows == kept + sum(dropped.values())` and `exchanges == exchanges_kept + sum(exchanges_lost.values())`. `changed`
-    counts kept conversations by what was cut or rewritten, `unmapped_roles` conversations by their first unknown role,
-    `unused_columns` rows by their columns that are not empty and not read.
+    `forms` counts the rows by the columns that were read, `dropped` by the reason, and `changed` the conversations that
+    were kept by what was cut or rewritten.
     """
 
     rows: int = 0
     kept: int = 0
+    forms: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
-    unmapped_roles: Counter[str] = field(default_factory=Counter)
-    exchanges: int = 0
-    exchanges_kept: int = 0
-    exchanges_lost: Counter[str] = field(default_factory=Counter)
-    unused_columns: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: CorpusReport) -> None:
         """Add the counts of another part of the corpus."""
@@ -93,39 +87,20 @@ class CorpusReport:
         return {name: dict(sorted(value.items())) if isinstance(value, Counter) else value for name, value in values}
 
     def summary(self) -> str:
-        """Return one line: `987 of 1000 rows kept; dropped 13 (8 no whole exchange, …); …`."""
-        parts = [f"{self.kept} of {self.rows} rows kept"]
-        for word, counts in (("dropped", self.dropped), ("exchanges lost", self.exchanges_lost)):
-            if counts:
-                parts.append(f"{word} {sum(counts.values())} ({_reasons(counts)})")
-        named = {"changed": self.changed, "unmapped": self.unmapped_roles}
-        parts += [f"{word}: {_reasons(counts)}" for word, counts in named.items() if counts]
-        if self.unused_columns:
-            listed = ", ".join(f"{name} ({rows} rows)" for name, rows in self.unused_columns.most_common())
-            parts.append(f"columns not used: {listed}")
+        """Return one line: `987 of 1000 rows kept (messages); dropped 13 (8 no whole exchange, …); changed: …`."""
+        parts = [f"{self.kept} of {self.rows} rows kept ({', '.join(self.forms) or 'no rows'})"]
+        if self.dropped:
+            parts.append(f"dropped {self.dropped.total()} ({_reasons(self.dropped)})")
+        if self.changed:
+            parts.append(f"changed: {_reasons(self.changed)}")
         return "; ".join(parts)
 
     def nothing_kept(self) -> str:
-        """Return why no row is left, and what can be done about each reason."""
-        advice = {REMEDIES[word] for reason in self.dropped for word in REMEDIES if reason.startswith(word)}
-        return "; ".join([self.summary() if self.rows else "there are no rows", *sorted(advice)])
-
-
-REMEDIES = {
-    "unmapped role": "`clean: {roles: {NAME: user}}` (or assistant, system) says what a role is, `unknown_roles: cut` "
-    "cuts it with its exchange, `template: tokenizer` takes tools' calls and results",
-    "roles do not alternate": "`clean: {non_alternating: merge}` joins neighbouring messages of one role",
-    "only questions": "these are prompts: `draftsmith regenerate` has a target answer them, `draftsmith evaluate "
-    "--prompts FILE` decodes them; if there are answers, `columns: {NAME: output}` names their column",
-    "no whole exchange": "a question or its answer is missing or blank; `columns: {NAME: output}` names other columns",
-    "content is not text": "images and other parts are not read: keep the texts alone",
-    "HTML": "`clean: {html: markdown}` converts it",
-    "too few exchanges": "`clean: {min_exchanges: 1}` keeps these",
-    "too few characters": "`clean: {min_characters: 0}` keeps these",
-    "language": "`clean: {languages: []}` keeps these",
-    "broken": "without `skip_broken` the first such row is shown",
-}
-"""What can be done about a reason for dropping, by its beginning."""
+        """Return why no row is left, and where to look for a remedy."""
+        return (
+            f"{self.summary()}. See `clean` for the rules of roles and exchanges, and data/README.md for the columns "
+            "that are read; `draftsmith regenerate` answers rows that have questions only"
+        )
 
 
 def _reasons(counts: Counter[str]) -> str:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -91,8 +91,6 @@ def prepare(
 class PreparedData:
     """A prepared folder, opened for reading. Build it with `PreparedData.load`."""
 
-    beginning: ClassVar[dict[str, int]] = {}
-
     def __init__(self, directory: Path, manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.directory = directory
         self.manifest = manifest
@@ -138,14 +136,6 @@ class PreparedData:
         """Return the block numbers and the batch of a global step, which depend on the arguments only."""
         indices = global_batch(self.blocks, batch_blocks, step, seed)
         return indices, self.batch(indices)
-
-    def state(self) -> dict[str, int]:
-        """Return an empty state: the number of a step determines its blocks."""
-        return {}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Resume from any step."""
-        assert not state, "a position in a stream"
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return blocks as a batch [B, T]; with packing "pad", T is the length of the longest."""

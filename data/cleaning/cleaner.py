@@ -6,12 +6,12 @@ A conversation is counted under the first of these steps that drops it:
 2. texts: HTML (`html`), escaped Markdown (`escaped_markdown`);
 3. exchanges: leading assistant turns, trailing user turns, and exchanges with an empty message are cut; neighbouring
    messages of one role (`non_alternating`);
-4. contents: error messages of the service (`drop_blocked`), length (`min_exchanges`, `min_characters`);
+4. contents: error messages of the service (`drop_blocked`);
 5. duplicates of a conversation that was kept (`duplicates`);
 6. language (`languages`);
 7. contamination with evaluation texts (`contamination`, `contamination_words`).
 
-A row of bare text must only not be empty in step 3, and `min_exchanges` does not apply to it.
+A row of bare text must only not be empty in step 3.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...checkpoints.storage.messages import did_you_mean, install_hint
 from ..conversations import Conversation, CorpusReport, Dialogue, Turn, encodable, tool_text
-from .markup import CODE_SPAN, holds_html, html_to_markdown, unescape_markdown
+from .markup import CODE_SPAN, html_to_markdown, unescape_markdown
 
 ROLES: dict[str, str] = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -62,16 +62,12 @@ class Cleaning(BaseModel):
     """Unknown roles: "drop" the conversation, or "cut" the message, the question before it and the answer after it."""
     roles: dict[str, Literal["user", "assistant", "system"]] = {}
     """More roles and their meaning."""
-    html: Literal["keep", "markdown", "drop"] = "keep"
-    """HTML outside of code: "keep" it, convert it to "markdown" (needs markdownify), or "drop" the conversation."""
+    html: Literal["keep", "markdown"] = "keep"
+    """HTML outside of code: "keep" it or convert it to "markdown" (needs markdownify)."""
     escaped_markdown: Literal["keep", "unescape"] = "keep"
     r"""Backslashes such as `\_` outside of code: "keep" them or "unescape"."""
     drop_blocked: bool = False
     """Drop conversations with an answer that begins with one of `BLOCKED_ANSWERS`."""
-    min_exchanges: int = Field(1, ge=1)
-    """Drop conversations of fewer exchanges."""
-    min_characters: int = Field(0, ge=0)
-    """Drop conversations whose answers have fewer characters in all."""
     duplicates: tuple[Literal["id", "first-exchange"], ...] = ()
     """Keep the first conversation of each "id", of each "first-exchange" (question and answer), or both."""
     languages: tuple[str, ...] = ()
@@ -128,19 +124,15 @@ class Cleaner:
         """Return whole alternating exchanges, or the turn of a bare text; None (and a count) if there are none."""
         report, changes = self.report, set[str]()
         report.rows += 1
-        report.unused_columns.update(dialogue.unused)
-        if dialogue.tools and not self._tools:
-            report.unused_columns["tools (`template: tokenizer` shows them)"] += 1
+        report.forms[dialogue.form] += 1
         try:
             turns = self._turns(dialogue, changes)
             self._check_whole(dialogue.id, turns)
         except _DroppedError as reason:
             report.dropped[str(reason)] += 1
-            self._count_exchanges(dialogue, 0, str(reason))
             return None
         report.kept += 1
         report.changed.update(changes)
-        self._count_exchanges(dialogue, _exchanges([turn.role for turn in turns]), "empty messages cut")
         calls = any(str(role).lower() in TOOL_TAGS for role, _ in dialogue.messages)
         tools = (encodable(dialogue.tools) or "[]" * calls) if self._tools else ""
         return Conversation(encodable(dialogue.id), tuple(turns), tools)
@@ -163,10 +155,8 @@ class Cleaner:
         for written_role, content in written:
             role = role_of(written_role, known)
             if role is None:
-                if "unmapped roles cut" not in changes:
-                    self.report.unmapped_roles[encodable(str(written_role)[:60])] += 1
                 if self.cleaning.unknown_roles == "drop":
-                    raise _DroppedError("unmapped role")
+                    raise _DroppedError(f"unmapped role {encodable(str(written_role)[:60])}")
                 changes.add("unmapped roles cut")
                 messages.append((None, ""))
             elif content is None:
@@ -186,21 +176,13 @@ class Cleaner:
         return messages
 
     def _rewritten(self, text: str, changes: set[str]) -> str:
-        if self.cleaning.html == "drop" and holds_html(text):
-            raise _DroppedError("HTML")
-        if self.cleaning.html == "markdown":
-            converted = html_to_markdown(text)
-            if converted is None:
-                raise _DroppedError("HTML nested too deep")
-            if converted != text:
-                changes.add("HTML to Markdown")
-                text = converted
-        if self.cleaning.escaped_markdown == "unescape":
-            unescaped = unescape_markdown(text)
-            if unescaped != text:
-                changes.add("escaped Markdown unescaped")
-                text = unescaped
-        return text
+        converted = html_to_markdown(text) if self.cleaning.html == "markdown" else text
+        if converted != text:
+            changes.add("HTML to Markdown")
+        unescaped = unescape_markdown(converted) if self.cleaning.escaped_markdown == "unescape" else converted
+        if unescaped != converted:
+            changes.add("escaped Markdown unescaped")
+        return unescaped
 
     def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
         """Yield the messages of whole exchanges, after a system message with text."""
@@ -247,14 +229,9 @@ class Cleaner:
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
         """Drop a conversation by its contents; remember it if it is kept."""
         cleaning = self.cleaning
-        if cleaning.drop_blocked or cleaning.min_characters:
-            answers = [turn.text for turn in turns if turn.role == "assistant"]
-            if cleaning.drop_blocked and any(text.lstrip("! \n").startswith(BLOCKED_ANSWERS) for text in answers):
-                raise _DroppedError("blocked answer")
-            if sum(map(len, answers)) < cleaning.min_characters:
-                raise _DroppedError("too few characters")
-        if 0 < len(turns) // 2 < cleaning.min_exchanges:
-            raise _DroppedError("too few exchanges")
+        answers = [turn.text for turn in turns if turn.role == "assistant"]
+        if cleaning.drop_blocked and any(text.lstrip("! \n").startswith(BLOCKED_ANSWERS) for text in answers):
+            raise _DroppedError("blocked answer")
         keys = {kind: _key(kind, identity, turns) for kind in cleaning.duplicates}
         for kind, key in keys.items():
             if key in self._seen:
@@ -268,19 +245,6 @@ class Cleaner:
             if any(map(self._evaluation.found_in, asked)):
                 raise _DroppedError("contamination")
         self._seen.update(keys.values())
-
-    def _count_exchanges(self, dialogue: Dialogue, kept: int, reason: str) -> None:
-        """Count exchanges (a question directly before an answer), and those not kept under `reason`."""
-        found = _exchanges(role_of(role, self._roles) for role, _ in dialogue.messages)
-        assert kept <= found
-        self.report.exchanges += found
-        self.report.exchanges_kept += kept
-        if kept < found:
-            self.report.exchanges_lost[reason] += found - kept
-
-
-def _exchanges(roles: Iterable[str | None]) -> int:
-    return sum(pair == ("user", "assistant") for pair in pairwise(roles))
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:

@@ -54,12 +54,13 @@ def holds_html(text: str) -> bool:
     return SURE_TAG.search(_rewrite_around(NO_HTML, text, str, keep=False)) is not None
 
 
-def html_to_markdown(text: str) -> str | None:
-    """The text with each element of HTML as Markdown; what stands around the elements, and code, stays as it is.
+def html_to_markdown(text: str) -> str:
+    """Convert each element of HTML to Markdown; the text around the elements, and code, stay as they are.
 
-    A text without tags comes back unchanged. None: nested too deep to be converted.
+    A text without tags, or with tags that are nested too deep to be parsed, is returned unchanged.
 
-    Raises ValueError: markdownify is not installed.
+    Raises:
+        ValueError: markdownify is not installed.
     """
     if not holds_html(text):
         return text
@@ -75,7 +76,7 @@ def html_to_markdown(text: str) -> str | None:
     try:
         converted = _convert(_only_tags(NO_HTML.sub(protect, text)))
     except RecursionError:
-        return None
+        return text
     return re.sub(f"{marker}(\\d+){marker}", lambda found: code[int(found[1])], converted)
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from ...checkpoints.storage.atomic import atomic_file
 from ...checkpoints.storage.messages import first_line, install_hint
 from ...checkpoints.storage.places import out_of_reach
-from .files import WHOLE, Columns, Row, Shard, split_columns
+from .files import WHOLE, Columns, Row, Shard
 
 _TIMEOUT = 30  # seconds
 
@@ -43,13 +43,12 @@ def hub_rows(
     shard: Shard = WHOLE,
     *,
     columns: Columns = lambda names: names,
-    streaming: bool = False,
     near: str = "",
     **options: Any,
 ) -> Iterator[Row]:
     """Yield the rows of a hub dataset that are in the shard; `options` are those of `datasets.load_dataset`.
 
-    With `streaming` rows are read as they arrive, not from the cache of `datasets`. `near` is a hint for errors.
+    `near` is a hint for errors.
 
     Raises:
         ValueError: `datasets` is not installed, or the dataset cannot be loaded.
@@ -63,16 +62,11 @@ def hub_rows(
     offline = out_of_reach()
     location, number = f"{hub} ({options.get('split')})", -1
     try:
-        loaded: Any = datasets.load_dataset(hub, streaming=streaming, **options)
-        names, unread = split_columns(columns, loaded.column_names or [])  # a stream may not know them
-        loaded = loaded.select_columns(names) if names else loaded
-        if not streaming:
-            numbers = range(shard[0], len(loaded), shard[1])
-            rows: Any = zip(numbers, loaded.select(numbers), strict=True)
-        else:
-            rows = ((number, value) for number, value in enumerate(loaded) if number % shard[1] == shard[0])
-        for number, value in rows:
-            yield Row(value | unread, f"{location}, row {number + 1}", f"{hub}-{number + 1}", number)
+        loaded: Any = datasets.load_dataset(hub, **options)
+        numbers = range(shard[0], len(loaded), shard[1])
+        rows = loaded.select_columns(list(columns(loaded.column_names))).select(numbers)
+        for number, value in zip(numbers, rows, strict=True):
+            yield Row(value, f"{location}, row {number + 1}", f"{hub}-{number + 1}", number)
     except (OSError, RuntimeError, ValueError, DatasetsError) as error:  # offline, unknown, gated, no such split
         reason = offline or first_line(error)
         if number >= 0:

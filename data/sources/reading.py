@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -19,13 +19,11 @@ import numpy as np
 from ...checkpoints.storage.messages import did_you_mean
 from ..cleaning.cleaner import Cleaner, Cleaning, role_of
 from ..conversations import Conversation, CorpusReport, Dialogue, Prompt, Turn, encodable
-from .files import SUFFIXES, WHOLE, Columns, Row, Shard, local_rows
-from .forms import Renames, assemble_trees, is_tree_message
+from .files import SUFFIXES, WHOLE, Row, Shard, local_rows
 from .hub import download, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
 
 _GROUPS_SHOWN = 20
-_ROWS_INSPECTED = 1000  # for the renamed columns
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -42,17 +40,8 @@ class Opening(TypedDict, total=False):
     """Revision of a hub dataset."""
     file: str | None
     """Data file of the repository, or a URL."""
-    streaming: bool
-    """Read a hub dataset as it arrives instead of copying it to the cache of `datasets`."""
-    skip_broken: bool
-    """Count rows that cannot be read, or have no known form, in `skipped`, by reason."""
-    skipped: Counter[str]
     shard: Shard
     """(index, count): read the rows with `number % count == index`."""
-    on_form: Callable[[str], None] | None
-    """Called once for each form of rows: "instruction + output"."""
-    columns: Renames
-    """Known names of renamed columns."""
 
 
 def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue]:
@@ -64,68 +53,19 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
         ValueError: There is no such source (with the nearest name), the hub cannot be reached, or a row cannot be read
             (with file, row and what was expected).
     """
-    skip_broken, on_form = opening.get("skip_broken", False), opening.get("on_form")
-    skipped = opening.get("skipped", Counter[str]())
-    forms: set[str] = set()
-    corpus, rows = _open_rows(source, opening, skipped)
-    for row in _rename(source, rows, opening.get("columns") or {}):
-        try:
-            dialogue = corpus.read(row)
-        except ValueError:
-            if not skip_broken:
-                raise
-            skipped["no known form"] += 1
-            continue
-        if on_form is not None and dialogue.form not in forms:
-            forms.add(dialogue.form)
-            on_form(dialogue.form)
-        yield dialogue
+    corpus, rows = _open_rows(source, opening)
+    yield from map(corpus.read, rows)
 
 
-def _rename(source: str, rows: Iterator[Row], renames: Renames) -> Iterator[Row]:
-    """Yield rows with renamed columns. ValueError: a column is in none of the first rows, or two have one name."""
-    if not renames:
-        yield from rows
-        return
-    unseen, names = {name for name, known in renames.items() if known is not None}, set[str]()
-    for count, row in enumerate(rows):
-        if not isinstance(row.value, Mapping):
-            yield row
-            continue
-        names |= row.value.keys()
-        unseen -= names
-        if unseen and count >= _ROWS_INSPECTED:
-            break
-        pairs = [(renames.get(name, name), value) for name, value in row.value.items()]
-        value = {name: value for name, value in pairs if name is not None}
-        if len(value) < sum(name is not None for name, _ in pairs):
-            raise ValueError(f"{row.location}: columns: two are called {', '.join(value)}; null leaves one out")
-        yield replace(row, value=value)
-    if unseen and names:
-        name, listed = min(unseen), ", ".join(sorted(names)[:_GROUPS_SHOWN])
-        raise ValueError(f"columns: no row of {source} has {name!r}.{did_you_mean(name, names)} Its columns: {listed}")
-
-
-def _open_rows(source: str, opening: Opening, skipped: Counter[str]) -> tuple[Corpus, Iterator[Row]]:
-    """Return the corpus of a source and its rows; rows that are messages are assembled to trees before sharding."""
+def _open_rows(source: str, opening: Opening) -> tuple[Corpus, Iterator[Row]]:
+    """Return the corpus of a source and its rows."""
     shard = opening.get("shard", WHOLE)
-    corpus, rows = _single_rows(source, opening, skipped, shard)
-    first = list(islice(rows, 1))
-    if not first or not is_tree_message(first[0].value):
-        return corpus, chain(first, rows)
-    trees = assemble_trees(_single_rows(source, opening, skipped, WHOLE)[1])
-    return corpus, (row for row in trees if row.number % shard[1] == shard[0])
-
-
-def _single_rows(source: str, opening: Opening, skipped: Counter[str], shard: Shard) -> tuple[Corpus, Iterator[Row]]:
     local, corpus = _resolve(source, opening.get("path"))
     split, file = opening.get("split") or corpus.split, opening.get("file") or corpus.file
-    columns: Columns = list if opening.get("columns") else corpus.usable_columns  # any may be renamed
     if local is None and file is not None and "://" in file:
         local = download(file)
     if local is not None:
-        skip = opening.get("skip_broken", False)
-        return corpus, local_rows(local, shard, split=split, columns=columns, skip_broken=skip, skipped=skipped)
+        return corpus, local_rows(local, shard, split=split, columns=corpus.usable_columns)
     if corpus.rows is not None:
         rows = corpus.rows(split or "train")
         return corpus, (row for row in rows if row.number % shard[1] == shard[0])
@@ -133,8 +73,7 @@ def _single_rows(source: str, opening: Opening, skipped: Counter[str], shard: Sh
     return corpus, hub_rows(
         corpus.hub,
         shard,
-        columns=columns,
-        streaming=opening.get("streaming", False),
+        columns=corpus.usable_columns,
         near="" if corpus.name in CORPORA else _nearest(source),
         name=opening.get("config") or corpus.config,
         split=split or "train",
@@ -155,7 +94,7 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """Yield the clean conversations of a source, at most `limit`; `tools` and `questions` are as for `Cleaner`.
 
-    `report` is filled while the iterator is consumed; skipped rows are added at its end.
+    `report` is filled while the iterator is consumed.
 
     Raises:
         ValueError: As `open_dialogues`.
@@ -165,16 +104,17 @@ def read_conversations(
     sets = [prompt for name in cleaning.contamination for prompt in read_prompts(name)]
     texts = [text for p in sets for text in (*(t.text for t in p.turns), *p.follow_ups)]
     cleaner = Cleaner(cleaning, report, texts, tools=tools, questions=questions)
-    broken = opening["skipped"] = Counter[str]()
-    try:
-        cleaned = map(cleaner, open_dialogues(source, **opening))
-        yield from islice((conversation for conversation in cleaned if conversation is not None), limit)
-    finally:
-        report.rows += broken.total()
-        report.dropped.update({f"broken: {reason}": rows for reason, rows in broken.items()})
+    cleaned = map(cleaner, open_dialogues(source, **opening))
+    yield from islice((conversation for conversation in cleaned if conversation is not None), limit)
 
 
-def read_prompts(source: str, *, groups: Collection[str] | None = None, **opening: Unpack[Opening]) -> Iterator[Prompt]:
+def read_prompts(
+    source: str,
+    *,
+    groups: Collection[str] | None = None,
+    skipped: Counter[str] | None = None,
+    **opening: Unpack[Opening],
+) -> Iterator[Prompt]:
     """Yield the questions of an evaluation set or of conversations, of all or of some groups.
 
     The first question of a conversation is the prompt, its answer a reference, and later questions are follow-ups.
@@ -187,11 +127,12 @@ def read_prompts(source: str, *, groups: Collection[str] | None = None, **openin
     for group in groups or ():
         if corpus is not None and corpus.groups and group not in corpus.groups:
             raise _no_group(source, group, corpus.groups)
-    skipped, seen = opening.setdefault("skipped", Counter()), dict[str, None]()
+    seen = dict[str, None]()
     for dialogue in open_dialogues(source, **opening):
         prompt = _prompt(dialogue)
         if prompt is None:
-            skipped["no question"] += 1
+            if skipped is not None:
+                skipped["no question"] += 1
             continue
         seen[prompt.category] = None
         if groups is None or prompt.category in groups:

@@ -41,17 +41,13 @@ def state_folder(out: Path) -> Path:
 
 def prepare_once(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, accelerator: Any) -> Prepared:
     """The main process prepares and verifies, the others then find it done."""
-    seed = recipe.train.seed
-    on_main(accelerator, lambda: verify_data(prepare_data(recipe.data, tokenizer, seed=seed), tokenizer))
-    return prepare_data(recipe.data, tokenizer, seed=seed, quiet=True)
+    on_main(accelerator, lambda: verify_data(prepare_data(recipe.data, tokenizer), tokenizer))
+    return prepare_data(recipe.data, tokenizer, quiet=True)
 
 
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
-    """The loop's settings; `measured`: its evaluations decode, by which the best weights are chosen. Raises ValueError:
-    streamed data without `train.steps`."""
+    """Return the settings of the loop; with `measured` its evaluations decode, by which the best weights are chosen."""
     train = recipe.train
-    if train.steps is None and recipe.data.streaming:
-        raise ValueError("`train.steps` is needed with `data.streaming`: nobody knows how long an epoch is")
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
     return train.fit_config(steps, best)
@@ -163,9 +159,9 @@ def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str) -> 
         raise ValueError(f"the drafter is {kinds[0]}, the target {name} {kinds[1]}: they must be of one kind")
 
 
-def _beginnings(data: Any, blocks: list[int], tokenizer: Any) -> str:
+def _beginnings(data: PreparedData, blocks: list[int], tokenizer: Any) -> str:
     """The first words of the first documents of some blocks."""
-    if not isinstance(data, PreparedData) or not blocks:
+    if not blocks:
         return ""
     texts: list[str] = []
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Preparation of the data section of a recipe: blocks in a cache, or a stream."""
+"""Preparation of the data section of a recipe: token blocks in a cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writabl
 from ...checkpoints.storage.messages import pictured
 from ...checkpoints.storage.redaction import without_secrets
 from ...checkpoints.storage.safe_read import file_hash, load_json
-from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
-from ...data.blocks.stream import StreamedData
+from ...data.blocks.prepared import SCHEMA, PreparedData, prepare
 from ...data.cleaning.cleaner import Cleaning
 from ...data.conversations import Conversation, CorpusReport, write_conversations
 from ...data.rendering.lint import Linter, PieceDecoder, special_flags, vocabulary_size
@@ -36,8 +35,8 @@ from ..session.machine import version_of
 from ..session.terminal import console, counter, log
 
 # fields that do not change prepared blocks
-_WITHOUT_EFFECT = {"cache", "workers", "min_clean_share", "min_trained_share"}
-NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing", "streaming", "window"}
+_WITHOUT_EFFECT = {"cache", "min_clean_share", "min_trained_share"}
+NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing"}
 """Fields that do not change the conversations."""
 _STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
 _BEGIN, _END = "⟦⟧"  # around what is trained, for where there is no colour
@@ -47,7 +46,7 @@ _BEGIN, _END = "⟦⟧"  # around what is trained, for where there is no colour
 class Prepared:
     """Blocks to train on, held-out blocks and conversations, and the report on the rows."""
 
-    train: PreparedData | StreamedData
+    train: PreparedData
     heldout: PreparedData
     folder: Path
     report: dict[str, Any]
@@ -55,23 +54,19 @@ class Prepared:
     def summary(self) -> dict[str, Any]:
         """Return source and counts of the data for the manifest of an artifact."""
         manifest = self.train.manifest
-        if isinstance(self.train, StreamedData):
-            return {"source": manifest, "streamed": True}
         counts = {key: manifest[key] for key in ("rows", "documents", "blocks", "tokens", "trainable_tokens")}
         return {"source": manifest["source"], **counts, "sha256": manifest["sha256"], "corpus": self.report}
 
 
-def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: bool = False) -> Prepared:
+def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -> Prepared:
     """Read, clean, render, split and pack the data of a recipe, or reuse the result of an earlier run.
-
-    With `streaming` only the held-out part is prepared, and `seed` orders the stream.
 
     Raises:
         ValueError: Nothing is held out, or the share of trained tokens is below its floor.
     """
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")
-    identity = data_identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
+    identity = data_identity(section, tokenizer, _WITHOUT_EFFECT)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(section.cache) / key
     file = folder / "report.json"
@@ -79,35 +74,17 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
         _prepare(section, tokenizer, identity, folder)
     elif not quiet:
         log(f"data: reusing {folder} (same source, options and tokenizer)")
-    report = load_json(file, "sources")
-    heldout = PreparedData.load(folder / "heldout")
-    if not section.streaming:
-        train = PreparedData.load(folder / "train")
-        if (share := train.manifest["trainable_share"]) < section.min_trained_share:
-            floor = f"the floor is {100 * section.min_trained_share:.6g} %"
-            raise ValueError(f"data: trained tokens: {share:.4%}, {floor} (`draftsmith prepare --lint` shows rows)")
-        return Prepared(train, heldout, folder, report)
-    streamed = StreamedData(
-        partial(_epoch, section, seed),
-        tokenizer,
-        get_template(section.template, tokenizer),
-        section.block_tokens,
-        packing=section.packing,
-        last_turn_only=section.last_turn_only,
-        size=section.window,
-        workers=section.workers,
-        seed=seed,
-        padding_id=padding_id(tokenizer),
-        identity=identity,
-    )
-    return Prepared(streamed, heldout, folder, report)
+    train = PreparedData.load(folder / "train")
+    if (share := train.manifest["trainable_share"]) < section.min_trained_share:
+        floor = f"the floor is {100 * section.min_trained_share:.6g} %"
+        raise ValueError(f"data: trained tokens: {share:.4%}, {floor} (`draftsmith prepare --lint` shows rows)")
+    return Prepared(train, PreparedData.load(folder / "heldout"), folder, load_json(file, "sources"))
 
 
 def verify_data(prepared: Prepared, tokenizer: Any) -> None:
     """Compare prepared data with its hashes."""
     for data in (prepared.train, prepared.heldout):
-        if isinstance(data, PreparedData):
-            data.verify(vocabulary_size(tokenizer))
+        data.verify(vocabulary_size(tokenizer))
 
 
 def check_heldout(section: DataSection) -> None:
@@ -125,7 +102,7 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
     reports = [CorpusReport() for _ in section.parts()]
     with counter("linting", "documents") as advance:
-        for document in render(_some(section, reports, log_forms=True)):
+        for document in render(_some(section, reports)):
             linter.check(document)
             advance(linter.report.documents, 0)
     for document in linter.examples():
@@ -163,27 +140,17 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     heldout: list[Conversation] = []
     options: dict[str, Any] = {"packing": section.packing, "last_turn_only": section.last_turn_only, "source": identity}
     names = ", ".join(part.source for part in section.parts())
-    train: PreparedData | None = None
     with atomic_dir(folder) as unfinished:
         with counter(f"preparing {names}", "conversations") as advance:
-            rows = _some(section, reports, log_forms=True, hold=heldout.append)
-            if not section.streaming:
-                out = unfinished / "train"
-                options |= {"progress": advance}
-                train = prepare(rows, tokenizer, template, section.block_tokens, out, **options)
-            elif section.heldout_source is None:
-                any(len(heldout) >= section.heldout_limit for _ in rows)  # as much as is needed of a stream
+            rows, out = _some(section, reports, hold=heldout.append), unfinished / "train"
+            train = prepare(rows, tokenizer, template, section.block_tokens, out, progress=advance, **options)
         heldout = _checked_heldout(section, heldout, reports)
-        options |= {"progress": None}
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
         report = all_reports(section.parts(), reports)
         atomic_text(unfinished / "report.json", json.dumps(report, indent=2) + "\n")
     for part, corpus in zip(section.parts(), reports, strict=True):
         log(f"data: {part.source}: {corpus.summary()}")
-    if train is None:
-        log(f"data: streaming, {len(heldout)} held out")
-        return
     numbers = train.manifest
     log(
         f"data: {numbers['tokens']:,} tokens in {numbers['blocks']:,} blocks of {section.block_tokens} "
@@ -200,7 +167,7 @@ def _checked_heldout(
 ) -> list[Conversation]:
     """Return the conversations to evaluate on, of `heldout_source` or of the source."""
     if section.heldout_source is not None:
-        part = SourceSection(source=section.heldout_source, limit=section.heldout_limit, columns=section.columns)
+        part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
         heldout = list(_read_part(section, part, report := CorpusReport()))
         if not heldout:
             raise ValueError(f"data.heldout_source: nothing in {section.heldout_source}: {report.nothing_kept()}")
@@ -227,28 +194,25 @@ def training_conversations(
     section: DataSection,
     reports: list[CorpusReport],
     *,
-    log_forms: bool,
     hold: Callable[[Conversation], None] | None = None,
-    seed: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Conversation]:
-    """Yield the clean conversations to train on, always in the same order (`seed` orders a mixture).
+    """Yield the clean conversations to train on, always in the same order.
 
-    `hold` is called with those held out. `reports`, one for each corpus, are filled; `log_forms` logs the forms of
-    rows; `shard` selects rows of each corpus.
+    `hold` is called with those held out. `reports`, one for each corpus, are filled; `shard` selects rows of each
+    corpus.
     """
 
     def open_pass(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
-        on_form = (lambda form: log(f"data: {part.source}: form {form}")) if log_forms and number == 0 else None
-        for conversation in _read_part(section, part, report if number == 0 else CorpusReport(), on_form, shard):
+        for conversation in _read_part(section, part, report if number == 0 else CorpusReport(), shard):
             if not is_held_out(section, conversation):
                 yield conversation
             elif hold is not None and number == 0:
                 hold(conversation)
 
     parts = zip(section.parts(), reports, strict=True)
-    return mix([Part(part.weight, partial(open_pass, part, report)) for part, report in parts], seed)
+    return mix([Part(part.weight, partial(open_pass, part, report)) for part, report in parts], seed=0)
 
 
 def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
@@ -265,36 +229,22 @@ def _some(section: DataSection, reports: list[CorpusReport], **options: Any) -> 
     refuse_none(section, reports)
 
 
-def _epoch(section: DataSection, seed: int, epoch: int) -> Iterator[Conversation]:
-    return _some(section, [CorpusReport() for _ in section.parts()], log_forms=False, seed=seed)
-
-
 def _read_part(
-    section: DataSection,
-    part: SourceSection,
-    report: CorpusReport,
-    on_form: Any = None,
-    shard: tuple[int, int] = (0, 1),
+    section: DataSection, part: SourceSection, report: CorpusReport, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[Conversation]:
     """Read the clean conversations of one corpus of a section."""
-    options = part.model_dump(exclude={"weight"}) | section.model_dump(include={"streaming", "skip_broken"})
-    # what may be called, and calls, only where a chat template shows them, and not where that column is not to be read
-    options["tools"] = section.template == OWN and part.columns.get("tools", "") is not None
-    options |= {"cleaning": Cleaning(**section.clean), "report": report, "shard": shard, "on_form": on_form}
-    return read_conversations(**options)
+    options = part.model_dump(exclude={"weight"}) | {"cleaning": Cleaning(**section.clean), "report": report}
+    # only a chat template shows which tools may be called, and calls
+    return read_conversations(tools=section.template == OWN, shard=shard, **options)
 
 
 def is_held_out(section: DataSection, conversation: Conversation) -> bool:
     """Return whether a conversation is held out, by its id only."""
     if section.heldout_source is not None:
         return False
-    return _draw(conversation) < section.heldout_share
-
-
-def _draw(conversation: Conversation) -> float:
     # ShareGPT's parts of one long conversation are called abcdefg_0, abcdefg_1 …: they must fall on one side.
     part = re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
-    return hashed_share(f"held out {part[1] if part else conversation.id}")
+    return hashed_share(f"held out {part[1] if part else conversation.id}") < section.heldout_share
 
 
 def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from ...checkpoints.pairs.speculation import save_speculation
 from ...checkpoints.storage.draft_vocabulary import MASK_TOKEN, mask_token
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import is_adapter
-from ...data.blocks.prepared import PreparedData
 from ...data.prompts import stop_ids
 from ...decode.models.draft_vocabulary import keep_tokens, save_vocabulary
 from ...train.config import OnPolicy, Parallel
@@ -135,9 +134,7 @@ def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: 
 
 def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> Tensor:
     """Ids of the tokens that are trained on most often, rising; of equally frequent ones the lower ids. Raises
-    ValueError: more tokens than there are; data that is streamed, and cannot be counted."""
-    if not isinstance(prepared.train, PreparedData):
-        raise ValueError("`vocabulary.tokens` are counted in prepared data: set `data.streaming: false`")
+    ValueError: more tokens than there are."""
     if tokens > vocab:
         raise ValueError(f"`vocabulary.tokens` is {tokens}, and the model has {vocab}")
     counts = prepared.train.token_counts(trained=True)
@@ -149,15 +146,13 @@ def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> T
 
 def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepared) -> Parallel:
     """What is drafted at once; the model's configuration takes the mask token. Raises ValueError: an encoder-decoder; a
-    token that there is not; data that is streamed, and cannot be counted."""
+    token that there is not."""
     section, vocab = recipe.parallel, model.get_input_embeddings().weight.shape[0]
     assert section is not None
     if model.config.is_encoder_decoder:
         raise ValueError("`parallel` is for decoders, and the model is an encoder-decoder")
     token = section.token if section.token is not None else mask_token(model.config)
     if token is None:
-        if not isinstance(prepared.train, PreparedData):
-            raise ValueError("with `data.streaming: true` nobody can count which token is rare: give `parallel.token`")
         counts = prepared.train.token_counts(trained=False)
         token = vocab - 1 - int(np.pad(counts, (0, vocab - len(counts)))[::-1].argmin())
         log(f"{role_of(recipe)}: the mask token is {token}, the rarest one of the data")

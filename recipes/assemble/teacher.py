@@ -71,7 +71,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     they need one file system.
 
     Raises:
-        ValueError: The recipe has no cache or no target, the data is streamed, or the disk is too small.
+        ValueError: The recipe has no cache or no target, or the disk is too small.
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
     recipe = _check(recipe)
@@ -87,15 +87,13 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
 
 
 def _check(recipe: TrainingRecipe) -> DrafterRecipe | HeadsRecipe:
-    """Raise ValueError for a recipe of a table, without target or cache, or with streamed data."""
+    """Raise ValueError for a recipe of a table, without target or cache."""
     if isinstance(recipe, TableRecipe):
         raise ValueError("--teacher is for recipes of kind 'drafter' or 'heads', and this one is of kind 'table'")
     setting = "teacher.cache" if isinstance(recipe, DrafterRecipe) else "hidden.cache"
     if recipe.target is None or _section(recipe).cache is None:
         missing = "target" if recipe.target is None else setting
         raise ValueError(f"a cache of the target (`prepare --teacher`) needs `{missing}`, and the recipe has none")
-    if recipe.data.streaming:
-        raise ValueError(f"`{setting}` needs prepared data: set `data.streaming: false`")
     return recipe
 
 
@@ -108,7 +106,6 @@ def _folder(recipe: DrafterRecipe | HeadsRecipe) -> Path:
 
 
 def _parts(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared) -> list[_Part]:
-    assert isinstance(prepared.train, PreparedData)
     target = str(recipe.target)
     sha256, parts = str(resolve_model(target).sha256), []
     for name, data in (("training", prepared.train), ("held-out", prepared.heldout)):

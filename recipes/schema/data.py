@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...checkpoints.storage.redaction import without_secrets
 from ...data.cleaning.cleaner import Cleaning
-from ...data.sources.forms import check_renames
 from .errors import describe
 
 
@@ -45,22 +44,14 @@ class PlaceSection(Section):
     """Data file of a hub repository."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of conversations."""
-    columns: dict[str, str | None] = {}
-    """Known names (data/README.md) of columns of the source and of `heldout_source`: {question: instruction, reply:
-    output}; null: the column is not read."""
-
-    @model_validator(mode="after")
-    def _known_columns(self) -> Self:
-        check_renames(self.columns)
-        return self
 
 
 class SourceSection(PlaceSection):
     """One corpus."""
 
     source: str
-    """Local file or folder (.json, .jsonl, .parquet, .arrow, .txt, optionally compressed with gzip or Zstandard), name
-    of a known corpus (`draftsmith prepare --list`), or hub id."""
+    """Local file or folder (.json, .jsonl, .parquet; JSON also with .gz), name of a known corpus
+    (`draftsmith prepare --list`), or hub id."""
     weight: float = Field(1.0, gt=0)
     """How often each row is used in an epoch; 0.25 uses a quarter of the rows."""
 
@@ -69,11 +60,9 @@ class DataSection(PlaceSection):
     """Source of conversations, and how they become token blocks."""
 
     source: str | None = None
-    """A corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file`, `limit` and `columns` are for it."""
+    """A corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` are for it."""
     mixture: list[SourceSection] = []
     """Several corpora instead."""
-    skip_broken: bool = False
-    """Skip and count rows that cannot be read."""
     clean: dict[str, Any] = {}
     """Options of cleaning, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     template: str = "vicuna-v1.1"
@@ -84,12 +73,6 @@ class DataSection(PlaceSection):
     """Length of a training block; longer conversations are split between exchanges."""
     packing: Literal["best-fit", "pad"] = "best-fit"
     """Fill blocks with whole documents, or pad one document each to the longest of a batch."""
-    streaming: bool = False
-    """Render while training, without prepared data on disk."""
-    window: int = Field(2048, ge=1)
-    """Number of conversations that are packed and shuffled together, when streaming."""
-    workers: int = Field(1, ge=0)
-    """Number of processes that render ahead, when streaming; 0 renders in the training process."""
     heldout_source: str | None = None
     """Conversations to evaluate on (default: `heldout_share` of the source)."""
     heldout_share: float = Field(0.01, ge=0, lt=1)

@@ -141,7 +141,7 @@ class TrainSection(_Loop):
     epochs: float = Field(1.0, gt=0)
     """Passes over the data; `steps` overrides it."""
     steps: int | None = Field(None, ge=1)  # type: ignore[assignment]
-    """Number of optimizer steps; required if the data is streamed, whose epoch length is unknown."""
+    """Number of optimizer steps."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
     """Additional trackers to log to, through accelerate."""
 
@@ -364,8 +364,7 @@ class CountSection(Section):
 class TableRecipe(Section):
     """Count the bigram correlation table of a corpus (SLiM, eq. 5).
 
-    Whole conversations are counted, except those held out. The data options block_tokens, packing, streaming, window
-    and workers have no effect.
+    Whole conversations are counted, except those held out. The data options block_tokens and packing have no effect.
     """
 
     kind: Literal["table"]

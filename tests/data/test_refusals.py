@@ -19,7 +19,7 @@ from draftsmith.data.rendering.render import prompt_renderer, render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.documentation import documentation_conversations
 from draftsmith.data.sources.files import Row
-from draftsmith.data.sources.forms import assemble_trees, check_renames, read_dialogue
+from draftsmith.data.sources.forms import read_dialogue
 from draftsmith.data.sources.reading import open_dialogues, read_prompts
 from draftsmith.data.sources.registry import CORPORA, documentation_rows
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
@@ -38,11 +38,6 @@ def adapted(name: str, value: Any) -> Any:
 
 def source(name: str, **opening: Any) -> Any:
     return list(open_dialogues(name, **opening))
-
-
-def tree(*messages: tuple[str, str | None]) -> Any:
-    values = [{"message_id": name, "parent_id": parent, "role": "", "text": ""} for name, parent in messages]
-    return list(assemble_trees(Row(value, f"row {number}", "", number) for number, value in enumerate(values, start=1)))
 
 
 def talk(*roles: str) -> Conversation:
@@ -89,20 +84,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "row-misspelt": (lambda: form({"mesages": [], "other": 1}), (LOCATION, "mesages, other", "'messages'")),
     "message-odd": (lambda: form({"messages": [{"from": "x", "text": "a"}]}), (LOCATION, "message 1", "from, text")),
     "article-null": (lambda: adapted("cnn-dailymail", {"article": None, "highlights": ""}), (LOCATION, "`article`")),
-    "history-text": (lambda: form({"prompt": "a", "response": "b", "history": "c"}), (LOCATION, "`history`", "str")),
     "tools-text": (lambda: form({"messages": [], "tools": "[{"}), (LOCATION, "`tools`", "'[{'")),
-    "tree-orphan": (lambda: tree(("a", None), ("b", "a"), ("c", "z")), ("row 3", "parent_id z", "2 messages")),
-    "columns-none": (lambda: source("questions.jsonl", columns={"turn": "prompt"}), ("'turn'", "'turns'", "questions")),
-    "columns-twice": (
-        lambda: source("questions.jsonl", columns={"category": "turns"}),
-        ("questions.jsonl, row 1", "columns", "turns"),
-    ),
-    "columns-odd": (lambda: check_renames({"x": "contxt"}), ("'x'", "'contxt'", "'context'")),
     "pair-text": (lambda: adapted("wmt14-de-en", {"translation": "a"}), (LOCATION, "{de, en}", "str")),
     # cleaning
-    "choice": (lambda: Cleaning(html="dorp"), ("html", "'dorp'", "'keep'", "'drop'")),  # type: ignore[arg-type]
+    "choice": (lambda: Cleaning(html="dorp"), ("html", "'dorp'", "'keep'", "'markdown'")),  # type: ignore[arg-type]
     "role-meaning": (lambda: Cleaning(roles={"bot": "asistant"}), ("roles.bot", "'assistant'")),  # type: ignore
-    "least": (lambda: Cleaning(min_exchanges=0), ("min_exchanges", "0", "1")),
     # tokenizers
     "small": (lambda: train_bpe(TEXTS, 258, ["<a>", "<b>", "<c>"]), ("258", "256", "259")),
     "large": (lambda: train_bpe(["ab ab"], 4000, ["<a>"]), ("4000",)),
@@ -173,7 +159,6 @@ def cleaned(**options: Any) -> Any:
     ("package", "extra", "call"),
     [
         ("pyarrow", "train", lambda: source("a.parquet")),
-        ("pyarrow", "train", lambda: source("a.jsonl.zst")),
         ("datasets", "train", lambda: source("piqa")),
         ("markdownify", "clean", lambda: cleaned(html="markdown")),
         ("py3langid", "clean", lambda: cleaned(languages=["en"])),
@@ -183,8 +168,7 @@ def test_a_missing_package_is_named_with_how_to_get_it(
     package: str, extra: str, call: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.parquet", "a.jsonl.zst"):
-        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "a.parquet").write_bytes(b"")
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

@@ -12,7 +12,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,11 @@ _ZIP_WRITER = "inline_container"  # in what torch's zip writer raises
 
 @dataclass(frozen=True)
 class Position:
-    """Progress of a run: steps, seconds of training, tokens seen, position in streamed data."""
+    """Progress of a run: steps, seconds of training, tokens seen."""
 
     step: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    data: dict[str, int] = field(default_factory=dict)
 
 
 class StateFolder:

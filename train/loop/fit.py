@@ -30,7 +30,6 @@ from .progress import Report, peak_memory
 
 if TYPE_CHECKING:
     from ...data.blocks.prepared import PreparedData
-    from ...data.blocks.stream import StreamedData
 
 __all__ = ["FitConfig", "FitResult", "Interrupted", "Task", "TrainingError", "fit"]
 
@@ -101,7 +100,7 @@ class FitResult:
 
 def fit(
     task: Task,
-    data: PreparedData | StreamedData,
+    data: PreparedData,
     config: FitConfig,
     state_dir: str | Path,
     accelerator: Any | None = None,
@@ -132,9 +131,7 @@ def fit(
 class _Run:
     """One call of `fit`."""
 
-    def __init__(
-        self, task: Task, data: PreparedData | StreamedData, config: FitConfig, folder: Path, accelerator: Any
-    ) -> None:
+    def __init__(self, task: Task, data: PreparedData, config: FitConfig, folder: Path, accelerator: Any) -> None:
         self.task, self.data, self.config, self.accelerator = task, data, config, accelerator
         self.title = task.title or task.name
         self.is_main: bool = accelerator.is_main_process
@@ -173,10 +170,8 @@ class _Run:
         self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
         self.stepper = Stepper(self.accelerator, self.module, self.optimizer, config.clip_norm)
         if position is None:
-            self.data.restore(self.data.beginning)
             return Position()
         self.state.load(position)
-        self.data.restore(position.data)
         self.resumed_from = position.step
         for step, metrics in sorted(self.state.evaluations.items()):
             self._is_best(step, metrics)
@@ -223,7 +218,7 @@ class _Run:
                 "tokens_per_second": (tokens - position.tokens) / seconds,
                 "peak_memory_bytes": peak_memory(self.accelerator.device),
             }
-            position = Position(step + 1, position.seconds + seconds, tokens, self.data.state())
+            position = Position(step + 1, position.seconds + seconds, tokens)
             report.step(step + 1, line["loss"], line["tokens_per_second"], seconds)
             if (step + 1) % config.log_every == 0 or step + 1 == config.steps or "skipped" in line:
                 self._log(line)

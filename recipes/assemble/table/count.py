@@ -53,7 +53,7 @@ def run_table(recipe: TableRecipe, accelerator: Any) -> None:
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     folder = state_folder(Path(recipe.out)) / "count"
     identity: dict[str, Any] = {}  # of the main process, which alone reads it
-    share = Share(recipe.data, rank, world, is_main)
+    share = Share(recipe.data, rank, world)
 
     def begin() -> None:
         identity.update(_identity(recipe, tokenizer) | {"vocab_size": vocab_size})
@@ -143,17 +143,15 @@ class Share:
     conversations to count, and the number of those held out.
     """
 
-    def __init__(self, section: DataSection, rank: int, world: int, log_forms: bool) -> None:
-        self._section, self._rank, self._world, self._log_forms = section, rank, world, log_forms
+    def __init__(self, section: DataSection, rank: int, world: int) -> None:
+        self._section, self._rank, self._world = section, rank, world
         self._by_row = not section.clean.get("duplicates") and all(part.limit is None for part in section.parts())
         self.reports = [CorpusReport() for _ in section.parts()]
         self.conversations = self.held_out = 0
 
     def __iter__(self) -> Iterator[Conversation]:
         shard = (self._rank, self._world) if self._by_row else (0, 1)
-        found = training_conversations(
-            self._section, self.reports, log_forms=self._log_forms, hold=self._hold, shard=shard
-        )
+        found = training_conversations(self._section, self.reports, hold=self._hold, shard=shard)
         for number, conversation in enumerate(found):
             self.conversations += 1
             if self._by_row or number % self._world == self._rank:
@@ -225,7 +223,7 @@ def _documents(
 def kept_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
     """Return the first `count.texts` tokens of the counted texts."""
     kept, left = [], recipe.count.texts
-    for documents in _documents(recipe, tokenizer, Share(recipe.data, 0, 1, False)):
+    for documents in _documents(recipe, tokenizer, Share(recipe.data, 0, 1)):
         kept += [ids[:left] for ids in documents[:left]]
         left -= sum(len(ids) for ids in documents)
         if left <= 0:

@@ -84,8 +84,7 @@ class Plan:
     steps: int
     tokens: int
     """Number of tokens in all steps."""
-    epochs: float | None
-    """Number of epochs; None if the data is streamed."""
+    epochs: float
     evaluations: int
     probe: Probe
     prepared: Path
@@ -119,9 +118,7 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
     _check_disk(out, disk, free_disk)
     probe = _probe(run, config, accelerator, shares)
     stage, data = zero_stage(accelerator), run.prepared.train
-    step_tokens = probe.step_tokens
-    if isinstance(data, PreparedData):
-        step_tokens = data.manifest["tokens"] / data.blocks * config.global_batch
+    step_tokens = data.manifest["tokens"] / data.blocks * config.global_batch
     return Plan(
         kind=role_of(recipe),
         size=size,
@@ -133,7 +130,7 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
         free_disk=free_disk,
         steps=config.steps,
         tokens=round(step_tokens * config.steps),
-        epochs=config.steps * config.global_batch / data.blocks if data.blocks else None,
+        epochs=config.steps * config.global_batch / data.blocks,
         evaluations=len(_due(config.steps, config.evaluate_every)),
         probe=probe,
         prepared=run.prepared.folder,
@@ -162,8 +159,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     for name, number in plan.disk.items():
         yield f"  {name}", gigabytes(number), ""
     yield "disk", gigabytes(sum(plan.disk.values())), f"{gigabytes(plan.free_disk)} free"
-    epochs = "streamed" if plan.epochs is None else f"{plan.epochs:.2f} epochs"
-    yield "steps", f"{plan.steps:,}", f"{plan.tokens:,} tokens, {epochs}"
+    yield "steps", f"{plan.steps:,}", f"{plan.tokens:,} tokens, {plan.epochs:.2f} epochs"
     each = f"{probe.step_seconds:.3g} s a step, {plan.evaluations} evaluations of {probe.evaluation_seconds:.3g} s"
     yield "time", duration(plan.seconds), f"{each}: extrapolated from one or two micro batches and a few prompts"
     yield "prepared data", "", f"stays in {plan.prepared}"

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 
 TALK = ["what is the first question", "the first answer here", "and then?", "another answer to that", "so?", "then end"]
 MARKERS = ("</s>", "<s>", "<unk>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "USER: ", " ASSISTANT:", "[/INST]")
-NOTICED = {f.ANSWER_CUT, f.QUESTION_CUT, f.SPECIAL_TOKEN_TEXT, f.EMPTY_ANSWER}
 
 
 @pytest.fixture(scope="session", params=sorted(TEMPLATES))
@@ -34,10 +33,6 @@ def template(request: pytest.FixtureRequest) -> Template:
 def _talk(texts: Sequence[str], system: str | None = None, name: str = "talk") -> Conversation:
     turns = tuple(Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts))
     return Conversation(name, (*((Turn("system", system),) if system is not None else ()), *turns))
-
-
-def _faults(findings: Sequence[str]) -> set[str]:
-    return set(findings) - NOTICED
 
 
 Plant = Callable[[Rendered, Any], Rendered]
@@ -66,25 +61,21 @@ def _with_id(number: int) -> Plant:
     return plant
 
 
-PLANTS: dict[str, tuple[Plant, set[str]]] = {
-    "nothing": (_spans(lambda _, length: []), {f.NOTHING_TRAINED}),
-    "everything": (_spans(lambda _, length: [(0, length)]), {f.ANSWER_DIFFERS}),
-    "a question too": (_spans(lambda s, _: [s[0], (s[0][1] + 2, s[1][1]), s[2]]), {f.ANSWER_DIFFERS}),
-    "an answer not": (_spans(lambda s, _: [s[0], s[2]]), {f.ANSWER_DIFFERS}),
-    "an end not": (_spans(lambda s, _: [s[0], (s[1][0], s[1][1] - 1), s[2]]), {f.ANSWER_DIFFERS}),
-    "no end": (_without_end, {f.ANSWER_DIFFERS}),
+PLANTS: dict[str, tuple[Plant, str]] = {
+    "nothing": (_spans(lambda _, length: []), f.BROKEN_SPANS),
+    "everything": (_spans(lambda _, length: [(0, length)]), f.ANSWER_DIFFERS),
+    "a question too": (_spans(lambda s, _: [s[0], (s[0][1] + 2, s[1][1]), s[2]]), f.ANSWER_DIFFERS),
+    "an answer not": (_spans(lambda s, _: [s[0], s[2]]), f.ANSWER_DIFFERS),
+    "an end not": (_spans(lambda s, _: [s[0], (s[1][0], s[1][1] - 1), s[2]]), f.ANSWER_DIFFERS),
+    "no end": (_without_end, f.ANSWER_DIFFERS),
     "end token in an answer": (
         lambda document, tokenizer: _inserted(document, document.spans[1][0] + 3, tokenizer.eos_token_id),
-        {f.ANSWER_DIFFERS},
+        f.ANSWER_DIFFERS,
     ),
-    "special token in a question": (
-        lambda document, tokenizer: _inserted(document, document.spans[1][0] - 3, tokenizer.bos_token_id),
-        {f.CONTEXT_DIFFERS},
-    ),
-    "a large id": (_with_id(10**6), {f.OUTSIDE_VOCABULARY}),
-    "a span in two": (_spans(lambda s, _: [(s[0][0], s[0][0] + 2), (s[0][0] + 2, s[0][1]), *s[1:]]), {f.BROKEN_SPANS}),
-    "a span too long": (_spans(lambda s, length: [*s[:-1], (s[-1][0], length + 1)]), {f.BROKEN_SPANS}),
-    "exchanges that are not there": (lambda document, _: replace(document, first=7), {f.ANSWER_DIFFERS}),
+    "a large id": (_with_id(10**6), f.BROKEN_SPANS),
+    "a span in two": (_spans(lambda s, _: [(s[0][0], s[0][0] + 2), (s[0][0] + 2, s[0][1]), *s[1:]]), f.BROKEN_SPANS),
+    "a span too long": (_spans(lambda s, length: [*s[:-1], (s[-1][0], length + 1)]), f.BROKEN_SPANS),
+    "exchanges that are not there": (lambda document, _: replace(document, first=7), f.ANSWER_DIFFERS),
 }
 
 
@@ -93,10 +84,11 @@ def test_a_planted_fault_is_found_under_its_name(template: Template, tokenizer: 
     document = render(_talk(TALK, system), template, tokenizer)
     for planted, (plant, expected) in PLANTS.items():
         linter = Linter(tokenizer, template)
-        assert linter.check(document) == ()
-        found = linter.check(plant(document, tokenizer))
-        assert set(found) == expected, (planted, found)
-        assert linter.report.clean == 1
+        assert linter.check(document) is None
+        assert linter.check(plant(document, tokenizer)) == expected, planted
+        assert (linter.report.documents, linter.report.clean) == (2, 1)
+    other = replace(document, conversation=_talk([TALK[0], TALK[1], "another question", *TALK[3:]], system))
+    assert linter.check(other) == f.QUESTION_DIFFERS
 
 
 @pytest.mark.parametrize(
@@ -105,7 +97,7 @@ def test_a_planted_fault_is_found_under_its_name(template: Template, tokenizer: 
 def test_white_space_that_is_trained(tokenizer: Any, before: str, after: str, fault: bool) -> None:
     written, template = _talk([TALK[0], before + TALK[1] + after]), get_template("vicuna-v1.1")
     document = replace(render(written, template, tokenizer), conversation=_talk(TALK[:2]))
-    assert Linter(tokenizer, template).check(document) == ((f.ANSWER_DIFFERS,) if fault else ())
+    assert Linter(tokenizer, template).check(document) == (f.ANSWER_DIFFERS if fault else None)
 
 
 @pytest.mark.parametrize(
@@ -116,38 +108,25 @@ def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: A
     length = len(prompt_renderer(template, tokenizer)(chat.turns[:1]))
     for limit in range(length + 40, length + 44):
         (document,) = Renderer(template, tokenizer, limit)([chat])
-        assert linter.check(document) == (f.ANSWER_CUT,)
-        assert f.ANSWER_DIFFERS in linter.check(replace(document, answer_cut=False))
+        assert linter.check(document) is None
+        assert linter.check(replace(document, answer_cut=0)) == f.ANSWER_DIFFERS
         if answer.isascii():  # a decoder gives up all of a row of bytes for one broken character
             other = replace(document, conversation=_talk(["the question", "x" + answer]))
-            assert f.ANSWER_DIFFERS in linter.check(other)
+            assert linter.check(other) == f.ANSWER_DIFFERS
         start, end = document.spans[0]
-        assert _faults(linter.check(replace(document, spans=[(start - 4, end)])))
+        assert linter.check(replace(document, spans=[(start - 4, end)]))
         closed = replace(document, ids=np.append(document.ids, tokenizer.eos_token_id), spans=[(start, end + 1)])
-        assert f.ANSWER_DIFFERS in linter.check(closed), "taught to stop in the middle"
+        assert linter.check(closed) == f.ANSWER_DIFFERS, "trained to stop in the middle"
 
 
-@pytest.mark.parametrize("question", ["so many words " * 30, "你好，世界😀" * 20], ids=["words", "bytes"])
-def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any, question: str) -> None:
+def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any) -> None:
+    question = "so many words " * 30
     linter, chat = Linter(tokenizer, template), _talk([question, "the answer"])
     length = len(render(_talk(["", "the answer"]), template, tokenizer).ids)
-    for limit in range(length + 40, length + 44):
-        (document,) = Renderer(template, tokenizer, limit)([chat])
-        assert linter.check(document) == (f.QUESTION_CUT,)
-        assert f.CONTEXT_DIFFERS in linter.check(replace(document, question_cut=False))
-        if question.isascii():
-            other = replace(document, conversation=_talk([question + "!", "the answer"]))
-            assert set(linter.check(other)) == {f.CONTEXT_DIFFERS, f.QUESTION_CUT}
-        start, end = document.spans[0]
-        assert _faults(linter.check(replace(document, spans=[(start - 4, end)])))
-
-
-def test_strings_of_special_tokens_and_empty_answers_are_noticed(template: Template, tokenizer: Any) -> None:
-    linter = Linter(tokenizer, template)
-    typed = render(_talk([f"say {tokenizer.eos_token} twice", "no"]), template, tokenizer)
-    assert linter.check(typed) == (f.SPECIAL_TOKEN_TEXT,)
-    assert linter.check(render(_talk(["say nothing", ""]), template, tokenizer)) == (f.EMPTY_ANSWER,)
-    assert linter.report.clean == linter.report.documents
+    (document,) = Renderer(template, tokenizer, length + 40)([chat])
+    assert linter.check(document) is None
+    assert linter.check(replace(document, question_cut=0)) == f.QUESTION_DIFFERS
+    assert linter.check(replace(document, conversation=_talk([question + "!", "the answer"]))) == f.QUESTION_DIFFERS
 
 
 def test_bare_text_is_trained_whole(tokenizer: Any) -> None:
@@ -155,14 +134,13 @@ def test_bare_text_is_trained_whole(tokenizer: Any) -> None:
     linter = Linter(tokenizer, get_template("plain"))
     parts = list(Renderer(get_template("plain"), tokenizer, 40)([text]))
     for part in parts:
-        assert linter.check(part) == ()
+        assert linter.check(part) is None
     part = parts[1]
     ((start, end),) = part.spans
-    assert linter.check(replace(part, spans=[(start + 3, end)])) == (f.ANSWER_DIFFERS,)
-    assert linter.check(replace(part, spans=[])) == (f.NOTHING_TRAINED,)
-    assert linter.check(_inserted(part, start + 5, tokenizer.eos_token_id)) == (f.ANSWER_DIFFERS,)
+    assert linter.check(replace(part, spans=[(start + 3, end)])) == f.ANSWER_DIFFERS
+    assert linter.check(_inserted(part, start + 5, tokenizer.eos_token_id)) == f.ANSWER_DIFFERS
     other = Conversation("other", (Turn("assistant", "something else"),))
-    assert linter.check(replace(part, conversation=other)) == (f.ANSWER_DIFFERS,)
+    assert linter.check(replace(part, conversation=other)) == f.ANSWER_DIFFERS
 
 
 def test_tokenizers_that_change_texts() -> None:
@@ -179,8 +157,8 @@ def test_tokenizers_that_change_texts() -> None:
     for tokenizer in (composing, unknowing):
         document = render(_talk(said), template, tokenizer)
         linter = Linter(tokenizer, template)
-        assert linter.check(document) == ()
-        assert linter.check(replace(document, conversation=_talk(unsaid))) == (f.ANSWER_DIFFERS,)
+        assert linter.check(document) is None
+        assert linter.check(replace(document, conversation=_talk(unsaid))) == f.ANSWER_DIFFERS
 
 
 TEXTS = st.lists(
@@ -204,7 +182,7 @@ def test_no_text_whatever_puts_user_text_under_the_mask(
         for max_tokens in (None, opening + room):
             documents = Renderer(template, tokenizer, max_tokens, last_turn_only=last_turn_only)([chat])
             for document in documents:
-                assert not _faults(linter.check(document)), (document, tokenizer.decode(document.ids))
+                assert linter.check(document) is None, (document, tokenizer.decode(document.ids))
 
 
 REAL = (
@@ -237,4 +215,4 @@ def test_every_real_row_is_accounted_for_and_masks_right(shared_data: Path, name
     assert report.rows == report.kept + sum(report.dropped.values())
     assert report.kept >= 0.98 * usable > 0, report.summary()
     assert linter.report.documents >= report.kept
-    assert linter.report.clean == linter.report.documents, linter.report.as_dict()
+    assert linter.report.clean == linter.report.documents, linter.report.summary()

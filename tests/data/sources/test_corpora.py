@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from draftsmith.data.conversations import CorpusReport, Turn
+from draftsmith.data.conversations import Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
 from draftsmith.data.sources.registry import CORPORA
@@ -65,70 +65,16 @@ def test_a_local_path_stands_in_for_a_corpus(tmp_path: Path) -> None:
     for split in ("train_sft", "test_sft"):
         jsonl(tmp_path / f"{split}-00000.jsonl", {"prompt": "p", "messages": [{"role": "user", "content": split}]})
     jsonl(tmp_path / "piqa.jsonl", {"goal": "How?", "sol1": "so", "sol2": "thus", "label": 0})
-    forms: list[str] = []
 
     def asked(*source: str, **options: Any) -> list[str]:
-        return [prompt.turns[-1].text for prompt in read_prompts(*source, **options, on_form=forms.append)]
+        return [prompt.turns[-1].text for prompt in read_prompts(*source, **options)]
 
     folder = str(tmp_path)
     assert asked("ultrachat-200k", path=folder) == ["train_sft"]
     assert asked("HuggingFaceH4/ultrachat_200k", path=folder, split="test_sft") == ["test_sft"]
-    (prompt,) = read_prompts("ybisk/piqa", path=str(tmp_path / "piqa.jsonl"), on_form=forms.append)
+    (prompt,) = read_prompts("ybisk/piqa", path=str(tmp_path / "piqa.jsonl"))
     assert prompt.references == ("so",)
-    assert forms == ["messages", "messages", "goal + sol1 + sol2"]
     assert asked("someone/else", path=str(tmp_path / "piqa.jsonl")) == ["How?"]
-
-
-def test_messages_that_are_rows_become_trees_in_shards_too(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = []
-    for tree in range(7):
-        for name, parent, role, rank, deleted in (
-            ("a", None, "prompter", None, False), ("b", "a", "assistant", 1, False), ("c", "a", "assistant", 0, False),
-            ("d", "c", "prompter", 0, True), ("e", "c", "prompter", None, False), ("f", "b", "prompter", 0, False),
-            ("g", "e", "assistant", 0, False),
-        ):  # fmt: skip
-            place = {"message_id": f"{name}{tree}", "parent_id": parent and f"{parent}{tree}", "lang": "en"}
-            rows.append(place | {"role": role, "text": name, "rank": rank, "deleted": deleted})
-    file = jsonl(tmp_path / "a.jsonl", *rows)
-    pyarrow = pytest.importorskip("pyarrow.parquet")
-    pyarrow.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), tmp_path / "b.parquet")
-    for source in (file, str(tmp_path / "b.parquet")):
-        for count in (1, 3):
-            report = CorpusReport()
-            shards = [list(read_conversations(source, report=report, shard=(i, count))) for i in range(count)]
-            found = sorted((one.id, "".join(turn.text for turn in one.turns)) for shard in shards for one in shard)
-            assert found == [(f"a{tree}", "aceg") for tree in range(7)]
-            assert report.unused_columns == {"lang": 7}
-        assert all(len(shard) >= 2 for shard in shards)
-
-
-def test_columns_of_a_table_that_are_not_read_are_counted_as_those_of_lines_are(tmp_path: Path) -> None:
-    rows = [{"prompt": "b", "response": "c", "score": [n], "Notes": "x" if n else ""} for n in range(5)]
-    pyarrow = pytest.importorskip("pyarrow.parquet")
-    pyarrow.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), tmp_path / "b.parquet")
-    found = []
-    for source in (jsonl(tmp_path / "a.jsonl", *rows), str(tmp_path / "b.parquet")):
-        report = CorpusReport()
-        assert len(list(read_conversations(source, report=report, columns={}))) == 5
-        found.append(report.unused_columns)
-        report = CorpusReport()
-        named: dict[str, str | None] = {"Notes": "system", "score": None, "tools": None}
-        assert len(list(read_conversations(source, report=report, columns=named))) == 5
-        assert not report.unused_columns
-    assert found == [{"score": 5, "Notes": 4}, {"score": 5, "Notes": 5}], "of a column that is not read, all rows"
-
-
-def test_broken_rows_are_part_of_the_report(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    jsonl(path, CHAT, {"query": "no form"}, {"messages": []}, CHAT)
-    path.write_text("{\n" + path.read_text() + '{"cut')
-    with pytest.raises(ValueError, match="row 1"):
-        list(read_conversations(str(path)))
-    report = CorpusReport()
-    kept = list(read_conversations(str(path), report=report, skip_broken=True))
-    assert len(kept) == report.kept == 2
-    assert report.dropped == {"broken: not valid JSON": 2, "broken: no known form": 1, "no whole exchange": 1}
-    assert report.rows == report.kept + sum(report.dropped.values()) == 6
 
 
 def message(role: str, content: Any) -> dict[str, Any]:
@@ -161,20 +107,16 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dic
     asked: list[dict[str, Any]] = []
     rows = [{"prompt": str(i), "response": "hi", "scores": [i]} for i in range(11)]
 
-    def load(path: str, *, streaming: bool = False, **options: Any) -> Any:
+    def load(path: str, **options: Any) -> Any:
         asked.append({"path": path, **options})
-        loaded = datasets.Dataset.from_list(rows)
-        return loaded.to_iterable_dataset() if streaming else loaded
+        return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     return asked, rows
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_hub_is_read_in_shards(hub: tuple[Any, list[dict[str, Any]]], streaming: bool) -> None:
-    parts = [
-        [d.messages[0][1] for d in open_dialogues("someone/chats", streaming=streaming, shard=(i, 4))] for i in range(4)
-    ]
+def test_the_hub_is_read_in_shards(hub: tuple[Any, list[dict[str, Any]]]) -> None:
+    parts = [[d.messages[0][1] for d in open_dialogues("someone/chats", shard=(i, 4))] for i in range(4)]
     assert parts == [["0", "4", "8"], ["1", "5", "9"], ["2", "6", "10"], ["3", "7"]]
 
 

@@ -137,7 +137,6 @@ def test_a_cache_of_another_target_is_not_taken(recipe_file: Path, make_llama: C
 @pytest.mark.parametrize(
     ("kind", "changes", "key"),
     [
-        ("drafter", ["data.streaming=true"], "data.streaming"),
         ("drafter", ["teacher.cache=null"], "teacher.cache"),
         ("drafter", ["target=null", "objective={cross-entropy: 1.0}"], "target"),
         ("drafter", ["teacher.top_k=321"], "321.*320"),

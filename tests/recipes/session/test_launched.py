@@ -63,7 +63,7 @@ def heads_recipe(drafter_recipe: Path, tiny_pair: Path, tmp_path: Path) -> Path:
 
 
 SETTINGS = {
-    "loop": ("train.gradient_checkpointing=true", "train.clip_norm=0", "data.streaming=true", "data.workers=2"),
+    "loop": ("train.gradient_checkpointing=true", "train.clip_norm=0"),
     "adapter": (*DISTIL, "model={source: DRAFTER, lora: {rank: 2, export: adapter}}", "target=TARGET"),
     "on policy": (*DISTIL, "on_policy={share: 0.5, new_tokens: 8}", "model={source: DRAFTER}", "target=TARGET"),
     "heads, best of all": (

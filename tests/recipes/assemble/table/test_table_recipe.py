@@ -62,7 +62,7 @@ def loaded(recipe: dict[str, Any]) -> TableRecipe:
 
 def conversations(recipe: TableRecipe) -> list[Conversation]:
     reports = [CorpusReport() for _ in recipe.data.parts()]
-    return list(training_conversations(recipe.data, reports, log_forms=False))
+    return list(training_conversations(recipe.data, reports))
 
 
 def test_whole_conversations_are_counted_as_they_are_rendered(recipe: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str,
 def test_settings_that_change_nothing_leave_a_finished_table_as_it_is(recipe: dict[str, Any]) -> None:
     out = run_train(loaded(recipe))
     stamp = (out / "artifact.json").stat().st_mtime_ns
-    data = {"workers": 3, "block_tokens": 64, "heldout_limit": 7, "cache": recipe["data"]["cache"] + "-2"}
+    data = {"block_tokens": 64, "heldout_limit": 7, "cache": recipe["data"]["cache"] + "-2"}
     same = {"count": {"memory_mb": 3, "save_minutes": 1.0}, "data": recipe["data"] | data}
     assert run_train(loaded(recipe | same)) == out
     assert (out / "artifact.json").stat().st_mtime_ns == stamp
@@ -164,7 +164,7 @@ def hold(folder: Path, tokens: int) -> None:
 
 
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 2.25])
-KINDS = ["good", "good", "good", "other form", "torn", "no form", "alone", "unknown role"]
+KINDS = ["good", "good", "good", "other form", "alone", "unknown role"]
 
 
 def line(kind: str, name: str) -> str:
@@ -197,14 +197,12 @@ def test_the_shares_of_all_processes_are_the_corpus(
         parts.append(SourceSection(source=source, weight=data.draw(WEIGHTS)))
     clean = {"unknown_roles": data.draw(st.sampled_from(["drop", "cut"]))}
     by_row = data.draw(st.booleans())
-    section = DataSection(
-        mixture=parts, skip_broken=True, heldout_share=0.3, clean=clean | {"duplicates": [] if by_row else ["id"]}
-    )
+    section = DataSection(mixture=parts, heldout_share=0.3, clean=clean | {"duplicates": [] if by_row else ["id"]})
     reports, held = [CorpusReport() for _ in parts], []
-    whole = list(training_conversations(section, reports, log_forms=False, hold=held.append))
-    shares = [Share(section, rank, world, False) for world in [data.draw(st.integers(1, 5))] for rank in range(world)]
+    whole = list(training_conversations(section, reports, hold=held.append))
+    shares = [Share(section, rank, world) for world in [data.draw(st.integers(1, 5))] for rank in range(world)]
     own = [list(share) for share in shares]
-    assert own == [list(Share(section, rank, len(shares), False)) for rank in range(len(shares))], "always the same"
+    assert own == [list(Share(section, rank, len(shares))) for rank in range(len(shares))], "always the same"
     assert Counter(chain(*own)) == Counter(whole)
     seen = shares[0]
     for share in shares[1:] if by_row else ():
@@ -220,9 +218,9 @@ def test_a_row_at_fault_is_found_by_its_own_process_alone(kind: str, tmp_path: P
     for rank in range(3):
         if rank == 7 % 3:
             with pytest.raises(ValueError, match=r"a\.jsonl, row 15: "):
-                list(Share(section, rank, 3, False))
+                list(Share(section, rank, 3))
         else:
-            assert len(list(Share(section, rank, 3, False))) == 4
+            assert len(list(Share(section, rank, 3))) == 4
 
 
 TABLES = sorted(name for name in shipped_recipes() if name.startswith("table/"))
