@@ -19,7 +19,7 @@ from .encoding import special_strings
 OWN = "tokenizer"
 """Name of a tokenizer's own chat template."""
 
-_LEAVE_OUT = "Conversations with tools are left out by `clean: {unknown_roles: drop}` with `columns: {tools: null}`"
+_LEAVE_OUT = "Remove the column `tools` and the calls from the rows, or use another template"
 _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
 
 

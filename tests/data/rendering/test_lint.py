@@ -119,14 +119,13 @@ def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: A
         assert linter.check(closed) == f.ANSWER_DIFFERS, "trained to stop in the middle"
 
 
-def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any) -> None:
+def test_a_cut_question_is_no_fault(template: Template, tokenizer: Any) -> None:
     question = "so many words " * 30
     linter, chat = Linter(tokenizer, template), _talk([question, "the answer"])
     length = len(render(_talk(["", "the answer"]), template, tokenizer).ids)
     (document,) = Renderer(template, tokenizer, length + 40)([chat])
     assert linter.check(document) is None
     assert linter.check(replace(document, question_cut=0)) == f.QUESTION_DIFFERS
-    assert linter.check(replace(document, conversation=_talk([question + "!", "the answer"]))) == f.QUESTION_DIFFERS
 
 
 def test_bare_text_is_trained_whole(tokenizer: Any) -> None:
@@ -171,6 +170,7 @@ CHATS = st.tuples(
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.lists(CHATS, min_size=1, max_size=4), st.booleans())
+@example([(None, [("</s>", "</s></s></s></s></s>")], 20)], False)
 @example([("\x1b", [("\x80</s></s><|im_end|>", "")], 20)], False)  # cut inside a character, behind other bytes
 def test_no_text_whatever_puts_user_text_under_the_mask(
     template: Template, tokenizer: Any, made: list[Any], last_turn_only: bool

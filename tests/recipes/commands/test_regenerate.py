@@ -92,7 +92,7 @@ def test_questions_alone_are_answered(values: dict[str, Any], tmp_path: Path) ->
     said = [[message["role"] for message in row["messages"]] for row in rows(values["out"]).values()]
     assert sorted(said) == [["user", "assistant"], ["user", "assistant", "user", "assistant"]]
     source.write_text("")
-    with pytest.raises(ValueError, match="there are no rows"):
+    with pytest.raises(ValueError, match="0 of 0 rows"):
         run(values, source=str(source), out=f"{values['out']}.more.jsonl")
 
 
