@@ -21,7 +21,6 @@ import torch
 from rich.table import Column, Table
 from torch import nn
 
-from ....data.blocks.prepared import PreparedData
 from ....train.config import FitConfig, micro_steps
 from ....train.loop.fit import fit
 from ....train.parallel.accelerate import make_accelerator, zero_stage
@@ -59,8 +58,6 @@ class Probe:
 
     step_seconds: float
     """Duration of an optimizer step, extrapolated from one or two micro batches."""
-    step_tokens: float
-    """Tokens of a step without padding, extrapolated likewise."""
     evaluation_seconds: float
     """Duration of an evaluation, extrapolated from a part of it."""
     peak_bytes: int
@@ -190,7 +187,7 @@ def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
     first, last = (line for line in lines if "loss" in line)
     tokens = last["tokens"] - first["tokens"]
     step = tokens / last["tokens_per_second"] * wanted / tried
-    return Probe(step, tokens * wanted / tried, seconds[-1] * shares, last["peak_memory_bytes"])
+    return Probe(step, seconds[-1] * shares, last["peak_memory_bytes"])
 
 
 def _due(steps: int, every: int) -> set[int]:
