@@ -228,7 +228,7 @@ TABLES = sorted(name for name in shipped_recipes() if name.startswith("table/"))
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_shipped_recipe_counts_a_stand_in(name: str, stand_ins: Any, tmp_path: Path) -> None:
-    assert TABLES == ["table/any-corpus", "table/vicuna-lmsys"]
+    assert TABLES == ["table/any-corpus", "table/t5", "table/vicuna-lmsys"]
     target = stand_ins.target("lmsys/vicuna-7b-v1.3")
     recipe = load_recipe(name, [f"out={tmp_path / 'out'}", f"tokenizer={target}", f"data.path={stand_ins.rows}"])
     assert isinstance(recipe, TableRecipe)
