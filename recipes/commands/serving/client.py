@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -14,6 +15,8 @@ from ....checkpoints.storage.messages import install_hint
 from ....checkpoints.storage.redaction import redacted
 from ....decode.evaluation.serving import Reply
 
+MAX_REPLY_BYTES = 64 << 20
+"""Maximum size of one reply of a server."""
 _LINE = re.compile(r"^(?:vllm|llamacpp):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+)$")
 _POSITION = re.compile(r'position="(\d+)"')
 _COUNTERS = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "accepted"}
@@ -28,6 +31,31 @@ def check_client() -> Any:
     return openai
 
 
+def open_client(openai: Any, url: str, key: str, timeout: float, retries: int = 0) -> Any:
+    """Return an asynchronous client whose replies end with an OSError beyond `MAX_REPLY_BYTES`."""
+
+    class LimitedClient(openai.DefaultAsyncHttpxClient):
+        async def send(self, request: Any, *, stream: bool = False, **settings: Any) -> Any:
+            response = await super().send(request, stream=True, **settings)
+            unlimited = response.aiter_bytes
+
+            async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
+                size = 0
+                async for piece in unlimited(chunk_size):
+                    if (size := size + len(piece)) > MAX_REPLY_BYTES:
+                        raise OSError(f"the reply is larger than {MAX_REPLY_BYTES >> 20} MiB")
+                    yield piece
+
+            response.aiter_bytes = limited
+            if not stream:
+                await response.aread()
+            return response
+
+    # Without a key, the client would read one from a variable of its own choice.
+    settings: dict[str, Any] = {"api_key": key or "none", "base_url": url, "timeout": timeout, "max_retries": retries}
+    return openai.AsyncOpenAI(http_client=LimitedClient(base_url=url, timeout=timeout), **settings)
+
+
 class Server:
     """Connection to one model of a server; `model` None stands for the first that the server lists."""
 
@@ -36,9 +64,7 @@ class Server:
         self.url, self.model, self._key, self._timeout = url, model, os.environ.get(key_variable, ""), timeout
 
     async def __aenter__(self) -> Server:
-        # Without a key, the client would read one from a variable of its own choice.
-        limits: dict[str, Any] = {"timeout": self._timeout, "max_retries": 0}
-        self._client = self._openai.AsyncOpenAI(api_key=self._key or "none", base_url=self.url, **limits)
+        self._client = open_client(self._openai, self.url, self._key, self._timeout)
         if self.model is None:
             try:
                 models = (await self._client.models.list()).data
@@ -55,10 +81,11 @@ class Server:
     async def ask(self, messages: Sequence[dict[str, str]], **settings: Any) -> Reply:
         """Return the answer, or why there is none."""
         try:
-            return await self._ask(messages, settings)
-        except self._openai.APITimeoutError:
+            async with asyncio.timeout(self._timeout):
+                return await self._ask(messages, settings)
+        except (TimeoutError, self._openai.APITimeoutError):
             return Reply(failure=f"no answer within {self._timeout:g} s")
-        except (self._openai.APIError, _IncompleteError) as error:
+        except (self._openai.APIError, _IncompleteError, OSError) as error:
             return Reply(failure=self._redacted(error.__cause__ or error))
 
     async def _ask(self, messages: Sequence[dict[str, str]], settings: dict[str, Any]) -> Reply:

@@ -12,7 +12,6 @@ from typing import Any
 
 from ....checkpoints.artifact.model_ref import resolve_model
 from ....checkpoints.storage.atomic import check_writable
-from ....checkpoints.storage.messages import install_hint
 from ....checkpoints.storage.redaction import redacted
 from ....checkpoints.storage.safe_read import parse_json
 from ....data.cleaning.cleaner import Cleaning
@@ -36,6 +35,7 @@ from ...schema.evaluation import RegenerateRecipe, ServerSection
 from ...schema.loading import write_recipe
 from ...session.stopping import Stoppable
 from ...session.terminal import bar, log
+from ..serving.client import check_client, open_client
 
 _RETRIES = 4
 _REACTION = 0.0005
@@ -209,16 +209,10 @@ class _Server:
     """Answerer by an OpenAI-compatible server; `spaced`: remove a space before an answer."""
 
     def __init__(self, recipe: RegenerateRecipe, server: ServerSection, spaced: bool) -> None:
-        try:
-            import openai
-        except ImportError as error:
-            raise ValueError(f"asking a server needs openai: {install_hint('regenerate')}") from error
-        self._openai: Any = openai
+        openai = self._openai = check_client()
         self._recipe, self._server, self._spaced = recipe, server, spaced
         self._key = os.environ.get(server.key_variable, "")
-        limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES}
-        # Given no key, the client would look for one in a variable of its own choice.
-        self.client = openai.AsyncOpenAI(api_key=self._key or "none", base_url=server.url, **limits)
+        self.client = open_client(openai, server.url, self._key, server.timeout, _RETRIES)
         self._settings: dict[str, Any] = {
             "model": server.model,
             "max_tokens": recipe.max_new_tokens,  # its successor, max_completion_tokens, is known to fewer servers
@@ -238,10 +232,13 @@ class _Server:
         own = {"temperature": temperature} | ({"seed": question.seed} if temperature > 0 else {})
         try:
             asked = self.client.chat.completions.with_raw_response
-            reply = await asked.create(messages=messages, **self._settings, **own)
+            async with asyncio.timeout(self._server.timeout):
+                reply = await asked.create(messages=messages, **self._settings, **own)
             outcome = self._read(reply.content)
-        except openai.APITimeoutError:
+        except (TimeoutError, openai.APITimeoutError):
             outcome = Failure(f"no answer within {self._server.timeout:g} s")
+        except OSError as error:
+            outcome = Failure(self._in_one_line(error))
         except openai.APIError as error:
             cause = self._in_one_line(error.__cause__ or error)
             if type(error.__cause__).__name__ == "ConnectError":  # of httpx, or of what openai has in its place

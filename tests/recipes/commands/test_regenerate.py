@@ -25,6 +25,7 @@ from draftsmith.data.regeneration import RegenerationReport
 from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.serving import client
 from draftsmith.recipes.commands.training import regenerate
 from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.schema.evaluation import RegenerateRecipe
@@ -242,6 +243,13 @@ class Server:
                 server.bodies.append(body)
                 server.keys.append(self.headers["authorization"])
                 status, value = reply(body)
+                if isinstance(value, Iterator):
+                    self.send_response(status)
+                    self.end_headers()
+                    with suppress(OSError):
+                        for piece in value:
+                            self.wfile.write(piece)
+                    return
                 content = value if isinstance(value, bytes) else json.dumps(value).encode()
                 if not status:
                     return  # and close
@@ -378,6 +386,27 @@ def test_an_odd_reply_is_one_conversations_failure(
     monkeypatch.undo()
     assert run(served(values, server.url, concurrency=2)).written == len(ODD)
     assert len(rows(values["out"])) == 30
+
+
+@pytest.mark.parametrize(("pause", "error"), [(0.0, "larger than 1 MiB"), (0.1, "no answer within 1 s")])
+def test_a_reply_without_end_is_a_failure(
+    values: dict[str, Any],
+    serve: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+    pause: float,
+    error: str,
+) -> None:
+    monkeypatch.setattr(regenerate, "_RETRIES", 0)
+    monkeypatch.setattr(client, "MAX_REPLY_BYTES", 1 << 20)
+
+    def endless(body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, (time.sleep(pause) or b" " * (1 if pause else 1 << 16) for _ in range(1000))
+
+    recipe = served(values, serve(endless).url)
+    recipe["server"]["timeout"] = 1.0 if pause else 60.0
+    report = run(recipe, limit=2)
+    assert (report.written, report.failed) == (0, 2)
+    assert all(error in row["error"] for row in errors(values))
 
 
 def test_a_server_that_refuses_is_one_message(
