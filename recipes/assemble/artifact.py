@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from ...checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
 from ...checkpoints.artifact.manifest import to_json_safe
 from ...checkpoints.artifact.model_ref import resolve_model, target_record, tokenizer_fingerprint
-from ...data.blocks.prepared import PreparedData
 from ...train.loop.fit import FitConfig, FitResult, fit
-from ...train.parallel.processes import TrainingError, on_main
+from ...train.parallel.processes import on_main
 from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.heads import HeadsTask
 from ..schema.loading import write_recipe
@@ -30,8 +29,6 @@ _NO_EFFECT_ON_TABLES = {"out", "count.memory_mb", "count.save_minutes", "data.he
     f"data.{name}" for name in NOT_OF_CONVERSATIONS
 }
 """Settings that change nothing of a table, so that a finished one serves whatever they are."""
-_SHOWN_DOCUMENTS = 3
-_SHOWN_TOKENS = 24
 
 
 def state_folder(out: Path) -> Path:
@@ -79,18 +76,11 @@ class Run:
         return Path(self.recipe.out)
 
     def fit(self, accelerator: Any) -> FitResult:
-        """Train; the resolved recipe is written next to the checkpoints before the first step.
-
-        Raises what `fit` raises, with the beginnings of the documents that it happened in.
-        """
+        """Train; the resolved recipe is written next to the checkpoints before the first step."""
         state = state_folder(self.out)
         on_main(accelerator, partial(write_recipe, self.recipe, state / "recipe.yaml"))
-        try:
-            config = fit_config(self.recipe, self.prepared, self.measured)
-            return fit(self.task, self.prepared.train, config, state, accelerator)
-        except TrainingError as error:
-            shown = _beginnings(self.prepared.train, error.blocks, self.tokenizer)
-            raise TrainingError(f"{error}{shown}", error.blocks) from error
+        config = fit_config(self.recipe, self.prepared, self.measured)
+        return fit(self.task, self.prepared.train, config, state, accelerator)
 
     def save(self, result: FitResult) -> None:
         """Write the artifact: model files, the resolved recipe, and `artifact.json`."""
@@ -157,18 +147,3 @@ def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str) -> 
     kinds = [("a decoder", "an encoder-decoder")[side.config.is_encoder_decoder] for side in (model, target)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"the drafter is {kinds[0]}, the target {name} {kinds[1]}: they must be of one kind")
-
-
-def _beginnings(data: PreparedData, blocks: list[int], tokenizer: Any) -> str:
-    """The first words of the first documents of some blocks."""
-    if not blocks:
-        return ""
-    texts: list[str] = []
-    for block in blocks:
-        batch = data.batch([block])
-        numbers = batch.documents_BT[0]
-        for number in dict.fromkeys(numbers[numbers >= 0].tolist()):
-            if len(texts) < _SHOWN_DOCUMENTS:
-                ids = batch.tokens_BT[0, numbers == number][:_SHOWN_TOKENS]
-                texts.append(f"{' '.join(tokenizer.decode(ids).split())!r} …")
-    return f". Its documents begin: {'; '.join(texts)}"

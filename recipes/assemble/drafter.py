@@ -36,7 +36,7 @@ _FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_to
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
     """Load or make the model. Raises ValueError: a template, or kernels, that are not for it."""
-    trained = build_model(complete_section(recipe), recipe.target, recipe.train.seed)
+    trained = build_model(complete_section(recipe), recipe.train.seed)
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
         raise ValueError("`data.template: t5` is for encoder-decoders, and the model is a decoder")

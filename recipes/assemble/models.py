@@ -79,8 +79,8 @@ class TrainableModel:
         }
 
 
-def build_model(section: ModelSection, target: str | None, seed: int) -> TrainableModel:
-    """The model of a recipe, on the CPU; `target` is that of `embeddings: target`, `seed` that of new weights."""
+def build_model(section: ModelSection, seed: int) -> TrainableModel:
+    """Return the model of a recipe on the CPU; `seed` is that of new weights."""
     torch.manual_seed(seed)
     dtype = getattr(torch, section.dtype)
     attention = None if section.attention == "auto" else section.attention
@@ -91,9 +91,6 @@ def build_model(section: ModelSection, target: str | None, seed: int) -> Trainab
         model = cut_layers(load_trainable(section.source), section.layers, section.source, attention).to(dtype)
     else:
         model = load_trainable(section.source, dtype=dtype, attention=attention)
-    if section.embeddings == "target":
-        assert target is not None, "the recipe's schema asks for a target"
-        copy_embeddings(model, target)
     if section.freeze_embeddings:
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             part.requires_grad_(False)
@@ -207,31 +204,11 @@ def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mappi
     return name if moved not in old and name.endswith(_SHARED_BIAS) else moved
 
 
-def copy_embeddings(model: PreTrainedModel, target: str) -> None:
-    """Start from a target's token embeddings and output projection [V, D]. Raises ValueError: sizes that differ, both
-    named; a model that ties the two where the target does not."""
-    source = load_model(target)
-    theirs_in, theirs_out = source.get_input_embeddings(), source.get_output_embeddings()
-    mine, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    pairs = [("token embeddings", mine, theirs_in.weight), ("output projection", head.weight, theirs_out.weight)]
-    for what, weight, theirs in pairs:
-        if weight.shape != theirs.shape:
-            sizes = " and ".join(" x ".join(map(str, shape)) for shape in (weight.shape, theirs.shape))
-            raise ValueError(f"`embeddings: target`: the {what} of the model and of {target} differ in size: {sizes}")
-    if mine is head.weight and theirs_in.weight is not theirs_out.weight:
-        raise ValueError(f"`embeddings: target`: {target} has two matrices: set `tie_word_embeddings: false`")
-    with torch.no_grad():
-        for _, weight, theirs in pairs:
-            weight.copy_(theirs)
-        if getattr(head, "bias", None) is not None and getattr(theirs_out, "bias", None) is not None:
-            head.bias.copy_(theirs_out.bias)
-
-
 def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
     """Put adapters into a model's linear layers; peft's wrapper around it."""
     lora, source = section.lora, section.source
     assert lora is not None
-    if lora.export == "adapter" and (section.layers or section.embeddings == "target"):
+    if lora.export == "adapter" and section.layers:
         raise ValueError(f"`lora.export: adapter` is for {source} as it is, in all its layers: use `export: merged`")
     try:
         from peft import LoraConfig, get_peft_model

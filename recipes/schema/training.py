@@ -78,8 +78,6 @@ class ModelSection(Section):
     """Keep only these layers of `source`, counted from 0: a drafter cut from its target."""
     config: dict[str, Any] | None = None
     """A new model instead: `model_type` and other fields of its transformers configuration."""
-    embeddings: Literal["own", "target"] = "own"
-    """`target`: start from the target's token embeddings and output projection; the hidden sizes must agree."""
     vocabulary: VocabularySection | None = None
     """A cheaper output layer; null: that of `source`, or a whole one."""
     freeze_embeddings: bool = False
@@ -231,8 +229,6 @@ class DrafterRecipe(_Recipe):
         taught = sorted(set(self.objective) - {"cross-entropy"})
         if taught and self.target is None:
             raise ValueError(f"objective {taught[0]!r} needs a `target` to learn from")
-        if self.model.embeddings == "target" and self.target is None:
-            raise ValueError("`model.embeddings: target` needs a `target`")
         if self.model.attention.startswith("flash") and self.model.dtype == "float32" and self.train.precision == "no":
             raise ValueError(f"`model.attention: {self.model.attention}` needs 16 bits: set `train.precision: bf16`")
         tokens = self.model.vocabulary.tokens if self.model.vocabulary else None

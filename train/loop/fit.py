@@ -240,8 +240,7 @@ class _Run:
             raise TrainingError(
                 f"out of memory in {what}, with micro_batch {size} of {self.data.block_tokens} tokens{where} "
                 f"({first_line(error)}). The last checkpoint in {self.state.folder} is untouched: resume from it with "
-                f"{less}",
-                self.blocks,
+                f"{less}"
             ) from error
 
     def _log(self, line: dict[str, Any]) -> None:
@@ -333,8 +332,7 @@ class _Run:
             return where
         raise TrainingError(
             f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were changed. "
-            "Lower learning_rate or clip_norm, set on_bad_step: skip, or look at these blocks",
-            blocks,
+            "Lower learning_rate or clip_norm, set on_bad_step: skip, or look at these blocks"
         )
 
     def _evaluate(self, position: Position, report: Report) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -23,11 +23,7 @@ class Interrupted(Exception):  # noqa: N818 - like KeyboardInterrupt, it is no e
 
 
 class TrainingError(ValueError):
-    """Training cannot go on; the last checkpoint is untouched. `blocks`: those that it happened in, where known."""
-
-    def __init__(self, message: str, blocks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.blocks = [int(block) for block in blocks]
+    """Training cannot go on; the last checkpoint is untouched."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -72,7 +72,7 @@ def test_pickled_weights_are_read_with_the_flag_alone(
         with pytest.raises(ValueError, match=said):
             load(str(folder))
     with pytest.raises(ValueError, match=said):
-        build_model(ModelSection(source=str(folder)), None, 0)
+        build_model(ModelSection(source=str(folder)), 0)
     monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "yes")
     with pytest.raises(ValueError, match=said):
         load_model(str(folder))

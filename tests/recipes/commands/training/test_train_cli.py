@@ -7,17 +7,11 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.commands.cli import app
-from draftsmith.recipes.commands.training.train import accelerator_for, make_run, run_train
+from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import launch_settings, load_recipe, load_training, shipped_recipes
-from draftsmith.recipes.schema.training import DrafterRecipe
-from draftsmith.train.loop.fit import TrainingError
 from typer.testing import CliRunner
 
 
@@ -34,29 +28,6 @@ def test_trackers_get_what_the_log_gets(drafter_recipe: Path, tmp_path: Path) ->
     measured = [(e["step"], pytest.approx(e["evaluation"]["perplexity"])) for e in lines if "evaluation" in e]
     assert [(event.step, event.value) for event in found.Scalars("perplexity")] == measured
     assert {"tokens_per_second", "grad_norm", "learning_rate"} <= set(found.Tags()["scalars"])
-
-
-def test_a_bad_step_names_the_documents(drafter_recipe: Path, tmp_path: Path) -> None:
-    """One token whose embedding is not a number spoils the step in which a document holds it."""
-    recipe = load_training(str(drafter_recipe), ["train.global_batch=2", "train.micro_batch=1"])
-    assert isinstance(recipe, DrafterRecipe)
-    tokenizer = load_tokenizer(recipe.tokenizer_source)
-    prepared = prepare_data(recipe.data, tokenizer, quiet=True)
-    accelerator = accelerator_for(recipe)
-    run = make_run(recipe, accelerator)
-    tokens, starts = (np.load(prepared.train.directory / f"{name}.npy") for name in ("tokens", "documents"))
-    counts = {token: int((tokens == token).sum()) for token in tokens[: starts[1]].tolist()}
-    rare = min(counts, key=counts.__getitem__)
-    with torch.no_grad():
-        run.task.module.model.get_input_embeddings().weight[rare] = float("nan")
-    with pytest.raises(TrainingError, match="the loss is nan at step") as caught:
-        run.fit(accelerator)
-    batch = prepared.train.batch(caught.value.blocks)
-    numbers = batch.documents_BT
-    assert (batch.tokens_BT == rare).any(1).all(), "only blocks that hold the token"
-    text = str(caught.value)
-    assert "Its documents begin: '<|im_start|>user" in text
-    assert text.count(" …") == min(3, len(numbers[numbers >= 0].unique()))
 
 
 def test_a_target_is_called_one(drafter_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
