@@ -20,7 +20,6 @@ from ...checkpoints.verify.model_files import is_adapter
 from ...data.prompts import stop_ids
 from ...decode.models.draft_vocabulary import keep_tokens, save_vocabulary
 from ...train.config import OnPolicy, Parallel
-from ...train.losses.drafter import TopK
 from ...train.tasks.drafter import DrafterTask
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
 from ..schema.training import DrafterRecipe, ModelSection, VocabularySection, role_of
@@ -96,7 +95,6 @@ def _make_task(
     teacher: Teacher | None = eval_teacher if taught_by_target else None
     if recipe.distils and recipe.teacher.cache is not None:
         teacher = open_cache(recipe, prepared)
-    top_k = TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None
     policy, on_policy = recipe.on_policy, None
     if policy is not None:
         on_policy = OnPolicy(**policy.model_dump(), stop_ids=tuple(stop_ids(tokenizer)))
@@ -106,7 +104,7 @@ def _make_task(
         recipe.objective,
         teacher,
         recipe.teacher.temperature,
-        top_k,
+        recipe.teacher.top_k or None,
         on_policy,
         eval_teacher or teacher,
         measure,

@@ -109,9 +109,7 @@ class TeacherSection(Section):
     temperature: float = Field(1.0, gt=0)
     """Divides the logits of both sides."""
     top_k: int = Field(0, ge=0)
-    """Learn from the target's k most likely tokens only; 0: from all."""
-    tail: Literal["bucket", "renormalise"] = "bucket"
-    """The others, with `top_k`: one event "any other token" on both sides, or none, and the k are made to sum to 1."""
+    """Learn from the target's k most likely tokens, and from all others as one event; 0: from each token."""
     cache: str | None = None
     """Folder of the target's `top_k` log-probabilities of all blocks, written by `draftsmith prepare --teacher`: the
     target is then run once, however many epochs and drafters learn from it."""
@@ -124,8 +122,8 @@ class TeacherSection(Section):
     def _consistent(self) -> TeacherSection:
         if self.cache is not None and not self.top_k:
             raise ValueError("`cache` needs `top_k`: whole distributions are too large to keep")
-        if self.top_k and self.tail == "bucket" and self.temperature != 1:
-            raise ValueError(f"`tail: bucket` needs temperature 1, got {self.temperature}: use `tail: renormalise`")
+        if self.top_k and self.temperature != 1:
+            raise ValueError(f"`top_k` needs temperature 1, got {self.temperature}")
         return self
 
 

@@ -12,7 +12,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.train.config import Medusa2, OnPolicy
 from draftsmith.train.forward.packed import PackedForward, make_forward
 from draftsmith.train.loop.fit import fit
-from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
+from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher
 from draftsmith.train.losses.drafter import heads_mixture, mixture
 from draftsmith.train.losses.objectives import parse_weights
 from draftsmith.train.tasks.drafter import DrafterTask
@@ -60,9 +60,9 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: parse_weights({}), "cross-entropy"),
     "no teacher": (lambda: mixed({"forward-kl": 1.0}), "teacher"),
     "vocabularies": (lambda: mixed({"forward-kl": 1.0}, DenseTeacher(HIDDEN, PROJECTION[:8])), "9.*8"),
-    "hot bucket": (lambda: mixed({"forward-kl": 1.0}, DENSE, 2.0, top_k=TopK(3)), r"2\.0.*renormalise"),
+    "hot bucket": (lambda: mixed({"forward-kl": 1.0}, DENSE, 2.0, top_k=3), r"2\.0"),
     "hot sparse": (lambda: mixed({"forward-kl": 1.0}, SPARSE, 2.0), r"2\.0"),
-    "more than kept": (lambda: mixed({"forward-kl": 1.0}, SPARSE, top_k=TopK(4)), "4.*3"),
+    "more than kept": (lambda: mixed({"forward-kl": 1.0}, SPARSE, top_k=4), "4.*3"),
     "top_k": (lambda: CacheSource("", "", "", 33).columns(32), "33.*32"),
 }
 
@@ -94,10 +94,6 @@ def heads_of(hidden: int = 16, vocab: int = 32, count: int = 2, states: str = "a
 
 TASKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "vocabularies": (lambda w, m: DrafterTask(m, None, teacher=ModelTeacher(w.make_model(vocab_size=40))), "32.*40"),
-    "tail": (
-        lambda w, m: DrafterTask(m, None, {"reverse-kl": 1.0}, ModelTeacher(m), top_k=TopK(4, "renormalise")),
-        "bucket",
-    ),
     "own words": (
         lambda w, m: DrafterTask(m, None, {"cross-entropy": 1.0}, ModelTeacher(m), on_policy=OnPolicy(0.5, 8)),
         "cross-entropy",

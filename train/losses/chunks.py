@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,15 +50,6 @@ class SparseTeacher:
 Teacher = DenseTeacher | SparseTeacher
 
 
-@dataclass(frozen=True, slots=True)
-class TopK:
-    """Learn from the teacher's k most likely tokens. The `tail` is one event on both sides ("bucket", at temperature 1
-    only) or has probability 0 while the k sum to 1 ("renormalise")."""
-
-    k: int
-    tail: Literal["bucket", "renormalise"] = "bucket"
-
-
 def chunk_positions(vocab: int, device: torch.device) -> int:
     """Positions of a chunk."""
     kind = "cuda" if device.type == "cuda" else "cpu"
@@ -89,18 +80,18 @@ class TeacherTargets:
     """Log-probabilities of a teacher at `temperature`, chunk by chunk.
 
     Raises:
-        ValueError: The vocabulary is not the drafter's, the bucket of `top_k` is used at a temperature other than 1, or
+        ValueError: The vocabulary is not the drafter's, `top_k` is used at a temperature other than 1, or
             a sparse teacher has fewer tokens than `top_k` asks for.
     """
 
-    def __init__(self, teacher: Teacher, vocab: int, top_k: TopK | None = None, temperature: float = 1.0) -> None:
+    def __init__(self, teacher: Teacher, vocab: int, top_k: int | None = None, temperature: float = 1.0) -> None:
         self._teacher, self._vocab, self._temperature = teacher, vocab, temperature
         if isinstance(teacher, SparseTeacher):
             assert teacher.ids_XK.shape == teacher.log_probs_XK.shape
             self.positions, kept = teacher.ids_XK.shape
-            top_k = top_k or TopK(kept)
-            if top_k.k > kept:
-                raise ValueError(f"top_k wants the {top_k.k} most likely tokens, and the teacher keeps {kept}")
+            top_k = top_k or kept
+            if top_k > kept:
+                raise ValueError(f"top_k wants the {top_k} most likely tokens, and the teacher keeps {kept}")
         else:
             self.positions = len(teacher.hidden_XE)
             theirs = teacher.hidden_XE.shape[1] if teacher.weight_VE is None else len(teacher.weight_VE)
@@ -110,8 +101,8 @@ class TeacherTargets:
                 )
             self._product = Product(teacher.hidden_XE.dtype)
         self._top_k = top_k
-        if top_k is not None and top_k.tail == "bucket" and temperature != 1:
-            raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
+        if top_k is not None and temperature != 1:
+            raise ValueError(f"top_k needs temperature 1, got {temperature}")
 
     def load(self, rows_C: Tensor) -> None:
         """Go to the chunk of these positions."""
@@ -126,24 +117,21 @@ class TeacherTargets:
             assert top_k is not None
             rows_R = self._rows_C[rows_R]
             ids_RK, scores_RK = teacher.ids_XK[rows_R], upcast(teacher.log_probs_XK.detach()[rows_R])
-            if top_k.k < ids_RK.shape[1]:
-                scores_RK, order_RK = scores_RK.topk(top_k.k, dim=1)
+            if top_k < ids_RK.shape[1]:
+                scores_RK, order_RK = scores_RK.topk(top_k, dim=1)
                 ids_RK = ids_RK.gather(1, order_RK)
         else:
             logits_RV = upcast(self._logits_CV[rows_R])
-            if top_k is None or top_k.k >= self._vocab:
+            if top_k is None or top_k >= self._vocab:
                 return Targets(None, divide_by_temperature(logits_RV, self._temperature).log_softmax(1))
-            scores_RK, ids_RK = logits_RV.topk(top_k.k, dim=1)
-        whole = ids_RK.shape[1] == self._vocab
-        if top_k.tail == "bucket" and not whole:
-            if isinstance(teacher, SparseTeacher):  # log(1 − Σ p); −∞ if rounding made the sum 1 or more
-                rest_R1 = torch.expm1(scores_RK.logsumexp(1, keepdim=True)).neg_().clamp_(min=0).log_()
-            else:
-                rest_R1 = logits_RV.scatter(1, ids_RK, -torch.inf).logsumexp(1, keepdim=True)
-            return Targets(ids_RK, torch.cat([scores_RK, rest_R1], 1).log_softmax(1))
-        log_probs_RK = divide_by_temperature(scores_RK, self._temperature).log_softmax(1)
-        none_R1 = torch.full_like(log_probs_RK[:, :1], -torch.inf)
-        return Targets(ids_RK, log_probs_RK if whole else torch.cat([log_probs_RK, none_R1], 1))
+            scores_RK, ids_RK = logits_RV.topk(top_k, dim=1)
+        if ids_RK.shape[1] == self._vocab:
+            return Targets(ids_RK, scores_RK.log_softmax(1))
+        if isinstance(teacher, SparseTeacher):  # log(1 − Σ p); −∞ if rounding made the sum 1 or more
+            rest_R1 = torch.expm1(scores_RK.logsumexp(1, keepdim=True)).neg_().clamp_(min=0).log_()
+        else:
+            rest_R1 = logits_RV.scatter(1, ids_RK, -torch.inf).logsumexp(1, keepdim=True)
+        return Targets(ids_RK, torch.cat([scores_RK, rest_R1], 1).log_softmax(1))
 
 
 def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,7 +216,7 @@ class Plan:
         teacher_rows_XK: Tensor | None,
         temperature: float,
         chunk: int | None,
-        top_k: TopK | None,
+        top_k: int | None,
     ) -> None:
         assert features_XKD.shape[:2] == labels_XK.shape, (features_XKD.shape, labels_XK.shape)
         assert len(projections) == labels_XK.shape[1], (len(projections), labels_XK.shape)

@@ -22,7 +22,6 @@ from .chunks import (
     Targets,
     Teacher,
     TeacherTargets,
-    TopK,
     block_rows,
     chunk_positions,
     product_type,
@@ -41,14 +40,14 @@ def mixture(
     teacher: Teacher | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
-    top_k: TopK | None = None,
+    top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ over positions of Σ_name weights[name] · objective.
 
     Logits are `hidden_XD @ weight_VD.T`; a weight of None says that `hidden_XD` holds the logits. Positions whose label
     is −100 are left out. `temperature` divides both sides' logits in the objectives that need a teacher, whose loss is
     multiplied by temperature² (Hinton et al. 2015, arXiv 1503.02531, section 2). `top_k` makes the teacher's other
-    tokens one event, or impossible; a `SparseTeacher` without it has a bucket. `chunk` positions at a time (None: by
+    tokens one event. `chunk` positions at a time (None: by
     vocabulary and device).
 
     Returns the sum (scalar, float32, or float64 if `hidden_XD` is; differentiable once) and the number of positions
@@ -69,7 +68,7 @@ def heads_mixture(
     teacher_rows_XK: Tensor | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
-    top_k: TopK | None = None,
+    top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum of `mixture` for each head: Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) where
     the objective is cross entropy, its self-distillation (section 2.3.2) where it is a divergence.

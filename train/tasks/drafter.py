@@ -22,7 +22,6 @@ from ..forward.packed import PackedForward, make_forward
 from ..loop.fit import Task
 from ..losses.drafter import (
     IGNORED,
-    TopK,
     agreement,
     heads_mixture,
     label_hits,
@@ -50,7 +49,7 @@ class DrafterModule(nn.Module):
         objective: Mapping[str, Weight],
         teacher: Teacher | None = None,
         temperature: float = 1.0,
-        top_k: TopK | None = None,
+        top_k: int | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ class DrafterTask(Task):
         objective: Mapping[str, Weight] | None = None,
         teacher: Teacher | None = None,
         temperature: float = 1.0,
-        top_k: TopK | None = None,
+        top_k: int | None = None,
         on_policy: OnPolicy | None = None,
         eval_teacher: Teacher | None = None,
         evaluate_fn: Evaluate | None = None,
@@ -144,8 +143,6 @@ class DrafterTask(Task):
         objective = dict(objective or {"cross-entropy": 1.0})
         if on_policy is not None and "cross-entropy" in objective:
             raise ValueError("cross-entropy on what the drafter itself has written would only confirm it: leave it out")
-        if "reverse-kl" in objective and top_k is not None and top_k.tail == "renormalise":
-            raise ValueError("reverse-kl is infinite where the teacher gives nothing: use the tail `bucket` with it")
         self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
         self._beside = [side for side in (teacher, eval_teacher) if side is not None]
         self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, parallel)
@@ -153,7 +150,7 @@ class DrafterTask(Task):
         if parallel is not None:
             self.settings["parallel"] = asdict(parallel)
         if top_k is not None:
-            self.settings["top_k"] = [top_k.k, top_k.tail]
+            self.settings["top_k"] = top_k
         if teacher is not None:
             self.settings |= {f"teacher.{key}": value for key, value in teacher.settings.items()}
         if on_policy is not None:

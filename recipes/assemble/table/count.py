@@ -31,12 +31,11 @@ from ....train.parallel.processes import on_main
 from ....train.table.counting import PairCounter
 from ....train.table.documents import pack_documents, token_documents
 from ....train.table.run_files import INDEX, merge_counts
-from ...report.terminal.table import log_facts
 from ...schema.data import DataSection
 from ...schema.loading import write_recipe
 from ...schema.training import TableRecipe
 from ...session.stopping import Stoppable
-from ...session.terminal import counter, log
+from ...session.terminal import counter, gigabytes, log
 from ...session.typed import typed_command
 from ..artifact import differences, state_folder
 from ..data import NOT_OF_CONVERSATIONS, all_reports, data_identity, refuse_none, training_conversations
@@ -121,7 +120,10 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
 
 
 def _check_shared(folder: Path) -> None:
-    if not (folder / IDENTITY).is_file():
+    """Raise ValueError in all processes if one of them does not see the folder of counts."""
+    from accelerate.utils import gather_object
+
+    if not all(gather_object([(folder / IDENTITY).is_file()])):
         raise ValueError(f"{folder.absolute()} must lie on a file system that all processes share: it is empty in one")
 
 
@@ -248,7 +250,7 @@ def _finish(
     data |= {"conversations": share.conversations, "held_out": share.held_out}
     data |= {"corpus": all_reports(parts, share.reports)}
     table, texts = BigramTable.load(folder), kept_texts(recipe, tokenizer) if recipe.count.texts else None
-    facts, shapes = table_facts(table, tokenizer), {"entries": table.entries, "pairs": table.pairs}
+    facts, shapes = table_facts(table), {"entries": table.entries, "pairs": table.pairs}
     if texts is not None:
         shapes["text_tokens"] = int((texts.ids_T >= 0).sum())
 
@@ -271,7 +273,10 @@ def _finish(
         training=facts,
         command=typed_command(),
     )
-    log_facts(facts)
+    log(
+        f"table: {facts['entries']:,} different pairs of {facts['tokens']:,} tokens "
+        f"({facts['density']:.3%} of all possible pairs), {gigabytes(facts['bytes'])}"
+    )
     log(f"table: wrote {recipe.out}")
     _forget(folder)
 

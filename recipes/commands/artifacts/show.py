@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Column, Table
@@ -19,12 +18,9 @@ _SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "ve
 
 def show(
     place: Annotated[str, typer.Argument(help="Artifact directory, or user/name[@revision] on the hub.")],
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer that prints a table's tokens (default: the recipe's, if it is here).")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Show what an artifact is and what it was made from; of a table also its statistics."""
+    """Show what an artifact is, what it was made from and its sizes."""
     from ....checkpoints.artifact.artifact import load_manifest
     from ....checkpoints.artifact.locate import resolve
 
@@ -37,10 +33,6 @@ def show(
     for name, value in _facts(place, manifest):
         table.add_row(name, value)
     console().print(table)
-    if manifest.kind == "table" and manifest.export is None:
-        _show_table(folder, tokenizer)
-    elif tokenizer is not None:
-        raise ValueError(f"--tokenizer is for tables, and {place} is of kind {manifest.kind}")
 
 
 def verify_artifact(place: str) -> bool:
@@ -74,32 +66,3 @@ def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
     for number, (name, entry) in enumerate(manifest.files.items()):
         yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
     yield "", "recipe, nested and empty values: --json"
-
-
-def _show_table(folder: Path, tokenizer: str | None) -> None:
-    from ....checkpoints.artifact.artifact import open_artifact
-    from ....checkpoints.table.facts import table_facts
-    from ....checkpoints.table.table import BigramTable
-    from ...report.terminal.table import show_facts
-
-    manifest, table = open_artifact(folder, BigramTable.load, "table")
-    texts = _table_tokenizer(manifest, tokenizer)
-    source = manifest.recipe.get("tokenizer") or "MODEL"
-    hint = f"tokens are shown by their ids: --tokenizer {source} shows their texts" if texts is None else None
-    show_facts(folder, manifest, table_facts(table, texts), hint)
-
-
-def _table_tokenizer(manifest: Manifest, given: str | None) -> Any:
-    """Return the given tokenizer, or the recipe's if it is here, if the table was counted with it."""
-    from ....checkpoints.artifact.model_ref import tokenizer_fingerprint
-    from ....data.tokenizers import load_tokenizer
-
-    source = given or manifest.recipe.get("tokenizer")
-    if source is None or (given is None and not Path(source).is_dir()):
-        return None
-    tokenizer = load_tokenizer(source)
-    if manifest.tokenizer_fingerprint in (None, tokenizer_fingerprint(tokenizer)):
-        return tokenizer
-    if given is not None:
-        raise ValueError(f"the table was counted with another tokenizer than {given}")
-    return None

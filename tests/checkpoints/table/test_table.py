@@ -131,23 +131,6 @@ def test_facts_count_what_there_is(tmp_path: Path) -> None:
     assert facts["tokens_never_seen"] == int((table.unigram == 0).sum())
 
 
-def test_facts_name_the_most_extreme_correlations() -> None:
-    """Against all pairs, sorted: seen ten times for the highest, ten expected for the lowest."""
-    table = zipf()
-    left, right, counts = table.left_counts.tolist(), table.right_counts.tolist(), pairs_in(table)
-    expected = {(x, y): left[x] * right[y] / table.pairs for x, y in counts}
-    by_r = sorted((n / expected[pair], *pair) for pair, n in counts.items())
-    lowest = [(x, y) for _, x, y in by_r if expected[x, y] >= 10][:10]
-    highest = sorted((-r, x, y) for r, x, y in by_r if counts[x, y] >= 10)[:10]
-    facts = table_facts(table)
-    assert [(e["left"], e["right"]) for e in facts["lowest_r"]] == lowest
-    assert [(e["left"], e["right"]) for e in facts["highest_r"]] == [(x, y) for _, x, y in highest]
-    for entry in facts["lowest_r"] + facts["highest_r"]:
-        pair = entry["left"], entry["right"]
-        assert entry["count"] == counts[pair]
-        assert entry["r"] == pytest.approx(entry["count"] / expected[pair], rel=1e-4)
-
-
 def check(tokens: list[int], starts: list[int]) -> Callable[[], None]:
     return lambda: check_documents(np.array(tokens, dtype=np.int64), np.array(starts, dtype=np.int64), VOCAB)
 

@@ -53,9 +53,3 @@ def test_the_doctor_verifies_an_artifact(tiny_pair: Path, tmp_path: Path) -> Non
     assert bad.stdout.count("fault:") == 2
     for part in ("lacks README.md", "holds extra"):
         assert part in bad.stdout
-
-
-def test_tables_are_shown_with_their_statistics(tiny_pair: Path) -> None:
-    shown = draftsmith("show", tiny_pair / "table").stdout
-    assert "tokens counted" in shown
-    assert "sha256" in shown
