@@ -66,9 +66,6 @@ def _open_rows(source: str, opening: Opening) -> tuple[Corpus, Iterator[Row]]:
         local = download(file)
     if local is not None:
         return corpus, local_rows(local, shard, split=split, columns=corpus.usable_columns)
-    if corpus.rows is not None:
-        rows = corpus.rows(split or "train")
-        return corpus, (row for row in rows if row.number % shard[1] == shard[0])
     assert corpus.hub is not None
     return corpus, hub_rows(
         corpus.hub,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..conversations import Dialogue
-from .documentation import documentation_conversations
 from .files import Row
 from .forms import read_dialogue, usable_columns
 
@@ -17,10 +16,6 @@ _FASTCHAT = f"{_RAW}/lm-sys/FastChat/main/fastchat/llm_judge/data"
 _GERMAN_TO_ENGLISH = "Translate German to English: {de}"
 _ENGLISH_TO_GERMAN = "Translate the input English sentence into German.\nInput: {en}\nOutput: "
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-DOCUMENTED = (
-    "numpy", "scipy", "torch", "transformers", "accelerate", "datasets", "peft", "pydantic", "safetensors", "rich",
-    "typer",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +29,6 @@ class Corpus:
         prompt: Format string of the question, if it is not a column.
         groups: Categories of the prompts, if they are fixed.
         adapter: Reads a row that has the columns; other rows are read by their form.
-        rows: Yields the rows of a split, for a corpus that is generated.
     """
 
     name: str
@@ -51,10 +45,9 @@ class Corpus:
     note: str = ""
     groups: tuple[str, ...] = ()
     adapter: Callable[[Corpus, Row], Dialogue] | None = None
-    rows: Callable[[str], Iterator[Row]] | None = None
 
     def usable_columns(self, present: Sequence[str]) -> Sequence[str]:
-        """Return the columns of a Parquet or Arrow file that are read."""
+        """Return the columns of a table that are read."""
         return present if self.adapter is not None and self._fits(present) else usable_columns(present)
 
     def read(self, row: Row) -> Dialogue:
@@ -122,17 +115,6 @@ def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
     return replace(dialogue, category="mt_bench") if dialogue.category in MT_BENCH_CATEGORIES else dialogue
 
 
-def documentation_rows(split: str) -> Iterator[Row]:
-    """Yield conversations about the installed packages; `split` is "train" or "heldout"."""
-    if split not in ("train", "heldout"):
-        raise ValueError(f"the installed documentation has the splits train and heldout, not {split}")
-    train, heldout, _ = documentation_conversations(DOCUMENTED)
-    for number, conversation in enumerate(train if split == "train" else heldout):
-        messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
-        location = f"installed documentation ({split}), row {number + 1}"
-        yield Row({"id": conversation.id, "messages": messages}, location, conversation.id, number)
-
-
 _UNSTATED = "none stated"
 _ENTRIES = (
     # to train on
@@ -185,7 +167,5 @@ _ENTRIES = (
     Corpus("spec-bench", None, ("category", "turns"), "apache-2.0", use="evaluate",
            file=f"{_RAW}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", adapter=_spec_bench,
            groups=("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")),
-    Corpus("installed-documentation", None, ("id", "messages"), "those of the packages", rows=documentation_rows,
-           note="made from the documentation of the installed packages, without a network"),
 )  # fmt: skip
 CORPORA: dict[str, Corpus] = {corpus.name: corpus for corpus in _ENTRIES}

@@ -29,9 +29,7 @@ from ...data.rendering.render import Rendered, Renderer
 from ...data.rendering.templates import OWN, get_template
 from ...data.sources.files import data_files
 from ...data.sources.reading import Part, hashed_share, mix, read_conversations
-from ...data.sources.registry import DOCUMENTED, find_corpus
 from ..schema.data import DataSection, SourceSection
-from ..session.machine import version_of
 from ..session.terminal import console, counter, log
 
 # fields that do not change prepared blocks
@@ -279,9 +277,6 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
         files = data_files(path, None) if path.is_dir() else [path]
         names = [str(file.relative_to(path)) if path.is_dir() else file.name for file in files]
         return {"files": {name: _sha256(file, known) for name, file in zip(names, files, strict=True)}}
-    corpus = find_corpus(source)
-    if corpus is not None and corpus.rows is not None:
-        return {"made of": {package: version_of(package) for package in DOCUMENTED}}
     return {"hub": source}
 
 

@@ -21,7 +21,7 @@ from draftsmith.data.sources.documentation import documentation_conversations
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.forms import read_dialogue
 from draftsmith.data.sources.reading import open_dialogues, read_prompts
-from draftsmith.data.sources.registry import CORPORA, documentation_rows
+from draftsmith.data.sources.registry import CORPORA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 
 TEXTS = ["the cat and the hat and the bat", "a man, a plan, a canal"]
@@ -77,7 +77,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no-address": (lambda: source("spec-bench", file="http://127.0.0.1:9/a.jsonl"), ("127.0.0.1:9/a.jsonl", "path")),
     "no-group": (lambda: list(read_prompts("spec-bench", groups=["mt-bench"])), ("mt-bench", "mt_bench", "rag")),
     "no-group-there": (lambda: list(read_prompts("questions.jsonl", groups=["maths"])), ("maths", "'math'", "'qa'")),
-    "documentation-split": (lambda: next(documentation_rows("test")), ("train", "heldout", "test")),
     "documentation-dotted": (lambda: documentation_conversations(["torch.nn"]), ("torch.nn",)),
     # rows
     "row-empty": (lambda: form({}), (LOCATION, "(none)", "conversations")),

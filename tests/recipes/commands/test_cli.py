@@ -39,7 +39,7 @@ def test_help_doctor_and_corpora() -> None:
     for command, words in {
         "--help": ["quickstart"],
         "doctor": ["transformers", "float32"],
-        "prepare --list": ["sharegpt-v3", "spec-bench", "installed-documentation", "gated"],
+        "prepare --list": ["sharegpt-v3", "spec-bench", "gated"],
     }.items():
         shown = CliRunner().invoke(app, command.split())
         assert shown.exit_code == 0
