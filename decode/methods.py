@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from .engine import Proposer, Verifier
 from .models.base import LanguageModel
-from .proposers.adaptive import AdaptiveChain, Confidence, Oracle, Policy
+from .proposers.adaptive import AdaptiveChain, OracleChain
 from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.by_text import TextChain
 from .proposers.chains import DraftChains
@@ -134,10 +134,9 @@ class Adaptive(_WithDrafter):
     verification: Annotated[Chain, _VERIFICATION] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        policy: Policy = Confidence(self.confidence_threshold)
+        proposer = AdaptiveChain(_drafter(parts), self.gamma, self.confidence_threshold)
         if self.policy == "oracle":
-            policy = Oracle(self.draft_cost, self.token_cost)
-        proposer = AdaptiveChain(_drafter(parts), self.gamma, policy)
+            proposer = OracleChain(_drafter(parts), self.gamma, self.draft_cost, self.token_cost)
         return _exact(proposer, sampling, _chain_verifier(self.verification))
 
 
@@ -388,7 +387,7 @@ class BigLittleDecoder(_WithDrafter):
     rollback_threshold: Annotated[float, "largest negative log-probability that the target accepts"] = 2.0
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        proposer = AdaptiveChain(_drafter(parts), self.gamma, Confidence(self.fallback_threshold))
+        proposer = AdaptiveChain(_drafter(parts), self.gamma, self.fallback_threshold)
         return Method(proposer, Rollback(self.rollback_threshold, sampling.greedy))
 
 
