@@ -191,8 +191,7 @@ class GraphedModel(LanguageModel):
     The first call of a shape (batch, new tokens, width of the tree, slots to attend to) runs eagerly, the second is
     captured; so it is with whole drafts. Prompts, more than `max_tokens` new tokens, and everything inside a
     `TorchDispatchMode` take the model's own path. Not for several threads or streams at a time. A cache's memory goes
-    to the next user with its graphs, of `max_graphs` shapes; `stride`, a power of two, see `round_up`. Raises
-    ValueError: the model is not on one CUDA device.
+    to the next user with its graphs, of `max_graphs` shapes; `stride`, a power of two, see `round_up`.
     """
 
     def __init__(
@@ -204,12 +203,7 @@ class GraphedModel(LanguageModel):
         max_graphs: int = 64,
         stride: int = STRIDE,
     ) -> None:
-        if capture is None:
-            if model.layer_devices is not None or model.device.type != "cuda":
-                where = model.device if model.layer_devices is None else "several devices, or offloaded"
-                raise ValueError(f"CUDA graphs need a model on one CUDA device; this one is on {where}")
-            capture = CudaGraphs(model.device)
-        self.model, self.config, self._capture = model, model.config, capture
+        self.model, self.config, self._capture = model, model.config, capture or CudaGraphs(model.device)
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.max_positions, self.layers, self.states = model.max_positions, model.layers, model.states
         self.aux_layers, self.supports_any_length = model.aux_layers, model.supports_any_length

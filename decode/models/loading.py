@@ -30,7 +30,7 @@ def wrap_model(
     model: PreTrainedModel,
     *,
     fast: bool = True,
-    graphs: bool | None = None,
+    graphs: bool = True,
     check: bool = True,
     states: str = "after-norm",
     aux_layers: Sequence[int] = (),
@@ -41,23 +41,20 @@ def wrap_model(
         model: any causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper; put into evaluation mode.
         fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
             weights: after further training, wrap the model again.
-        graphs: replay forwards of few tokens as CUDA graphs. None: on a CUDA device; of models that the thin forward
-            does not cover only where replays give what the model gives (with `check`).
+        graphs: replay forwards of few tokens as CUDA graphs on a CUDA device; of models that the thin forward does not
+            cover only where replays give what the model gives (with `check`).
         check: compare the forward of a small branching tree with the model's own forwards of its paths.
         states: the hidden states that the scorer gives and projects: "after-norm", or "before-norm", what goes into the
             final norm.
         aux_layers: what it gives beside them, see `LanguageModel`; layers of a decoder that there are.
 
     Raises ValueError: logits that are NaN or infinite; a tree forward that differs from the plain ones (ALiBi); an
-    encoder-decoder of another family, or one with `graphs` or states before the norm; `graphs` off one CUDA device;
-    states that there are not.
+    encoder-decoder of another family, or one with states before the norm; states that there are not.
     """
     check_states(states)
     model.eval()
     model = bare_model(model)
     if model.config.is_encoder_decoder:
-        if graphs:
-            raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
         if states != "after-norm" or aux_layers:
             what = "states before the norm" if states != "after-norm" else "states of inner layers"
             raise ValueError(f"only decoders give {what}; {model.config.model_type!r} is no decoder")
@@ -72,13 +69,14 @@ def wrap_model(
         wrapped = TransformersModel(model, states, aux_layers)
     if [*aux_layers] != sorted({*aux_layers} & {*range(wrapped.layers)}):
         raise ValueError(f"aux_layers is {[*aux_layers]}: expected rising ones, from 0 to {wrapped.layers - 1}")
-    if graphs or (graphs is None and wrapped.device.type == "cuda" and isinstance(wrapped, LeanDecoder)):
+    replays = graphs and wrapped.device.type == "cuda"
+    if replays and isinstance(wrapped, LeanDecoder):
         wrapped = GraphedModel(wrapped)
     if check:
         check_tree_forward(wrapped, model)
         if isinstance(wrapped, GraphedModel):  # the first call of a shape is not replayed, the second is
             check_tree_forward(wrapped, model)
-        elif graphs is None and wrapped.device.type == "cuda":
+        elif replays:
             return _graphed(wrapped, model)
     return wrapped
 
