@@ -46,14 +46,6 @@ def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
     return math.exp(loss / count) if count and loss / count < 700 else None
 
 
-def perplexity(
-    target: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
-) -> float | None:
-    """Return the perplexity of outputs under the unwarped target."""
-    nats = [surprisal(target, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
-    return perplexity_of(nats, map(len, outputs))
-
-
 def rouge_l(text: str, references: Sequence[str]) -> float | None:
     """Return ROUGE-L, the F-measure of the longest common subsequence of words (Lin 2004).
 

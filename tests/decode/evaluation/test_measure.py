@@ -12,7 +12,7 @@ import pytest
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import REFERENCE, Decoded, Entry, Run, RunKey, measure, turn, warm_ups
 from draftsmith.decode.evaluation.metrics import total
-from draftsmith.decode.evaluation.quality import perplexity
+from draftsmith.decode.evaluation.quality import perplexity_of, surprisal
 from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser, Summary
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
@@ -44,6 +44,10 @@ class Evaluation:
     parts: Parts
     runs: dict[str, Run]
     order: list[RunKey]
+
+    def perplexity(self, prompts: Any, texts: list[list[int]]) -> float | None:
+        nats = [surprisal(self.target, prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        return perplexity_of(nats, map(len, texts))
 
     def summary(self, runs: dict[str, Run] | None = None) -> Summary:
         def text_of(ids: Any) -> str:
@@ -161,7 +165,7 @@ def test_rows_agree_with_what_was_decoded(evaluation: Evaluation) -> None:
         run = evaluation.runs[label]
         assert row["tokens"] == sum(map(len, run.ids)) == sum(part["tokens"] for part in row["by_prompt"])
         assert row["seconds"] == pytest.approx(sum(part["seconds"] for part in row["by_prompt"]))
-        assert row["perplexity"] == pytest.approx(perplexity(evaluation.target, prompts, run.ids))
+        assert row["perplexity"] == pytest.approx(evaluation.perplexity(prompts, run.ids))
         assert row["rouge_l"] == pytest.approx((row["by_prompt"][0]["rouge_l"] + row["by_prompt"][2]["rouge_l"]) / 2)
         assert [part["rouge_l"] is None for part in row["by_prompt"]] == [False, True, False, True]
         assert {"draft", "score", "verify", "commit", "host", "step"} == set(row["phases_us"])
@@ -188,7 +192,7 @@ def test_a_category_is_what_its_prompts_alone_would_be(evaluation: Evaluation) -
         assert (part["speedup_interval"] is None) == (len(places) < 3)
         assert (part["tokens_per_step_interval"] is None) == (len(places) < 3)
         prompts = [ASKED[place].ids for place in places]
-        assert part["perplexity"] == pytest.approx(perplexity(evaluation.target, prompts, mine.ids))
+        assert part["perplexity"] == pytest.approx(evaluation.perplexity(prompts, mine.ids))
         assert part["efficiency"] == pytest.approx(part["speedup"] / part["bound"])
     assert row["by_category"]["text"]["rouge_l"] is None
 
