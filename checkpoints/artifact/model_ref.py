@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ from ..storage.names import (
     CONFIG_FILE,
     DRAFT_VOCABULARY,
     MANIFEST_FILE,
-    PREFIX,
     TOKENIZER_FILES,
     WHOLE_FILES,
 )
@@ -28,9 +25,6 @@ from .locate import fetch_model, model_source
 _SETTINGS = (CONFIG_FILE, "generation_config.json", ADAPTER_CONFIG, DRAFT_VOCABULARY, *TOKENIZER_FILES)
 _DESCRIPTIONS = ("README.md", "recipe.yaml")
 _READERS = 8  # files at a time; hashing lets other threads run
-_NO_PARAMETER = re.compile(r"(?:^|\.)(?:rotary_emb\.inv_freq|(?:attn|attention)\.masked_bias)$")
-_MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.bias$")
-"""Buffers that older transformers stored with the parameters: tables of positions, and causal masks [1, 1, T, T]."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +140,6 @@ def weight_files(directory: Path) -> list[Path]:
     if files := sorted(directory.glob("model*.safetensors")):
         return files
     raise ValueError(f"there are no safetensors weights at {directory}: it has no model*.safetensors")
-
-
-def is_parameter(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a stored tensor belongs to its model: not a buffer of older transformers, nor heads beside it."""
-    buffer = _NO_PARAMETER.search(name) or (_MASK.search(name) and len(shape) == 4)
-    return not buffer and not name.startswith(PREFIX)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

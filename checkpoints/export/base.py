@@ -23,7 +23,6 @@ from ..storage.atomic import check_writable
 from ..storage.messages import did_you_mean
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import split_revision
-from ..verify.inspect import check_tensors
 from ..verify.model_files import quietly
 
 SERVING_FILE = "SERVING.md"
@@ -119,7 +118,6 @@ def export_artifact(
     known = source.manifest
     _check_request(source, chosen, options, formats)
     _check_out(out, source, chosen)
-    check_tensors(artifact, known)
     findings: list[str] = []
 
     def write(folder: Path) -> None:

@@ -23,7 +23,6 @@ from ..storage.atomic import atomic_dir
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import check_repository_name, hub_place
 from ..storage.redaction import SECRET_VALUE
-from ..verify.inspect import check_tensors
 
 _TEXT_FILES = (".json", ".jsonl", ".md", ".txt", ".yaml", ".yml", ".py", ".jinja")
 _LARGEST_TEXT = 64 << 20
@@ -152,7 +151,6 @@ def _find_repository(repo: str) -> Any:
 def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> dict[str, CommitOperationAdd]:
     """Return the artifact's files by name, with a new card and the manifest that has its hash."""
     manifest = verify_artifact(artifact)
-    check_tensors(artifact, manifest)
     readme = card(manifest).encode()
     entries = manifest.files | {CARD_FILE: {"sha256": hashlib.sha256(readme).hexdigest(), "bytes": len(readme)}}
     made = {CARD_FILE: readme, MANIFEST_FILE: replace(manifest, files=entries).to_json().encode()}

@@ -15,7 +15,6 @@ from ..artifact.model_ref import tokenizer_fingerprint
 from ..storage.chat_templates import render_chat
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import here
-from ..verify.inspect import describe
 from .sides import REFUSED, Diagnosis, Effect, Finding, Side, refused, works_but
 
 LLAMA_CPP_SIZES = 128
@@ -125,9 +124,6 @@ def _weights_of(side: Side, name: str) -> Iterator[tuple[str, str, str, dict[str
         value = f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}"
         effects = refused(f"the {name} does not load as it is")
         yield "rows", f"the {name}'s weights and configuration disagree", value, effects
-    if shown := "; ".join(describe(side.fit, "it")):
-        effects = refused(f"the {name} does not load as it is, or with random numbers for missing tensors")
-        yield "tensors", f"the {name}'s weights are not those of its configuration", shown, effects
     if side.manifest is not None and here(side.source) and (faults := file_faults(side.folder, side.manifest)):
         reason = "it loads no artifact whose files differ from its artifact.json"
         effects = refused(reason, "draftsmith") if name == "drafter" else {}

@@ -22,9 +22,7 @@ from ..storage.places import here
 from ..verify.inspect import header_shapes
 from ..verify.model_files import (
     UNLOADABLE,
-    Fit,
     base_of,
-    fit_to_model,
     is_adapter,
     meta_model,
     names_of_embeddings,
@@ -154,8 +152,6 @@ class Side:
     """Rows of the token embedding in the weights; None if these are not on this machine."""
     head_rows: int | None
     """Rows of the output layer."""
-    fit: Fit
-    """Differences between its tensors and those of its configuration, except for rows of the vocabulary."""
     manifest: Manifest | None
     weights_fault: str = ""
     """Reason why this engine does not load its weights."""
@@ -218,28 +214,21 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
     shapes = header_shapes(weight_files(folder)) if any(folder.glob(WEIGHTS)) else {}
     try:
-        rows, head_rows, fit = _rows(whole, shapes)
+        rows, head_rows = _rows(whole, shapes)
     except UNLOADABLE as error:
         raise ValueError(f"{source}: its configuration makes no model: {first_line(error)}") from error
     fault = "" if here(source) is None else weights_fault(folder)
-    return Side(source, folder, config, generation, tokenizer, rows, head_rows, fit, manifest, fault)
+    return Side(source, folder, config, generation, tokenizer, rows, head_rows, manifest, fault)
 
 
-def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None, Fit]:
-    """Return the stored rows of the embedding and of the output layer, and how all else fits."""
+def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None]:
+    """Return the stored rows of the embedding and of the output layer."""
     try:
         model = meta_model(config)
     except (ValueError, ImportError):  # no such model in this transformers, or a kernel that is not installed
-        return None, None, Fit()
-    embedding, head, bias = names_of_embeddings(model)
-    found = fit_to_model(config, shapes) if shapes else Fit()
-    other = {
-        name: (mine, wanted)
-        for name, (mine, wanted) in found.other.items()
-        if name not in (embedding, head, bias) or mine[1:] != wanted[1:]
-    }
+        return None, None
+    embedding, head, _ = names_of_embeddings(model)
     names = (embedding, embedding.removeprefix(f"{model.base_model_prefix}."))
     rows = next((shapes[name][0] for name in names if name in shapes), None)
     head_names = names if head == embedding else (head, *_HEADS)
-    head_rows = next((shapes[name][0] for name in head_names if name in shapes), None)
-    return rows, head_rows, replace(found, other=other)
+    return rows, next((shapes[name][0] for name in head_names if name in shapes), None)

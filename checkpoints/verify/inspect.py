@@ -10,7 +10,6 @@ from safetensors import safe_open
 
 from ..artifact.artifact import file_faults, load_manifest
 from ..artifact.manifest import Manifest
-from ..artifact.model_ref import weight_files
 from ..storage.messages import first_line
 from ..storage.names import (
     ADAPTER_CONFIG,
@@ -20,14 +19,12 @@ from ..storage.names import (
     TABLE_FILE,
     WHOLE_FILES,
 )
-from ..storage.safe_read import UNREADABLE, check_safetensors, read_json, shards_of
+from ..storage.safe_read import UNREADABLE, check_safetensors, shards_of
 from ..table.table import TENSORS, BigramTable
 from ..table.texts import TextStore
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .model_files import Fit
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -51,7 +48,7 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
         return None, [str(error)]
     faults = file_faults(directory, manifest)
     faults += [*_kind_faults(directory, manifest), *_unreadable(directory, manifest)]
-    return manifest, faults + tensor_faults(directory, manifest)
+    return manifest, faults + _tensor_faults(directory, manifest)
 
 
 def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
@@ -94,79 +91,26 @@ def _not_finite(path: Path) -> list[str]:
         return []  # a table's, which are looked at without torch
     with safe_open(path, framework="pt") as opened:
         wrong = [name for name in floats if not _is_finite(opened.get_tensor(name))]
-    return [f"{path} holds {some_tensors(wrong)} with numbers that are NaN or infinite"] if wrong else []
+    return [f"{path} holds {_some_tensors(wrong)} with numbers that are NaN or infinite"] if wrong else []
 
 
 def _is_finite(tensor: Tensor) -> bool:
     return all(bool(part.float().isfinite().all()) for part in tensor.flatten().split(_NUMBERS_AT_ONCE))
 
 
-def tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return a sentence for each way in which tensors differ from what the artifact's kind declares.
-
-    No weights are read. Unreadable files and exports for other programs are left out.
-    """
+def _tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
+    """Return how the tensors of heads and tables differ from what their kind declares."""
+    if manifest.kind in ("drafter", "target") or (manifest.export is not None and not manifest.export["native"]):
+        return []
     try:
-        if manifest.kind in ("drafter", "target"):
-            return list(_model_faults(directory))
-        if manifest.export is not None and not manifest.export["native"]:
-            return []
         if manifest.kind == "table":
             return list(_table_faults(directory / TABLE_FILE, manifest.vocab_size))
-        base = directory / "base"  # heads that were trained together with their target hold it
-        return [*_heads_faults(directory), *(_model_faults(base) if base.is_dir() else ())]
+        return _heads_faults(directory)
     except ValueError as error:
         return [str(error)]
 
 
-def check_tensors(directory: Path, manifest: Manifest) -> None:
-    """Raises ValueError with what `tensor_faults` finds."""
-    if faults := tensor_faults(directory, manifest):
-        raise ValueError("; ".join(faults))
-
-
-def _model_faults(folder: Path) -> Iterator[str]:
-    from .model_files import fit_to_model, is_adapter, load_config
-
-    if is_adapter(folder) or not (folder / CONFIG_FILE).is_file() or not any(folder.glob("model*.safetensors")):
-        return
-    try:
-        shapes = header_shapes(weight_files(folder))
-    except ValueError:
-        return  # which is another fault
-    if not _is_known(folder / CONFIG_FILE):
-        return
-    config = load_config(folder)
-    try:
-        found = fit_to_model(config, shapes)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    yield from describe(found, f"{folder}")
-
-
-def _is_known(config: Path) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    try:
-        kind = read_json(config).get("model_type")
-    except (ValueError, OSError):
-        return True  # which is a fault
-    return not isinstance(kind, str) or kind in CONFIG_MAPPING
-
-
-def describe(found: Fit, what: str) -> Iterator[str]:
-    """A sentence for each way in which tensors do not fit."""
-    if found.lacking:
-        yield f"{what} lacks {some_tensors(found.lacking)} that its configuration declares"
-    if found.other:
-        both = [f"{name} {list(mine)}, expected {list(wanted)}" for name, (mine, wanted) in found.other.items()]
-        yield f"{what} holds {some_tensors(both)} of other shapes than its configuration declares"
-    if found.broken:
-        yield f"{what} holds tensors of which its model's cannot be made: {found.broken}"
-
-
-def some_tensors(names: Sequence[str]) -> str:
-    """How many tensors, and the first few by name."""
+def _some_tensors(names: Sequence[str]) -> str:
     more = f" and {len(names) - _TENSORS_SHOWN:,} more" if len(names) > _TENSORS_SHOWN else ""
     return f"{len(names):,} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:_TENSORS_SHOWN])}{more})"
 

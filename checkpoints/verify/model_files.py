@@ -6,10 +6,8 @@ Letters: V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import cached_file, logging
 
 from ..artifact.locate import model_source
-from ..artifact.model_ref import is_parameter
 from ..storage.messages import first_line, install_hint
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
 from ..storage.places import adapter_base, out_of_reach
@@ -47,25 +44,11 @@ UNLOADABLE = (
 )
 """What making a model of somebody's files ends in, where they are not those of one."""
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_UNCONVERTED = "automatic conversion of the weights"
-"""What transformers says where it cannot make a model's tensors of the stored ones."""
 _PICKLES = (
     "pickled weights are not read: convert them where you trust them (load them with transformers or peft, then "
     f"`save_pretrained`), or set {UNPICKLE}=1, with which they are read by `weights_only=True`"
 )
 _QUIET = {"_raise_exceptions_for_missing_entries": False}
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How stored tensors differ from those that a model's configuration declares; all is empty where they fit, or where
-    that cannot be known: quantised weights have other names, and transformers may not take the files."""
-
-    lacking: tuple[str, ...] = ()
-    other: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Of those of other shapes, the stored shape and the one that is declared."""
-    broken: str = ""
-    """Why transformers cannot make the model's tensors of the stored ones, where it puts several together."""
 
 
 @contextmanager
@@ -135,32 +118,6 @@ def meta_model(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config).from_config(config, trust_remote_code=False)
     return model
-
-
-def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
-    """Hold the shapes of all stored tensors against what a model's configuration declares, by transformers' own rules
-    for loading: other names of older files, tied weights, experts that are stored one by one. Raises ValueError: a
-    configuration that makes no model."""
-    if getattr(config, "quantization_config", None) or find_spec("accelerate") is None:
-        return Fit()
-    try:
-        model = meta_model(config)
-    except ImportError:  # a kernel that is not installed
-        return Fit()
-    except UNLOADABLE as error:
-        raise ValueError(f"its configuration makes no model: {first_line(error)}") from error
-    stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if is_parameter(name, shape)}
-    about: dict[str, Any] = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with quietly():
-        try:
-            _, found = type(model).from_pretrained(None, config=model.config, state_dict=stored, **about)
-        except UNLOADABLE as error:
-            # of shapes alone: experts that lack a part, say
-            return Fit(broken=first_line(error) if _UNCONVERTED in str(error) else "")
-    return Fit(
-        lacking=tuple(sorted(found["missing_keys"])),
-        other={name: (tuple(mine), tuple(wanted)) for name, mine, wanted in sorted(found["mismatched_keys"])},
-    )
 
 
 def is_adapter(folder: Path) -> bool:
