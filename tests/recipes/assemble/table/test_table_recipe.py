@@ -235,4 +235,6 @@ def test_every_shipped_recipe_counts_a_stand_in(name: str, stand_ins: Any, tmp_p
     table = BigramTable.load(run_train(recipe))
     tokenizer = load_tokenizer(str(target))
     template = get_template(recipe.data.template, tokenizer)
-    assert pairs_in(table) == pairs_of(render(chat, template, tokenizer).ids.tolist() for chat in conversations(recipe))
+    found = pairs_in(table)
+    whole = pairs_of(render(chat, template, tokenizer).ids.tolist() for chat in conversations(recipe))
+    assert found == whole if recipe.count.pairs == "documents" else 0 < found.total() < whole.total()
