@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -273,7 +274,7 @@ class _Forge:
             self._compare(trained[name], f"race-{known[name].slug}", known[name].cost)
         first = dict.fromkeys(max(names, key=lambda name: found[name].speedup) for found in self.compared.values())
         self.section = "Full training, tuning and choice"
-        self._note(f"{', '.join(first)}: trained to the end")
+        self._note(f"{', '.join(first)}: trained for the rest of the time")
         seconds = (self._training_seconds("finish", "tune", "certify") + 3600 * self.recipe.more_hours) / len(first)
         for name in first:
             self.sources[name] = self._train(known[name], max(trained[name].steps, int(seconds / rates[name])))
@@ -319,17 +320,19 @@ class _Forge:
         """Measure all settings on a few prompts, and those that may be the fastest on others that chose none."""
         share, batch_seconds = SHARES["tune"] / 2, self._batch_seconds(workload)
         few, many = workload.batch * MIN_BATCHES, self._count_prompts(workload, share, 1 + MAX_FINALISTS)
-        count = count_rows(share * self.seconds / len(self.workloads), batch_seconds, MAX_FINALISTS)
+        seconds, compared = share * self.seconds / len(self.workloads), self.compared[workload]
 
         def measure(labels: Sequence[str], number: int, prompts: int) -> list[Measurement]:
             chosen, file = [self.rows[label] for label in labels], ("heldout.jsonl", REVERSED_HELDOUT)[number - 1]
             return self._measure(f"tune-{number}", workload, chosen, prompts, file)
 
         def tune_sources(names: Sequence[str]) -> list[Measurement]:
-            listed = [self.sources[name].settings(self.has_table, workload.temperature) for name in names]
+            # The first settings are those of prompt lookup, and then of the fastest source.
+            ranked = sorted(names, key=lambda name: -compared[name].speedup if name in compared else -math.inf)
+            listed = [self.sources[name].settings(self.has_table, workload.temperature) for name in ranked]
             rows = {row.label: row for row in interleave(listed)}
             self.rows |= rows
-            labels = list(rows)[:count]
+            labels = list(rows)[: count_rows(seconds, batch_seconds, max(MAX_FINALISTS, len(names)))]
             self._note(f"{len(labels)} of {len(rows)} settings are measured", workload)
             return tune(labels, measure, [few, many])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ....data.sources.reading import hashed_share, read_conversations
 from ....data.tokenizers import train_bpe
 from ...assemble.teacher import prepare_teacher
 from ...schema.evaluation import QuickstartRecipe, RegenerateRecipe
+from ...schema.forge import ForgeRecipe
 from ...schema.loading import parse_recipe, read_recipe, write_recipe
 from ...session.machine import has_bfloat16
 from ...session.terminal import bar, log
@@ -47,7 +49,8 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     out, resolved, start = Path(recipe.out), resolve(recipe), time.monotonic()
     check_writable(out, folder=True)
     with sole_writer(out):
-        _check_folder(out, recipe)
+        if (out / "corpus").is_dir():
+            check_folder(out / "quickstart.yaml", recipe, ("evaluate",))
         given = resolved.target if isinstance(resolved.target, str) and not (out / "target").is_dir() else None
         if given is not None:
             find_target(given)  # before anything is made
@@ -182,17 +185,17 @@ def make_tokenizer(vocab_size: int, corpus: Path, folder: Path) -> None:
         save_tokenizer(tokenizer, unfinished)
 
 
-def _check_folder(out: Path, recipe: QuickstartRecipe) -> None:
-    """Corpus, tokenizer and a target that was there know nothing of recipes, so the folder as a whole must belong to
-    this one, once it holds a corpus."""
-    file = out / "quickstart.yaml"
-    if not file.is_file() or not (out / "corpus").is_dir():
+def check_folder(file: Path, recipe: QuickstartRecipe | ForgeRecipe, free: Collection[str]) -> None:
+    """Check that a folder's recipe, if there is one, is this one up to the fields `free`.
+
+    Corpus, tokenizer and target know nothing of recipes, so the folder as a whole must belong to one.
+    """
+    if not file.is_file():
         return
-    theirs: Any = parse_recipe(read_recipe(file), str(file), kinds=["quickstart"])
-    fields = type(recipe).model_fields.keys() - {"evaluate"}
-    changed = sorted(name for name in fields if getattr(theirs, name) != getattr(recipe, name))
-    if changed:
+    theirs: Any = parse_recipe(read_recipe(file), str(file), kinds=[recipe.kind])
+    fields = type(recipe).model_fields.keys() - set(free)
+    if changed := sorted(name for name in fields if getattr(theirs, name) != getattr(recipe, name)):
         raise ValueError(
-            f"{out} holds a quickstart of other settings ({', '.join(changed)}): choose another folder with --out, "
-            "or delete that one"
+            f"{file.parent} holds a {recipe.kind} with other settings ({', '.join(changed)}): choose another folder "
+            "with --out, or delete that one"
         )

@@ -32,11 +32,11 @@ from ....decode.models.loading import wrap_model
 from ...assemble.evaluation import load_target
 from ...schema.evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
-from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, write_recipe
+from ...schema.loading import find_recipe, parse_recipe, read_extended, write_recipe
 from ...schema.training import DrafterRecipe, HeadsRecipe, ParallelSection
 from ..training.regenerate import run_regenerate
 from .in_engine import ENGINE_FIELDS
-from .quickstart import make_corpus, make_target, resolve
+from .quickstart import check_folder, make_corpus, make_target, resolve
 
 DRAFT_VOCABULARY = 8192
 """Size of the draft vocabulary if that of the target is larger."""
@@ -48,6 +48,7 @@ METHODS: dict[Kind | None, tuple[str, ...]] = {
     "heads": ("medusa", "slim-s", "suffix, heads"),
 }
 """Names of the methods that are tuned for each kind of drafter; None is prompt lookup."""
+COSTS_FILE = "costs.json"
 REVERSED_HELDOUT = "heldout-reversed.jsonl"
 """Held-out prompts in reverse order, so that settings are confirmed on other prompts than those that chose them."""
 _PROBED = 24  # answers that are timed
@@ -132,35 +133,19 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
     Raises:
         ValueError: Too few prompts, or a folder of another forge.
     """
-    written, target, corpus = out / "forge.yaml", out / "target", out / "corpus"
-    if known := written.is_file():
-        earlier = load_recipe(str(written), kinds=("forge",)).model_dump()
-        new, free = recipe.model_dump(), ("hours", "more_hours", "out", *ENGINE_FIELDS)
-        if changed := [name for name in new if name not in free and new[name] != earlier[name]]:
-            raise ValueError(
-                f"{out} holds a forge with another `{changed[0]}` ({earlier[changed[0]]!r}, not "
-                f"{new[changed[0]]!r}): choose another folder with --out"
-            )
-    write_recipe(recipe, written)  # first, since it identifies the folder
+    target, corpus = out / "target", out / "corpus"
+    if (out / COSTS_FILE).is_file():
+        check_folder(out / "forge.yaml", recipe, ("hours", "more_hours", "out", *ENGINE_FIELDS))
+    elif (out / "forge.yaml").is_file():  # too few prompts, or interrupted: another recipe may take the folder
+        shutil.rmtree(corpus, ignore_errors=True)
+        target.unlink() if target.is_symlink() else shutil.rmtree(target, ignore_errors=True)
+    write_recipe(recipe, out / "forge.yaml")
     if not target.is_dir():
-        assert isinstance(base.target, str)
-        make_target(base.target, target)
+        make_target(recipe.target, target)
     make_corpus(base, corpus)
-    try:
-        return _read_prompts(recipe, base, corpus)
-    except ValueError:
-        if not known:  # allow another recipe in the folder
-            shutil.rmtree(corpus)
-            target.unlink() if target.is_symlink() else shutil.rmtree(target)
-            written.unlink()
-        raise
-
-
-def _read_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, corpus: Path) -> Prompts:
     report, heldout = load_json(corpus / "report.json", "conversations"), corpus / "heldout.jsonl"
     answered, batch, most = report["conversations"] - report["heldout"], max(recipe.batch), recipe.max_prompt_tokens
-    tokenizer = load_tokenizer(f"{recipe.out}/target")
-    found = load_prompts(str(heldout), base.evaluate.template, tokenizer, report["heldout"], most)
+    found = load_prompts(str(heldout), base.evaluate.template, load_tokenizer(str(target)), report["heldout"], most)
     if answered < MIN_ANSWERS or len(found) < MIN_BATCHES * batch:
         raise ValueError(
             f"{answered} prompts, and {len(found)} of {report['heldout']} held-out prompts with at most {most} tokens: "
@@ -174,7 +159,7 @@ def _read_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, corpus: Path) -> 
 
 def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, Any]:
     """Measure the target's forwards and answers once; return its shape and these costs."""
-    path, answers = out / "costs.json", min(_PROBED, prompts)
+    path, answers = out / COSTS_FILE, min(_PROBED, prompts)
     if path.is_file():
         return dict(load_json(path, "seconds_per_answer"))
     began = time.monotonic()
