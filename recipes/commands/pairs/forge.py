@@ -69,6 +69,7 @@ from .stages import (
     measure_costs,
     prepare_prompts,
     training_of,
+    with_heldout,
 )
 
 _TRIED = 16  # training steps that show how long a step takes
@@ -132,6 +133,7 @@ class _Forge:
         if asked < MIN_ANSWERS:
             self._note(f"nothing is trained: the budget pays for {asked} answers, training needs {MIN_ANSWERS}")
         else:
+            self.base = with_heldout(self.base, asked)
             table = self.base.table.model_copy(update={"out": f"{self.out}/table-{asked}"})
             self.base, self.has_table = self.base.model_copy(update={"table": table}), True
             with self.ledger.stage("answers"):

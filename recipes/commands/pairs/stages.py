@@ -53,6 +53,7 @@ REVERSED_HELDOUT = "heldout-reversed.jsonl"
 """Held-out prompts in reverse order, so that settings are confirmed on other prompts than those that chose them."""
 _PROBED = 24  # answers that are timed
 _CONTEXT = 200
+_HELD_OUT = 4  # expected number of answers that are held out, at least
 
 
 class Source(NamedTuple):
@@ -209,6 +210,16 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
     base = parse_recipe(values, "forge", kinds=("quickstart",))
     assert isinstance(base, QuickstartRecipe)
     return resolve(base)
+
+
+def with_heldout(base: QuickstartRecipe, answers: int) -> QuickstartRecipe:
+    """Return the stages with a larger held-out share if there are few answers, of which none might be held out."""
+    stages: dict[str, Any] = {}
+    for name in ("eagle", "drafter", "heads", "table"):
+        stage = getattr(base, name)
+        share = max(stage.data.heldout_share, _HELD_OUT / answers)
+        stages[name] = stage.model_copy(update={"data": stage.data.model_copy(update={"heldout_share": share})})
+    return base.model_copy(update=stages)
 
 
 def answers_of(base: QuickstartRecipe, count: int, name: str) -> RegenerateRecipe:
