@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ....checkpoints.storage.atomic import append_line
 from ....checkpoints.storage.locks import sole_writer
+from ....checkpoints.storage.messages import first_line
 from ....decode.evaluation.measure import Decoded, RunKey
 from ...session.stopping import Stoppable
 from ...session.terminal import log
@@ -108,7 +109,7 @@ class Journal:
             else:
                 log(f"{self.path} belongs to other settings ({_differences(first, head)} differ): restarting")
         except ValueError as error:
-            raise self._damaged(error) from error
+            raise self._damaged(first_line(error)) from error
         self._file.truncate(0)
         self._append(head)
 
