@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any, Literal
@@ -138,6 +139,9 @@ class Cleaner:
         return Conversation(encodable(dialogue.id), tuple(turns), tools)
 
     def _turns(self, dialogue: Dialogue, changes: set[str]) -> list[Turn]:
+        if not self._questions and len(dialogue.messages) == 1 and dialogue.references:
+            changes.add("references used as answers")
+            dialogue = replace(dialogue, messages=(*dialogue.messages, ("assistant", dialogue.references[0])))
         bare = len(dialogue.messages) == 1 and dialogue.messages[0][0] == "text"
         # "system" is always known
         messages = self._mapped((("system", dialogue.messages[0][1]),) if bare else dialogue.messages, changes)

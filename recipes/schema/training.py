@@ -343,9 +343,9 @@ class CountSection(Section):
     """Which pairs of neighbouring tokens a table counts, and with how much memory."""
 
     pairs: Literal["documents", "answers"] = "documents"
-    """`documents`: whole conversations with the tokens of the template. `answers`: pairs whose right token is
-    supervised, that is, each answer with its end of turn and the token before it. Pairs never cross the border of a
-    document or answer."""
+    """`documents`: whole conversations with the tokens of the template, except its default system prompt. `answers`:
+    pairs whose right token is supervised, that is, each answer with its end of turn and the token before it. Pairs
+    never cross the border of a document or answer."""
     memory_mb: int = Field(512, ge=1)
     """Memory for the counts of each process; counts beyond it go to `<out>.state`."""
     save_minutes: float = Field(5.0, gt=0)

@@ -6,6 +6,7 @@ Shape letters: T tokens, D documents.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,15 @@ def token_documents(
         conversations: Conversations to count.
         tokenizer: Tokenizer of the table.
         template: Chat template that renders the conversations.
-        pairs: `documents` for whole conversations, `answers` for each supervised span with the token before it.
+        pairs: `documents` for whole conversations without the template's default system prompt, `answers` for each
+            supervised span with the token before it.
         last_turn_only: Whether the last answer alone is supervised.
 
     Raises:
         ValueError: The turns of a conversation are not [system], user, assistant, …
     """
+    if pairs == "documents":  # the template's own system prompt would change the counts of its words
+        template = replace(template, start=template.next)
     # A document per conversation: blocks without a length neither split nor drop anything.
     for rendered in Renderer(template, tokenizer, None, last_turn_only=last_turn_only)(conversations):
         if pairs == "documents":

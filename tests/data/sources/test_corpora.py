@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from draftsmith.data.conversations import Turn
+from draftsmith.data.conversations import CorpusReport, Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
 from draftsmith.data.sources.registry import CORPORA
@@ -75,6 +75,29 @@ def test_a_local_path_stands_in_for_a_corpus(tmp_path: Path) -> None:
     (prompt,) = read_prompts("ybisk/piqa", path=str(tmp_path / "piqa.jsonl"))
     assert prompt.references == ("so",)
     assert asked("someone/else", path=str(tmp_path / "piqa.jsonl")) == ["How?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "question", "answer"),
+    [
+        ("t5-cnn-dailymail", {"article": "Long.", "highlights": "S.", "id": "1"}, "summarize: Long.", "S."),
+        ("cnn-dailymail", {"article": "Long.", "highlights": "S.", "id": "1"}, "Summarize: Long.", "S."),
+        (
+            "t5-wmt14-en-de",
+            {"translation": {"de": "Hut", "en": "hat"}},
+            "translate English to German: hat",
+            "Hut",
+        ),
+        ("wmt14-de-en", {"translation": {"de": "Hut", "en": "hat"}}, "Translate German to English: Hut", "hat"),
+    ],
+)
+def test_references_are_answers_when_a_recipe_trains(
+    name: str, row: dict[str, Any], question: str, answer: str, tmp_path: Path
+) -> None:
+    report = CorpusReport()
+    (found,) = read_conversations(name, path=jsonl(tmp_path / "rows.jsonl", row), report=report)
+    assert found.turns == (Turn("user", question), Turn("assistant", answer))
+    assert report.changed == {"references used as answers": 1}
 
 
 def message(role: str, content: Any) -> dict[str, Any]:
