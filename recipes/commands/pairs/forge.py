@@ -257,8 +257,7 @@ class _Forge:
 
     def _train_candidates(self, candidates: Sequence[Candidate]) -> None:
         """Train all candidates for a short time, and the first of each workload for the rest of the time."""
-        # EAGLE-3 is first: the hidden states that it caches include those of the others.
-        known = {each.name: each for each in sorted(candidates, key=lambda each: each.kind != "eagle")}
+        known = {each.name: each for each in candidates}
         if not known:
             self._note("nothing is trained: no candidate could be faster than autoregressive decoding")
             return

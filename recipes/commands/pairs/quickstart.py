@@ -37,7 +37,7 @@ from ..training.train import run_train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table")
-"""EAGLE-3 comes first: the hidden states that it reads include those that the others read."""
+"""Trained stages, in the order in which they run."""
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
