@@ -347,7 +347,8 @@ class KSequential(SeveralDrafters):
         # Each chain gives x with probability min(q, p/ρ), after s = Σ (1 - β)^i refusals of those before it.
         each_BV = torch.minimum(draft_BV, target_BV / rho_B1)
         beta_B1 = each_BV.sum(1, keepdim=True)
-        times_B1 = torch.where(beta_B1 > 0, any_of(beta_B1, count_B1) / beta_B1.clamp(min=1e-30), count_B1)
+        any_B1 = -torch.expm1(count_B1 * torch.log1p(-beta_B1.clamp(max=1)))  # 1 - (1 - β)^k without cancellation
+        times_B1 = torch.where(beta_B1 > 0, any_B1 / beta_B1.clamp(min=1e-30), count_B1)
         left_BV = normalise(target_BV - each_BV * times_B1, target_BV)
         refused_B1 = (alive_BM.any(1) & ~found_B)[:, None]
         return torch.where(found_B, first_B, -1), torch.where(refused_B1, left_BV, target_BV)
@@ -357,11 +358,6 @@ def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple
     """Return q without a drawn token where `exists_B1`, and the mass [B, 1] that is left of it."""
     draft_BV = draft_BV.scatter(1, token_B1, torch.where(exists_B1, 0.0, draft_BV.gather(1, token_B1)))
     return draft_BV, draft_BV.sum(1, keepdim=True)
-
-
-def any_of(beta_X1: Tensor, count_X1: Tensor) -> Tensor:
-    """Return 1 - (1 - β)^k, the probability of at least one success in k trials, without cancellation."""
-    return -torch.expm1(count_X1 * torch.log1p(-beta_X1.clamp(max=1)))
 
 
 def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
@@ -376,8 +372,8 @@ def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
     width_B1 = (count_B1 - low_B1) / (1 << bits)
     for _ in range(24 // bits):
         rho_BM = low_B1 + width_B1 * part_M
-        beta_BM = torch.minimum(draft_BV[:, None], target_BV[:, None] / rho_BM[..., None]).sum(2)
-        below_BM = rho_BM * beta_BM < any_of(beta_BM, count_B1)
+        beta_BM = torch.minimum(draft_BV[:, None], target_BV[:, None] / rho_BM[..., None]).sum(2).clamp(max=1)
+        below_BM = rho_BM * beta_BM < 1 - (1 - beta_BM) ** count_B1
         low_B1, width_B1 = low_B1 + width_B1 * below_BM.sum(1, keepdim=True), width_B1 / (1 << bits)
     return low_B1 + width_B1 * (1 << bits)
 

@@ -42,11 +42,21 @@ def prepare_once(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, accelerato
     return prepare_data(recipe.data, tokenizer, quiet=True)
 
 
+_LEAST_PROMPTS = 8
+"""Fewest prompts whose acceptance decides which weights are kept."""
+
+
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
     """Return the settings of the loop; with `measured` its evaluations decode, by which the best weights are chosen."""
     train = recipe.train
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
+    if best is not None and recipe.measure.prompts < _LEAST_PROMPTS:
+        log(
+            f"{role_of(recipe)}: the last weights will be kept, since measure.prompts is {recipe.measure.prompts}: at "
+            f"least {_LEAST_PROMPTS} are needed to choose the best"
+        )
+        best = None
     return train.fit_config(steps, best)
 
 

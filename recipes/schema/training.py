@@ -158,7 +158,7 @@ class MeasureSection(Section):
     """Acceptance measured while training, by decoding a fixed held-out sample."""
 
     prompts: int = Field(16, ge=0)
-    """Held-out prompts to decode; 0 measures nothing. Few say little: the best weights are chosen by them."""
+    """Held-out prompts to decode; 0 measures nothing. With fewer than 8, the last weights are kept."""
     new_tokens: int = Field(48, ge=1)
     """Tokens per prompt."""
     temperature: float = Field(0.0, ge=0)

@@ -47,6 +47,7 @@ class StateFolder:
         self.folder = folder
         self.history = folder / "log.jsonl"
         self._checkpoints = folder / "checkpoints"
+        self._run = ""  # SHA-256 of the settings, by which a checkpoint belongs to a run
         self._accelerator = accelerator
         self._keep = keep
         self.evaluations: dict[int, dict[str, float]] = {}
@@ -60,9 +61,7 @@ class StateFolder:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             for leftover in self._checkpoints.glob(".step-*"):
                 remove(leftover)
-            newest = self._newest()
-            if newest is not None:
-                self._check(settings)
+            newest = self._newest(settings)
             atomic_text(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
             last = -1 if newest is None else newest.step
             lines = [json.dumps(line) for line in _read_lines(self.history) if line["step"] <= last]
@@ -149,12 +148,19 @@ class StateFolder:
     def _path(self, step: int) -> Path:
         return self._checkpoints / f"step-{step:06d}"
 
-    def _newest(self) -> Position | None:
+    def _newest(self, settings: Mapping[str, Any]) -> Position | None:
+        """Return the newest whole checkpoint of this run. Raises ValueError: the run has other settings."""
+        self._run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         for folder in reversed(self._folders().values()):
             try:
-                return _position_of(folder)
+                position, run = _position_of(folder)
             except (ValueError, OSError) as error:
                 warnings.warn(f"checkpoint {folder} is skipped: {error}", stacklevel=2)
+                continue
+            self._check(settings)
+            if run == self._run:
+                return position
+            warnings.warn(f"checkpoint {folder} is skipped: it belongs to a run with other settings", stacklevel=2)
         return None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
@@ -195,6 +201,7 @@ class StateFolder:
         stage = zero_stage(self._accelerator)
         summary = {
             "format": 1,
+            "run": self._run,
             **asdict(position),
             "processes": self._accelerator.num_processes,
             "parallelism": f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value),
@@ -233,13 +240,18 @@ def _tied_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: state[name].contiguous() for name in kept.values()}
 
 
-def _position_of(folder: Path) -> Position:
-    """Return the position of a whole checkpoint. Raises ValueError, OSError: it is incomplete or damaged."""
+def _position_of(folder: Path) -> tuple[Position, str]:
+    """Return the position of a whole checkpoint and the hash of its run's settings.
+
+    Raises:
+        ValueError: It is incomplete or damaged.
+        OSError: It cannot be read.
+    """
     file = folder / _SUMMARY
     try:
         summary = load_json(file)
         files = dict(summary["files"])
-        position = Position(**{each.name: summary[each.name] for each in fields(Position)})
+        position, run = Position(**{each.name: summary[each.name] for each in fields(Position)}), str(summary["run"])
     except FileNotFoundError as error:
         raise ValueError(f"incomplete, it has no {_SUMMARY}") from error
     except (KeyError, TypeError) as error:
@@ -249,7 +261,7 @@ def _position_of(folder: Path) -> Position:
             raise ValueError(f"{name} is missing")
         if file_entry(folder / name) != known:
             raise ValueError(f"{name} is damaged")
-    return position
+    return position, run
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

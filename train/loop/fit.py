@@ -376,7 +376,10 @@ class _Run:
         if self.best is None or self.best[1] == position.step:
             return position.step
         if self.best[1] == 0:
-            report.line(f"{self.title}: by {self.config.keep_best} training has gained nothing")
+            report.line(
+                f"{self.title}: warning: training did not improve {self.config.keep_best} over the initial weights; "
+                "the artifact will hold these: train longer, or check the data and the learning rate"
+            )
         value, step = self.best
         last = self.state.evaluations[position.step][str(self.config.keep_best)]
         found = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"

@@ -77,7 +77,7 @@ def test_a_run_in_pieces_keeps_the_same(worker: ModuleType, tmp_path: Path, stop
     [
         ([1.0, 1.1, 1.2, 1.3, 1.3], "score", 8, ""),  # of equal ones the later
         (SCORES, None, 8, ""),
-        ([2.0, 1.5, 1.4, 1.3, 1.2], "score", 0, "training has gained nothing"),
+        ([2.0, 1.5, 1.4, 1.3, 1.2], "score", 0, "did not improve score over the initial weights"),
         ([1.0, 2.0, float("nan"), 1.5, 1.6], "score", 2, ""),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,18 @@ def test_damaged_checkpoints_are_skipped(worker: ModuleType, tmp_path: Path, log
         _, result = run(worker, tmp_path)
     assert result.resumed_from is None
     assert logged(tmp_path) == expected
+
+
+def test_a_checkpoint_of_another_run_is_skipped(worker: ModuleType, tmp_path: Path, logged: Logged):
+    run(worker, tmp_path / "a")
+    expected = logged(tmp_path / "a")
+    run(worker, tmp_path / "b", learning_rate=0.5)
+    for path, other in [(tmp_path / name / "checkpoints" / "step-000006", name) for name in "ab"]:
+        shutil.rmtree(path) if other == "a" else shutil.copytree(path, tmp_path / "a" / "checkpoints" / path.name)
+    with pytest.warns(UserWarning, match="step-000006 is skipped: it belongs to a run with other settings"):
+        _, result = run(worker, tmp_path / "a")
+    assert result.resumed_from == 4
+    assert logged(tmp_path / "a") == expected
 
 
 SUMMARIES: dict[str, Callable[[bytes], bytes]] = {
