@@ -50,8 +50,9 @@ class FitConfig:
     """AdamW's decay rates of the gradient's mean and square."""
     clip_norm: float = _limited(1.0, ge=0)
     """Maximum gradient norm; 0 disables clipping."""
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    """Automatic mixed precision; "no" computes in the type of the weights."""
+    precision: Literal["auto", "no", "bf16", "fp16"] = "no"
+    """Automatic mixed precision; "no" computes in the type of the weights. "auto" is resolved before the run: bf16 if
+    the hardware multiplies in it, else "no"."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     evaluate_every: int = _limited(200, ge=0)

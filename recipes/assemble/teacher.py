@@ -24,6 +24,7 @@ from ...train.parallel.processes import Interrupted, on_main
 from ...train.teachers.cache import CacheWriter, MakeRows, RowCache, Source, locked
 from ...train.teachers.teacher import CachedHidden, CachedTeacher, CacheSource, HiddenSource, mean_mass
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
+from ..session.precision import settle_precision
 from ..session.stopping import Stoppable
 from ..session.terminal import bar, gigabytes, log
 from .artifact import prepare_once
@@ -74,7 +75,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
         ValueError: The recipe has no cache or no target, or the disk is too small.
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
-    recipe = _check(recipe)
+    recipe = _check(settle_precision(recipe))
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     on_main(state, partial(check_writable, _folder(recipe) / "report.json"))
     parts = _parts(recipe, prepare_once(recipe, tokenizer, state))

@@ -49,9 +49,9 @@ def findings() -> list[Finding]:
     return rows
 
 
-def has_bfloat16() -> bool:
-    """Whether this machine's GPU, or without one its processor, multiplies in bfloat16."""
-    if torch.cuda.is_available():
+def has_bfloat16(on_cpu: bool = False) -> bool:
+    """Return whether this machine's GPU, or without one its processor, multiplies in bfloat16."""
+    if torch.cuda.is_available() and not on_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # of torch 2.12 and later
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
@@ -78,12 +78,13 @@ def version_of(name: str) -> str | None:
 
 
 def _formats(device: str) -> str:
-    """Floating-point types in which a small product works here."""
+    """Return the floating-point types in which a small product works here."""
     works = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with suppress(RuntimeError):
             torch.ones(2, 2, dtype=dtype, device=device).mm(torch.ones(2, 2, dtype=dtype, device=device))
-            works.append(str(dtype).removeprefix("torch."))
+            slow = dtype == torch.bfloat16 and device == "cpu" and not has_bfloat16(on_cpu=True)
+            works.append(str(dtype).removeprefix("torch.") + " (emulated)" * slow)
     return ", ".join(works)
 
 

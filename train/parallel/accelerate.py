@@ -38,7 +38,7 @@ def make_accelerator(precision: str, **options: Any) -> Any:
         raise ValueError("ACCELERATE_USE_CPU is set, with which DeepSpeed would be left out: unset it")
     on_cpu = not torch.accelerator.is_available()
     if on_cpu and precision == "fp16":
-        raise ValueError("precision is fp16, which processors have no fast products for: use bf16 or no")
+        raise ValueError("precision is fp16, which processors have no fast products for: use auto or no")
     if on_cpu:
         # accelerate imports DeepSpeed where it is installed, which otherwise prints that it has found no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -27,6 +27,7 @@ from ....train.parallel.accelerate import make_accelerator, zero_stage
 from ....train.parallel.processes import from_main, on_main
 from ...assemble.artifact import Run, check_out, fit_config, state_folder
 from ...schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
+from ...session.precision import settle_precision
 from ...session.terminal import console, duration, gigabytes
 from .train import make_run
 
@@ -100,6 +101,7 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
     """
     if not isinstance(recipe, DrafterRecipe | HeadsRecipe):
         raise ValueError("--plan is for recipes of kind drafter or heads; a table is counted in one pass over the data")
+    recipe = settle_precision(recipe)
     accelerator, out = make_accelerator(recipe.train.precision), Path(recipe.out)
     on_main(accelerator, partial(check_out, out, recipe))
     free = _least_free(accelerator)

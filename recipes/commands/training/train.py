@@ -21,12 +21,13 @@ from ...assemble.drafter import make_drafter_run
 from ...assemble.heads import make_heads_run
 from ...assemble.table.count import run_table
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe, role_of
+from ...session.precision import settle_precision
 from ...session.terminal import log
 
 
 def run_train(recipe: TrainingRecipe) -> Path:
     """Run a training recipe to its artifact, or find that it is there already; the artifact's folder."""
-    out = Path(recipe.out)
+    recipe, out = settle_precision(recipe), Path(recipe.out)
     accelerator = accelerator_for(recipe)
     with ExitStack() as stack:
 

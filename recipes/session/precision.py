@@ -1,0 +1,63 @@
+"""Choice of the number format for training on this machine."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
+from .launch import is_first
+from .machine import has_bfloat16
+from .terminal import log
+
+_Recipe = TypeVar("_Recipe", DrafterRecipe | HeadsRecipe, DrafterRecipe | HeadsRecipe | TableRecipe)
+
+
+@cache
+def bfloat16_slowdown() -> float:
+    """Measure how many times as long a matrix product takes on this processor in bfloat16 as in float32."""
+    seconds = []
+    for dtype in (torch.bfloat16, torch.float32):
+        tokens, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            tokens @ weight
+            times.append(time.perf_counter() - start)
+        seconds.append(min(times))
+    return seconds[0] / seconds[1]
+
+
+def settle_precision(recipe: _Recipe) -> _Recipe:
+    """Return the recipe with `train.precision: auto` resolved for this machine.
+
+    Where bfloat16 is only emulated, `auto` becomes float32, for the target too. A recipe that asks for bfloat16 is kept
+    and a warning is logged.
+    """
+    if isinstance(recipe, TableRecipe):
+        return recipe
+    heads, emulated = isinstance(recipe, HeadsRecipe), not has_bfloat16()
+    dtype = recipe.target_dtype if isinstance(recipe, HeadsRecipe) else recipe.teacher.dtype
+    wants = recipe.train.precision == "bf16" or dtype == "bfloat16"
+    slow = "" if not emulated else f"bfloat16 takes {bfloat16_slowdown():.0f} times as long as float32 on this machine"
+    if recipe.train.precision != "auto":
+        if emulated and wants and is_first():
+            name = "target_dtype" if heads else "teacher.dtype"
+            log(f"warning: {slow}, which only emulates it: set train.precision=no {name}=float32")
+        return recipe
+    changes: dict[str, Any] = {
+        "train": recipe.train.model_copy(update={"precision": "no" if emulated else "bf16"}),
+    }
+    if emulated:
+        if is_first():
+            log(f"precision: float32, since {slow}, which only emulates it")
+        if isinstance(recipe, HeadsRecipe):
+            changes["target_dtype"] = "float32" if dtype == "bfloat16" else dtype
+        else:
+            changes["teacher"] = recipe.teacher.model_copy(
+                update={"dtype": "float32" if dtype == "bfloat16" else dtype}
+            )
+    return recipe.model_copy(update=changes)
