@@ -53,13 +53,15 @@ def evaluate_recipe(
     path = find_recipe(BASE if name is None else name)
     values = read_extended(path)
     if name is None:
-        changes = _direct(changes, names) | changes
+        given = _direct(changes, names) | changes
     where = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
-    recipe = parse_recipe(values, where, overrides, given=changes, kinds=["evaluate"])
+    recipe = parse_recipe(values, where, overrides, given=given if name is None else changes, kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     if names:
         recipe = recipe.model_copy(update={"methods": chosen_rows(recipe, names)})
     if name is None:
+        if "template" not in changes and not any(each.startswith("template=") for each in overrides):
+            recipe = recipe.model_copy(update={"template": template_of(recipe.target)})  # after the plain values
         more = "" if names else "; methods=all: every method of these artifacts; --method NAME: one"
         log(f"{command}: {', '.join(recipe.labels())}; prompts in the template {recipe.template!r}{more}")
     return recipe
@@ -110,4 +112,4 @@ def _direct(changes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
     methods = "all" if names else [{"method": name} for name in core_methods(changes)]
     values: dict[str, Any] = dict.fromkeys(PARTS)
-    return values | {"out": str(out), "prompts": PROMPTS, "template": template_of(target), "methods": methods}
+    return values | {"out": str(out), "prompts": PROMPTS, "template": "plain", "methods": methods}

@@ -74,6 +74,13 @@ def section(**fields: Any) -> ModelSection:
     return ModelSection.model_validate(fields)
 
 
+def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_built() -> None:
+    """Of 6.6 trillion parameters, of which nothing is allocated."""
+    sizes = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 96, "num_attention_heads": 512}
+    with pytest.raises(ValueError, match=r"[\d,]{17} parameters need .* are free"):
+        build_model(section(config={"model_type": "llama", **sizes}), 0)
+
+
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     if model.config.is_encoder_decoder:

@@ -17,6 +17,13 @@ REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
 ]
 
 
+# Plain values are checked before anything is loaded: this target does not exist.
+REFUSED += [
+    ("unknown, no target", lambda _: _rows("a/b", "speculatve"), ("--method speculatve",)),
+    ("a value, no target", lambda _: evaluate_recipe(None, ["temperature=-1"], {"target": "a/b"}), ("temperature",)),
+]
+
+
 def _rows(target: str, *names: str) -> Any:
     return evaluate_recipe(None, [], {"target": target}, names=names)
 
