@@ -117,13 +117,14 @@ def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | N
 
 
 def file_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Each file of a folder that is not what the manifest says, in a sentence that names it."""
-    hidden = {name for name in files_of(directory) if name.startswith(".")} - set(manifest.files)
-    present = set(files_of(directory)) - hidden - {MANIFEST_FILE}
+    """Return a sentence for each file that differs from the manifest; the model card may be edited or removed."""
+    listed = set(manifest.files) - {CARD_FILE}
+    hidden = {name for name in files_of(directory) if name.startswith(".")} - listed
+    present = set(files_of(directory)) - hidden - {MANIFEST_FILE, CARD_FILE}
     faults = []
-    if missing := sorted(set(manifest.files) - present):
+    if missing := sorted(listed - present):
         faults.append(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
-    if extra := sorted(present - set(manifest.files)):
+    if extra := sorted(present - listed):
         faults.append(f"{directory} holds {', '.join(extra)}, which its {MANIFEST_FILE} does not list")
     for name, entry in manifest.files.items():
         if name in present:
@@ -161,7 +162,7 @@ def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: 
 
 def check_new(out: Path) -> None:
     """Raise ValueError if `out` is not empty or cannot be written."""
-    check_writable(out)
+    check_writable(out, folder=True)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists already and is not empty: choose another --out")
 

@@ -166,7 +166,7 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:
     """An export replaces an earlier export in the same form, and nothing else."""
-    check_writable(out)
+    check_writable(out, folder=True)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"{out} is the artifact itself, or lies in it: choose another folder for its export")

@@ -21,7 +21,7 @@ from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writabl
 from ...checkpoints.storage.messages import pictured
 from ...checkpoints.storage.redaction import without_secrets
 from ...checkpoints.storage.safe_read import file_hash, load_json
-from ...data.blocks.prepared import SCHEMA, PreparedData, prepare
+from ...data.blocks.prepared import MANIFEST, SCHEMA, PreparedData, prepare
 from ...data.cleaning.cleaner import Cleaning
 from ...data.conversations import Conversation, CorpusReport, write_conversations
 from ...data.rendering.lint import Linter, PieceDecoder, special_flags, vocabulary_size
@@ -38,6 +38,10 @@ NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing"}
 """Fields that do not change the conversations."""
 _STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
 _BEGIN, _END = "⟦⟧"  # around what is trained, for where there is no colour
+
+
+_HASHED = (f"train/{MANIFEST}", f"heldout/{MANIFEST}", "heldout.jsonl")
+"""Files whose hashes are in report.json; manifests hold the hashes of their arrays."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,19 @@ def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -
     if (share := train.manifest["trainable_share"]) < section.min_trained_share:
         floor = f"the floor is {100 * section.min_trained_share:.6g} %"
         raise ValueError(f"data: trained tokens: {share:.4%}, {floor} (`draftsmith prepare --lint` shows rows)")
-    return Prepared(train, PreparedData.load(folder / "heldout"), folder, load_json(file, "sources"))
+    return Prepared(train, PreparedData.load(folder / "heldout"), folder, load_json(file, "sources", "sha256"))
 
 
 def verify_data(prepared: Prepared, tokenizer: Any) -> None:
-    """Compare prepared data with its hashes."""
+    """Compare prepared data with its hashes.
+
+    Raises:
+        ValueError: A file is missing, damaged, or not the one that was written in its place.
+    """
+    for name, expected in prepared.report["sha256"].items():
+        path = prepared.folder / name
+        if not path.is_file() or file_hash(path) != expected:
+            raise ValueError(f"{path} is missing or was changed: delete {prepared.folder} to prepare it again")
     for data in (prepared.train, prepared.heldout):
         data.verify(vocabulary_size(tokenizer))
 
@@ -146,6 +158,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
         report = all_reports(section.parts(), reports)
+        report["sha256"] = {name: file_hash(unfinished / name) for name in _HASHED}
         atomic_text(unfinished / "report.json", json.dumps(report, indent=2) + "\n")
     for part, corpus in zip(section.parts(), reports, strict=True):
         log(f"data: {part.source}: {corpus.summary()}")

@@ -47,6 +47,10 @@ def test_what_is_saved_is_loaded_and_verified(tmp_path: Path) -> None:
     assert os.listdir(out.parent) == ["table"]
     assert out.stat().st_mode & 0o777 == 0o755
     assert Manifest.from_json(saved.to_json()) == saved
+    (out / "README.md").write_text("Edited before publishing.")
+    assert verify_artifact(out) == saved
+    (out / "README.md").unlink()
+    assert verify_artifact(out) == saved
 
 
 def test_what_is_exported_for_others_is_no_artifact_of_its_kind(tmp_path: Path) -> None:

@@ -120,6 +120,24 @@ def test_prepared_tokens_that_were_changed_are_not_trained_on(part: str, drafter
     run_train(recipe)
 
 
+@pytest.mark.parametrize("change", ["reversed", "deleted", "swapped"])
+def test_held_out_conversations_and_parts_belong_to_the_hashes(change: str, drafter_recipe: Path) -> None:
+    recipe = load_training(str(drafter_recipe), ["train.steps=2"])
+    assert isinstance(recipe, DrafterRecipe)
+    folder = prepare_once(recipe, load_tokenizer(recipe.tokenizer_source), make_accelerator("no")).folder
+    rows = folder / "heldout.jsonl"
+    if change == "reversed":
+        rows.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))) + "\n")
+    elif change == "deleted":
+        rows.unlink()
+    else:
+        for name, other in (("train", "aside"), ("heldout", "train"), ("aside", "heldout")):
+            (folder / name).rename(folder / other)
+    named = "train/data.json" if change == "swapped" else "heldout.jsonl"
+    with pytest.raises(ValueError, match=rf"{named} is missing or was changed: delete .* to prepare it again"):
+        run_train(recipe)
+
+
 def test_tokens_that_the_vocabulary_lacks_are_refused(drafter_recipe: Path) -> None:
     recipe = load_training(str(drafter_recipe), ["train.steps=2"])
     assert isinstance(recipe, DrafterRecipe)
@@ -128,5 +146,8 @@ def test_tokens_that_the_vocabulary_lacks_are_refused(drafter_recipe: Path) -> N
     manifest = json.loads((folder / "data.json").read_text())
     manifest["sha256"]["tokens"] = file_hash(path)  # as another tokenizer would have written it
     (folder / "data.json").write_text(json.dumps(manifest))
+    report = json.loads((folder.parent / "report.json").read_text())
+    report["sha256"]["train/data.json"] = file_hash(folder / "data.json")
+    (folder.parent / "report.json").write_text(json.dumps(report))
     with pytest.raises(ValueError, match=rf"{path} has the token 320, .* 320, 0 to 319"):
         run_train(recipe)

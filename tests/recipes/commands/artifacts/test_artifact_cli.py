@@ -47,9 +47,9 @@ def test_the_doctor_verifies_an_artifact(tiny_pair: Path, tmp_path: Path) -> Non
     assert "nothing wrong" in good.stdout
     shutil.copytree(tiny_pair / "table", tmp_path / "table")
     (tmp_path / "table" / "extra").write_text("")
-    (tmp_path / "table" / "README.md").unlink()
+    (tmp_path / "table" / "table.safetensors").unlink()
     bad = draftsmith("doctor", tmp_path / "table")
     assert bad.exit_code == 1
     assert bad.stdout.count("fault:") == 2
-    for part in ("lacks README.md", "holds extra"):
+    for part in ("lacks table.safetensors", "holds extra"):
         assert part in bad.stdout
