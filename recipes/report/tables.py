@@ -159,7 +159,7 @@ UNSTEADY = "?"
 _LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
 _STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
-    _metric("accepted", "acceptance_rate", unit="α"),
+    _metric("accepted", "acceptance_at_k", unit="α"),
     _metric("speed", "tokens_per_second", 0, "tokens/s"),
     Metric(Column("speedup", "×"), speedup_cell),
     Metric(Column("interval", "95 %, ×"), lambda row: interval_cell(row.get("speedup_interval"))),
@@ -207,7 +207,7 @@ def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
     flops = [_metric(title, f"flops_per_token.{part}", 2, f"{name}/token", 1 / size) for title, part in parts.items()]
     return (
         _metric("nodes", "nodes_per_step", 1, "a step"),
-        _metric("accepted at k", "acceptance_at_k", unit="share of levels"),
+        _metric("accepted", "acceptance_rate", unit="of examined"),
         *flops,
         _metric("energy", "joules_per_token", 3, joules),
         _metric("cost ratio", "cost_ratio", unit="c"),

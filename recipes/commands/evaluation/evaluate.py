@@ -216,7 +216,9 @@ def _results(case: Case, skipped: SkippedPrompts, resumed: int, summary: Summary
 
 
 def _show(case: Case, results: dict[str, Any]) -> None:
-    console().print(method_table(case.title, results["methods"]).rich())
+    left_out = ", ".join(f"{count} {reason}" for reason, count in results["passed_over"]["counts"].items() if count)
+    title = f"{case.title} (left out: {left_out})" if left_out else case.title
+    console().print(method_table(title, results["methods"]).rich())
     if section := results.get("energy_by_batch"):
         console().print(energy_table(section).rich())
     if unsteady := ", ".join(row["label"] for row in results["methods"] if row["steady"] is False):

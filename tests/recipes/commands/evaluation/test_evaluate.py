@@ -21,6 +21,7 @@ from draftsmith.decode.methods import METHODS, method_config
 from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
+from draftsmith.recipes.report.page import report_beside
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
@@ -191,7 +192,7 @@ def test_a_row_drafts_with_the_drafter_that_it_names(
 
 @pytest.mark.parametrize(("positions", "most"), [((80, 256), 70), ((256, 70), 60)])
 def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded(
-    evaluation: dict[str, Any], tmp_path: Path, save_llama: Any, positions: tuple[int, int], most: int
+    evaluation: dict[str, Any], tmp_path: Path, save_llama: Any, positions: tuple[int, int], most: int, capfd: Any
 ) -> None:
     """Of a target and of a drafter with few positions, whatever another drafter has that no row asks for."""
     for name, count in zip(("target", "drafter", "other"), (*positions, 16), strict=True):
@@ -210,3 +211,6 @@ def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded
         run_evaluate(asked.model_copy(update={"max_new_tokens": 90}))
     results = run_evaluate(asked.model_copy(update={"max_prompt_tokens": most}))
     assert results["passed_over"] == {"counts": {"too long": 1}, "too_long": ["row2"]}
+    assert "left out: 1 too long" in " ".join(capfd.readouterr().out.split())
+    page = report_beside(Path(asked.out)).read_text(encoding="utf-8")
+    assert "left out: 1 too long" in " ".join(page.split())
