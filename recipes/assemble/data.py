@@ -150,6 +150,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     heldout: list[Conversation] = []
     options: dict[str, Any] = {"packing": section.packing, "last_turn_only": section.last_turn_only, "source": identity}
     names = ", ".join(part.source for part in section.parts())
+    section = _with_heldout(section)
     with atomic_dir(folder) as unfinished:
         with counter(f"preparing {names}", "conversations") as advance:
             rows, out = _some(section, reports, hold=heldout.append), unfinished / "train"
@@ -251,11 +252,31 @@ def _read_part(
 
 def is_held_out(section: DataSection, conversation: Conversation) -> bool:
     """Return whether a conversation is held out, by its id only."""
-    if section.heldout_source is not None:
-        return False
+    return section.heldout_source is None and _draw(conversation) < section.heldout_share
+
+
+def _draw(conversation: Conversation) -> float:
+    """Return the number in [0, 1) that decides whether a conversation is held out."""
     # ShareGPT's parts of one long conversation are called abcdefg_0, abcdefg_1 …: they must fall on one side.
     part = re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
-    return hashed_share(f"held out {part[1] if part else conversation.id}") < section.heldout_share
+    return hashed_share(f"held out {part[1] if part else conversation.id}")
+
+
+def _with_heldout(section: DataSection) -> DataSection:
+    """Return the section, or one that holds out a single conversation if its share holds out none of several."""
+    least, most = 1.0, 0.0
+    if section.heldout_source is not None:
+        return section
+    for part in section.parts():
+        for conversation in _read_part(section, part, CorpusReport()):
+            draw = _draw(conversation)
+            if draw < section.heldout_share:
+                return section
+            least, most = min(least, draw), max(most, draw)
+    if least >= most:
+        return section
+    log(f"data: a share of {section.heldout_share:.6g} (data.heldout_share) holds out no conversation: one is held out")
+    return section.model_copy(update={"heldout_share": float(np.nextafter(least, 1))})
 
 
 def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
