@@ -81,7 +81,7 @@ def test_decoding_with_it_is_decoding_with_its_files(target: Path, tiny_pair: Pa
 
 def test_the_doctor_and_exports_take_it(target: Path, tiny_pair: Path) -> None:
     fine = draftsmith("doctor", TARGET, tiny_pair / "drafter", "--json")
-    assert json.loads(fine.stdout)["pair"]["verdicts"]["draftsmith"]["outcome"] == "works"
+    assert json.loads(fine.stdout)["verdicts"]["draftsmith"]["outcome"] == "works"
     done = draftsmith("export", tiny_pair / "heads", "--to", "medusa", "--out", "exported", "--target", TARGET)
     assert done.exit_code == 0, (done.output, done.exception)
     serving = Path("exported/SERVING.md").read_text()

@@ -103,7 +103,7 @@ def told(command: list[str], out: Path) -> dict[str, Any]:
     ("costs", "hours", "said"),
     [
         ({"answer": 60.0}, "0.01", "nothing is trained: the budget pays for 0 answers"),
-        ({}, "0.002", "left for training"),
+        ({}, "0.0005", "left for training"),
         ({"seconds": (0.002, 0.128)}, "0.01", "nothing is trained: no candidate could be faster"),
     ],
     ids=["no answers", "no training", "each token costs what the first does"],
