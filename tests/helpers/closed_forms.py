@@ -55,7 +55,7 @@ class OverAccepted(NamedTuple):
 
 
 def over_acceptance(target_V: Floats, draft_V: Floats, epsilon: float) -> OverAccepted:
-    """Rejections, smallest bias and outputs of over-acceptance (arXiv 2411.00841, theorem 5).
+    """Rejections, smallest bias and outputs of over-acceptance (arXiv 2411.00841, theorem 4).
 
     Loss*(b) = ½ Σ |p - bq| - ½ Σ (1 - b) q.
     """

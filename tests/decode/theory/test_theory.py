@@ -1,6 +1,6 @@
 """How often drafts are refused, and what over-acceptance costs: the papers' formulas against engine and verifiers.
 
-Rejections: Yin et al. 2024, "A theoretical perspective for speculative decoding", theorems 1 to 5. Its setting is free
+Rejections: Yin et al. 2024, "A theoretical perspective for speculative decoding", theorems 1 to 4. Its setting is free
 drafts of unbounded length: here `gamma` is as large as the number of tokens, so that a step ends by a rejection or with
 the text, and rejections of tokens that the limit cuts off are not counted. The models are non-stationary Markov chains,
 another table at every position, for which the formulas are sums that dynamic programming computes exactly. Acceptance
@@ -84,7 +84,7 @@ def batch_rejections(
     chain only the last token matters, so f is kept by it. It follows from the target's own probability of the prefix,
     which the output has because it is unbiased: where the last token was not a replacement there is one candidate,
     refused with probability TV(p, q) and replaced from [p - q]+; where it was, all M are refused with probability
-    Π TV(pᵐ, q) and replaced from pᴹ⁺¹. Source: arXiv 2411.00841, theorem 4 and Algorithm 4.
+    Π TV(pᵐ, q) and replaced from pᴹ⁺¹. Source: arXiv 2411.00841, theorem 3 (second part) and Algorithm 4.
 
     Args:
         drafts: M.
