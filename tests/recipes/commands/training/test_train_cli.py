@@ -77,7 +77,7 @@ def test_every_shipped_recipe_can_be_copied_and_listed(tmp_path: Path) -> None:
         ("model.config.hiden_size=3", "'hidden_size'"),
         ("model.config.vocab_size=100", "320.*100"),
         ("data.template=t5", "`data.template: t5`"),
-        ("train.precision=fp16", "fp16.*bf16"),
+        ("train.precision=fp16", "fp16.*auto"),
         ("train.trackers=[mlflow]", "'mlflow'.*pip install mlflow"),
     ],
 )
