@@ -17,7 +17,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +42,40 @@ _QUESTIONS = {
 _MAX_TURNS = 6
 _MAX_PROSE, _MIN_PROSE, _MAX_EXAMPLE = 2400, 40, 1400  # characters
 
-_SECTIONS = {
-    **dict.fromkeys(("parameters", "args", "arguments", "attributes"), "parameters"),
-    **dict.fromkeys(("returns", "yields"), "returns"),
-    **dict.fromkeys(("example", "examples"), "example"),
-    **dict.fromkeys(("notes", "note"), "notes"),
-}
-"""Section of a docstring by its title; the text under other titles is left out."""
+_SECTIONS: dict[str, str | None] = {
+    **dict.fromkeys(
+        ("parameters", "args", "arguments", "params", "keyword arguments", "other parameters", "attributes"),
+        "parameters",
+    ),
+    **dict.fromkeys(("returns", "return", "yields"), "returns"),
+    **dict.fromkeys(("example", "examples", "usage"), "example"),
+    **dict.fromkeys(("notes", "note", "tips"), "notes"),
+    **dict.fromkeys((
+        "raises", "warns", "warnings", "see also", "references", "methods", "warning", "shape", "citation",
+        "copyright", "license", "todo", "versionadded", "authors", "author", "references:", "input", "inputs",
+        "output", "outputs", "receives", "signature", "dimensions",
+    )),
+}  # fmt: skip
+"""Section of a docstring by its title; None for titles whose text is left out."""
 _UNDERLINE = re.compile(r"[-=~^*#]{3,}\s*$")
 _GOOGLE_TITLE = re.compile(r"\s{0,4}([A-Z][A-Za-z]+(?: [A-Za-z]+)?)\s*:{1,2}\s*$")
-_MARKUP = (">>>", "...", "|", "+--", "===", "```", "<", "@", "#", "{{", "$", "..", ":")
+_NUMPY_PARAMETER = re.compile(r"([*\w][\w*, .]*?)\s*(?::\s*(.*))?$")
+_GOOGLE_PARAMETER = re.compile(r"([*`]{0,3}\w[\w*, `]*?)\s*(?:\((.*?)\))?\s*:\s*(.*)$")
+_DIRECTIVE = re.compile(r"(\s*)\.\.(?:\s|$)")
+_FIELD = re.compile(r"\s*:(?:param|type|returns?|rtype|raises?|arg|keyword|ivar|cvar)\b[^:]*:")
+_MARKUP = (">>>", "...", "|", "+--", "===", "```", "<", "@", "#", "{{", "$")
 _ITEM = re.compile(r"(?:[-*+•]|\d+[.)])\s")
+_STUMP = re.compile(
+    r"(?:[-*+•]|\d+[.)])\s+(?:\S+\s+){0,4}\S*[^.!?)`'\"]"
+)  # what is left of an item without its formula
 _INLINE = (
     (re.compile(r"\[`~?([^`\]]+)`\](?:\([^)]*\))?"), r"`\1`"),  # links of transformers' documentation
     (re.compile(r":(?:[a-zA-Z]+:)?[a-zA-Z]+:`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`"), r"`\1`"),  # roles
+    (re.compile(r"`([^`<]+?)\s*<[^`>]+>`_{1,2}|\[([^\]]+)\]\((?:https?://|[./#])[^)]*\)"), r"\1\2"),
+    (re.compile(r" ?\[[\w.]+\]_"), ""),  # citations
+    (re.compile(r"(?<=\S) {2,}"), " "),
     (re.compile(r"``([^`]+)``"), r"`\1`"),
+    (re.compile(r"\\([*_])"), r"\1"),
 )
 
 
@@ -190,6 +208,8 @@ def _documented(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
     if text := ast.get_docstring(tree, clean=False):
         yield "", "module", text
     for node in tree.body:
+        if isinstance(node, ast.Expr) and (added := _added_docstring(node.value)):
+            yield added[0], "function", added[1]
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
             continue
         if text := ast.get_docstring(node, clean=False):
@@ -199,6 +219,34 @@ def _documented(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
                 continue
             if text := ast.get_docstring(child, clean=False):
                 yield f"{node.name}.{child.name}", "function", text
+
+
+def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
+    """Return name and text of `add_docstr(torch.abs, "…")` or `add_newdoc("numpy", "abs", "…")`."""
+    if not isinstance(call, ast.Call) or len(call.args) < 2:
+        return None
+    called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    texts = [text for argument in call.args for text in _strings(argument)]
+    if called == "add_newdoc" and len(texts) == 3:
+        return texts[1], texts[2]
+    if called in ("add_docstr", "_add_docstr") and len(texts) == 1 and isinstance(call.args[0], ast.Attribute):
+        return call.args[0].attr, re.sub(r"^\s*\w+\(.*\)\s*->.*$", "", texts[0], count=1, flags=re.MULTILINE)
+    return None
+
+
+def _strings(argument: ast.expr) -> list[str]:
+    """Return the string of an argument: a constant, the template of `.format(…)` or `%`, or the last of a pair."""
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return [argument.value]
+    if isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute) and argument.func.attr == "format":
+        # a line with a placeholder only stands for a shared parameter; the other braces are literal
+        return [
+            re.sub(r"^\s*\{\w+\}\s*$", "", text, flags=re.MULTILINE).replace("{{", "{").replace("}}", "}")
+            for text in _strings(argument.func.value)
+        ]
+    if isinstance(argument, ast.BinOp):
+        return _strings(argument.left)
+    return _strings(argument.elts[1]) if isinstance(argument, ast.Tuple) and len(argument.elts) == 2 else []
 
 
 def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
@@ -217,67 +265,144 @@ def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
 
     The docstring may be in numpydoc style, Google style or plain prose. None where it holds too little prose.
     """
-    sections = _split_sections(text.expandtabs().split("\n"))
-    description, notes = _prose(sections["description"]), _prose(sections["notes"])
-    if not _is_prose(description):
+    lines = text.split("\n")
+    is_numpy = any(map(_UNDERLINE.match, lines))
+    sections = _split_sections(text.expandtabs().split("\n"), is_numpy)
+    description = _prose(sections["description"])
+    merged_parameter = re.match(r"`?\w+`? \(.{1,200}?\): ", description)  # of a decorator that completes the docstring
+    if not _is_prose(description) or merged_parameter:
         return None
-    example = _dedent(sections["example"])
-    start = next((number for number, line in enumerate(example) if line.startswith(">>>")), len(example))
+    notes, returns = _prose(_dedent(sections["notes"])), _dedent(sections["returns"])
     return {
         kind: description,
-        "parameters": _plain(_whole_lines(_dedent(sections["parameters"]), _MAX_PROSE)),
-        "example": _whole_lines(example[start:], _MAX_EXAMPLE),
+        "parameters": _parameters(_dedent(sections["parameters"])),
+        "example": _example(_dedent(sections["example"])),
         "notes": notes if _is_prose(notes) else "",
-        "returns": _plain(_whole_lines(_dedent(sections["returns"]), _MAX_PROSE // 2)),
+        "returns": _parameters(returns) if is_numpy else _prose(returns, _MAX_PROSE // 2),
     }
 
 
-def _split_sections(lines: list[str]) -> dict[str, list[str]]:
+def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
     """Return the lines of the description and of each known section."""
     sections = defaultdict[str, list[str]](list)
-    is_numpy = any(map(_UNDERLINE.match, lines))
-    kind = "description"
-    for number, line in enumerate(lines):
-        following = lines[number + 1] if number + 1 < len(lines) else ""
-        google = None if is_numpy else _GOOGLE_TITLE.match(line)
-        if line.strip() and not line.startswith(" ") and _UNDERLINE.match(following):
-            kind = _SECTIONS.get(line.strip().lower(), "left out")
-        elif google and (google[1].lower() in _SECTIONS or following.startswith(" ")):
-            kind = _SECTIONS.get(google[1].lower(), "left out")
-        elif not _UNDERLINE.match(line):
+    kind: str | None = "description"
+    numbered = enumerate(lines)
+    for number, line in numbered:
+        following = "".join(lines[number + 1 : number + 2])
+        underlined = line.strip() and not line.startswith(" ") and _UNDERLINE.match(following)
+        google = _GOOGLE_TITLE.match(line)
+        title = line.strip().lower().rstrip(":") if underlined else google[1].lower() if google else ""
+        if underlined or title in _SECTIONS:
+            kind = _SECTIONS.get(title, "description")
+            if underlined:
+                next(numbered)
+            continue
+        after_blank = line[:1].strip() and number and not lines[number - 1].strip()
+        if kind not in (None, "description") and after_blank and not is_numpy and not line.startswith(">>>"):
+            kind = "description" if sections.keys() <= {"description"} else None  # prose ends an indented section
+        if kind is not None:
             sections[kind].append(line)
     return sections
 
 
-def _prose(lines: list[str]) -> str:
-    """Join the lines of each paragraph and of each list item; leave out directives, tables and doctests."""
+def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
+    """Join the lines of each paragraph; leave out directives, tables, doctests and field lists."""
     paragraphs: list[str] = []
-    for block in re.split(r"\n\s*\n", "\n".join(_dedent(lines)).strip("\n")):
-        if block.startswith((*_MARKUP, "    ")) or "https://" in block:
-            continue
-        joined: list[str] = []
-        for line in map(str.strip, block.split("\n")):
-            if joined and not _ITEM.match(line):
-                joined[-1] += " " + line
-            else:
-                joined.append(line)
-        if sum(map(len, paragraphs)) + len("\n".join(joined)) > _MAX_PROSE:
+    for joined in filter(None, map(_paragraph, _blocks(lines))):
+        if sum(map(len, paragraphs)) + len(joined) > limit:
+            if not paragraphs:  # cut between sentences, else between words
+                cut = joined[:limit]
+                end = max(cut.rfind(". "), cut.rfind(".\n"))
+                paragraphs.append(cut[: end + 1] if end > limit // 3 else cut.rsplit(" ", 1)[0])
             break
-        paragraphs.append(_plain("\n".join(joined)))
+        paragraphs.append(joined)
     while paragraphs and paragraphs[-1].endswith(":"):  # it introduced something that was left out
         paragraphs.pop()
     return "\n\n".join(paragraphs)
 
 
-def _whole_lines(lines: list[str], limit: int) -> str:
-    """Join as many lines as fit into `limit` characters; "" for a text that is too short."""
-    sizes = accumulate(len(line) + 1 for line in lines)
-    text = "\n".join(line.rstrip() for line, size in zip(lines, sizes, strict=True) if size <= limit).strip()
+def _blocks(lines: list[str]) -> list[list[str]]:
+    """Split lines at blank ones; drop each `.. directive` with what is indented below it."""
+    blocks: list[list[str]] = [[]]
+    directive_indent: int | None = None
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if directive_indent is not None and (not line.strip() or indent > directive_indent):
+            continue
+        match = _DIRECTIVE.match(line)
+        directive_indent = len(match.group(1)) if match else None
+        if match or not line.strip() or _UNDERLINE.match(line):
+            blocks.append([])
+        else:
+            blocks[-1].append(line)
+    return [block for block in blocks if block]
+
+
+def _paragraph(block: list[str]) -> str:
+    """Join a block to a paragraph, or to a list with an item a line; "" for markup."""
+    first, is_list = block[0].lstrip(), bool(_ITEM.match(block[0].lstrip()))
+    is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
+    is_literal = not is_list and block[0].startswith("    ")
+    if is_markup or is_literal or (len(block) == 1 and "https://" in first):
+        return ""
+    lines: list[str] = []
+    for stripped in map(str.strip, block):
+        if lines and not (is_list and _ITEM.match(stripped)):
+            lines[-1] += " " + stripped
+        else:
+            lines.append(stripped)
+    joined = _plain("\n".join(lines))
+    return "" if _STUMP.fullmatch(joined) else re.sub(r"::$", ":", joined)
+
+
+def _parameters(lines: list[str]) -> str:
+    """Return a line for each parameter: "- `name` (type): description"."""
+    entries: list[tuple[str, str, list[str]]] = []
+    for line in lines:
+        if line[:1].strip():
+            google, numpy = _GOOGLE_PARAMETER.match(line), _NUMPY_PARAMETER.match(line)
+            if google and (google.group(2) is not None or not numpy or len(google.group(3)) > 40):
+                entries.append((google.group(1), google.group(2) or "", [google.group(3)]))
+            elif numpy:
+                entries.append((numpy.group(1), numpy.group(2) or "", []))
+        elif entries:
+            entries[-1][2].append(line)
+    shown: list[str] = []
+    for name, kind, body in entries:
+        description = _prose(_dedent(body), 600).replace("\n\n", " ").replace("\n", " ")
+        kind = _plain(kind).replace("`", "").strip(" ,")
+        if description:
+            shown.append(f"- `{name.strip('`* ')}`" + (f" ({kind})" if kind else "") + f": {description}")
+        if sum(map(len, shown)) > _MAX_PROSE:
+            shown.pop()
+            break
+    return "\n".join(shown)
+
+
+def _example(lines: list[str]) -> str:
+    """Return the first doctest of a section, in whole steps."""
+    example: list[str] = []
+    size = 0
+    for line in lines:
+        stripped = line.strip()
+        if (not example and not stripped.startswith(">>>")) or "xdoctest:" in stripped:
+            continue
+        is_prose = stripped and not stripped.startswith((">>>", "...")) and not example[-1].strip()
+        if (not stripped and size > _MAX_EXAMPLE // 2) or (is_prose and size + len(line) <= _MAX_EXAMPLE):
+            break
+        if size + len(line) > _MAX_EXAMPLE:
+            while example and not example[-1].lstrip().startswith(">>>"):
+                example.pop()
+            example = example[:-1]
+            break
+        example.append(line.rstrip().replace("# doctest: +SKIP", "").rstrip())
+        size += len(line)
+    text = "\n".join(_dedent(example)).strip()
     return text if len(text) >= _MIN_PROSE else ""
 
 
 def _plain(text: str) -> str:
-    """Remove roles, links and doubled backquotes."""
+    """Remove roles, links, citations and doubled backquotes."""
     for pattern, replacement in _INLINE:
         text = pattern.sub(replacement, text)
     return text

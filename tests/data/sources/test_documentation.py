@@ -107,8 +107,8 @@ def test_one_conversation_holds_description_parameters_and_example(corpus: Corpu
         "`some.module.other_solver`."
     )
     assert turns[3].text == (
-        "a : (N, N) array_like\n    Square input data, which is not\n    changed.\nlower, upper : bool, optional\n"
-        "    Ignored if nothing is symmetric. Default is False."
+        "- `a` ((N, N) array_like): Square input data, which is not changed.\n"
+        "- `lower, upper` (bool, optional): Ignored if nothing is symmetric. Default is False."
     )
     assert turns[5].text == (
         ">>> a = np.array([[3, 2, 0], [1, -1, 0], [0, 5, 1]])\n>>> solve(a, b)\narray([ 2., -2.,  9.])"
@@ -119,8 +119,8 @@ def test_google_style_and_methods(corpus: Corpus) -> None:
     turns = _by_id(corpus)["fakedocs.Loader.load"].turns
     assert turns[1].text.endswith("fit the model.\n\nNothing is changed where the check fails.")
     assert turns[3].text == (
-        "folder (str): The folder to read, which\n    must exist.\n"
-        "strict: Whether every weight has to be there. Default: `True`."
+        "- `folder` (str): The folder to read, which must exist.\n"
+        "- `strict`: Whether every weight has to be there. Default: `True`."
     )
     assert turns[5].text.startswith('>>> load_weights("runs/first", strict=False)\n')
 
