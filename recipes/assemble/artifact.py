@@ -21,6 +21,7 @@ from ...train.tasks.drafter import DrafterTask
 from ...train.tasks.heads import HeadsTask
 from ..schema.loading import write_recipe
 from ..schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
+from ..session.launch import is_first
 from ..session.terminal import log
 from ..session.typed import typed_command
 from .data import NOT_OF_CONVERSATIONS, Prepared, prepare_data, verify_data
@@ -52,11 +53,12 @@ def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
     if best is not None and recipe.measure.prompts < _LEAST_PROMPTS:
-        log(
-            f"{role_of(recipe)}: the last weights will be kept, since measure.prompts is {recipe.measure.prompts}: at "
-            f"least {_LEAST_PROMPTS} are needed to choose the best"
-        )
         best = None
+        if is_first():
+            log(
+                f"{role_of(recipe)}: the last weights will be kept, since measure.prompts is {recipe.measure.prompts}: "
+                f"at least {_LEAST_PROMPTS} are needed to choose the best"
+            )
     return train.fit_config(steps, best)
 
 

@@ -39,25 +39,30 @@ def settle_precision(recipe: _Recipe) -> _Recipe:
     """
     if isinstance(recipe, TableRecipe):
         return recipe
-    heads, emulated = isinstance(recipe, HeadsRecipe), not has_bfloat16()
     dtype = recipe.target_dtype if isinstance(recipe, HeadsRecipe) else recipe.teacher.dtype
-    wants = recipe.train.precision == "bf16" or dtype == "bfloat16"
-    slow = "" if not emulated else f"bfloat16 takes {bfloat16_slowdown():.0f} times as long as float32 on this machine"
-    if recipe.train.precision != "auto":
-        if emulated and wants and is_first():
-            name = "target_dtype" if heads else "teacher.dtype"
-            log(f"warning: {slow}, which only emulates it: set train.precision=no {name}=float32")
-        return recipe
-    changes: dict[str, Any] = {
-        "train": recipe.train.model_copy(update={"precision": "no" if emulated else "bf16"}),
-    }
-    if emulated:
-        if is_first():
-            log(f"precision: float32, since {slow}, which only emulates it")
-        if isinstance(recipe, HeadsRecipe):
-            changes["target_dtype"] = "float32" if dtype == "bfloat16" else dtype
-        else:
-            changes["teacher"] = recipe.teacher.model_copy(
-                update={"dtype": "float32" if dtype == "bfloat16" else dtype}
-            )
+    is_auto, precision = recipe.train.precision == "auto", recipe.train.precision
+    if has_bfloat16():
+        precision = "bf16" if is_auto else precision
+    else:
+        _report_emulation(recipe, dtype)
+        if is_auto:
+            precision, dtype = "no", "float32" if dtype == "bfloat16" else dtype
+    changes: dict[str, Any] = {"train": recipe.train.model_copy(update={"precision": precision})}
+    if isinstance(recipe, HeadsRecipe):
+        changes["target_dtype"] = dtype
+    else:
+        changes["teacher"] = recipe.teacher.model_copy(update={"dtype": dtype})
     return recipe.model_copy(update=changes)
+
+
+def _report_emulation(recipe: DrafterRecipe | HeadsRecipe, dtype: str) -> None:
+    """Log what a recipe's number format costs on a machine that only emulates bfloat16."""
+    precision = recipe.train.precision
+    if not is_first() or (precision in ("no", "fp16") and dtype != "bfloat16"):
+        return
+    slow = f"bfloat16, which this machine only emulates, takes {bfloat16_slowdown():.0f} times as long as float32"
+    if precision == "auto":
+        log(f"precision: float32, since {slow}")
+    else:
+        name = "target_dtype" if isinstance(recipe, HeadsRecipe) else "teacher.dtype"
+        log(f"warning: {slow}: set train.precision=no {name}=float32")

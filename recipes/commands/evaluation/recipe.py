@@ -52,16 +52,17 @@ def evaluate_recipe(
         raise ValueError(f"give a recipe (`draftsmith recipes ls`), or a target: draftsmith {command} --target T")
     path = find_recipe(BASE if name is None else name)
     values = read_extended(path)
+    has_template = "template" in changes or any(each.startswith("template=") for each in overrides)
     if name is None:
-        given = _direct(changes, names) | changes
+        changes = _direct(changes, names) | changes
     where = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
-    recipe = parse_recipe(values, where, overrides, given=given if name is None else changes, kinds=["evaluate"])
+    recipe = parse_recipe(values, where, overrides, given=changes, kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     if names:
         recipe = recipe.model_copy(update={"methods": chosen_rows(recipe, names)})
     if name is None:
-        if "template" not in changes and not any(each.startswith("template=") for each in overrides):
-            recipe = recipe.model_copy(update={"template": template_of(recipe.target)})  # after the plain values
+        if not has_template:  # plain values are checked before the tokenizer is loaded
+            recipe = recipe.model_copy(update={"template": template_of(recipe.target)})
         more = "" if names else "; methods=all: every method of these artifacts; --method NAME: one"
         log(f"{command}: {', '.join(recipe.labels())}; prompts in the template {recipe.template!r}{more}")
     return recipe
