@@ -52,14 +52,30 @@ class Dialogue:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowUp:
+    """Later question of a conversation, with the recorded answer before it, "" if there is none."""
+
+    answer: str
+    question: str
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt of an evaluation: turns [system], user; later questions, and reference answers, if there are any."""
+    """Prompt of an evaluation: turns [system], user, …, user; later questions and reference answers, if any."""
 
     id: str
     turns: tuple[Turn, ...]
     category: str = ""
-    follow_ups: tuple[str, ...] = ()
+    follow_ups: tuple[FollowUp, ...] = ()
     references: tuple[str, ...] = ()
+
+    def followed_up(self, number: int, answer: str) -> Prompt:
+        """Return the prompt of the first follow-up, which is question `number`, behind `answer`."""
+        first, *later = self.follow_ups
+        turns = (*self.turns, Turn("assistant", answer), Turn("user", first.question))
+        name = f"{self.id.rpartition('#')[0] if number > 2 else self.id}#{number}"
+        return Prompt(name, turns, self.category, tuple(later), first.references)
 
 
 @dataclass(slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
-from .conversations import Prompt
+from .conversations import Prompt, Turn
 from .rendering.render import prompt_renderer
 from .rendering.templates import get_template
 from .sources.reading import read_prompts
@@ -74,6 +74,32 @@ def load_prompts(
     if not prompts:
         raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {min(lengths)}")
     return prompts
+
+
+def ask_follow_ups(
+    found: Sequence[tuple[Prompt, list[int]]],
+    answer: Callable[[list[list[int]]], list[str]],
+    encode: Callable[[Sequence[Turn]], list[int]],
+    max_tokens: int,
+    skipped: SkippedPrompts,
+) -> list[tuple[Prompt, list[int]]]:
+    """Return the prompts and, behind them, their follow-ups turn by turn, each after the answers before it.
+
+    `answer` writes the answers that are not recorded, to the token ids of the questions so far.
+    """
+    every, asked = list(found), [each for each in found if each[0].follow_ups]
+    for number in count(2):
+        if not asked:
+            break
+        missing = [ids for prompt, ids in asked if not prompt.follow_ups[0].answer]
+        own = iter(answer(missing)) if missing else iter(())
+        turns = [prompt.followed_up(number, prompt.follow_ups[0].answer or next(own)) for prompt, _ in asked]
+        encoded = [(prompt, encode(prompt.turns)) for prompt in turns]
+        skipped.too_long += [prompt.id for prompt, ids in encoded if len(ids) > max_tokens]
+        fit = [each for each in encoded if len(each[1]) <= max_tokens]
+        every += fit
+        asked = [each for each in fit if each[0].follow_ups]
+    return every
 
 
 def load_questions(

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...checkpoints.storage.messages import did_you_mean
 from ..cleaning.cleaner import Cleaner, Cleaning, role_of
-from ..conversations import Conversation, CorpusReport, Dialogue, Prompt, Turn, encodable
+from ..conversations import Conversation, CorpusReport, Dialogue, FollowUp, Prompt, Turn, encodable
 from .files import SUFFIXES, WHOLE, Row, Shard, local_rows
 from .hub import download, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
@@ -99,7 +99,7 @@ def read_conversations(
     report = CorpusReport() if report is None else report
     cleaning = Cleaning() if cleaning is None else cleaning
     sets = [prompt for name in cleaning.contamination for prompt in read_prompts(name)]
-    texts = [text for p in sets for text in (*(t.text for t in p.turns), *p.follow_ups)]
+    texts = [text for p in sets for text in (*(t.text for t in p.turns), *(f.question for f in p.follow_ups))]
     cleaner = Cleaner(cleaning, report, texts, tools=tools, questions=questions)
     cleaned = map(cleaner, open_dialogues(source, **opening))
     yield from islice((conversation for conversation in cleaned if conversation is not None), limit)
@@ -158,14 +158,21 @@ def _prompt(dialogue: Dialogue) -> Prompt | None:
     if first is None:
         return None
     system = [turn for turn in turns[:1] if turn.role == "system"]
-    after = turns[first + 1 :]
-    answers = (after[0].text,) if after and after[0].role == "assistant" else ()
+    questions, answers = list[str](), list[str]()
+    for turn in turns[first:]:
+        if turn.role == "user":
+            questions.append(turn.text)
+            answers.append("")
+        else:
+            answers[-1] = f"{answers[-1]}\n\n{turn.text}".lstrip("\n")
+    own, *references = [(answer,) if answer else () for answer in answers]
+    later = zip(answers[:-1], questions[1:], references, strict=True)
     return Prompt(
         encodable(dialogue.id),
         (*system, turns[first]),
         encodable(dialogue.category),
-        tuple(turn.text for turn in after if turn.role == "user"),
-        tuple(encodable(text) for text in dialogue.references) or answers,
+        tuple(FollowUp(*each) for each in later),
+        tuple(encodable(text) for text in dialogue.references) or own,
     )
 
 

@@ -28,6 +28,7 @@ class Corpus:
         use: "train" or "evaluate".
         prompt: Format string of the question, if it is not a column.
         groups: Categories of the prompts, if they are fixed.
+        every_turn: An evaluation asks every question of a conversation, and not the first alone.
         adapter: Reads a row that has the columns; other rows are read by their form.
     """
 
@@ -44,6 +45,7 @@ class Corpus:
     prompt: str = ""
     note: str = ""
     groups: tuple[str, ...] = ()
+    every_turn: bool = False
     adapter: Callable[[Corpus, Row], Dialogue] | None = None
 
     def usable_columns(self, present: Sequence[str]) -> Sequence[str]:
@@ -130,7 +132,7 @@ _ENTRIES = (
            note="earlier revisions were gated under the AI2 ImpACT licence"),
     Corpus("ultrachat-200k", "HuggingFaceH4/ultrachat_200k", ("prompt_id", "messages"), "mit", split="train_sft"),
     Corpus("alpaca", "tatsu-lab/alpaca", ("instruction", "input", "output"), "cc-by-nc-4.0"),
-    Corpus("chatalpaca", "robinsmits/ChatAlpaca-20K", ("id", "messages"), "apache-2.0",
+    Corpus("chatalpaca", "robinsmits/ChatAlpaca-20K", ("id", "messages"), "apache-2.0", every_turn=True,
            note="a copy of github.com/icip-cas/ChatAlpaca, whose own files can stand in as path"),
     Corpus("chatgpt-prompts", "MohamedRashad/ChatGPT-prompts", ("human_prompt", "chatgpt_response"), "unverified",
            note="licence unverified"),
@@ -162,10 +164,10 @@ _ENTRIES = (
            groups=("generic", "knowledge", "roleplay", "common-sense", "fermi", "counterfactual", "coding", "math",
                    "writing")),
     Corpus("mt-bench", "HuggingFaceH4/mt_bench_prompts", ("category", "prompt", "reference"), "apache-2.0",
-           use="evaluate", groups=MT_BENCH_CATEGORIES,
+           use="evaluate", groups=MT_BENCH_CATEGORIES, every_turn=True,
            note=f"a copy of {_FASTCHAT}/mt_bench/question.jsonl, which can stand in as path"),
     Corpus("spec-bench", None, ("category", "turns"), "apache-2.0", use="evaluate",
-           file=f"{_RAW}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", adapter=_spec_bench,
+           file=f"{_RAW}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", adapter=_spec_bench, every_turn=True,
            groups=("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")),
 )  # fmt: skip
 CORPORA: dict[str, Corpus] = {corpus.name: corpus for corpus in _ENTRIES}

@@ -25,7 +25,9 @@ from ...checkpoints.heads.layouts import is_eagle
 from ...checkpoints.pairs.by_text import TextTranslation
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
-from ...data.prompts import Prompt, SkippedPrompts, load_prompts, stop_ids
+from ...data.prompts import Prompt, SkippedPrompts, ask_follow_ups, load_prompts, stop_ids
+from ...data.rendering.render import prompt_renderer
+from ...data.rendering.templates import get_template
 from ...data.tokenizers import load_tokenizer
 from ...decode.engine import Limits
 from ...decode.evaluation.measure import Entry, sample_texts
@@ -260,11 +262,20 @@ class Case:
 
 def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> Case:
     """Load what a recipe names and its prompts, sorted by length if they are batched."""
-    opened = open_recipe(recipe)
+    opened, skipped = open_recipe(recipe), SkippedPrompts() if skipped is None else skipped
     found = prompts_of(recipe, opened.tokenizer, skipped)
+    limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
+    if recipe.asks_every_turn():
+
+        def answer(questions: list[list[int]]) -> list[str]:
+            with bar("writing the answers before later questions", "answers") as advance:
+                texts = sample_texts(opened.target, questions, limits, Sampling(0.0), progress=advance)
+            return [str(opened.tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
+
+        encode = prompt_renderer(get_template(recipe.template, opened.tokenizer), opened.tokenizer)
+        found = ask_follow_ups(found, answer, encode, recipe.max_prompt_tokens, skipped)
     if recipe.batch > 1:  # the prompts of a batch are padded to the longest
         found = sorted(found, key=lambda each: len(each[1]))
-    limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
     return Case(recipe, opened, [prompt for prompt, _ in found], [ids for _, ids in found], limits)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ...data.sources.registry import find_corpus
 from .data import PlaceSection, Section, check_cleaning
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -85,7 +86,10 @@ class EvaluateRecipe(_Decoding):
     groups: list[str] = []
     """Only prompts of these categories."""
     limit: int = Field(80, ge=1)
-    """Prompts to decode."""
+    """Prompts to decode, or conversations if every turn is asked."""
+    turns: Literal["auto", "first", "all"] = "auto"
+    """first: ask the first question of each conversation. all: ask every question, after the recorded answers or, where
+    there are none, the target's own greedy ones. auto: all for chatalpaca, mt-bench and spec-bench."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longer prompts are skipped."""
     max_new_tokens: int = Field(128, ge=1)
@@ -127,6 +131,11 @@ class EvaluateRecipe(_Decoding):
         """All files, folders and hub ids that it names."""
         named = [self.target, self.drafter, *self.more_drafters, self.heads, self.table]
         return [source for source in (*named, self.prompts, self.prompts_path) if source is not None]
+
+    def asks_every_turn(self) -> bool:
+        """Whether later questions of a conversation are asked too."""
+        corpus = find_corpus(self.prompts)
+        return self.turns == "all" or (self.turns == "auto" and corpus is not None and corpus.every_turn)
 
     def labels(self) -> list[str]:
         """Names of the rows."""

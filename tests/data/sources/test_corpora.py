@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from draftsmith.data.conversations import CorpusReport, Turn
+from draftsmith.data.conversations import CorpusReport, FollowUp, Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
 from draftsmith.data.sources.registry import CORPORA
@@ -118,7 +118,7 @@ def test_prompts_of_conversations(tmp_path: Path) -> None:
     skipped = Counter[str]()
     first, second = read_prompts(jsonl(tmp_path / "a.jsonl", *rows), skipped=skipped)
     assert first.turns == (Turn("system", "Be kind."), Turn("user", "one?"))
-    assert (first.id, first.follow_ups, first.references) == ("whole", ("\ufffd",), ("1",))
+    assert (first.id, first.follow_ups, first.references) == ("whole", (FollowUp("1", "\ufffd", ("2",)),), ("1",))
     assert (second.id, second.category, second.references) == ("bare", "math", ("r",))
     assert skipped == {"no question": 2}
 

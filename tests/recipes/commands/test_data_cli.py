@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.conversations import Conversation, FollowUp, Turn
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.rendering.render import render
 from draftsmith.data.rendering.templates import get_template
@@ -115,7 +115,7 @@ def test_prompts_of_a_set_come_from_all_its_groups(tokenizer: Any, tmp_path: Pat
     found = load_prompts("spec-bench", "chatml", tokenizer, 6, 999, path=str(path))
     groups = [prompt.category for prompt, _ in found]
     assert groups == ["mt_bench", "translation", "rag", "mt_bench", "translation", "mt_bench"]
-    assert all(prompt.follow_ups == ("c",) for prompt, _ in found)
+    assert all(prompt.follow_ups == (FollowUp("", "c"),) for prompt, _ in found)
     only = load_prompts("spec-bench", "chatml", tokenizer, 99, 999, path=str(path), groups=["translation"])
     assert [prompt.category for prompt, _ in only] == ["translation"] * 5
     with pytest.raises(ValueError, match="'translation'"):

@@ -18,7 +18,8 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import SkippedPrompts, load_prompts
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.methods import METHODS, method_config
-from draftsmith.recipes.assemble.evaluation import open_recipe
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.assemble.evaluation import open_case, open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
 from draftsmith.recipes.report.page import report_beside
@@ -80,6 +81,29 @@ def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Pat
     fewer = PredictionHeads.from_lm_head(weight_VD[:310].clone(), 3, 1, projection="target")
     with pytest.raises(ValueError, match=r"310.*320"):
         open_recipe(recipe(fewer, corpus, tmp_path))
+
+
+def test_every_turn_is_asked_after_the_recorded_answers_or_the_targets_own(
+    target: LlamaForCausalLM, corpus: Path, tmp_path: Path
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"},
+                          {"role": "user", "content": "two?"}]},
+            {"category": "math", "turns": ["hello", "and then?", "why?"]}]  # fmt: skip
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(tmp_path / "target")}
+    values |= {"prompts": str(tmp_path / "asked.jsonl"), "template": "chatml", "methods": ROWS[:1], "device": "cpu"}
+    made = EvaluateRecipe(**values, max_new_tokens=12)
+    assert not made.asks_every_turn()
+    assert EvaluateRecipe(**values | {"prompts": "chatalpaca"}).asks_every_turn()
+    case = open_case(made.model_copy(update={"turns": "all", "max_prompt_tokens": 80}), skipped := SkippedPrompts())
+    whole, other = [asked.id for asked in open_case(made).asked]
+    assert [asked.id for asked in case.asked] == [whole, other, f"{whole}#2", f"{other}#2"]
+    assert skipped.too_long == [f"{other}#3"]
+    assert [turn.text for turn in case.asked[2].turns] == ["one?", "1", "two?"]
+    own = case.texts(Sampling(0.0))[1]
+    question, answer, later = case.asked[3].turns
+    assert (question.text, later.text) == ("hello", "and then?")
+    assert answer.text == case.opened.tokenizer.decode(own, skip_special_tokens=True) != ""
 
 
 @pytest.fixture
