@@ -9,8 +9,9 @@ from itertools import count, islice
 from typing import Any
 
 from .conversations import Prompt, Turn
+from .rendering.encoding import special_tokens
 from .rendering.render import prompt_renderer
-from .rendering.templates import get_template
+from .rendering.templates import Template
 from .sources.reading import read_prompts
 from .sources.registry import find_corpus
 
@@ -40,7 +41,7 @@ class SkippedPrompts:
 
 def load_prompts(
     source: str,
-    template: str,
+    template: Template,
     tokenizer: Any,
     limit: int,
     max_tokens: int,
@@ -54,7 +55,7 @@ def load_prompts(
     Raises:
         ValueError: There is no prompt, or none has at most `max_tokens` tokens.
     """
-    encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
+    encode = prompt_renderer(template, tokenizer)
     lengths: list[int] = []
     skipped = SkippedPrompts() if skipped is None else skipped
 
@@ -127,6 +128,21 @@ def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterat
         yield from (group[index] for group in by_group.values() if index < len(group))
 
 
-def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer."""
-    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+def end_ids(tokenizer: Any, template: Template, generation_config: Any, stop: Sequence[str] = ()) -> tuple[int, ...]:
+    """Return the tokens that end a text.
+
+    They are the tokenizer's end of sequence, the end tokens of the model's generation settings, the special tokens with
+    which the template ends a turn, and the user's `stop` tokens.
+
+    Raises:
+        ValueError: A text of `stop` is not one token.
+    """
+    named = getattr(generation_config, "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])}
+    ends |= {number for number, token in special_tokens(tokenizer) if token in template.end}
+    for text in stop:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) != 1:
+            raise ValueError(f"`stop` takes texts of one token, and {text!r} has {len(ids)}")
+        ends.update(ids)
+    return tuple(sorted(int(token) for token in ends - {None}))

@@ -331,7 +331,7 @@ class SlimSS(MethodConfig):
     """The most likely sequences of the heads' candidates, by the table's posterior (SLiM)."""
 
     num_sequences: Annotated[int, "sequences"] = 1
-    num_candidates: Annotated[int, "candidates of a head"] = 10
+    num_candidates: Annotated[int | str, "candidates of a head, or of each, such as 10x5x3"] = 10
     unseen_correlation: Annotated[float, "correlation r of pairs that the table does not hold"] = 0.01
     max_depth: Annotated[int | None, _ALL_HEADS] = None
     lengths: Annotated[Literal["all", "full"], "whether beginnings of sequences compete too"] = "all"
@@ -346,7 +346,9 @@ class SlimSS(MethodConfig):
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         depth = self.max_depth or _heads(parts).num_heads
         table = None if self.correlation == "none" else parts.table
-        sizes = (self.num_sequences, self.num_candidates, self.unseen_correlation, depth, self.lengths)
+        width = self.num_candidates
+        counts = (width,) * depth if isinstance(width, int) else parse_branching(width)
+        sizes = (self.num_sequences, counts, self.unseen_correlation, depth, self.lengths)
         proposer = PrunedHeadTree(_heads(parts), table, *sizes, self.add_k, self.min_prob)
         return _exact(proposer, sampling, SampleAndMatch())
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
-_DATE = "26 Jul 2024"  # Llama 3's default; today's date would render another text tomorrow
+_DATE = "2024-07-26"  # that of Llama 3's template; today's date would render another text tomorrow
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FAULTS = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, prompt: bool, tools: list[Any] | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    prompt: bool,
+    tools: list[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation with a tokenizer's own chat template.
 
@@ -19,15 +27,24 @@ def render_chat(
         messages: Messages with `role` and `content`.
         prompt: Whether to end where the next answer begins.
         tools: Tools that may be called.
+        options: Variables of the template, such as `enable_thinking`; `date` (2024-07-26) is today's date for it.
 
     Raises:
         ValueError: The template fails.
     """
     from jinja2 import TemplateError
 
+    given = dict(options or {})
     try:
+        today = date.fromisoformat(str(given.pop("date", _DATE)))
+        source = tokenizer.get_chat_template(tools=tools or None)
         text = tokenizer.apply_chat_template(
-            list(messages), tools=tools or None, tokenize=False, add_generation_prompt=prompt, date_string=_DATE
+            list(messages),
+            tools=tools or None,
+            chat_template=_TODAY.sub(lambda found: repr(today.strftime(found[2])), source),
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **{"date_string": f"{today:%d %b %Y}"} | given,
         )
     except (TemplateError, *_FAULTS) as error:
         raise ValueError(f"the chat template cannot be rendered: {str(error) or type(error).__name__}") from error

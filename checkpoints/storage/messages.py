@@ -26,6 +26,14 @@ def words(error: BaseException) -> str:
     return re.sub(r"\[Errno -?\d+\] ", "", str(error))  # as a library wraps them
 
 
+def gigabytes(size: float) -> str:
+    """Return a number of bytes in powers of ten, as in `1.50 GB`."""
+    for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= worth:
+            return f"{size / worth:,.2f} {unit}"
+    return f"{size:.0f} bytes"
+
+
 def first_line(error: BaseException) -> str:
     """Of an error's message; its type's name where it has none."""
     return (words(error).strip().splitlines() or [type(error).__name__])[0]

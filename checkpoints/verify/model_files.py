@@ -12,6 +12,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import cached_file, logging
 
 from ..artifact.locate import model_source
-from ..storage.messages import first_line, install_hint
+from ..storage.messages import first_line, gigabytes, install_hint
 from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
 from ..storage.places import adapter_base, out_of_reach
 from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
@@ -75,11 +76,38 @@ def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
     with remote code, unasked pickles or weights that are made up. Raises ValueError: it cannot be loaded."""
     source = model_source(str(source))
     config = load_config(source)
+    if settings.get("device_map") is None and getattr(config, "quantization_config", None) is None:
+        _check_room(Path(source), config, settings.get("dtype"))
     try:
         safe = {"use_safetensors": only_safetensors(source), "trust_remote_code": False}
         return load_whole(model_class(config), source, **safe, **settings).eval()
     except UNLOADABLE as error:
         raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}") from error
+
+
+def _check_room(folder: Path, config: Any, dtype: Any) -> None:
+    """Raises ValueError: the weights, of 16 bits or more in the files, exceed the free memory."""
+    named = config.dtype if dtype in (None, "auto") else dtype
+    width = (getattr(torch, named) if isinstance(named, str) else named or torch.float32).itemsize
+    bound = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * width / 2
+    if not 0 < bound < psutil.virtual_memory().available:
+        check_memory(config, width, "take a narrower dtype, such as bfloat16, or a smaller model")
+
+
+def check_memory(config: Any, width: int, remedy: str) -> None:
+    """Check, before a model is built, that the free memory of the host holds `width` bytes for each parameter.
+
+    Raises:
+        ValueError: It does not.
+    """
+    with torch.random.fork_rng(devices=[]):
+        count = sum(weight.numel() for weight in meta_model(config).parameters())
+    free = psutil.virtual_memory().available
+    if count * width > free:
+        raise ValueError(
+            f"{count:,} parameters need {width} bytes each, {gigabytes(count * width)} of memory, and "
+            f"{gigabytes(free)} are free: {remedy}"
+        )
 
 
 def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged: bool = True) -> Any:

@@ -36,9 +36,14 @@ class After(Enum):
     TEXT = "text"  # other text, and nothing between
 
 
+def special_tokens(tokenizer: Any) -> list[tuple[int, str]]:
+    """Return ids and texts of all special tokens."""
+    return [(number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+
+
 def special_strings(tokenizer: Any) -> list[str]:
     """Return the texts of all special tokens."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return [text for _, text in special_tokens(tokenizer)]
 
 
 class PieceEncoder:

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from .chat import ChatLayout, shown_turns, without_thought
 from .render import Rendered
-from .templates import Template, filled
+from .templates import OWN, Template, filled
 
 BROKEN_SPANS = (
     "broken spans"  # none, empty, overlapping, out of order, outside the document, ids outside the vocabulary
 )
 ANSWER_DIFFERS = "answer differs"  # the trained tokens are not the answers, each whole with its end of turn
+TEMPLATE_DIFFERS = "template differs"  # the ids are not those of the tokenizer's apply_chat_template
 QUESTION_DIFFERS = "question differs"  # the tokens before an answer do not contain its question
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -64,12 +66,13 @@ class Linter:
 
     def __init__(self, tokenizer: Any, template: Template) -> None:
         self.report = LintReport()
-        self._template = filled(template, tokenizer)
+        self._chat = ChatLayout(template, tokenizer) if template.name == OWN else None
+        self._template = template if template.jinja else filled(template, tokenizer)
         self._decoder = PieceDecoder(tokenizer)
         self._special = special_flags(tokenizer)
         # an answer ends with one special token, and perhaps a text before it
         names = [token.content for number, token in tokenizer.added_tokens_decoder.items() if self._special[number]]
-        closing = max((name for name in names if self._template.end.endswith(name)), key=len)
+        closing = max((name for name in names if self._template.end.endswith(name)), key=len, default="")
         self._end_text, self._end_id = (
             self._template.end.removesuffix(closing),
             tokenizer.convert_tokens_to_ids(closing),
@@ -105,12 +108,31 @@ class Linter:
             return BROKEN_SPANS
         if len(document.conversation.turns) == 1:
             return self._bare_fault(document)
+        if self._chat is not None and (fault := self._chat_fault(self._chat, document)) is not None:
+            return fault
+        if self._chat is not None and self._chat.is_needed(document.conversation):
+            return None
         _, questions, answers = self._template.messages(document.conversation.turns)
         count = len(document.spans)
         # with `last_turn_only` the earlier exchanges are context
         starts = {document.first} | ({len(answers) - 1} if count == 1 else set())
         faults = [self._exchange_fault(document, questions[n : n + count], answers[n : n + count]) for n in starts]
         return None if None in faults else faults[0]
+
+    def _chat_fault(self, chat: ChatLayout, document: Rendered) -> str | None:
+        """Compare a document with `apply_chat_template`, and its spans with the answers."""
+        first, last, ids = document.first, document.last, document.ids.tolist()
+        if not document.question_cut and ids != chat.ids(document.conversation, first, last)[: len(ids)]:
+            return TEMPLATE_DIFFERS
+        if document.answer_cut:
+            return None
+        count = len(document.spans)
+        answers = [turn.text for turn in shown_turns(document.conversation, last - count + 1, last)[-2 * count :][1::2]]
+        for answer, text in zip(answers, self._decoder.decode([ids[a:b] for a, b in document.spans]), strict=True):
+            said = without_thought(answer)
+            if not any(_squash(each) in _squash(text) for each in (said, self._decoder.round_trip(said))):
+                return ANSWER_DIFFERS
+        return None
 
     def _exchange_fault(self, document: Rendered, questions: list[str], answers: list[str]) -> str | None:
         """Return the fault of a document that should train on these answers."""

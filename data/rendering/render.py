@@ -6,42 +6,41 @@ plain text: "</s>" or "<|im_end|>" in a message never becomes a special token. L
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from ..conversations import Conversation, Turn
-from .encoding import After, PieceEncoder, special_strings
-from .templates import Template, filled, with_tools
+from .chat import ChatLayout
+from .encoding import PieceEncoder
+from .layout import NO_IDS, Layout, Parts, check_turns
+from .templates import OWN, Template
 
 _BATCH_CHARACTERS = 1 << 19  # enough for all cores, and little beside a model
 _BATCHES_AHEAD = 3
 _THREADS = 2  # the end of one batch keeps a single core busy
-_REMEMBERED_SYSTEMS = 1 << 10
-_SPLITS_TRIED = 4
-_NO_IDS = np.empty(0, dtype=np.int32)
+_NO_LIMIT = 1 << 62
 _LEAST_SPACE = 16  # tokens that question and answer need of a block
-_PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could join with what stands before them
 
 
 @dataclass(slots=True)
 class Rendered:
     """Document with `ids` int32 [T], and `spans` [start, end) of the answers with their end of turn.
 
-    It contains the exchanges of `conversation` from number `first`. Of one exchange that is too long, the question lost
-    `question_cut` tokens at its beginning, and the answer `answer_cut` tokens at its end.
+    It contains the exchanges of `conversation` from number `first` to `last`. Of one exchange that is too long, the
+    question lost `question_cut` tokens at its beginning, and the answer `answer_cut` tokens at its end.
     """
 
     ids: np.ndarray
     spans: list[tuple[int, int]]
     conversation: Conversation
     first: int = 0
+    last: int = 0
     question_cut: int = 0
     answer_cut: int = 0
 
@@ -80,7 +79,9 @@ def render(conversation: Conversation, template: Template, tokenizer: Any) -> Re
 
 
 def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Turn]], list[int]]:
-    """Return a function from turns to the ids [T] that `render` puts before the next answer."""
+    """Return a function from turns to the ids [T] before the next answer, by `apply_chat_template` if it is its own."""
+    if template.name == OWN:
+        return ChatLayout(template, tokenizer).prompt
     layout = Layout(template, PieceEncoder(tokenizer))
     return lambda turns: layout.prompt(tuple(turns))
 
@@ -99,15 +100,32 @@ class Renderer:
     def __init__(
         self, template: Template, tokenizer: Any, max_tokens: int | None, *, last_turn_only: bool = False
     ) -> None:
-        self._layout = Layout(template, PieceEncoder(tokenizer, own=True))
+        self._chat = ChatLayout(template, tokenizer) if template.name == OWN else None
+        self._layout = None if template.jinja else Layout(template, PieceEncoder(tokenizer, own=True))
         self._max_tokens = max_tokens
         self._last_turn_only = last_turn_only
 
     def __call__(self, conversations: Iterable[Conversation], report: RenderReport | None = None) -> Iterator[Rendered]:
         """Yield the documents of conversations in order, and fill the report."""
         report = report if report is not None else RenderReport()
+        chat = self._chat
+        for is_chat, group in groupby(conversations, lambda each: chat is not None and chat.is_needed(each)):
+            made = self._chat_documents if is_chat else self._laid_out
+            yield from made(group, report)
+
+    def _chat_documents(self, conversations: Iterable[Conversation], report: RenderReport) -> Iterator[Rendered]:
+        assert self._chat is not None
+        limit = _NO_LIMIT if self._max_tokens is None else self._max_tokens
+        for conversation in conversations:
+            check_turns(conversation, ends_with="assistant")
+            made = list(self._chat.documents(conversation, limit))
+            values = [(each.ids, each.spans, conversation, each.first, each.last, 0, each.answer_cut) for each in made]
+            yield from self._counted([Rendered(*each) for each in values], len(conversation.turns) // 2, report)
+
+    def _laid_out(self, conversations: Iterable[Conversation], report: RenderReport) -> Iterator[Rendered]:
+        assert self._layout is not None
         encode = self._layout.encoder.encode
-        waiting: deque[tuple[list[_Parts], Future[tuple[np.ndarray, np.ndarray]]]] = deque()
+        waiting: deque[tuple[list[Parts], Future[tuple[np.ndarray, np.ndarray]]]] = deque()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer") as threads:
             try:
                 for batch in _batches(self._layout, conversations):
@@ -120,9 +138,10 @@ class Renderer:
                 threads.shutdown(wait=True, cancel_futures=True)
 
     def _documents(
-        self, batch: list[_Parts], encoded: Future[tuple[np.ndarray, np.ndarray]], report: RenderReport
+        self, batch: list[Parts], encoded: Future[tuple[np.ndarray, np.ndarray]], report: RenderReport
     ) -> Iterator[Rendered]:
         """Yield the documents of encoded conversations."""
+        assert self._layout is not None
         ids, starts = encoded.result()
         bounds = starts.tolist()
         piece = 0
@@ -134,203 +153,32 @@ class Renderer:
                 documents = list(_split(self._layout, parts, texts, self._max_tokens))
             else:
                 documents = list(_bare_text(self._layout, parts, texts[0], self._max_tokens))
-            report.exchanges += max(1, len(parts.questions))
-            report.no_room += sum(not document.spans for document in documents)
-            if self._last_turn_only:
-                report.context_only += sum(len(document.spans) for document in documents) - bool(documents[-1].spans)
-                documents = documents[-1:]
-                documents[0].spans = documents[0].spans[-1:]
-            documents = [document for document in documents if document.spans]
-            report.conversations += 1
-            report.rendered += bool(documents)
-            report.left_out += not documents
-            report.documents += len(documents)
-            report.split += len(documents) > 1
-            report.questions_cut += sum(document.question_cut > 0 for document in documents)
-            report.answers_cut += sum(document.answer_cut > 0 for document in documents)
-            report.question_tokens_cut += sum(document.question_cut for document in documents)
-            report.answer_tokens_cut += sum(document.answer_cut for document in documents)
-            yield from documents
+            yield from self._counted(documents, max(1, len(parts.questions)), report)
+
+    def _counted(self, documents: list[Rendered], exchanges: int, report: RenderReport) -> list[Rendered]:
+        """Return the documents of a conversation that train, and count them."""
+        report.exchanges += exchanges
+        report.no_room += sum(not document.spans for document in documents)
+        if self._last_turn_only:
+            report.context_only += sum(len(document.spans) for document in documents) - bool(documents[-1].spans)
+            documents = documents[-1:]
+            documents[0].spans = documents[0].spans[-1:]
+        documents = [document for document in documents if document.spans]
+        report.conversations += 1
+        report.rendered += bool(documents)
+        report.left_out += not documents
+        report.documents += len(documents)
+        report.split += len(documents) > 1
+        report.questions_cut += sum(document.question_cut > 0 for document in documents)
+        report.answers_cut += sum(document.answer_cut > 0 for document in documents)
+        report.question_tokens_cut += sum(document.question_cut for document in documents)
+        report.answer_tokens_cut += sum(document.answer_cut for document in documents)
+        return documents
 
 
-@dataclass(slots=True)
-class _Parts:
-    """Messages of a conversation."""
-
-    conversation: Conversation
-    system: str | None
-    questions: list[str]
-    answers: list[str]  # one less than questions in a prompt, one more in bare text
-
-
-@dataclass(frozen=True, slots=True)
-class _Lead:
-    """Constant before a message: the ids of its beginning, and the `tail`, which may share a token with the message.
-
-    `after` is what precedes the tail.
-    """
-
-    ids: np.ndarray  # int32
-    tail: str
-    after: After
-
-
-class Layout:
-    """Template with its constants as ids of a tokenizer."""
-
-    def __init__(self, template: Template, encoder: PieceEncoder) -> None:
-        template = filled(template, encoder.tokenizer)
-        self.template, self.encoder = template, encoder
-        specials = sorted(special_strings(encoder.tokenizer), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-        self.bos = _array([] if template.writes_bos else encoder.bos)
-        self._leads = lru_cache(_REMEMBERED_SYSTEMS)(self._first_lead)  # many rows have the same one
-        self.start = self._leads(None, "")
-        self.behind_question, rest = self._head(template.middle)
-        self.answer = self._constant(rest)
-        self.behind_answer, rest = self._head(template.end)
-        closing = self._special.fullmatch(rest)
-        assert closing is not None, f"template {template.name} must end an answer with one special token"
-        self.end = _array(encoder.template(closing[0]))
-        self.after = _array(encoder.template(template.after, closing[0]))
-        self.closing = np.concatenate([self.end, self.after])
-        self.next = self._next(closing[0])
-
-    def pieces(self, batch: Sequence[_Parts]) -> tuple[list[str], list[After]]:
-        """Return all texts of conversations in order, and what precedes each."""
-        texts: list[str] = []
-        after: list[After] = []
-        for parts in batch:
-            lead = self.first_lead(parts)
-            for number, question in enumerate(parts.questions):
-                texts.append(lead.tail + question + self.behind_question)
-                after.append(lead.after)
-                lead = self.next
-                if number < len(parts.answers):
-                    texts.append(parts.answers[number] + self.behind_answer)
-                    after.append(self.answer.after)
-            if not parts.questions:  # bare text
-                texts.append(parts.answers[0] + self.behind_answer)
-                after.append(self.start.after)
-        return texts, after
-
-    def parts(self, conversation: Conversation, *, ends_with: str) -> _Parts:
-        """Return the messages of a conversation."""
-        turns = conversation.turns
-        roles = [turn.role for turn in turns]
-        if roles == ["assistant"] == [ends_with] and self.template.name == "plain":
-            return _Parts(conversation, None, [], [turns[0].text])
-        roles = roles[roles[:1] == ["system"] :]
-        if roles != [("user", "assistant")[i % 2] for i in range(len(roles))] or not roles or roles[-1] != ends_with:
-            shown = ", ".join(turn.role for turn in turns[:8]) or "no turns"
-            bare = " (bare text needs the template plain)" if roles == ["assistant"] else ""
-            raise ValueError(
-                f"{conversation.id}: expected [system], user, assistant, … ending with {ends_with}, found {shown}{bare}"
-            )
-        system, questions, answers = self.template.messages(turns)
-        if system is not None and self.template.system is None:
-            questions[0] = f"{system}\n\n{questions[0]}"
-            system = None
-        return _Parts(conversation, system, questions, answers)
-
-    def prompt(self, turns: tuple[Turn, ...]) -> list[int]:
-        """Return the ids before the next answer."""
-        parts = self.parts(Conversation("prompt", turns), ends_with="user")
-        ids, starts = self.encoder.encode(*self.pieces([parts]))
-        encoded = iter([ids[starts[i] : starts[i + 1]] for i in range(len(starts) - 1)])
-        pieces: list[Any] = [self.bos, self.first_lead(parts).ids]
-        for number in range(len(parts.questions)):
-            pieces += [self.next.ids if number else _NO_IDS, next(encoded), self.answer.ids]
-            if number < len(parts.answers):
-                pieces += [next(encoded), self.closing]
-        return list(np.concatenate(pieces).tolist())
-
-    def first_lead(self, parts: _Parts) -> _Lead:
-        """Return what precedes the first question, with tools and system text."""
-        return self._leads(parts.system, parts.conversation.tools)
-
-    def _first_lead(self, system: str | None, tools: str) -> _Lead:
-        template = with_tools(self.template, self.encoder.tokenizer, tools) if tools else self.template
-        if system is None:
-            return self._split_long(self.lead(template.start))
-        assert template.system is not None
-        before, behind = template.system
-        lead = self.lead(before)
-        found = self._special.search(behind)
-        if found is None:  # one text with the question
-            return self._split_long(_Lead(lead.ids, lead.tail + system + behind, lead.after))
-        ids = _array(self.encoder.one(lead.tail + system + behind[: found.start()], lead.after))
-        rest = self.lead(behind[found.start() :])
-        return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
-
-    def lead_tokens(self, parts: _Parts) -> int:
-        """Return how many ids of a document's first question are those of the template."""
-        lead = self.first_lead(parts)
-        return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
-
-    def first_ids(self, parts: _Parts, number: int, question_ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a question that begins a document after a split."""
-        lead = self.first_lead(parts)
-        if (lead.tail, lead.after) == (self.next.tail, self.next.after):
-            return question_ids
-        return self.encoder.encode([lead.tail + parts.questions[number] + self.behind_question], [lead.after])[0]
-
-    def _head(self, text: str) -> tuple[str, str]:
-        """Split a constant after a message at its first special token, or before the space at its end."""
-        found = self._special.search(text)
-        if found is not None:
-            return text[: found.start()], text[found.start() :]
-        return (text[:-1], " ") if text.endswith(" ") else (text, "")
-
-    def _constant(self, rest: str) -> _Lead:
-        """Return the constant between question and answer, which shares no token with the generated answer."""
-        if rest in ("", " "):
-            return _Lead(_NO_IDS, "", After.SPACE if rest else After.TEXT)
-        space = rest.endswith(" ")
-        rest = rest.removesuffix(" ")
-        last = [found.end() for found in self._special.finditer(rest)][-1]
-        after = After.SPACE if space else After.SPECIAL if last == len(rest) else After.TEXT
-        return _Lead(_array(self.encoder.template(rest)), "", after)
-
-    def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
-        """Return a constant before a message, which follows `after` (the special token `before`, if there is one)."""
-        ends = [found.end() for found in self._special.finditer(text)]
-        if not ends:
-            return _Lead(_NO_IDS, text, after)
-        return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
-
-    def _split_long(self, lead: _Lead) -> _Lead:
-        """Shorten the tail of a lead, to tokenise its beginning once for all questions, if this changes no ids."""
-        for found in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
-            head, tail = lead.tail[: found.start()], lead.tail[found.end() :]
-            ids = self.encoder.one(head, lead.after)
-            shorter = _Lead(np.concatenate([lead.ids, _array(ids)]), tail, After.SPACE)
-            if self._probed(lead) == [ids + rest for rest in self._probed(shorter)]:
-                return shorter
-        return lead
-
-    def _next(self, closing: str) -> _Lead:
-        """Return the lead of later questions, which follows `after`."""
-        after = self.template.after
-        lead = self.lead(after + self.template.next, After.SPECIAL, closing)
-        if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):
-            lead = _Lead(lead.ids[len(self.after) :], lead.tail, lead.after)
-        else:
-            lead = self.lead(self.template.next, After.TEXT)
-        as_first = _Lead(lead.ids, lead.tail, self.start.after)
-        return as_first if lead.tail == self.start.tail and self._probed(lead) == self._probed(as_first) else lead
-
-    def _probed(self, lead: _Lead) -> list[list[int]]:
-        return [self.encoder.one(lead.tail + probe, lead.after) for probe in _PROBES]
-
-
-def _array(ids: list[int]) -> np.ndarray:
-    return np.array(ids, dtype=np.int32)
-
-
-def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[list[_Parts]]:
+def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[list[Parts]]:
     """Yield the messages of conversations in batches of `_BATCH_CHARACTERS`."""
-    batch: list[_Parts] = []
+    batch: list[Parts] = []
     characters = 0
     for conversation in conversations:
         parts = layout.parts(conversation, ends_with="assistant")
@@ -346,9 +194,9 @@ def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[
 class _Document:
     """Document under construction."""
 
-    def __init__(self, layout: Layout, parts: _Parts, first: int) -> None:
+    def __init__(self, layout: Layout, parts: Parts, first: int) -> None:
         self.layout, self.parts = layout, parts
-        self.rendered = Rendered(np.empty(0, dtype=np.int32), [], parts.conversation, first)
+        self.rendered = Rendered(np.empty(0, dtype=np.int32), [], parts.conversation, first, first)
         self.pieces = [layout.bos, layout.first_lead(parts).ids]
         self.length = len(self.pieces[0]) + len(self.pieces[1])
 
@@ -390,19 +238,20 @@ class _Document:
         return self.rendered
 
 
-def _split(layout: Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
+def _split(layout: Layout, parts: Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
     """Yield documents of at most `max_tokens`; one without spans has no room for its exchange."""
-    limit = max_tokens if max_tokens is not None else 1 << 62
+    limit = max_tokens if max_tokens is not None else _NO_LIMIT
     document: _Document | None = None
     for number, (question, answer) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
         if document is not None:
             if document.add(layout.next.ids, question, answer, limit):
+                document.rendered.last = number
                 continue
             yield document.finished(limit)
         document = _Document(layout, parts, number)
         if number:
             question = layout.first_ids(parts, number, question)
-        fits = document.add(_NO_IDS, question, answer, limit) or document.add_cut(question, answer, limit)
+        fits = document.add(NO_IDS, question, answer, limit) or document.add_cut(question, answer, limit)
         if not fits:
             yield document.finished(limit)
             document = None
@@ -410,7 +259,7 @@ def _split(layout: Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: i
         yield document.finished(limit)
 
 
-def _bare_text(layout: Layout, parts: _Parts, text: np.ndarray, max_tokens: int | None) -> Iterator[Rendered]:
+def _bare_text(layout: Layout, parts: Parts, text: np.ndarray, max_tokens: int | None) -> Iterator[Rendered]:
     """Yield a text in documents of at most `max_tokens`."""
     opening = np.concatenate([layout.bos, layout.start.ids])
     ids = np.concatenate([text, layout.end])

@@ -7,8 +7,8 @@ rendering marks and splitting the text around them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...checkpoints.storage.chat_templates import render_chat
@@ -44,6 +44,12 @@ class Template:
     strips: tuple[bool, bool] = (False, False)  # questions, answers: remove the white space around them
     writes_bos: bool = False
     special_tokens: tuple[str, ...] = ()
+    jinja: str = ""
+    """A tokenizer's chat template that no constant texts reproduce: see `chat.ChatLayout`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Variables of a tokenizer's chat template."""
+    parts: bool = False
+    """Whether the chat template reads messages as lists of parts, as those of models with images do."""
 
     def messages(self, turns: Sequence[Turn]) -> tuple[str | None, list[str], list[str]]:
         """Return system text, questions and answers of turns [system], user, assistant, …, stripped as configured."""
@@ -122,14 +128,16 @@ CHATML_JINJA = (
 """`chatml` as transformers and servers want it: a tokenizer's `chat_template`."""
 
 
-def get_template(name: str, tokenizer: Any = None) -> Template:
-    """Return the template of a name; "tokenizer" is the tokenizer's own.
+def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Template:
+    """Return the template of a name; "tokenizer" is the tokenizer's own, with variables.
 
     Raises:
-        ValueError: There is no such template, or the tokenizer's own cannot be used.
+        ValueError: There is no such template, the tokenizer's own cannot be used, or another one is given variables.
     """
     if name == OWN:
-        return own_template(tokenizer)
+        return own_template(tokenizer, options or {})
+    if options:
+        raise ValueError(f"`template_options` are for `template: {OWN}`, and it is {name!r}: {dict(options)}")
     if name not in TEMPLATES:
         known = [*TEMPLATES, OWN]
         raise ValueError(f"no template {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
@@ -155,42 +163,69 @@ def filled(template: Template, tokenizer: Any) -> Template:
     return replace(template, system=system, **texts)
 
 
-def own_template(tokenizer: Any) -> Template:
-    """Convert the chat template of a tokenizer.
+def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
+    """Return the chat template of a tokenizer, as constant texts if these reproduce it.
 
     Raises:
-        ValueError: There is none, or it cannot be rendered, rewrites earlier turns, writes something before an answer
-            that the prompt lacks, or ends an answer without a special token.
+        ValueError: There is none, or it cannot render a question and an answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this one has none")
-    if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(tokenizer.chat_template):
-        raise ValueError("template 'tokenizer': the tokenizer's chat template writes today's date; name another")
-    prompts = [_render(tokenizer, turns, prompt=True) for turns in (1, 2, 3)]
-    wholes = [_render(tokenizer, turns, prompt=False) for turns in (1, 2, 3)]
+    chat = _Chat(tokenizer, dict(options))
+    try:
+        return _constant_texts(chat)
+    except ValueError:
+        try:
+            behind = _around(chat.render(1, prompt=False), _ANSWERS[0])[1]
+        except ValueError:
+            chat = replace(chat, parts=True)
+            behind = _around(chat.render(1, prompt=False), _ANSWERS[0])[1]
+        end = _split_end(behind, tokenizer)[0] if any(each in behind for each in special_strings(tokenizer)) else ""
+        return Template(
+            name=OWN,
+            start="",
+            system=("", "") if _shows_system(chat) else None,
+            next="",
+            middle="",
+            end=end,
+            writes_bos=True,
+            jinja=str(tokenizer.chat_template),
+            options=chat.options,
+            parts=chat.parts,
+        )
+
+
+def _constant_texts(chat: _Chat) -> Template:
+    """Return a chat template as constant texts.
+
+    Raises:
+        ValueError: It rewrites earlier turns, writes something before an answer that the prompt lacks, or ends an
+            answer without a special token.
+    """
+    prompts = [chat.render(turns, prompt=True) for turns in (1, 2, 3)]
+    wholes = [chat.render(turns, prompt=False) for turns in (1, 2, 3)]
     for earlier, later in zip([*prompts, *wholes[:2]], [*wholes, *prompts[1:]], strict=True):
         if not later.startswith(earlier):
             raise _rewrites(earlier, later)
     start, middle = _around(prompts[0], _QUESTIONS[0])
     lead, tail = _around(wholes[0].removeprefix(prompts[0]), _ANSWERS[0])
     if lead not in ("", " "):
-        raise ValueError(
-            f"template 'tokenizer': the chat template writes {lead!r} before an answer, which its prompt lacks"
-        )
-    end, after = _split_end(tail, tokenizer)
+        raise ValueError(f"it writes {lead!r} before an answer, which its prompt lacks")
+    end, after = _split_end(tail, chat.tokenizer)
     following = prompts[1].removeprefix(wholes[0])
     template = Template(
         name=OWN,
         start=start,
-        system=_system(tokenizer),
+        system=_system(chat),
         next=_around(following, _QUESTIONS[1])[0],
         middle=middle + lead,
         end=end,
         after=after,
-        strips=_strips(tokenizer),
+        strips=_strips(chat),
         writes_bos=True,
+        options=chat.options,
     )
-    _check(template, tokenizer, [])
+    _check(template, chat)
     return template
 
 
@@ -204,28 +239,35 @@ def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
     given = json.loads(tools)
     if template.name != OWN:
         raise ValueError(f"template {template.name} shows no tools; `template: tokenizer` may")
-    start, _ = _around(_render(tokenizer, 1, prompt=True, tools=given), _QUESTIONS[0])
-    if given and start == template.start:
-        raise ValueError(f"template 'tokenizer': the chat template shows no tools. {_LEAVE_OUT}")
-    template = replace(template, start=start, system=_system(tokenizer, given))
-    _check(template, tokenizer, given)
-    call = {"name": "xNAMEx", "arguments": {"x": 1}}
-    messages: list[dict[str, Any]] = [{"role": "user", "content": _QUESTIONS[0]}]
-    messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
-    messages.append({"role": "tool", "content": _QUESTIONS[1]})
-    answer = tool_text("tool_call", json.dumps(call)) + template.end + template.after
-    asked = template.next + tool_text("tool_response", _QUESTIONS[1]) + template.middle
-    expected = start + _QUESTIONS[0] + template.middle + answer + asked
-    if (found := render_chat(tokenizer, messages, prompt=True, tools=given)) != expected:
-        said = f"{found.removeprefix(start)!r}, expected {expected.removeprefix(start)!r}"
-        raise ValueError(f"template 'tokenizer': the chat template writes calls of tools as {said}. {_LEAVE_OUT}")
+    chat = _Chat(tokenizer, template.options, given)
+    start, _ = _around(chat.render(1, prompt=True), _QUESTIONS[0])
+    template = replace(template, start=start, system=_system(chat))
+    _check(template, chat)
+    check_calls(tokenizer, template, tools)
     return template
 
 
-def _check(template: Template, tokenizer: Any, tools: list[Any]) -> None:
+def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
+    """Raise ValueError if a chat template writes calls of tools in another form than `<tool_call>`, or no tools."""
+    given = json.loads(tools)
+    chat, call = _Chat(tokenizer, template.options, given, template.parts), {"name": "xNAMEx", "arguments": {"x": 1}}
+    if given and chat.render(1, prompt=True) == replace(chat, tools=None).render(1, prompt=True):
+        raise ValueError(f"template 'tokenizer': the chat template shows no tools. {_LEAVE_OUT}")
+    question = {"role": "user", "content": _QUESTIONS[0]}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    found = chat.of([question, called, {"role": "tool", "content": _QUESTIONS[1]}], prompt=True)
+    written = {"role": "assistant", "content": tool_text("tool_call", json.dumps(call))}
+    response = {"role": "user", "content": tool_text("tool_response", _QUESTIONS[1])}
+    if found != (expected := chat.of([question, written, response], prompt=True)):
+        same = max(0, shared_length(found, expected) - 20)
+        said = f"{found[same:]!r}, expected {expected[same:]!r}"
+        raise ValueError(f"template 'tokenizer': the chat template writes calls of tools as {said}. {_LEAVE_OUT}")
+
+
+def _check(template: Template, chat: _Chat) -> None:
     """Raise ValueError if the constant texts do not reproduce three exchanges."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
-        rebuilt, whole = _rebuilt(template, system), _render(tokenizer, 3, prompt=False, system=system, tools=tools)
+        rebuilt, whole = _rebuilt(template, system), chat.render(3, prompt=False, system=system)
         if rebuilt != whole:
             raise _rewrites(rebuilt, whole)
 
@@ -239,16 +281,25 @@ def _rebuilt(template: Template, system: str | None) -> str:
     return text
 
 
-def _render(
-    tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None = None, pad: str = "", tools: Any = None
-) -> str:
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    for number in range(exchanges):
-        messages.append({"role": "user", "content": pad + _QUESTIONS[number] + pad})
-        messages.append({"role": "assistant", "content": pad + _ANSWERS[number] + pad})
-    if prompt:
-        messages.pop()
-    return render_chat(tokenizer, messages, prompt=prompt, tools=tools)
+@dataclass(frozen=True)
+class _Chat:
+    """A tokenizer's chat template, with its variables and tools, that renders marked messages."""
+
+    tokenizer: Any
+    options: dict[str, Any]
+    tools: list[Any] | None = None
+    parts: bool = False
+
+    def of(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
+        messages = in_parts(messages) if self.parts else messages
+        return render_chat(self.tokenizer, messages, prompt=prompt, tools=self.tools, options=self.options)
+
+    def render(self, exchanges: int, *, prompt: bool, system: str | None = None, pad: str = "") -> str:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for number in range(exchanges):
+            messages.append({"role": "user", "content": pad + _QUESTIONS[number] + pad})
+            messages.append({"role": "assistant", "content": pad + _ANSWERS[number] + pad})
+        return self.of(messages[: len(messages) - prompt], prompt=prompt)
 
 
 def _around(text: str, mark: str) -> tuple[str, str]:
@@ -267,9 +318,9 @@ def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
     return tail[: start + len(token)], tail[start + len(token) :]
 
 
-def _system(tokenizer: Any, tools: list[Any] | None = None) -> tuple[str, str] | None:
+def _system(chat: _Chat) -> tuple[str, str] | None:
     try:
-        text = _render(tokenizer, 1, prompt=True, system=_SYSTEM, tools=tools)
+        text = chat.render(1, prompt=True, system=_SYSTEM)
     except ValueError:
         return None  # such as Gemma's: "system role not supported"
     if _SYSTEM not in text:
@@ -278,13 +329,31 @@ def _system(tokenizer: Any, tools: list[Any] | None = None) -> tuple[str, str] |
     return before, _around(behind, _QUESTIONS[0])[0]
 
 
-def _strips(tokenizer: Any) -> tuple[bool, bool]:
-    padded = _render(tokenizer, 1, prompt=False, pad="  ")
+def _shows_system(chat: _Chat) -> bool:
+    try:
+        return _SYSTEM in chat.render(1, prompt=True, system=_SYSTEM)
+    except ValueError:
+        return False
+
+
+def _strips(chat: _Chat) -> tuple[bool, bool]:
+    padded = chat.render(1, prompt=False, pad="  ")
     return f"  {_QUESTIONS[0]}  " not in padded, f"  {_ANSWERS[0]}  " not in padded
 
 
+def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with their content as a list of one text."""
+    return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+
+
+def shared_length(left: str, right: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
 def _rewrites(earlier: str, later: str) -> ValueError:
-    same = next((i for i, (a, b) in enumerate(zip(earlier, later, strict=False)) if a != b), len(later))
+    same = shared_length(earlier, later)
     window = slice(max(0, same - 20), same + 40)
     return ValueError(
         "template 'tokenizer': the chat template rewrites earlier turns, so that what is learned for one is not what "

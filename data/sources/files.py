@@ -20,6 +20,7 @@ _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json",
 """Files that `datasets` writes next to the rows."""
 _BATCH_ROWS = 256
 CHUNK = 1 << 16
+_MOST_BLANK = 1_000_000  # empty lines in a row
 _LONGEST_LITERAL = 16  # characters: -Infinity, and pairs of \\uXXXX
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 
@@ -115,9 +116,13 @@ def _file_rows(path: Path, columns: Columns) -> _Rows:
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rt", encoding="utf-8-sig", newline="\n") as stream:
         if suffix == ".jsonl":
+            last = 0
             for row, line in enumerate(stream, start=1):
                 if not line.isspace():
+                    last = row
                     yield row, partial(json.loads, line)
+                elif row - last > _MOST_BLANK:
+                    raise ValueError(f"{_MOST_BLANK:,} empty lines in a row")
         else:
             for row, value in enumerate(_json_values(stream), start=1):
                 yield row, partial(_same, value)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from ..engine import Limits, decode_texts, generate
 from ..methods import Method, Parts, build_method
@@ -196,19 +197,40 @@ def sample_texts(
     return texts
 
 
+_NOT_APPLIED = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+}
+"""Settings of `transformers.generate` that change greedy text, with the values that do not."""
+
+
+def not_applied(generation_config: Any) -> dict[str, Any]:
+    """Return the settings that change greedy text in `transformers.generate`, and that no method here applies."""
+    found = {name: getattr(generation_config, name, None) for name in _NOT_APPLIED}
+    return {name: value for name, value in found.items() if value not in (None, [], {}, _NOT_APPLIED[name])}
+
+
 def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:
-    """Decode one prompt greedily with `transformers.generate`."""
-    ids = torch.tensor([list(prompt)], device=model.device)
+    """Decode one prompt greedily with `transformers.generate`, without the model's `not_applied` settings."""
+    ids, own = torch.tensor([list(prompt)], device=model.device), model.generation_config
+    kept = ("bos_token_id", "decoder_start_token_id", "cache_implementation")
+    plain = GenerationConfig(**{name: getattr(own, name, None) for name in kept})
     start = time.perf_counter()
-    with torch.inference_mode():
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=limits.max_new_tokens,
-            eos_token_id=list(limits.stop_ids) or None,
-            pad_token_id=0,
-        )
+    model.generation_config = plain
+    try:
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=limits.max_new_tokens,
+                eos_token_id=list(limits.stop_ids) or None,
+                pad_token_id=0,
+            )
+    finally:
+        model.generation_config = own
     new = output[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
     seconds = time.perf_counter() - start
     count = len(new)

@@ -6,6 +6,7 @@ Shape letters: B batch, N tree nodes, C candidates, K depth or heads, V vocabula
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -81,6 +82,7 @@ class PrunedHeadTree(Proposer):
     neighbours, the root included. Without a table r is 1.
 
     Args:
+        num_candidates: Number of candidates of each head.
         unseen_correlation: r of pairs that the table does not hold; not used with `add_k`, which gives each of them an
             r. The paper's is 0 (eq. 5), which rules such pairs out.
         lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all": beginnings of sequences
@@ -98,7 +100,7 @@ class PrunedHeadTree(Proposer):
         heads: HeadModule,
         table: BigramTable | None,
         num_sequences: int,
-        num_candidates: int,
+        num_candidates: Sequence[int],
         unseen_correlation: float,
         max_depth: int,
         lengths: Literal["all", "full"] = "all",
@@ -107,6 +109,8 @@ class PrunedHeadTree(Proposer):
     ) -> None:
         if not 1 <= max_depth <= heads.num_heads:
             raise ValueError(f"max_depth must be between 1 and the number of heads, {heads.num_heads}, got {max_depth}")
+        if len(num_candidates) != max_depth or min(num_candidates) < 1:
+            raise ValueError(f"num_candidates must name {max_depth} positive numbers, got {[*num_candidates]}")
         if unseen_correlation < 0:
             raise ValueError(f"unseen_correlation must be at least 0, got {unseen_correlation}")
         if not 0 <= min_prob < 1:
@@ -132,13 +136,16 @@ class PrunedHeadTree(Proposer):
 
     def propose(self, context: Context) -> Proposal:
         probs_BKV = self.heads(context.hidden_BD)[:, : self.max_depth].softmax(-1, dtype=torch.float32)
-        top = probs_BKV.topk(min(self.num_candidates, probs_BKV.shape[-1]), -1)
+        top = probs_BKV.topk(min(max(self.num_candidates), probs_BKV.shape[-1]), -1)
         context.watch("head {}'s", top.values[..., 0], range(self.max_depth))
         tree, tokens_BN = self.prune(context.root_B1, top.indices, top.values.log())
         return Proposal(tree, tokens_BN, levels=self.max_depth)
 
     def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:
         """The tree of the best sequences, and its tokens [B, N]."""
+        for head, count in enumerate(self.num_candidates):
+            if count < log_probs_BKC.shape[-1]:
+                log_probs_BKC[:, head, count:] = -math.inf
         parents_BN, depth_BN, place_BN = self.search(root_B1, candidates_BKC, log_probs_BKC)
         tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
         tokens_BN[:, 0] = root_B1[:, 0]

@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...checkpoints.table.table import BigramTable
-from ...data.prompts import load_prompts, stop_ids
+from ...data.prompts import end_ids, load_prompts
+from ...data.rendering.templates import get_template
 from ...decode.engine import Limits
 from ...decode.evaluation.measure import decode
 from ...decode.evaluation.metrics import total
@@ -45,10 +46,13 @@ def drafter_measure(
     """Return a function that measures a drafter's `tokens_per_step` and `acceptance_rate` in speculative decoding."""
     scorer = wrap_model(target, fast=decodes_fast(target))
     positions = min(scorer.max_positions, getattr(drafter.config, "max_position_embeddings", scorer.max_positions))
-    rows = [("", "speculative", {"gamma": recipe.measure.gamma, "parallel": recipe.parallel is not None})]
-    return _measure_of(
-        recipe, scorer, tokenizer, prepared, positions, rows, lambda model: Parts(wrap_model(model, check=False))
-    )
+    rows: list[_Row] = [("", "speculative", {"gamma": recipe.measure.gamma, "parallel": recipe.parallel is not None})]
+
+    def parts_of(model: Any) -> Parts:
+        return Parts(wrap_model(model, check=False))
+
+    settings = target.generation_config
+    return _measure_of(recipe, scorer, tokenizer, settings, prepared, positions, rows, parts_of)
 
 
 def check_measure(recipe: HeadsRecipe) -> None:
@@ -95,13 +99,15 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
             attach_projection(heads, target, scorer.device)
         return Parts(heads=heads, table=table)
 
-    return _measure_of(recipe, scorer, tokenizer, prepared, scorer.max_positions, rows, parts_of)
+    settings = target.generation_config
+    return _measure_of(recipe, scorer, tokenizer, settings, prepared, scorer.max_positions, rows, parts_of)
 
 
 def _measure_of(
     recipe: DrafterRecipe | HeadsRecipe,
     scorer: LanguageModel,
     tokenizer: Any,
+    settings: Any,
     prepared: Prepared,
     positions: int,
     rows: Sequence[_Row],
@@ -112,9 +118,11 @@ def _measure_of(
     # Room for the answer and the look-ahead, in models whose positions are as many as a block has.
     longest = min(recipe.data.block_tokens, positions - section.new_tokens - _LOOK_AHEAD)
     source = str(prepared.folder / "heldout.jsonl")
-    found = load_prompts(source, recipe.data.template, tokenizer, section.prompts, longest)
+    template = get_template(recipe.data.template, tokenizer, recipe.data.template_options)
+    found = load_prompts(source, template, tokenizer, section.prompts, longest)
     prompts = [ids for _, ids in found]
-    sampling, limits = Sampling(temperature=section.temperature), Limits(section.new_tokens, stop_ids(tokenizer))
+    ends = end_ids(tokenizer, template, settings)
+    sampling, limits = Sampling(temperature=section.temperature), Limits(section.new_tokens, ends)
 
     def run(module: Any) -> dict[str, float]:
         was_training = module.training

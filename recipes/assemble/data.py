@@ -107,7 +107,7 @@ def check_heldout(section: DataSection) -> None:
 
 def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     """Check the rendered documents of a recipe's data, print examples, and return a message for each low share."""
-    template = get_template(section.template, tokenizer)
+    template = get_template(section.template, tokenizer, section.template_options)
     linter = Linter(tokenizer, template)
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
     reports = [CorpusReport() for _ in section.parts()]
@@ -145,7 +145,7 @@ def colour(document: Rendered, tokenizer: Any) -> Text:
 
 
 def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], folder: Path) -> None:
-    template = get_template(section.template, tokenizer)
+    template = get_template(section.template, tokenizer, section.template_options)
     reports = [CorpusReport() for _ in section.parts()]
     heldout: list[Conversation] = []
     options: dict[str, Any] = {"packing": section.packing, "last_turn_only": section.last_turn_only, "source": identity}
@@ -292,7 +292,7 @@ def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> di
         "schema": SCHEMA,
         "options": section.model_dump(mode="json", exclude=ignored),
         "cleaning": Cleaning(**section.clean).model_dump(mode="json"),
-        "template": asdict(get_template(section.template, tokenizer)),
+        "template": asdict(get_template(section.template, tokenizer, section.template_options)),
         "sources": [_source_identity(part.path or part.source, known) for part in section.parts()],
         "heldout": _source_identity(section.heldout_source, known) if section.heldout_source else None,
         "contamination": [_source_identity(name, known) for name in section.clean.get("contamination", [])],

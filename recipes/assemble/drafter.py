@@ -17,7 +17,8 @@ from ...checkpoints.pairs.speculation import save_speculation
 from ...checkpoints.storage.draft_vocabulary import MASK_TOKEN, mask_token
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import is_adapter
-from ...data.prompts import stop_ids
+from ...data.prompts import end_ids
+from ...data.rendering.templates import get_template
 from ...decode.models.draft_vocabulary import keep_tokens, save_vocabulary
 from ...train.config import OnPolicy, Parallel
 from ...train.tasks.drafter import DrafterTask
@@ -97,7 +98,10 @@ def _make_task(
         teacher = open_cache(recipe, prepared)
     policy, on_policy = recipe.on_policy, None
     if policy is not None:
-        on_policy = OnPolicy(**policy.model_dump(), stop_ids=tuple(stop_ids(tokenizer)))
+        settings = (model if eval_teacher is None else eval_teacher.model).generation_config
+        template = get_template(recipe.data.template, tokenizer, recipe.data.template_options)
+        ends = end_ids(tokenizer, template, settings)
+        on_policy = OnPolicy(**policy.model_dump(), stop_ids=ends)
     task = DrafterTask(
         model,
         prepared.heldout if recipe.measure.blocks else None,

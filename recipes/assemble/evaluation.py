@@ -25,9 +25,9 @@ from ...checkpoints.heads.layouts import is_eagle
 from ...checkpoints.pairs.by_text import TextTranslation
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
-from ...data.prompts import Prompt, SkippedPrompts, ask_follow_ups, load_prompts, stop_ids
+from ...data.prompts import Prompt, SkippedPrompts, ask_follow_ups, end_ids, load_prompts
 from ...data.rendering.render import prompt_renderer
-from ...data.rendering.templates import get_template
+from ...data.rendering.templates import Template, get_template
 from ...data.tokenizers import load_tokenizer
 from ...decode.engine import Limits
 from ...decode.evaluation.measure import Entry, sample_texts
@@ -191,7 +191,7 @@ def prompts_of(
     """Return the prompts with their token ids; `skipped` receives the others. Raises ValueError: none is left."""
     return load_prompts(
         recipe.prompts,
-        recipe.template,
+        get_template(recipe.template, tokenizer, recipe.template_options),
         tokenizer,
         recipe.limit,
         recipe.max_prompt_tokens,
@@ -242,6 +242,7 @@ class Case:
     prompts: list[list[int]]
     """Token ids of the prompts."""
     limits: Limits
+    template: Template
 
     @property
     def title(self) -> str:
@@ -264,7 +265,9 @@ def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> 
     """Load what a recipe names and its prompts, sorted by length if they are batched."""
     opened, skipped = open_recipe(recipe), SkippedPrompts() if skipped is None else skipped
     found = prompts_of(recipe, opened.tokenizer, skipped)
-    limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
+    template = get_template(recipe.template, opened.tokenizer, recipe.template_options)
+    ends = end_ids(opened.tokenizer, template, opened.model.generation_config, recipe.stop)
+    limits = Limits(recipe.max_new_tokens, ends)
     if recipe.asks_every_turn():
 
         def answer(questions: list[list[int]]) -> list[str]:
@@ -272,11 +275,11 @@ def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> 
                 texts = sample_texts(opened.target, questions, limits, Sampling(0.0), progress=advance)
             return [str(opened.tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
 
-        encode = prompt_renderer(get_template(recipe.template, opened.tokenizer), opened.tokenizer)
+        encode = prompt_renderer(template, opened.tokenizer)
         found = ask_follow_ups(found, answer, encode, recipe.max_prompt_tokens, skipped)
     if recipe.batch > 1:  # the prompts of a batch are padded to the longest
         found = sorted(found, key=lambda each: len(each[1]))
-    return Case(recipe, opened, [prompt for prompt, _ in found], [ids for _, ids in found], limits)
+    return Case(recipe, opened, [prompt for prompt, _ in found], [ids for _, ids in found], limits, template)
 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], opened: LoadedPair) -> dict[str, Any]:

@@ -21,12 +21,11 @@ from transformers.pytorch_utils import Conv1D
 from ...checkpoints.artifact.compat import patch_model
 from ...checkpoints.artifact.model_ref import target_record
 from ...checkpoints.storage.messages import did_you_mean, install_hint
-from ...checkpoints.verify.model_files import model_class
+from ...checkpoints.verify.model_files import check_memory, model_class
 from ...decode.models.draft_vocabulary import keep_tokens, kept_tokens
 from ...decode.models.loading import load_model
 from ...decode.models.seq2seq import Seq2SeqModel
 from ..schema.training import LoraSection, ModelSection
-from ..session.terminal import gigabytes
 
 _ADAPTER_NAME = "default"  # peft's
 _SHARED_BIAS = "relative_attention_bias.weight"  # T5's first layer holds it for all
@@ -129,31 +128,15 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
         config = AutoConfig.for_model(kind, **settings)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id  # T5's own
-        check_memory(config)
+        trains_here = not torch.accelerator.is_available()
+        # float32 weights and, on the host, gradients and both moments of AdamW
+        check_memory(config, 16 if trains_here else 4, "make the model smaller")
         model = new_model(config, attention)
         if config.is_encoder_decoder:
             Seq2SeqModel(model)
     except (ValueError, TypeError, RuntimeError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"model.config makes no model: {' '.join(str(error).split())}") from error
     return model
-
-
-def check_memory(config: Any) -> None:
-    """Check, before it is built, that the memory of the host suffices to train a new model, or to load it onto a GPU.
-
-    Raises:
-        ValueError: The float32 weights, with gradients and AdamW's two averages without a GPU, exceed the free memory.
-    """
-    import psutil  # type: ignore[import-untyped]
-
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        count = sum(weight.numel() for weight in new_model(config, None).parameters())
-    size, free = 4 if torch.accelerator.is_available() else 16, psutil.virtual_memory().available
-    if count * size > free:
-        raise ValueError(
-            f"{count:,} parameters need {size} bytes each, {gigabytes(count * size)} of memory, and {gigabytes(free)} "
-            "are free: make the model smaller"
-        )
 
 
 def new_model(config: Any, attention: str | None) -> PreTrainedModel:

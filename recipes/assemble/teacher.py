@@ -16,6 +16,7 @@ from ...checkpoints.artifact.locate import model_source
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...checkpoints.heads.eagle import default_layers
 from ...checkpoints.storage.atomic import check_writable
+from ...checkpoints.storage.messages import gigabytes
 from ...data.blocks.prepared import PreparedData
 from ...data.tokenizers import load_tokenizer
 from ...train.loop.checkpoints import data_fingerprint
@@ -26,7 +27,7 @@ from ...train.teachers.teacher import CachedHidden, CachedTeacher, CacheSource, 
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 from ..session.precision import settle_precision
 from ..session.stopping import Stoppable
-from ..session.terminal import bar, gigabytes, log
+from ..session.terminal import bar, log
 from .artifact import prepare_once
 from .data import Prepared
 

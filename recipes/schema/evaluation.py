@@ -45,6 +45,9 @@ class _Decoding(Section):
     template: str = "vicuna-v1.1"
     """Chat template by name. A server has its own: then this only says whether an answer stands after a space, so that
     one space at its beginning is taken off."""
+    template_options: dict[str, Any] = {}
+    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` is its day today,
+    2024-07-26 by default."""
     temperature: float = Field(0.0, ge=0)
     """0 decodes greedily. `transformers serve` draws by chance only where the model's own settings say so."""
     top_k: int = Field(0, ge=0)
@@ -56,6 +59,9 @@ class _Decoding(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Type of the weights; auto takes that of the files. int8: matrices are rounded to eight bits a weight, each
     row with a scale; CPUs read them as such, GPUs hold them in bfloat16."""
+    stop: list[str] = []
+    """Further tokens that end a text, beside those of the tokenizer, of the model's generation settings and of the
+    template's end of turn."""
     seed: int = 0
     """Random numbers of sampling; each prompt's are its own, whatever is decoded before or beside it."""
 

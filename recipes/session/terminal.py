@@ -107,14 +107,6 @@ def _lines(title: str, unit: str) -> Advance:
     return advance_line
 
 
-def gigabytes(size: float) -> str:
-    """Bytes for people, in powers of ten."""
-    for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= worth:
-            return f"{size / worth:,.2f} {unit}"
-    return f"{size:.0f} bytes"
-
-
 def duration(seconds: float) -> str:
     """A time for people."""
     if seconds < 120:

@@ -149,7 +149,7 @@ def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, to
 def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, runs: int) -> tuple[float, float]:
     """Seconds that finding the top 40 posteriors takes for 4 heads x top 10, over those of a one-token forward, in
     turns of twenty calls; and the same with the tree's topology and tokens for the verification included."""
-    proposer = PrunedHeadTree(heads, table, 40, 10, 0.01, 4)
+    proposer = PrunedHeadTree(heads, table, 40, (10,) * 4, 0.01, 4)
     generator = torch.Generator().manual_seed(0)
     root_B1 = torch.randint(target.vocab_size, (1, 1), generator=generator)
     logits_BKV = heads(torch.randn(1, target.hidden_size, generator=generator)).float()

@@ -8,13 +8,15 @@ from typing import Any
 
 from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.data.prompts import load_prompts, stop_ids
+from draftsmith.data.prompts import end_ids, load_prompts
+from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.recipes.commands.pairs.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe, QuickstartRecipe
 from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
+from transformers import GenerationConfig
 
 
 def recipe_of_pair(folder: Path) -> QuickstartRecipe:
@@ -42,10 +44,11 @@ class Pair:
             raise SystemExit(f"there is no trained pair at {folder}: run `make quickstart` first")
         self.folder = folder
         self.tokenizer = load_tokenizer(str(folder / "target"))
-        self.stop = tuple(stop_ids(self.tokenizer))
         asked = self.recipes.evaluate
+        template = get_template(asked.template, self.tokenizer, asked.template_options)
+        self.stop = end_ids(self.tokenizer, template, GenerationConfig.from_pretrained(folder / "target"))
         sizes = prompts, asked.max_prompt_tokens
-        self.prompts = [ids for _, ids in load_prompts(asked.prompts, asked.template, self.tokenizer, *sizes)]
+        self.prompts = [ids for _, ids in load_prompts(asked.prompts, template, self.tokenizer, *sizes)]
 
     @cached_property
     def recipes(self) -> Any:

@@ -58,14 +58,21 @@ def prepared(conversations: list[Conversation], block_tokens: int, out: str = "p
     return prepare(conversations, bare_bpe(), get_template("plain"), block_tokens, out, source={})
 
 
-def own_template(text: str | None) -> Any:
+def chat_tokenizer(text: str | None) -> Any:
     tokenizer = train_bpe(["user assistant the hello"], 270, ("<pad>", "<turn>", "</turn>", "<|im_end|>"))
     tokenizer.chat_template = text
-    return get_template("tokenizer", tokenizer)
+    return tokenizer
+
+
+def own_template(text: str | None) -> Any:
+    return get_template("tokenizer", chat_tokenizer(text))
 
 
 MESSAGE = "{% for m in messages %}<turn>{{ m['role'] }}\n"
-GENERATION = "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+ENDLESS = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     # sources
     "no-file": (lambda: source("sharegpt_trian.jsonl"), ("sharegpt_trian.jsonl", "sharegpt_train.jsonl")),
@@ -106,22 +113,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no-question": (lambda: prompt_renderer(get_template("plain"), bare_bpe())(talk("user", "assistant").turns),
                     ("user, assistant",)),
     "own-missing": (lambda: own_template(None), ("'tokenizer'",)),
-    "own-thoughts": (lambda: own_template(
-        MESSAGE + "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
-        "</turn>\n{% endfor %}" + GENERATION), ("think",)),
-    "own-endless": (lambda: own_template(
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"), (r"'\n'",)),
-    "own-lead": (lambda: own_template(
-        MESSAGE + "{% if m['role'] == 'assistant' %}Well: {% endif %}{{ m['content'] }}</turn>{% endfor %}"
-        + GENERATION), ("'Well: '",)),
     "own-silent": (lambda: own_template("{% for m in messages %}<turn>{{ m['role'] }}</turn>{% endfor %}"), ("once",)),
-    "own-system-last": (lambda: own_template(
-        "{% set s = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}{% for m in messages %}"
-        "{% if m['role'] != 'system' %}<turn>{{ m['role'] }}\n{% if s and m['role'] == 'user' and "
-        "(loop.last or loop.index0 == messages | length - 2) %}{{ s }}\n\n{% endif %}{{ m['content'] }}</turn>"
-        "{% endif %}{% endfor %}" + GENERATION), ("xSYSTEMx",)),
-    "own-date": (lambda: own_template("{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"), ("date",)),
+    "own-date": (lambda: get_template("tokenizer", chat_tokenizer(ENDLESS), {"date": "May"}), ("May",)),
+    "own-endless": (lambda: render(talk("user", "assistant"), own_template(ENDLESS), chat_tokenizer(ENDLESS)),
+                    (r"'\n'", "special token", "chatml")),
+    "options": (lambda: get_template("chatml", None, {"enable_thinking": False}), ("chatml", "enable_thinking")),
     # blocks
     "long-document": (lambda: pack_best_fit([3, 11], 10), ("11", "10")),
     "no-conversation": (lambda: prepared([], 64), ("0 conversations", "0 documents")),

@@ -23,6 +23,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import PrunedHeadTree
 from draftsmith.decode.proposers.ngrams import PromptLookup, lookup
 from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import parse_branching
 from draftsmith.decode.warpers import Sampling
 from transformers import LlamaForCausalLM
 
@@ -261,7 +262,7 @@ def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
 def test_bpd_is_slim_with_one_full_sequence(make_llama: MakeLlama, make_heads: MakeHeads, sampling: Sampling) -> None:
     target, heads = wrap_model(make_llama(12, seed=0)), make_heads(3, 32, 12)
     blockwise = build_method("bpd", Parts(heads=heads), sampling)
-    beside = Beside(blockwise.proposer, PrunedHeadTree(heads, None, 1, 4, 0.01, 3, "full"))
+    beside = Beside(blockwise.proposer, PrunedHeadTree(heads, None, 1, (4,) * 3, 0.01, 3, "full"))
     output, steps = run(target, Method(beside, blockwise.verifier), sampling, Limits(40))
     for chain, pruned in beside.pairs:
         assert torch.equal(chain.tokens_BN, pruned.tokens_BN)
@@ -274,12 +275,12 @@ def test_bpd_is_slim_with_one_full_sequence(make_llama: MakeLlama, make_heads: M
 
 @pytest.mark.parametrize("lengths", ["all", "full"])
 @pytest.mark.parametrize(("unseen", "add_k"), [(0.0, 0.0), (0.01, 0.0), (0.01, 0.2)])
-@pytest.mark.parametrize("sequences", [1, 3, 30])
+@pytest.mark.parametrize(("sequences", "widths"), [(1, "4x4x4x4"), (3, "4x4x4x4"), (30, "4x4x4x4"), (30, "3x4x1x2")])
 def test_slim_keeps_the_highest_posteriors(
-    make_heads: MakeHeads, unseen: float, add_k: float, lengths: str, sequences: int
+    make_heads: MakeHeads, unseen: float, add_k: float, lengths: str, sequences: int, widths: str
 ) -> None:
     """Enumerated for three rows: Π p Π r, the root included, over a table in which half of the pairs are missing."""
-    vocab, depth, width = 12, 4, 4
+    vocab, depth, counts = 12, 4, parse_branching(widths)
     rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(sequences)
     documents = [rng.integers(0, vocab, 8) for _ in range(12)]
     table = BigramTable.from_documents(documents, vocab)
@@ -293,14 +294,15 @@ def test_slim_keeps_the_highest_posteriors(
         return count * len(pairs) / (left[x] * right[y]) if count else unseen
 
     heads_BKV = torch.randn(3, depth, vocab, generator=generator).softmax(-1)
-    top = heads_BKV.topk(width, -1)
+    top = heads_BKV.topk(4, -1)
     roots = [2, 7, 11]
-    tree = PrunedHeadTree(make_heads(depth, 1, vocab), table, sequences, width, unseen, depth, lengths, add_k)
+    tree = PrunedHeadTree(make_heads(depth, 1, vocab), table, sequences, counts, unseen, depth, lengths, add_k)
     found, tokens_BN = tree.prune(torch.tensor(roots)[:, None], top.indices, top.values.log())
     for row, root in enumerate(roots):
         posteriors = {}
         for length in range(1, depth + 1) if lengths == "all" else [depth]:
-            for path in itertools.product(*top.indices[row, :length].tolist()):
+            levels = [top.indices[row, level, : counts[level]].tolist() for level in range(length)]
+            for path in itertools.product(*levels):
                 head = np.prod([float(heads_BKV[row, level, token]) for level, token in enumerate(path)])
                 posterior = head * np.prod([correlation(*pair) for pair in itertools.pairwise((root, *path))])
                 if posterior > 0:

@@ -14,7 +14,7 @@ from ....data.blocks.packing import IGNORED, PADDING
 from ....data.blocks.prepared import PreparedData
 from ....data.conversations import Conversation, Turn
 from ....data.rendering.render import render
-from ....data.rendering.templates import Template, get_template
+from ....data.rendering.templates import Template
 from .agreement import Passage
 
 _EXAMPLE = Conversation("example", 2 * (Turn("user", "What is it?"), Turn("assistant", "It is a test.")))
@@ -34,14 +34,13 @@ class TrainingRecord:
         """Whether training measured in 16 bits."""
         return str((self.manifest.recipe.get("train") or {}).get("precision", "no")) != "no"
 
-    def has_other_template(self, template: str, tokenizer: Any) -> bool:
+    def has_other_template(self, template: Template, tokenizer: Any) -> bool:
         """Return whether conversations were rendered with another template, as far as the manifest records it."""
         saved = (self.manifest.data.get("source") or {}).get("template")
         if not isinstance(saved, dict) or set(saved) != {each.name for each in fields(Template)}:
             return False
         values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()}
-        both = Template(**values), get_template(template, tokenizer)
-        before, now = (render(_EXAMPLE, each, tokenizer).ids.tolist() for each in both)
+        before, now = (render(_EXAMPLE, each, tokenizer).ids.tolist() for each in (Template(**values), template))
         return bool(before != now)
 
     def passages(self) -> list[Passage] | str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ....checkpoints.artifact.artifact import save_artifact
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.locks import sole_writer
+from ....checkpoints.storage.messages import gigabytes
 from ....checkpoints.storage.safe_read import load_json
 from ....checkpoints.table.facts import table_facts
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
@@ -35,7 +36,7 @@ from ...schema.data import DataSection
 from ...schema.loading import write_recipe
 from ...schema.training import TableRecipe
 from ...session.stopping import Stoppable
-from ...session.terminal import counter, gigabytes, log
+from ...session.terminal import counter, log
 from ...session.typed import typed_command
 from ..artifact import differences, state_folder
 from ..data import NOT_OF_CONVERSATIONS, all_reports, data_identity, refuse_none, training_conversations
@@ -216,7 +217,7 @@ def _documents(
     return token_documents(
         conversations,
         tokenizer,
-        get_template(recipe.data.template, tokenizer),
+        get_template(recipe.data.template, tokenizer, recipe.data.template_options),
         pairs=recipe.count.pairs,
         last_turn_only=recipe.data.last_turn_only,
     )

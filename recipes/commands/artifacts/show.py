@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from ...session.terminal import console, gigabytes, write_json
+from ....checkpoints.storage.messages import gigabytes
+from ...session.terminal import console, write_json
 
 if TYPE_CHECKING:
     from ....checkpoints.artifact.manifest import Manifest

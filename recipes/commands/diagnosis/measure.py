@@ -122,8 +122,7 @@ class _Probe:
         found = stage_findings(
             stages,
             other_target=trained is not None and other_target(trained.folder, case.recipe.target) is not None,
-            other_template=trained is not None
-            and trained.has_other_template(case.recipe.template, case.opened.tokenizer),
+            other_template=trained is not None and trained.has_other_template(case.template, case.opened.tokenizer),
             rounds=self.target.dtype != torch.float32 or (trained is not None and trained.is_rounded),
         )
         read = self._readings(own) if self.is_eagle else []

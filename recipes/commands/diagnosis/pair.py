@@ -164,7 +164,7 @@ def check_server(target: str, files: Sequence[Path]) -> bool:
         there = ", ".join(f"{each:g}" for each in sorted({row["temperature"] for row in rows})) or "none"
         raise ValueError(f"{path} has no row of `speculative` at temperature {server.temperature:g}, only at {there}")
     tokenizer = load_tokenizer(target)
-    encode = prompt_renderer(get_template(own.template, tokenizer), tokenizer)
+    encode = prompt_renderer(get_template(own.template, tokenizer, own.template_options), tokenizer)
     questions = load_questions(server.prompts, server.limit, path=server.prompts_path, groups=server.groups or None)
     lengths = {prompt.id: len(encode(prompt.turns)) for prompt in questions}
     expected = expected_of(max(fitting, key=draft_length), lengths, own.max_new_tokens == server.max_new_tokens)

@@ -25,6 +25,7 @@ from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json
 from ....decode.evaluation.tuning.costs import Curve
 from ....decode.evaluation.tuning.plan import (
+    EVALUATION_OVERHEAD,
     EXPECTED_ACCEPTANCE,
     MIN_ANSWERS,
     MIN_BATCHES,
@@ -170,6 +171,10 @@ class _Forge:
         costs = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items() if seconds)
         extra = "; measuring in the engine is not included" if self.recipe.engine is not None else ""
         self._note(f"of {duration(self.seconds)} about {costs}; the rest is for training{extra}")
+        passes = 2 * EVALUATION_OVERHEAD * MIN_BATCHES * (1 + MAX_FINALISTS)
+        least = self.ledger.spent + passes * sum(map(self._batch_seconds, self.workloads))
+        if least > self.seconds:
+            self._note(f"{duration(self.seconds)} are too few: measuring alone takes about {duration(least)}")
         return chosen
 
     def _count_prompts(self, workload: Workload, share: float, rows: int) -> int:
@@ -261,8 +266,9 @@ class _Forge:
         if not known:
             self._note("nothing is trained: no candidate could be faster than autoregressive decoding")
             return
-        rates = {name: self._seconds_per_step(each) for name, each in known.items()}
         seconds = self._training_seconds("race", "measure", "tune", "certify")
+        rates, tried = self._try_steps(known, (1 - RACE) * seconds)
+        seconds -= tried
         names, reason = affordable_candidates(rates, seconds)
         if reason:
             self._note(reason)
@@ -280,9 +286,19 @@ class _Forge:
         for name in first:
             self.sources[name] = self._train(known[name], max(trained[name].steps, int(seconds / rates[name])))
 
-    def _seconds_per_step(self, candidate: Candidate) -> float:
-        folder = Path(str(self._train(candidate, _TRIED).artifact))
-        return float(load_manifest(folder).training["seconds"]) / _TRIED
+    def _try_steps(self, known: dict[str, Candidate], most: float) -> tuple[dict[str, float], float]:
+        """Train each candidate for a few steps while there is time; return their seconds per step, and the time."""
+        rates, tried, last = dict[str, float](), 0.0, 0.0
+        for name, candidate in known.items():
+            if rates and tried + last > most:
+                left_out = ", ".join(each for each in known if each not in rates)
+                self._note(f"left out: {left_out}: short trials may take {most:.0f} s, {tried:.0f} s are spent")
+                break
+            folder = Path(str(self._train(candidate, _TRIED).artifact))
+            rates[name] = float(load_manifest(folder).training["seconds"]) / _TRIED
+            last = self.ledger.seconds[f"training {folder.name}"]
+            tried += last
+        return rates, tried
 
     def _training_seconds(self, moment: str, *later: str) -> float:
         """Return the time for training at a moment, without the shares of what comes later.

@@ -22,6 +22,7 @@ from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.storage.safe_read import load_json
 from ....checkpoints.verify.model_files import is_adapter, load_config
 from ....data.prompts import load_prompts
+from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
 from ....decode.evaluation.tuning.costs import measure_forwards
 from ....decode.evaluation.tuning.plan import MIN_ANSWERS, MIN_BATCHES, Candidate, Kind, ModelShape
@@ -146,7 +147,9 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
     make_corpus(base, corpus)
     report, heldout = load_json(corpus / "report.json", "conversations"), corpus / "heldout.jsonl"
     answered, batch, most = report["conversations"] - report["heldout"], max(recipe.batch), recipe.max_prompt_tokens
-    found = load_prompts(str(heldout), base.evaluate.template, load_tokenizer(str(target)), report["heldout"], most)
+    tokenizer, asked = load_tokenizer(str(target)), base.evaluate
+    template = get_template(asked.template, tokenizer, asked.template_options)
+    found = load_prompts(str(heldout), template, tokenizer, report["heldout"], most)
     if answered < MIN_ANSWERS or len(found) < MIN_BATCHES * batch:
         raise ValueError(
             f"{answered} prompts, and {len(found)} of {report['heldout']} held-out prompts with at most {most} tokens: "
@@ -200,10 +203,11 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
     """Return the stages of `realpair` for the recipe's target, prompts and folder."""
     values: dict[str, Any] = read_extended(find_recipe("realpair"))
     values |= {"out": recipe.out, "target": recipe.target, "seed": recipe.seed}
+    own = {"template": recipe.template, "template_options": recipe.template_options}
     for name in ("answers", "evaluate"):
-        values[name]["template"] = recipe.template
+        values[name] |= own
     for name in ("eagle", "drafter", "heads", "table"):
-        values[name]["data"] = values[name]["data"] | {"template": recipe.template}
+        values[name]["data"] = values[name]["data"] | own
     if recipe.prompts:
         values["corpus"] |= {"files": recipe.prompts, "megabytes": 0}
     values["corpus"]["heldout_share"] = recipe.heldout_share

@@ -17,10 +17,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from rich.table import Column, Table
 from torch import nn
 
+from ....checkpoints.storage.messages import gigabytes
 from ....train.config import FitConfig, micro_steps
 from ....train.loop.fit import fit
 from ....train.parallel.accelerate import make_accelerator, zero_stage
@@ -28,7 +30,7 @@ from ....train.parallel.processes import from_main, on_main
 from ...assemble.artifact import Run, check_out, fit_config, state_folder
 from ...schema.training import DrafterRecipe, HeadsRecipe, TrainingRecipe, role_of
 from ...session.precision import settle_precision
-from ...session.terminal import console, duration, gigabytes
+from ...session.terminal import console, duration
 from .train import make_run
 
 _SMALL_FILES = 32 << 10  # manifests, the recipe, the log
@@ -202,8 +204,6 @@ def _least_free(accelerator: Any) -> int:
     if accelerator.device.type == "cuda":
         size = int(torch.cuda.mem_get_info(accelerator.device)[0])
     else:
-        import psutil  # type: ignore[import-untyped]
-
         size = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if accelerator.num_processes > 1:
         size = int(accelerator.gather(torch.tensor([size], device=accelerator.device)).min())

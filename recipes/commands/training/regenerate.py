@@ -16,10 +16,10 @@ from ....checkpoints.storage.redaction import redacted
 from ....checkpoints.storage.safe_read import parse_json
 from ....data.cleaning.cleaner import Cleaning
 from ....data.conversations import Conversation, CorpusReport, encodable
-from ....data.prompts import stop_ids
+from ....data.prompts import end_ids
 from ....data.regeneration import SEEDS, Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate
 from ....data.rendering.render import prompt_renderer
-from ....data.rendering.templates import OWN, Template, get_template
+from ....data.rendering.templates import OWN, get_template
 from ....data.sources.reading import read_conversations
 from ....data.tokenizers import load_tokenizer
 from ....decode.engine import Limits, generate
@@ -137,12 +137,12 @@ class LocalTarget:
         target = str(recipe.target)
         self._tokenizer = load_tokenizer(target)
         model = load_model(target, dtype=recipe.dtype, device=device_of(recipe))
-        self._template = get_template(recipe.template, self._tokenizer)
+        self._template = get_template(recipe.template, self._tokenizer, recipe.template_options)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
         self._target = wrap_model(model, graphs=False)  # rows join and leave: a graph is of one shape
         self._recipe = recipe
         self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
-        ends = _end_ids(self._tokenizer, self._template, model.generation_config)
+        ends = end_ids(self._tokenizer, self._template, model.generation_config, recipe.stop)
         self._limits = Limits(recipe.max_new_tokens, ends)
         positions = self._target.max_positions
         self._longest = positions - recipe.max_new_tokens + 1
@@ -190,19 +190,12 @@ class LocalTarget:
 
     def _read(self, ids: list[int]) -> Answer:
         stopped = ids[-1] in self._limits.stop_ids
-        text = self._tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=True)
+        # the tokenizer's own template reads special tokens inside an answer, such as the names of channels
+        skip = self._template.name != OWN
+        text = self._tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=skip)
         if self._template.middle.endswith(" "):
             text = text.removeprefix(" ")  # the template will write it again
         return Answer(text, "stop" if stopped else "length")
-
-
-def _end_ids(tokenizer: Any, template: Template, generation_config: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer, by the tokenizer, the model and the template."""
-    ends = set(stop_ids(tokenizer))
-    own = generation_config.eos_token_id if generation_config is not None else None
-    ends.update(own if isinstance(own, (list, tuple)) else [] if own is None else [own])
-    written = [token for token in tokenizer.all_special_tokens if token in template.end]
-    return tuple(sorted(ends | set(tokenizer.convert_tokens_to_ids(written))))
 
 
 class _Server:
@@ -218,6 +211,8 @@ class _Server:
             "max_tokens": recipe.max_new_tokens,  # its successor, max_completion_tokens, is known to fewer servers
             "top_p": recipe.top_p,
         }
+        if recipe.stop:
+            self._settings["stop"] = recipe.stop
         if recipe.top_k:
             self._settings["extra_body"] = {"top_k": recipe.top_k}
         self._refusals = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)

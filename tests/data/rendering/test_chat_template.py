@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from draftsmith.data.conversations import Conversation, CorpusReport, Turn
-from draftsmith.data.rendering.lint import Linter
-from draftsmith.data.rendering.render import prompt_renderer, render
+from draftsmith.data.rendering.lint import ANSWER_DIFFERS, TEMPLATE_DIFFERS, Linter
+from draftsmith.data.rendering.render import Renderer, RenderReport, prompt_renderer, render
 from draftsmith.data.rendering.templates import CHATML_JINJA, get_template
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import train_bpe
@@ -79,10 +80,9 @@ def test_ids_are_what_serving_gives(tokenizer: Any, texts: list[str]) -> None:
     assert tokenizer.decode(rendered.ids) == tokenizer.decode(_served(tokenizer, turns, prompt=False))
     for number in range(0, len(turns), 2):
         prompt = prompt_renderer(template, tokenizer)(turns[: number + 1])
-        if generated or number == 0:
-            assert prompt == _served(tokenizer, turns[: number + 1], prompt=True)
+        assert prompt == _served(tokenizer, turns[: number + 1], prompt=True)
         start, end = rendered.spans[number // 2]
-        assert start == len(prompt)
+        assert start == len(prompt) or not (generated or number == 0)
         space = " " if template.middle.endswith(" ") else ""
         assert tokenizer.decode(rendered.ids[start:end]) == space + turns[number + 1].text + template.end
 
@@ -119,10 +119,83 @@ def test_a_template_that_fails_is_refused(template: str, named: str) -> None:
 def test_the_quickstarts_chat_template_is_chatml(chats: list[Conversation]) -> None:
     tokenizer = _tokenizer(CHATML_JINJA)
     own = get_template("tokenizer", tokenizer)
-    for chat in chats:
+    for chat in (chat for chat in chats if not any("<" in turn.text for turn in chat.turns)):
         one, other = (render(chat, template, tokenizer) for template in (own, get_template("chatml")))
         assert one.ids.tolist() == other.ids.tolist()
         assert one.spans == other.spans
+
+
+FOR = "{% for m in messages %}"
+LAST = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+)
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# what no constant texts reproduce, in the manner of the families named, with the answers' beginnings and endings
+REWRITING = {
+    "thoughts of the last answer (Qwen3)": (
+        LAST + FOR + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+        "<think>\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
+        + ASKED, 2, "", "<|im_end|>"),
+    "a thought begins in the prompt (DeepSeek-R1)": (
+        FOR + "<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        + ASKED.replace("\n{% endif", "\n<think>\n{% endif"), 1, "", "<|im_end|>"),
+    "the end of the sequence (Phi-3)": (
+        FOR + "<turn>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+        "<turn>assistant\n{% else %}{{ eos_token }}{% endif %}", 1, "", "<|im_end|>"),
+    "a line break before the answer (Zephyr)": (
+        FOR + "<turn>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<turn>assistant"
+        "{% endif %}", 1, "\n", "</s>"),
+    "another end in the history (gpt-oss)": (
+        FOR + "<turn>{{ m.role }}<|im_start|>{{ m.content }}"
+        "{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant{% endif %}", 2, "", "</s>"),
+    "the system text in the last question (Mistral v0.3)": (
+        "{% set s = messages[0].content if messages[0].role == 'system' else '' %}" + FOR + "{% if m.role == 'user' %}"
+        "<turn>{% if loop.last and s %}{{ s }}\n\n{% endif %}{{ m.content }}</turn>{% elif m.role == 'assistant' %}"
+        " {{ m.content }}</s>{% endif %}{% endfor %}", 1, " ", "</s>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REWRITING)
+def test_what_no_constant_texts_reproduce_is_rendered_answer_by_answer(name: str) -> None:
+    chat_template, documents, begins, ends = REWRITING[name]
+    tokenizer = _tokenizer(chat_template)
+    template, linter = get_template("tokenizer", tokenizer), Linter(tokenizer, get_template("tokenizer", tokenizer))
+    assert template.jinja
+    turns = tuple(Turn(*each) for each in (("system", "Be kind."), ("user", "hello"), ("assistant", "the answer"),
+                                           ("user", "then?"), ("assistant", "¿qué? 😀")))  # fmt: skip
+    report = RenderReport()
+    made = list(Renderer(template, tokenizer, 200)([Conversation("c", turns)], report))
+    assert len(made) == report.documents == documents
+    assert report.exchanges == 2 == sum(len(document.spans) for document in made)
+    answers = []
+    for document in made:
+        assert document.ids.tolist() == _served(tokenizer, turns[: 3 + 2 * document.last], prompt=False)
+        assert linter.check(document) is None
+        answers += [tokenizer.decode(document.ids[start:end]) for start, end in document.spans]
+    assert answers == [f"{begins}the answer{ends}", f"{begins}¿qué? 😀{ends}"]
+    for number in (2, 4):
+        assert prompt_renderer(template, tokenizer)(turns[:number]) == _served(tokenizer, turns[:number], prompt=True)
+    damaged = replace(made[0], ids=made[0].ids[::-1].copy())
+    assert linter.check(damaged) == TEMPLATE_DIFFERS
+    shifted = replace(made[0], spans=[(start - 4, end - 4) for start, end in made[0].spans])
+    assert linter.check(shifted) == ANSWER_DIFFERS
+    (short,) = list(Renderer(template, tokenizer, len(made[0].ids) - 3)([Conversation("c", turns[:3])], report))
+    assert (len(short.ids), short.answer_cut, short.spans[-1][1]) == (
+        len(made[0].ids) - 3,
+        3,
+        len(short.ids),
+    ) or documents == 1
+
+
+def test_variables_of_a_chat_template_are_given_and_the_day_is_fixed() -> None:
+    tokenizer = _tokenizer(
+        FOR + "{{ m.content }}</s>{% endfor %}{{ strftime_now('%d %B %Y') }}{% if think %}!{% endif %}"
+    )
+    for options, text in (({}, "26 July 2024"), ({"date": "2026-01-02", "think": True}, "02 January 2026!")):
+        ids = prompt_renderer(get_template("tokenizer", tokenizer, options), tokenizer)((Turn("user", "hello"),))
+        assert tokenizer.decode(ids) == f"hello</s>{text}"
 
 
 # as Qwen 2.5's: tools in the system text, calls and results in tags

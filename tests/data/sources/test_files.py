@@ -88,6 +88,7 @@ GOOD = b'{"prompt": "a"}'
         ("a.json", b"[" + GOOD + b"\n", "after row 1"),
         ("a.parquet", b"PAR1 nothing", "parquet"),
         ("a.jsonl.gz", b"no gzip", "gzip"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' + b"\n" * 1_000_002), "after row 1.*1,000,000 empty lines"),
     ],
 )
 def test_a_broken_file_is_one_error_with_its_place(name: str, content: bytes, message: str, tmp_path: Path) -> None:

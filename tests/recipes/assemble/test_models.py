@@ -6,8 +6,10 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from draftsmith.data.blocks.packing import Batch
@@ -79,6 +81,20 @@ def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_built() -> None
     sizes = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 96, "num_attention_heads": 512}
     with pytest.raises(ValueError, match=r"[\d,]{17} parameters need .* are free"):
         build_model(section(config={"model_type": "llama", **sizes}), 0)
+
+
+def test_files_that_exceed_the_memory_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model("llama").bfloat16().save_pretrained(tmp_path)
+    count = random_model("llama").num_parameters()
+    for free, dtype, fits in ((2 * count, "auto", True), (4 * count, "float32", True), (3 * count, "float32", False)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        if fits:
+            assert load_model(str(tmp_path), dtype=dtype).num_parameters() == count
+            continue
+        with pytest.raises(ValueError, match=f"{count:,} parameters need 4 bytes each, .* are free: .*bfloat16"):
+            load_model(str(tmp_path), dtype=dtype)
 
 
 @torch.no_grad()

@@ -112,14 +112,16 @@ def test_prompts_of_a_set_come_from_all_its_groups(tokenizer: Any, tmp_path: Pat
     ]
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load_prompts("spec-bench", "chatml", tokenizer, 6, 999, path=str(path))
+    found = load_prompts("spec-bench", get_template("chatml"), tokenizer, 6, 999, path=str(path))
     groups = [prompt.category for prompt, _ in found]
     assert groups == ["mt_bench", "translation", "rag", "mt_bench", "translation", "mt_bench"]
     assert all(prompt.follow_ups == (FollowUp("", "c"),) for prompt, _ in found)
-    only = load_prompts("spec-bench", "chatml", tokenizer, 99, 999, path=str(path), groups=["translation"])
+    only = load_prompts(
+        "spec-bench", get_template("chatml"), tokenizer, 99, 999, path=str(path), groups=["translation"]
+    )
     assert [prompt.category for prompt, _ in only] == ["translation"] * 5
     with pytest.raises(ValueError, match="'translation'"):
-        load_prompts("spec-bench", "chatml", tokenizer, 9, 99, path=str(path), groups=["translations"])
+        load_prompts("spec-bench", get_template("chatml"), tokenizer, 9, 99, path=str(path), groups=["translations"])
 
 
 def lines(path: Path, *rows: Any) -> str:

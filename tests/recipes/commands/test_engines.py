@@ -134,6 +134,7 @@ def test_what_no_engine_serves(form: str | None, engine: str, target: str | None
         commands_of(other, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("vllm")
 def test_one_command_says_how_many_tokens_to_draft(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     """The stand-in accepts both of the tokens that it keeps beyond the first, whatever it is told to draft. What is

@@ -16,6 +16,7 @@ from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import SkippedPrompts, load_prompts
+from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.methods import METHODS, method_config
 from draftsmith.decode.warpers import Sampling
@@ -183,8 +184,8 @@ def test_prompts_are_reproducible_and_those_skipped_are_named(corpus: Path, tmp_
     rows[7]["conversations"] = [{"from": "gpt", "value": "nothing was asked"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     passed = SkippedPrompts()
-    first = load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100, skipped=passed)
-    assert first == load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100)
+    first = load_prompts(str(tmp_path / "rows.json"), get_template("chatml"), tokenizer, 10, 100, skipped=passed)
+    assert first == load_prompts(str(tmp_path / "rows.json"), get_template("chatml"), tokenizer, 10, 100)
     assert [prompt.id for prompt, _ in first] == [f"row{place}" for place in range(12) if place not in (4, 7)]
     assert passed.as_dict() == {"counts": {"too long": 1, "no question": 1}, "too_long": ["row4"]}
     assert passed.words() == "1 prompts (too long), 1 prompts (no question)"
@@ -192,7 +193,7 @@ def test_prompts_are_reproducible_and_those_skipped_are_named(corpus: Path, tmp_
     for text, why in (("[]", "it is empty"), (json.dumps([rows[7]]), r"1 prompts \(no question\)")):
         (tmp_path / "none.json").write_text(text)
         with pytest.raises(ValueError, match=f"no prompt in .*none.json: {why}"):
-            load_prompts(str(tmp_path / "none.json"), "chatml", tokenizer, 10, 100)
+            load_prompts(str(tmp_path / "none.json"), get_template("chatml"), tokenizer, 10, 100)
 
 
 def test_a_row_drafts_with_the_drafter_that_it_names(

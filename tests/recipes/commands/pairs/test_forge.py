@@ -103,7 +103,12 @@ def told(command: list[str], out: Path) -> dict[str, Any]:
     ("costs", "hours", "said"),
     [
         ({"answer": 60.0}, "0.01", "nothing is trained: the budget pays for 0 answers"),
-        ({"seconds": (0.002, 0.128)}, "0.01", "nothing is trained: no candidate could be faster"),
+        pytest.param(
+            {"seconds": (0.002, 0.128)},
+            "0.01",
+            "nothing is trained: no candidate could be faster",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["no answers", "each token costs what the first does"],
 )
@@ -235,17 +240,14 @@ def test_more_hours_train_what_was_chosen(shallow: Callable[..., list[str]], tmp
     assert [line for line in lines_of(third) if "spent" in line] != chosen
 
 
-def test_what_is_refused_at_the_start_leaves_the_folder_free(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_what_is_refused_leaves_the_folder_to_a_plan_which_trains_nothing(
+    forged: Callable[..., list[str]], tmp_path: Path
+) -> None:
     out = tmp_path / "forge"
     for word, said in (("batch=64", "256 are needed"), ("max_prompt_tokens=1", "at most 1 tokens")):
         done = subprocess.run(forged(out, word), capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert said in done.stderr
-    assert subprocess.run(forged(out, "--plan"), check=False).returncode == 0
-
-
-def test_a_plan_trains_nothing(forged: Callable[..., list[str]], tmp_path: Path) -> None:
-    out = tmp_path / "planned"
     done = subprocess.run(forged(out, "--plan"), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((out / "plan.json").read_text())
@@ -274,6 +276,7 @@ def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.M
     return tuned
 
 
+@pytest.mark.slow
 def test_trained_heads_are_exported_and_tuned_in_the_engine(
     in_vllm: Callable[..., list[str]], tiny_pair: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,155 @@
+"""Conversations rendered by a tokenizer's own chat template, whose ids are those of `apply_chat_template`.
+
+An answer is what a rendering with it has behind the rendering of its prompt, up to the end of the turn. Templates that
+rewrite earlier turns, such as those that drop thoughts, give one document for each answer. Letters: T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...checkpoints.storage.chat_templates import render_chat
+from ..conversations import Conversation, Turn
+from .encoding import special_strings
+from .templates import Template, check_calls, in_parts, shared_length
+
+_THOUGHT = "</think>"
+
+
+@dataclass(slots=True)
+class ChatDocument:
+    """Exchanges `first` to `last` of a conversation: ids int32 [T], and spans [start, end) of the new answers."""
+
+    ids: np.ndarray
+    spans: list[tuple[int, int]]
+    first: int
+    last: int
+    answer_cut: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """Document under construction: its text, the answers in characters, the ids, and their places in the text."""
+
+    text: str
+    answers: list[tuple[int, int]]
+    ids: list[int]
+    places: list[tuple[int, int]]
+    first: int
+    last: int
+
+    def finished(self, limit: int) -> ChatDocument:
+        starts, ends = np.array(self.places, dtype=np.int64).reshape(-1, 2).T
+        # the first token that reaches into the answer, up to the last one that begins in it
+        spans = [(int((ends <= start).sum()), int((starts < end).sum())) for start, end in self.answers]
+        spans = [(start, min(end, limit)) for start, end in spans if start < min(end, limit)]
+        cut = max(0, len(self.ids) - limit) if spans else 0
+        return ChatDocument(np.array(self.ids[:limit], dtype=np.int32), spans, self.first, self.last, cut)
+
+
+def shown_turns(conversation: Conversation, first: int, last: int) -> list[Turn]:
+    """Return the system text, if there is one, and the turns of some exchanges."""
+    system, turns = len(conversation.turns) % 2, conversation.turns
+    return [*turns[:system], *turns[system + 2 * first : system + 2 * last + 2]]
+
+
+def without_thought(answer: str) -> str:
+    """Return what follows the thought of an answer."""
+    return answer.rpartition("</think>")[2].strip()
+
+
+class ChatLayout:
+    """A tokenizer with its own chat template."""
+
+    def __init__(self, template: Template, tokenizer: Any) -> None:
+        self.template, self.tokenizer = template, tokenizer
+        specials = sorted(special_strings(tokenizer), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+        self._checked = set[str]()
+
+    def is_needed(self, conversation: Conversation) -> bool:
+        """Whether the constant texts of the template do not give the ids of `apply_chat_template`."""
+        return bool(self.template.jinja) or any(self._special.search(turn.text) for turn in conversation.turns)
+
+    def prompt(self, turns: Sequence[Turn]) -> list[int]:
+        """Return the ids before the next answer. Raises ValueError: the template cannot render the turns."""
+        if not turns or turns[-1].role != "user":
+            raise ValueError(f"expected turns that end with user, found {', '.join(turn.role for turn in turns)}")
+        text = self._render(turns, prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def ids(self, conversation: Conversation, first: int, last: int) -> list[int]:
+        """Return the ids of `apply_chat_template` for some exchanges, with their answers."""
+        text = self._render(shown_turns(conversation, first, last), False, conversation.tools)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def documents(self, conversation: Conversation, limit: int) -> Iterator[ChatDocument]:
+        """Yield documents of at most `limit` tokens; one without spans has no room for its exchange.
+
+        Raises:
+            ValueError: The template cannot render the conversation, or does not show an answer and its end.
+        """
+        draft: _Draft | None = None
+        for number in range(len(conversation.turns) // 2):
+            first = 0 if draft is None else draft.first
+            new = self._draft(conversation, first, number)
+            if draft is not None:
+                learned = draft.text[: draft.answers[-1][1]]
+                if new.text.startswith(learned) and len(new.ids) <= limit:
+                    new.answers = draft.answers + new.answers
+                else:
+                    yield draft.finished(limit)
+            if len(new.ids) > limit and first < number:  # without the history there is more room
+                new = self._draft(conversation, number, number)
+            draft = new
+        if draft is not None:
+            yield draft.finished(limit)
+
+    def _draft(self, conversation: Conversation, first: int, last: int) -> _Draft:
+        if conversation.tools and conversation.tools not in self._checked:
+            check_calls(self.tokenizer, self.template, conversation.tools)
+            self._checked.add(conversation.tools)
+        text, answer = self._exchange(shown_turns(conversation, first, last), conversation.tools)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return _Draft(text, [answer], encoded.input_ids, encoded.offset_mapping, first, last)
+
+    def _exchange(self, turns: Sequence[Turn], tools: str) -> tuple[str, tuple[int, int]]:
+        """Return the text of turns that end with an answer, and where that stands, with its end of turn.
+
+        White space that the template writes between prompt and answer belongs to the answer: the model must write it.
+        Other text, such as an empty thought, is context, unless the answer contains a thought itself.
+        """
+        prompt, whole = (self._render(turns[: len(turns) - cut], bool(cut), tools) for cut in (1, 0))
+        answer = turns[-1].text
+        begin = len(prompt) if whole.startswith(prompt) else shared_length(prompt, whole)
+        for text in (answer, answer.strip(), without_thought(answer)):
+            if text and (place := whole.find(text, begin)) >= 0:
+                break
+        else:
+            raise ValueError(f"the chat template does not show the answer {answer[:80]!r}")
+        lead, end = whole[begin:place], self._special.search(whole, place + len(text))
+        if end is None:
+            raise ValueError(
+                f"the chat template ends an answer with {whole[place + len(text) :]!r}, no special token: use another "
+                "template, such as chatml, for training"
+            )
+        if whole.startswith(prompt) and (not lead.strip() or _THOUGHT in answer):
+            place = begin
+        elif lead.endswith(" "):  # which belongs to the answer's first token
+            place -= 1
+        return whole, (place, end.end())
+
+    def _render(self, turns: Sequence[Turn], prompt: bool, tools: str = "") -> str:
+        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        if messages[0]["role"] == "system" and self.template.system is None:
+            system, question, *rest = messages
+            messages = [question | {"content": f"{system['content']}\n\n{question['content']}"}, *rest]
+        messages = in_parts(messages) if self.template.parts else messages
+        given = json.loads(tools) if tools else None
+        return render_chat(self.tokenizer, messages, prompt=prompt, tools=given, options=self.template.options)

@@ -1,0 +1,200 @@
+"""Templates laid out as ids of a tokenizer: what stands before, between and behind the messages of a conversation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..conversations import Conversation, Turn
+from .encoding import After, PieceEncoder, special_strings
+from .templates import Template, filled, with_tools
+
+_REMEMBERED_SYSTEMS = 1 << 10
+_SPLITS_TRIED = 4
+NO_IDS = np.empty(0, dtype=np.int32)
+_PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could join with what stands before them
+
+
+@dataclass(slots=True)
+class Parts:
+    """Messages of a conversation."""
+
+    conversation: Conversation
+    system: str | None
+    questions: list[str]
+    answers: list[str]  # one less than questions in a prompt, one more in bare text
+
+
+@dataclass(frozen=True, slots=True)
+class _Lead:
+    """Constant before a message: the ids of its beginning, and the `tail`, which may share a token with the message.
+
+    `after` is what precedes the tail.
+    """
+
+    ids: np.ndarray  # int32
+    tail: str
+    after: After
+
+
+class Layout:
+    """Template with its constants as ids of a tokenizer."""
+
+    def __init__(self, template: Template, encoder: PieceEncoder) -> None:
+        template = filled(template, encoder.tokenizer)
+        self.template, self.encoder = template, encoder
+        specials = sorted(special_strings(encoder.tokenizer), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+        self.bos = _array([] if template.writes_bos else encoder.bos)
+        self._leads = lru_cache(_REMEMBERED_SYSTEMS)(self._first_lead)  # many rows have the same one
+        self.start = self._leads(None, "")
+        self.behind_question, rest = self._head(template.middle)
+        self.answer = self._constant(rest)
+        self.behind_answer, rest = self._head(template.end)
+        closing = self._special.fullmatch(rest)
+        assert closing is not None, f"template {template.name} must end an answer with one special token"
+        self.end = _array(encoder.template(closing[0]))
+        self.after = _array(encoder.template(template.after, closing[0]))
+        self.closing = np.concatenate([self.end, self.after])
+        self.next = self._next(closing[0])
+
+    def pieces(self, batch: Sequence[Parts]) -> tuple[list[str], list[After]]:
+        """Return all texts of conversations in order, and what precedes each."""
+        texts: list[str] = []
+        after: list[After] = []
+        for parts in batch:
+            lead = self.first_lead(parts)
+            for number, question in enumerate(parts.questions):
+                texts.append(lead.tail + question + self.behind_question)
+                after.append(lead.after)
+                lead = self.next
+                if number < len(parts.answers):
+                    texts.append(parts.answers[number] + self.behind_answer)
+                    after.append(self.answer.after)
+            if not parts.questions:  # bare text
+                texts.append(parts.answers[0] + self.behind_answer)
+                after.append(self.start.after)
+        return texts, after
+
+    def parts(self, conversation: Conversation, *, ends_with: str) -> Parts:
+        """Return the messages of a conversation."""
+        turns = conversation.turns
+        if [turn.role for turn in turns] == ["assistant"] == [ends_with] and self.template.name == "plain":
+            return Parts(conversation, None, [], [turns[0].text])
+        check_turns(conversation, ends_with=ends_with)
+        system, questions, answers = self.template.messages(turns)
+        if system is not None and self.template.system is None:
+            questions[0] = f"{system}\n\n{questions[0]}"
+            system = None
+        return Parts(conversation, system, questions, answers)
+
+    def prompt(self, turns: tuple[Turn, ...]) -> list[int]:
+        """Return the ids before the next answer."""
+        parts = self.parts(Conversation("prompt", turns), ends_with="user")
+        ids, starts = self.encoder.encode(*self.pieces([parts]))
+        encoded = iter([ids[starts[i] : starts[i + 1]] for i in range(len(starts) - 1)])
+        pieces: list[Any] = [self.bos, self.first_lead(parts).ids]
+        for number in range(len(parts.questions)):
+            pieces += [self.next.ids if number else NO_IDS, next(encoded), self.answer.ids]
+            if number < len(parts.answers):
+                pieces += [next(encoded), self.closing]
+        return list(np.concatenate(pieces).tolist())
+
+    def first_lead(self, parts: Parts) -> _Lead:
+        """Return what precedes the first question, with tools and system text."""
+        return self._leads(parts.system, parts.conversation.tools)
+
+    def _first_lead(self, system: str | None, tools: str) -> _Lead:
+        template = with_tools(self.template, self.encoder.tokenizer, tools) if tools else self.template
+        if system is None:
+            return self._split_long(self.lead(template.start))
+        assert template.system is not None
+        before, behind = template.system
+        lead = self.lead(before)
+        found = self._special.search(behind)
+        if found is None:  # one text with the question
+            return self._split_long(_Lead(lead.ids, lead.tail + system + behind, lead.after))
+        ids = _array(self.encoder.one(lead.tail + system + behind[: found.start()], lead.after))
+        rest = self.lead(behind[found.start() :])
+        return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
+
+    def lead_tokens(self, parts: Parts) -> int:
+        """Return how many ids of a document's first question are those of the template."""
+        lead = self.first_lead(parts)
+        return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
+
+    def first_ids(self, parts: Parts, number: int, question_ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a question that begins a document after a split."""
+        lead = self.first_lead(parts)
+        if (lead.tail, lead.after) == (self.next.tail, self.next.after):
+            return question_ids
+        return self.encoder.encode([lead.tail + parts.questions[number] + self.behind_question], [lead.after])[0]
+
+    def _head(self, text: str) -> tuple[str, str]:
+        """Split a constant after a message at its first special token, or before the space at its end."""
+        found = self._special.search(text)
+        if found is not None:
+            return text[: found.start()], text[found.start() :]
+        return (text[:-1], " ") if text.endswith(" ") else (text, "")
+
+    def _constant(self, rest: str) -> _Lead:
+        """Return the constant between question and answer, which shares no token with the generated answer."""
+        if rest in ("", " "):
+            return _Lead(NO_IDS, "", After.SPACE if rest else After.TEXT)
+        space = rest.endswith(" ")
+        rest = rest.removesuffix(" ")
+        last = [found.end() for found in self._special.finditer(rest)][-1]
+        after = After.SPACE if space else After.SPECIAL if last == len(rest) else After.TEXT
+        return _Lead(_array(self.encoder.template(rest)), "", after)
+
+    def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
+        """Return a constant before a message, which follows `after` (the special token `before`, if there is one)."""
+        ends = [found.end() for found in self._special.finditer(text)]
+        if not ends:
+            return _Lead(NO_IDS, text, after)
+        return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
+
+    def _split_long(self, lead: _Lead) -> _Lead:
+        """Shorten the tail of a lead, to tokenise its beginning once for all questions, if this changes no ids."""
+        for found in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
+            head, tail = lead.tail[: found.start()], lead.tail[found.end() :]
+            ids = self.encoder.one(head, lead.after)
+            shorter = _Lead(np.concatenate([lead.ids, _array(ids)]), tail, After.SPACE)
+            if self._probed(lead) == [ids + rest for rest in self._probed(shorter)]:
+                return shorter
+        return lead
+
+    def _next(self, closing: str) -> _Lead:
+        """Return the lead of later questions, which follows `after`."""
+        after = self.template.after
+        lead = self.lead(after + self.template.next, After.SPECIAL, closing)
+        if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):
+            lead = _Lead(lead.ids[len(self.after) :], lead.tail, lead.after)
+        else:
+            lead = self.lead(self.template.next, After.TEXT)
+        as_first = _Lead(lead.ids, lead.tail, self.start.after)
+        return as_first if lead.tail == self.start.tail and self._probed(lead) == self._probed(as_first) else lead
+
+    def _probed(self, lead: _Lead) -> list[list[int]]:
+        return [self.encoder.one(lead.tail + probe, lead.after) for probe in _PROBES]
+
+
+def check_turns(conversation: Conversation, *, ends_with: str) -> None:
+    """Raise ValueError if the turns are not [system], user, assistant, …, the last of this role."""
+    roles = [turn.role for turn in conversation.turns]
+    roles = roles[roles[:1] == ["system"] :]
+    if roles != [("user", "assistant")[i % 2] for i in range(len(roles))] or not roles or roles[-1] != ends_with:
+        shown = ", ".join(turn.role for turn in conversation.turns[:8]) or "no turns"
+        bare = " (bare text needs the template plain)" if roles == ["assistant"] else ""
+        raise ValueError(
+            f"{conversation.id}: expected [system], user, assistant, … ending with {ends_with}, found {shown}{bare}"
+        )
+
+
+def _array(ids: list[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
