@@ -6,7 +6,7 @@ import gc
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,14 @@ class Turn:
 
     role: str
     text: str
+    is_learned: bool = True
+    """Whether an answer is trained on; otherwise it is context."""
+
+
+class ContextText(str):
+    """Text of an answer that its file marks as not to be learned."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class Dialogue:
     category: str = ""
     references: tuple[str, ...] = ()
     tools: str = ""
+    notes: tuple[str, ...] = ()
+    """What is counted of its messages' keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +142,16 @@ def encodable(text: str) -> str:
     return text
 
 
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages with what was thought before an answer."""
+
+
+def with_thought(message: Mapping[str, Any], answer: str) -> str:
+    """Return an answer behind the thought of its message, if there is one, as current templates write it."""
+    thought = next((message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str) and message[key]), "")
+    return f"<think>\n{thought.strip()}\n</think>\n\n{answer}" if thought else answer
+
+
 def tool_text(tag: str, text: str) -> str:
     """Return a tool call or result in its tags, as Hermes and Qwen write them."""
     return text if text.lstrip().startswith(f"<{tag}>") else f"<{tag}>\n{text}\n</{tag}>"
@@ -142,7 +162,10 @@ def write_conversations(conversations: Iterable[Conversation], path: str | os.Pa
     count = 0
     with atomic_file(Path(path)) as out:
         for conversation in conversations:
-            messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
+            messages = [
+                {"role": turn.role, "content": turn.text} | ({} if turn.is_learned else {"weight": 0})
+                for turn in conversation.turns
+            ]
             row = {"id": conversation.id, "messages": messages}
             row |= {"tools": json.loads(conversation.tools)} if conversation.tools else {}
             out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")

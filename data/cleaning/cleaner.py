@@ -26,7 +26,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...checkpoints.storage.messages import did_you_mean, install_hint
-from ..conversations import Conversation, CorpusReport, Dialogue, Turn, encodable, tool_text
+from ..conversations import ContextText, Conversation, CorpusReport, Dialogue, Turn, encodable, tool_text
 from .markup import CODE_SPAN, html_to_markdown, unescape_markdown
 
 ROLES: dict[str, str] = {
@@ -133,7 +133,9 @@ class Cleaner:
             report.dropped[str(reason)] += 1
             return None
         report.kept += 1
-        report.changed.update(changes)
+        if not all(turn.is_learned for turn in turns):
+            changes.add("answers kept as context")
+        report.changed.update(changes.union(dialogue.notes))
         calls = any(str(role).lower() in TOOL_TAGS for role, _ in dialogue.messages)
         tools = (encodable(dialogue.tools) or "[]" * calls) if self._tools else ""
         return Conversation(encodable(dialogue.id), tuple(turns), tools)
@@ -146,12 +148,15 @@ class Cleaner:
         # "system" is always known
         messages = self._mapped((("system", dialogue.messages[0][1]),) if bare else dialogue.messages, changes)
         if self._rewrites:
-            messages = [(role, self._rewritten(text, changes)) for role, text in messages]
+            messages = [(role, _like(text, self._rewritten(text, changes))) for role, text in messages]
         if bare:
             if _blank(messages[0][1]):
                 raise _DroppedError("empty")
             return [Turn("assistant", messages[0][1])]
-        return [Turn(role, text) for role, text in self._whole_exchanges(messages, changes)]
+        return [
+            Turn(role, str(text), not isinstance(text, ContextText))
+            for role, text in self._whole_exchanges(messages, changes)
+        ]
 
     def _mapped(self, written: Iterable[tuple[Any, Any]], changes: set[str]) -> Messages:
         messages: Messages = []
@@ -166,8 +171,8 @@ class Cleaner:
             elif content is None:
                 messages.append((role, ""))
             elif isinstance(content, str):
-                text = encodable(content)
-                if text is not content:
+                text = _like(content, encodable(content))
+                if text != content:
                     changes.add("broken characters replaced")
                 tag = TOOL_TAGS.get(written_role.strip().lower()) if self._tools else None
                 if tag is not None:
@@ -228,7 +233,7 @@ class Cleaner:
             if self.cleaning.non_alternating == "drop":
                 raise _DroppedError("roles do not alternate")
             changes.add("neighbouring messages merged")
-        return "\n\n".join(texts)
+        return _like(texts[-1], "\n\n".join(texts))
 
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
         """Drop a conversation by its contents; remember it if it is kept."""
@@ -249,6 +254,11 @@ class Cleaner:
             if any(map(self._evaluation.found_in, asked)):
                 raise _DroppedError("contamination")
         self._seen.update(keys.values())
+
+
+def _like(text: str, other: str) -> str:
+    """Return another text with the mark of a context."""
+    return ContextText(other) if isinstance(text, ContextText) else other
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .chat import ChatLayout, shown_turns, without_thought
+from .chat import ChatLayout, without_thought
 from .render import Rendered
 from .templates import OWN, Template, filled
 
@@ -113,11 +113,8 @@ class Linter:
         if self._chat is not None and self._chat.is_needed(document.conversation):
             return None
         _, questions, answers = self._template.messages(document.conversation.turns)
-        count = len(document.spans)
-        # with `last_turn_only` the earlier exchanges are context
-        starts = {document.first} | ({len(answers) - 1} if count == 1 else set())
-        faults = [self._exchange_fault(document, questions[n : n + count], answers[n : n + count]) for n in starts]
-        return None if None in faults else faults[0]
+        numbers = document.exchanges()
+        return self._exchange_fault(document, [questions[n] for n in numbers], [answers[n] for n in numbers])
 
     def _chat_fault(self, chat: ChatLayout, document: Rendered) -> str | None:
         """Compare a document with `apply_chat_template`, and its spans with the answers."""
@@ -126,11 +123,11 @@ class Linter:
             return TEMPLATE_DIFFERS
         if document.answer_cut:
             return None
-        count = len(document.spans)
-        answers = [turn.text for turn in shown_turns(document.conversation, last - count + 1, last)[-2 * count :][1::2]]
+        said = [turn.text for turn in document.conversation.turns if turn.role == "assistant"]
+        answers = [said[number] for number in document.exchanges()]
         for answer, text in zip(answers, self._decoder.decode([ids[a:b] for a, b in document.spans]), strict=True):
-            said = without_thought(answer)
-            if not any(_squash(each) in _squash(text) for each in (said, self._decoder.round_trip(said))):
+            answer = without_thought(answer)
+            if not any(_squash(each) in _squash(text) for each in (answer, self._decoder.round_trip(answer))):
                 return ANSWER_DIFFERS
         return None
 

@@ -44,6 +44,13 @@ class Rendered:
     question_cut: int = 0
     answer_cut: int = 0
 
+    def exchanges(self) -> list[int]:
+        """Return the numbers of the exchanges whose answers are the spans."""
+        turns = self.conversation.turns
+        answers = [turn for turn in turns if turn.role == "assistant"]
+        learned = [number for number in range(self.first, self.last + 1) if answers[number].is_learned]
+        return learned[len(learned) - len(self.spans) :]
+
     def trainable(self) -> np.ndarray:
         """Return flags bool [T], True inside the spans."""
         flags = np.zeros(len(self.ids), dtype=bool)
@@ -159,6 +166,11 @@ class Renderer:
         """Return the documents of a conversation that train, and count them."""
         report.exchanges += exchanges
         report.no_room += sum(not document.spans for document in documents)
+        for document in documents:
+            answers = [turn for turn in document.conversation.turns if turn.role == "assistant"]
+            shown = answers[document.last + 1 - len(document.spans) : document.last + 1]
+            report.context_only += sum(not turn.is_learned for turn in shown)
+            document.spans = [span for span, turn in zip(document.spans, shown, strict=True) if turn.is_learned]
         if self._last_turn_only:
             report.context_only += sum(len(document.spans) for document in documents) - bool(documents[-1].spans)
             documents = documents[-1:]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...checkpoints.storage.messages import brief, did_you_mean
 from ..cleaning.cleaner import CALL_ROLE, role_of
-from ..conversations import Dialogue
+from ..conversations import THOUGHT_KEYS, ContextText, Dialogue, with_thought
 from .files import Row
 
 _CHATS = ("conversations", "conversation", "messages")
@@ -19,6 +19,9 @@ _REFERENCES = ("reference", "references", "answers")
 _CONTEXT = ("input", "context")  # texts that follow a question
 _SYSTEM = ("system", "system_prompt")
 _IDS = ("conversation_id", "id", "conversation_hash", "question_id", "prompt_id")
+_LEARNED = ("weight", "train", "loss")
+"""Keys of messages that are 0 or false where an answer is not to be learned."""
+_KEYS = {"from", "value", "role", "content", "text", "tool_calls", CALL_ROLE, *THOUGHT_KEYS, *_LEARNED}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _SHOWN = 12
 
@@ -62,7 +65,8 @@ def read_dialogue(row: Row) -> Dialogue:
     if isinstance(row.value, str):
         return Dialogue(row.name, (("user", row.value),), "a prompt a row")
     if _is_message_list(row.value):
-        return Dialogue(row.name, tuple(_message_list(row, "the row", row.value)), "a list of messages a row")
+        pairs = tuple(_message_list(row, "the row", row.value))
+        return Dialogue(row.name, pairs, "a list of messages a row", notes=_notes(row.value))
     if not isinstance(row.value, Mapping):
         raise ValueError(f"{row.location}: expected an object, found {type(row.value).__name__}")
     columns: Mapping[str, Any] = row.value
@@ -98,6 +102,7 @@ def read_dialogue(row: Row) -> Dialogue:
         category if isinstance(category, str) else "",
         references,
         tools,
+        _notes(columns[question]) if question in _CHATS else (),
     )
 
 
@@ -154,9 +159,9 @@ def _message_list(row: Row, column: str, value: Any) -> list[tuple[Any, Any]]:
     for number, message in enumerate(value, start=1):
         found = message if isinstance(message, Mapping) else {}
         if "from" in found and "value" in found:
-            pairs.append((found["from"], _content(found["value"])))
-        elif "role" in found:  # a tool call has a role and no content
-            content, calls = _content(found.get("content", found.get("text"))), found.get("tool_calls")
+            pairs.append((found["from"], _marked(found, _content(found["value"]))))
+        elif "role" in found and {"content", "text", "tool_calls", CALL_ROLE} & set(found):
+            content, calls = _marked(found, _content(found.get("content", found.get("text")))), found.get("tool_calls")
             calls = calls if isinstance(calls, list) else [call for call in [found.get(CALL_ROLE)] if call]
             if content or not calls:
                 pairs.append((found["role"], content))
@@ -168,6 +173,27 @@ def _message_list(row: Row, column: str, value: Any) -> list[tuple[Any, Any]]:
                 f"found {shown}"
             )
     return pairs
+
+
+def _marked(message: Mapping[str, Any], content: Any) -> Any:
+    """Return the content of a message behind its thought, as context if the message is not to be learned."""
+    if isinstance(content, str):
+        content = with_thought(message, content)
+    is_context = any(message.get(key) in (0, False) and message[key] is not None for key in _LEARNED)
+    return ContextText(content) if is_context and isinstance(content, str) else content
+
+
+def _notes(messages: Any) -> tuple[str, ...]:
+    """Return what is counted of the keys of messages: thoughts, and keys that are not read."""
+    keys = (
+        dict.fromkeys(
+            key for message in messages if isinstance(message, Mapping) for key, value in message.items() if value
+        )
+        if isinstance(messages, list)
+        else {}
+    )
+    notes = [f"key `{key}` of messages is not read" for key in keys if key not in _KEYS]
+    return tuple(notes + ["thoughts written as <think>"] * any(key in keys for key in THOUGHT_KEYS))
 
 
 def _call(call: Any) -> Any:

@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 from ....checkpoints.storage.messages import install_hint
 from ....checkpoints.storage.redaction import redacted
+from ....data.conversations import THOUGHT_KEYS
 from ....decode.evaluation.serving import Reply
 
 MAX_REPLY_BYTES = 64 << 20
@@ -98,7 +99,8 @@ class Server:
             for choice in chunk.choices:
                 # Some servers send the reasoning of a model under another name.
                 delta = choice.delta
-                text = (delta.content or "") + ((delta.model_extra or {}).get("reasoning_content") or "")
+                extra = delta.model_extra or {}
+                text = (delta.content or "") + "".join(extra.get(key) or "" for key in THOUGHT_KEYS)
                 finish = choice.finish_reason or finish
                 if text:
                     texts.append(text)

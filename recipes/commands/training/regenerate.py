@@ -15,7 +15,7 @@ from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.redaction import redacted
 from ....checkpoints.storage.safe_read import parse_json
 from ....data.cleaning.cleaner import Cleaning
-from ....data.conversations import Conversation, CorpusReport, encodable
+from ....data.conversations import Conversation, CorpusReport, encodable, with_thought
 from ....data.prompts import end_ids
 from ....data.regeneration import SEEDS, Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate
 from ....data.rendering.render import prompt_renderer
@@ -259,8 +259,10 @@ class _Server:
         except ValueError as error:
             return Failure(f"the reply cannot be read: {self._in_one_line(error)}")
         match found:
-            case {"choices": [{"message": {"content": str() | None as content}, "finish_reason": str() as finish}, *_]}:
-                text = encodable(content or "")  # JSON can contain half an emoji
+            case {"choices": [{"message": {"tool_calls": [_, *_]}}, *_]}:
+                return Failure("the answer calls tools, which `regenerate` does not offer")
+            case {"choices": [{"message": {"content": str() | None} as message, "finish_reason": str() as finish}, *_]}:
+                text = encodable(with_thought(message, message["content"] or ""))  # JSON can contain half an emoji
             case _:
                 return Failure(f"no answer in the reply: {self._in_one_line(found)}")
         if finish != "length" and finish not in _STOPPED:

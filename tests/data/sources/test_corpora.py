@@ -12,7 +12,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from draftsmith.data.conversations import CorpusReport, FollowUp, Turn
+from draftsmith.data.conversations import CorpusReport, FollowUp, Turn, write_conversations
+from draftsmith.data.rendering.lint import Linter
+from draftsmith.data.rendering.render import Renderer, RenderReport
+from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
 from draftsmith.data.sources.registry import CORPORA
@@ -98,6 +101,36 @@ def test_references_are_answers_when_a_recipe_trains(
     (found,) = read_conversations(name, path=jsonl(tmp_path / "rows.jsonl", row), report=report)
     assert found.turns == (Turn("user", question), Turn("assistant", answer))
     assert report.changed == {"references used as answers": 1}
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+@pytest.mark.parametrize("form", [("role", "content"), ("from", "value")])
+def test_answers_that_are_marked_are_context(key: str, form: tuple[str, str], bpe: Any, tmp_path: Path) -> None:
+    role, content = form
+    texts = [("user", "one?"), ("assistant", "the"), ("user", "two?"), ("assistant", "hello")]
+    row: dict[str, Any] = {"messages": [{role: name, content: text} for name, text in texts]}
+    row["messages"][1] |= {key: 0, "name": "Bo"}
+    row["messages"][3] |= {key: 1}
+    report, rendering = CorpusReport(), RenderReport()
+    (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
+    assert report.changed == {"answers kept as context": 1, "key `name` of messages is not read": 1}
+    template = get_template("chatml")
+    (document,) = Renderer(template, bpe, 99)([found], rendering)
+    ((start, end),) = document.spans
+    assert bpe.decode(document.ids[start:end]) == "hello<|im_end|>"
+    assert (rendering.context_only, rendering.exchanges) == (1, 2)
+    assert Linter(bpe, template).check(document) is None
+    write_conversations([found], tmp_path / "again.jsonl")
+    assert [each.turns for each in read_conversations(str(tmp_path / "again.jsonl"))] == [found.turns]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_are_learned_before_their_answers(key: str, tmp_path: Path) -> None:
+    row = {"messages": [message("user", "2 + 2?"), message("assistant", "4.") | {key: "Add."}]}
+    report = CorpusReport()
+    (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
+    assert found.turns[1].text == "<think>\nAdd.\n</think>\n\n4."
+    assert report.changed == {"thoughts written as <think>": 1}
 
 
 def message(role: str, content: Any) -> dict[str, Any]:

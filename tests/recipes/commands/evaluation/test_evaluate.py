@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Callable
@@ -82,6 +83,39 @@ def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Pat
     fewer = PredictionHeads.from_lm_head(weight_VD[:310].clone(), 3, 1, projection="target")
     with pytest.raises(ValueError, match=r"310.*320"):
         open_recipe(recipe(fewer, corpus, tmp_path))
+
+
+@pytest.mark.parametrize("where", ["settings", "template", "stop"])
+def test_texts_end_at_every_end_token(
+    target: LlamaForCausalLM, corpus: Path, tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The third token that the target writes becomes an end: of the model's settings, of the turn, or of the user."""
+    folder, asked = tmp_path / "target", str(corpus / "rows.json")
+    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(folder), "prompts": asked}
+    values |= {"template": "plain", "methods": ROWS[:1], "device": "cpu", "limit": 3, "max_new_tokens": 24}
+    free = open_case(EvaluateRecipe(**values)).texts(Sampling(0.0))
+    end = free[0][2]
+    assert [len(text) for text in free] == [24] * 3
+    tokenizer = load_tokenizer(str(folder))
+    if where == "settings":
+        target.generation_config.update(eos_token_id=[tokenizer.eos_token_id, end], repetition_penalty=1.5)
+        target.save_pretrained(folder)
+    elif where == "stop":
+        values["stop"] = [tokenizer.decode([end])]
+    else:
+        end = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}"
+        tokenizer.save_pretrained(folder)
+        values["template"] = "tokenizer"
+    case = open_case(EvaluateRecipe(**values))
+    assert end in case.limits.stop_ids
+    assert tokenizer.eos_token_id in case.limits.stop_ids
+    expected = [[*itertools.takewhile(lambda token: token != end, text), end][:24] for text in free]
+    if where != "template":
+        assert case.texts(Sampling(0.0)) == expected
+    results = run_evaluate(case.recipe)
+    assert results["greedy_equals_transformers"] == [3, 3]
+    assert ("applies repetition_penalty=1.5" in capfd.readouterr().err) == (where == "settings")
 
 
 def test_every_turn_is_asked_after_the_recorded_answers_or_the_targets_own(
