@@ -1,0 +1,101 @@
+"""Training and decoding beside busy processes: how long OpenMP's threads spin before they sleep.
+
+    python tests/bench/contention.py [--pair runs/quickstart] [--rounds 3] [--busy 1]
+
+Tokens per second of training steps and of greedy decoding with all threads, in processes of their own, quiet and beside
+`--busy` processes that count, for each setting in turn; medians, and the shares of the quiet speed that libgomp's
+default has. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import finish, parser_of
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "default": {},
+    "spin 100": {"GOMP_SPINCOUNT": "100"},
+    "spin 1000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 10000": {"GOMP_SPINCOUNT": "10000"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+}
+CHILD = """
+import sys, time
+from pathlib import Path
+import torch
+from pair import Pair
+from draftsmith.decode.engine import Limits, decode_texts
+from draftsmith.decode.methods import build_method
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+pair = Pair(Path(sys.argv[1]), 4)
+model, greedy = pair.target_model, Sampling(0.0)
+method = build_method("autoregressive", pair.parts, greedy)
+rates = []
+for number in range(2):
+    start, count = time.perf_counter(), 0
+    for prompt in pair.prompts:
+        rng = Rng.for_rows(0, 1, pair.target.device)
+        count += len(decode_texts(pair.target, *method, [prompt], Limits(48), greedy, rng)[0])
+    decoding = count / (time.perf_counter() - start)
+    ids = torch.randint(0, 1000, (4, 256))
+    start = time.perf_counter()
+    for _ in range(4):
+        model(input_ids=ids, labels=ids).loss.backward()
+    training = 4 * ids.numel() / (time.perf_counter() - start)
+print(decoding, training)
+"""
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Run processes that do nothing but count."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def main() -> None:
+    options = parser_of(__doc__, "one round", pair=True, rounds=3, busy=1).parse_args()
+    free = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    rates: dict[str, list[tuple[float, ...]]] = {}
+    for _ in range(1 if options.quick else options.rounds):
+        for others in (0, options.busy):
+            with busy(others):
+                for name, setting in SETTINGS.items():
+                    command = [sys.executable, "-c", CHILD, str(options.pair.resolve())]
+                    done = subprocess.run(
+                        command,
+                        env=free | setting,
+                        cwd=os.path.dirname(__file__),
+                        capture_output=True,
+                        text=True,
+                        check=True,
+                    )
+                    measured = tuple(map(float, done.stdout.splitlines()[-1].split()))
+                    rates.setdefault(f"{name}, {others} busy", []).append(measured)
+    found = {}
+    reference = [statistics.median(column) for column in zip(*rates["default, 0 busy"], strict=True)]
+    for name, series in rates.items():
+        decoding, training = (statistics.median(column) for column in zip(*series, strict=True))
+        found[name] = {"decoding": decoding, "training": training}
+        shares = f"{decoding / reference[0]:6.1%} {training / reference[1]:6.1%}"
+        print(f"{name:22} {decoding:8.0f} {training:8.0f} tokens/s   {shares}")
+    finish({"tokens_per_sec": found})
+
+
+if __name__ == "__main__":
+    main()
