@@ -77,15 +77,9 @@ def main() -> None:
             with busy(others):
                 for name, setting in SETTINGS.items():
                     command = [sys.executable, "-c", CHILD, str(options.pair.resolve())]
-                    done = subprocess.run(
-                        command,
-                        env=free | setting,
-                        cwd=os.path.dirname(__file__),
-                        capture_output=True,
-                        text=True,
-                        check=True,
-                    )
-                    measured = tuple(map(float, done.stdout.splitlines()[-1].split()))
+                    place: dict[str, Any] = {"cwd": Path(__file__).parent, "env": free | setting}
+                    said = subprocess.check_output(command, text=True, **place)
+                    measured = tuple(map(float, said.splitlines()[-1].split()))
                     rates.setdefault(f"{name}, {others} busy", []).append(measured)
     found = {}
     reference = [statistics.median(column) for column in zip(*rates["default, 0 busy"], strict=True)]
