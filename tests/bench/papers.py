@@ -25,6 +25,7 @@ from common import finish, parser_of
 from draftsmith.checkpoints.storage.atomic import atomic_text
 from draftsmith.decode.evaluation.bootstrap import resample_weights
 from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.tree import parse_tree
 from draftsmith.recipes.assemble.evaluation import load_target
 from draftsmith.recipes.commands.evaluation.evaluate import evaluate_once, measure_energy
 from draftsmith.recipes.commands.training.train import run_train
@@ -267,8 +268,8 @@ def recipe_for(name: str, folder: Path, options: Any, **changes: Any) -> Evaluat
     heads = recipe_of_pair(folder).heads.num_heads
 
     def depth(row: Any) -> int:
-        wanted = row.options.get("max_depth", 0)
-        return max(wanted if isinstance(wanted, int) else 0, str(row.options.get("tree", "")).count("x") + 1)
+        tree = row.options.get("tree")
+        return max(row.options.get("max_depth") or 1, parse_tree(tree)[0].max_depth if tree else 1)
 
     sizes = {"limit": options.limit, "max_new_tokens": options.tokens, "compare_with_transformers": False}
     sizes |= SAMPLED if name.startswith("slim/") else {}
