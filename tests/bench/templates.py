@@ -30,7 +30,8 @@ WHEELS = ("trl==1.16", "axolotl==0.19")
 PLACES = ("trl/chat_templates", "axolotl/utils/chat_templates/templates")
 TEXT = (
     "the quick brown fox asks a question and the assistant answers with words numbers 0 1 2 3 4 5 6 7 8 9 user "
-    "assistant system model hello world think tool call result weather Paris London sum code def return print for in range"
+    "assistant system model hello world think tool call result weather Paris London sum code def return print for in "
+    "range"
 )
 SPECIAL = re.compile(
     r"<\|[^|<>{}'\"\s]+\|>|<\uff5c[^\uff5c]+\uff5c>|</?(?:s|bos|eos|start_of_turn|end_of_turn|start_of_image|turn)>"
