@@ -34,7 +34,7 @@ def findings() -> list[Finding]:
         rows.append(Finding(name, found or "missing", "" if found else install_hint(extra)))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     processor = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {memory:.1f} GiB of memory"
-    rows += [Finding("processor", processor), Finding("cpu number formats", _formats("cpu"))]
+    rows += [Finding("processor", processor), _load(), Finding("cpu number formats", _formats("cpu"))]
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for gpu in gpus:
         free, whole = torch.cuda.mem_get_info(gpu)
@@ -47,6 +47,13 @@ def findings() -> list[Finding]:
     with meter or nullcontext():  # closes what was opened: NVML, and threads that sample
         rows.append(Finding("energy", covers if meter else "not counted", "" if meter else covers))
     return rows
+
+
+def _load() -> Finding:
+    """Return how busy the processor was in the last minute: threads of one process wait for each other."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    advice = "other processes slow every step down: wait for them, or set OMP_NUM_THREADS=1" if load > cores / 2 else ""
+    return Finding("load of the last minute", f"{load:.1f} of {cores} cores", advice)
 
 
 def has_bfloat16(on_cpu: bool = False) -> bool:

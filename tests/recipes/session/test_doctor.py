@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from email.message import Message
@@ -187,3 +188,12 @@ def test_packages_are_listed_once_with_what_brings_them(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(machine, "metadata", missing)  # a tree that is not installed
     assert "numpy" not in {finding.name for finding in machine.findings()}
+
+
+@pytest.mark.parametrize(("load", "advised"), [(0.2, False), (64.0, True)])
+def test_busy_processors_are_reported(load: float, advised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    (found,) = (each for each in machine.findings() if each.name.startswith("load"))
+    assert found.state == f"{load:.1f} of 8 cores"
+    assert ("OMP_NUM_THREADS=1" in found.advice) == advised
