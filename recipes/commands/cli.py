@@ -60,7 +60,7 @@ def quickstart(
     seed: Annotated[int | None, typer.Option(help="Seed of corpus, weights and order (default: 0).")] = None,
     out: Annotated[str | None, typer.Option(help="Output directory (default: runs/quickstart).")] = None,
 ) -> None:
-    """Train and evaluate a small target with all kinds of drafters, without downloads.
+    """Train and measure a small target/drafter pair offline.
 
     Example: `quickstart --minutes 4`; `--recipe realpair` trains drafters for SmolLM2.
     """
@@ -90,7 +90,7 @@ def forge(
     out: Annotated[str | None, typer.Option(help="Output directory.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan and exit.")] = False,
 ) -> None:
-    """Find the fastest lossless speculative-decoding setup for a model, and measure it.
+    """Find and measure the fastest lossless setup for a model.
 
     Example: `forge Qwen/Qwen3-0.6B --hours 1 --prompts questions.jsonl`. An interrupted run resumes.
     """
@@ -118,7 +118,10 @@ def prepare(
     teacher: Annotated[bool, typer.Option("--teacher", help="Also write the cache of the target's outputs.")] = False,
     list_corpora: Annotated[bool, typer.Option("--list", help="List the corpora known by name, and exit.")] = False,
 ) -> None:
-    """Read, clean, render and pack the data of a training recipe, and report the counts."""
+    """Prepare the data of a training recipe.
+
+    Reads, cleans, renders and packs it, and reports the counts.
+    """
     from ..schema.loading import load_training
 
     if list_corpora:
@@ -198,7 +201,10 @@ def import_(
     ] = False,
     states: Annotated[str | None, typer.Option(help="Hidden states that the heads read, such as before-norm.")] = None,
 ) -> None:
-    """Convert published drafters, Medusa heads or EAGLE-3 heads to an artifact; a GGUF file to a model directory."""
+    """Convert published drafters, heads or GGUF files.
+
+    Drafters, Medusa heads and EAGLE-3 heads become artifacts; a GGUF file becomes a model directory.
+    """
     from .artifacts.imports import import_published
 
     import_published(source, out, target, unpickle=unpickle, states=states)
@@ -206,7 +212,10 @@ def import_(
 
 @app.command()
 def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
-    """Replace the answers of a corpus by the target's own, decoded here or by a server. An interrupted run resumes."""
+    """Replace the answers of a corpus with the target's own.
+
+    The answers are decoded by this engine or by a server. An interrupted run resumes.
+    """
     from ..schema.evaluation import RegenerateRecipe
     from ..schema.loading import load_recipe
 
@@ -231,7 +240,10 @@ def recipes_list() -> None:
 
 @recipes_app.command("copy")
 def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="New file, or a directory.")]) -> None:
-    """Copy a recipe, or settings such as accelerate/zero2 or deepspeed/zero2, to edit it."""
+    """Copy a recipe, or a launch configuration, to edit it.
+
+    Examples: `recipes copy drafter/vicuna-68m mine.yaml`, `recipes copy accelerate/zero2 zero2.yaml`.
+    """
     from ..schema.loading import find_recipe, launch_settings
 
     source = launch_settings().get(recipe.removesuffix(".yaml").removesuffix(".json")) or find_recipe(recipe)

@@ -127,7 +127,7 @@ def bench(
     concurrency: Concurrency = None,
     out: ResultsFile = None,
 ) -> None:
-    """Measure speculative decoding of a running server, or of an engine that is started for it.
+    """Measure speculative decoding of a serving engine.
 
     Examples: `bench --server http://host:8000/v1 --baseline http://host:8001/v1`, `bench EXPORT --engine vllm`.
     """
@@ -157,9 +157,10 @@ def certify(
     out: Annotated[Path | None, typer.Option(help="Certificate file (default: beside the results).")] = None,
     method: Methods = None,
 ) -> None:
-    """Test that methods are lossless: that they write what the target alone would write.
+    """Test that methods are lossless.
 
-    Runs on a small pair with six tokens and on yours. Exits with 1 if a lossless method fails or stays undecided.
+    Compares what each method writes with what the target alone would write, on a small pair with a vocabulary of six
+    tokens and on the given one. Exits with 1 if a lossless method fails or stays undecided.
     """
     loaded = asked.load("certify", method)
     from .evaluation.certify import run_certify
@@ -177,9 +178,9 @@ def tune(
     engine: EngineName = None,
     engine_options: EngineOptions = "",
 ) -> None:
-    """Find the fastest settings of each method: measure all on a few prompts, and the fastest on more.
+    """Find the fastest settings of each method.
 
-    Example: `tune --target T --drafter D --method speculative`. With --engine, find the best number of draft tokens
+    All settings are measured on a few prompts, and the fastest on more. Example: `tune --target T --drafter D --method speculative`. With --engine, find the best number of draft tokens
     under each load. An interrupted run resumes.
     """
     if engine is not None:
@@ -204,7 +205,10 @@ def report(
     results: Annotated[list[Path], typer.Argument(help="Results files; the others are compared with the first.")],
     out: Annotated[Path | None, typer.Option(help="Page to write (default: report.html beside the first).")] = None,
 ) -> None:
-    """Write results as one self-contained HTML page, and compare two or more of them."""
+    """Write results as one HTML page, and compare files.
+
+    The page is self-contained. The first file is the baseline of the comparison.
+    """
     from ..report.page import run_report
 
     run_report(results, out)

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
 
 
 def export(
-    artifact: Annotated[
-        Path | None, typer.Argument(help="An artifact's folder; without one, formats are listed.")
+    artifact: Annotated[Path | None, typer.Argument(help="Artifact directory (default: list the formats).")] = None,
+    to: Annotated[str | None, typer.Option(help="Format, such as transformers or vllm.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output directory (default: beside the artifact).")] = None,
+    target: Annotated[str | None, typer.Option(help="Target that is served (default: the artifact's).")] = None,
+    speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Number of draft tokens per step (default: the artifact's).")
     ] = None,
-    to: Annotated[str | None, typer.Option(help="The format.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The new folder; by default beside the artifact.")] = None,
-    target: Annotated[str | None, typer.Option(help="The target that is served; by default the artifact's.")] = None,
-    speculative_tokens: Annotated[int | None, typer.Option(min=1, max=64, help="Tokens to draft a step.")] = None,
-    llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp, for its converter.")] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="Checkout of llama.cpp that contains the converter.")] = None,
 ) -> None:
-    """Write an artifact in the form that another program reads, and compare what was written with it."""
+    """Convert an artifact for an engine or transformers.
+
+    The written files are loaded again and compared with the artifact.
+    """
     from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
     from ....checkpoints.storage.places import here, hub_place
     from .export import FORMATS

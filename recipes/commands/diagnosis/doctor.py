@@ -32,12 +32,12 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a pair's findings as JSON.")] = False,
 ) -> None:
-    """Check this machine, an artifact, or whether TARGET and DRAFT work together.
+    """Check this machine, an artifact or a target/drafter pair.
 
-    The exit code of a pair is 0 if transformers and this engine accept it without reservations, of EAGLE-3 heads if
-    all engines do. With --fix the repaired drafter is checked. With --prompts the draft is decoded, and the report says
-    where acceptance is lower than in training and on which tokens. With --results the report says why a server reaches
-    fewer tokens per step than this engine.
+    The exit code of a pair is 0 if transformers and this engine accept it without reservations, and of EAGLE-3 heads
+    if all engines do. With --fix, the repaired drafter is checked. With --prompts, the drafter is decoded, and the
+    report lists where acceptance is lower than in training and on which tokens. With --results, the report explains why
+    a server reaches fewer tokens per step than this engine.
     """
     if target is not None and draft is not None:
         from .pair import check_pair, check_server
