@@ -1,4 +1,4 @@
-"""The sections of a training recipe, and the training recipes."""
+"""Schema of training recipes and their sections."""
 
 from __future__ import annotations
 
@@ -39,55 +39,60 @@ else:
 
 
 class LoraSection(Section):
-    """Train low-rank changes to a model's matrices instead of it, with peft (Hu et al. 2021, arXiv 2106.09685)."""
+    """LoRA adapter, trained with peft in place of the whole model (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = Field(16, ge=1)
-    """Rank of each change."""
+    """Rank of each adapter matrix."""
     alpha: float = Field(32.0, gt=0)
-    """A change is scaled by alpha / rank."""
+    """Numerator of the adapter's scale alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before each change."""
+    """Dropout probability before each adapter."""
     targets: list[str] = []
-    """Ends of the names of the linear layers to change, such as q_proj; empty: all but the output projection."""
+    """Suffixes of the names of the adapted linear layers, such as q_proj (default: all but the output projection)."""
     export: Literal["merged", "adapter"] = "merged"
-    """What the artifact holds: a whole model with the changes added, or the adapter alone, to be swapped."""
+    """Content of the artifact: the model with the adapter merged, or the adapter only."""
 
 
 class VocabularySection(Section):
-    """Draft vocabulary: fewer rows of the output layer, which is most of a small drafter's work. Every method stays
-    exact."""
+    """Draft vocabulary: a smaller output layer, which is most of a small drafter's cost.
+
+    Every method stays exact.
+    """
 
     tokens: int = Field(ge=1)
-    """Propose so many tokens alone, the most frequent trained ones of the data. The rest of the vocabulary is read, and
+    """Number of tokens that can be drafted: the most frequent supervised tokens of the data. Other tokens are read but
     never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
 
 
 class ParallelSection(_Parallel):
-    """Draft several tokens in one forward pass; see `train.config.Parallel`. The drafter can also draft one by one."""
+    """Parallel drafting of several tokens in one forward pass (PARD); autoregressive drafting still works.
+
+    See `train.config.Parallel`.
+    """
 
     token: int | None = Field(None, ge=0)  # type: ignore[assignment]
-    """Id of the mask token; null: that of the model, or the token that occurs least often in the data."""
+    """Id of the mask token (default: the model's, or the rarest token of the data)."""
 
 
 class ModelSection(Section):
-    """The model to train: an existing one, a part of one, or a new one."""
+    """Model to train: an existing model, some of its layers, or a new model."""
 
     source: str | None = None
-    """Folder or hub id of the model to start from."""
+    """Directory or hub id of the initial model."""
     layers: list[int] = []
-    """Keep only these layers of `source`, counted from 0: a drafter cut from its target."""
+    """Layers of `source` to keep, counted from 0, for a drafter cut from its target (default: all)."""
     config: dict[str, Any] | None = None
-    """A new model instead: `model_type` and other fields of its transformers configuration."""
+    """Configuration of a new model: `model_type` and other fields of its transformers configuration."""
     vocabulary: VocabularySection | None = None
-    """A cheaper output layer; null: that of `source`, or a whole one."""
+    """Draft vocabulary (default: that of `source`, or the whole vocabulary)."""
     freeze_embeddings: bool = False
-    """Leave the token embeddings and the output projection as they are."""
+    """Whether the token embeddings and the output projection stay fixed."""
     lora: LoraSection | None = None
-    """Train an adapter, not the whole model."""
+    """LoRA adapter to train (default: train the whole model)."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention kernel of transformers; auto: SDPA where the model has it."""
+    """Attention kernel of transformers; auto: SDPA if the model supports it."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights while training."""
+    """Data type of the weights during training."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> ModelSection:
@@ -104,42 +109,42 @@ class ModelSection(Section):
 
 
 class TeacherSection(Section):
-    """How the target teaches in the distillation objectives."""
+    """Target as the teacher of the distillation objectives."""
 
     temperature: float = Field(1.0, gt=0)
-    """Divides the logits of both sides."""
+    """Temperature that divides the logits of teacher and student."""
     top_k: int = Field(0, ge=0)
-    """Learn from the target's k most likely tokens, and from all others as one event; 0: from each token."""
+    """Number of most likely tokens to distil; the other tokens count as one event. 0 distils all tokens."""
     cache: str | None = None
-    """Folder of the target's `top_k` log-probabilities of all blocks, written by `draftsmith prepare --teacher`: the
-    target is then run once, however many epochs and drafters learn from it."""
+    """Directory of the target's `top_k` log-probabilities of all blocks, written by `draftsmith prepare --teacher`. The
+    target then runs once for all epochs and drafters."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    """Type of the target's weights; auto takes that of the files. int8: those that `evaluate` decodes with as int8."""
+    """Data type of the target's weights; auto: that of the files. int8 equals the rounding of `evaluate`."""
     batch: int = Field(4, ge=1)
-    """Blocks per forward while the cache is written."""
+    """Blocks per forward pass when the cache is written."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TeacherSection:
         if self.cache is not None and not self.top_k:
-            raise ValueError("`cache` needs `top_k`: whole distributions are too large to keep")
+            raise ValueError("`cache` needs `top_k`: whole distributions are too large to store")
         if self.top_k and self.temperature != 1:
             raise ValueError(f"`top_k` needs temperature 1, got {self.temperature}")
         return self
 
 
 class OnPolicySection(_OnPolicy):
-    """Learn from samples of the drafter itself; see `train.config.OnPolicy`."""
+    """On-policy distillation from samples of the drafter; see `train.config.OnPolicy`."""
 
 
 class TrainSection(_Loop):
-    """The training loop: the settings of `train.config.FitConfig`, and what surrounds it."""
+    """Settings of the training loop; see also `train.config.FitConfig`."""
 
     epochs: float = Field(1.0, gt=0)
-    """Passes over the data; `steps` overrides it."""
+    """Number of passes over the data; `steps` overrides it."""
     steps: int | None = Field(None, ge=1)  # type: ignore[assignment]
     """Number of optimizer steps."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
-    """Additional trackers to log to, through accelerate."""
+    """Additional experiment trackers, through accelerate."""
 
     def fit_config(self, steps: int, keep_best: str | None) -> FitConfig:
         """Return the loop's settings for this number of steps."""
@@ -148,72 +153,72 @@ class TrainSection(_Loop):
 
 
 class HeadsTrainSection(TrainSection):
-    """The training loop, with what Medusa-1's heads were trained with (Cai et al. 2024, arXiv 2401.10774)."""
+    """Settings of the training loop with the defaults of Medusa-1 (Cai et al. 2024, arXiv 2401.10774)."""
 
     learning_rate: float = Field(1e-3, gt=0)
     warmup: float = Field(0.1, ge=0, lt=1)
 
 
 class MeasureSection(Section):
-    """Acceptance measured while training, by decoding a fixed held-out sample."""
+    """Acceptance on a fixed held-out sample, measured during training."""
 
     prompts: int = Field(16, ge=0)
-    """Held-out prompts to decode; 0 measures nothing. With fewer than 8, the last weights are kept."""
+    """Number of held-out prompts to decode; 0 disables it. With fewer than 8, the last weights are kept."""
     new_tokens: int = Field(48, ge=1)
-    """Tokens per prompt."""
+    """Number of new tokens per prompt."""
     temperature: float = Field(0.0, ge=0)
     """0 decodes greedily."""
     gamma: int = Field(4, ge=1)
-    """Draft tokens a step (drafters)."""
+    """Number of draft tokens per step (drafters)."""
     tree: str = "2x1"
-    """Candidates by depth (heads), or paths such as `0, 1, 0.0`; no deeper than there are heads."""
+    """Candidates by depth, or paths such as `0, 1, 0.0` (heads); at most as deep as there are heads."""
     sequences: int = Field(4, ge=0)
-    """Sequences that SLiM keeps (heads): its decoding is measured beside Medusa's; 0: it is not."""
+    """Number of sequences of SLiM, which is measured in addition to Medusa (heads); 0 disables it."""
     table: str | None = None
-    """Correlation table for it; without one r is 1, and only sequences as long as there are heads compete."""
+    """Correlation table of SLiM; without one, r is 1 and only sequences of all heads compete."""
     blocks: int = Field(64, ge=0)
-    """Held-out blocks for losses and teacher-forced agreement; 0: none."""
+    """Number of held-out blocks for losses and teacher-forced agreement; 0 disables it."""
     keep: Literal["best", "last"] = "best"
-    """Which weights become the artifact: those with the most tokens per step of all evaluations, or the last."""
+    """Weights of the artifact: those with the most tokens per step of all evaluations, or the last ones."""
 
 
 Weight = float | list[float]
-"""Of an objective: a number, or [at the start, at the end of the run], or [from, to, share of the run at which `to` is
-reached]; linear between."""
+"""Weight of an objective: a number, [start, end], or [start, end, share of the run at which the end is reached]. It
+changes linearly."""
 
 
 class _Recipe(Section):
-    """What the recipes of drafters and heads share."""
+    """Fields shared by the recipes of drafters and heads."""
 
     kind: Literal["drafter", "heads"]
     out: str
-    """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
+    """Directory of the artifact; logs and checkpoints are in `<out>.state`."""
     objective: dict[str, Weight] = {"cross-entropy": 1.0}
-    """Objectives by name (`draftsmith.train.losses.objectives.OBJECTIVES`) with their weights; of heads, of each head.
-    cross-entropy learns from the text, all others from the target's own distribution."""
+    """Weights by objective (`draftsmith.train.losses.objectives.OBJECTIVES`), for each head. cross-entropy learns from
+    the text, the others from the target's distribution."""
     data: DataSection
     measure: MeasureSection = MeasureSection()
 
     @property
     def distils(self) -> bool:
-        """Whether an objective looks at the target's distributions."""
+        """Whether an objective needs the target's distributions."""
         return set(self.objective) != {"cross-entropy"}
 
 
 class DrafterRecipe(_Recipe):
-    """Train a language model: a drafter, or a target from scratch."""
+    """Recipe that trains a language model: a drafter, or a target from scratch."""
 
     kind: Literal["drafter"]
     model: ModelSection
     target: str | None = None
-    """Folder or hub id of the model to draft for; the teacher of the distillation objectives."""
+    """Directory or hub id of the target, the teacher of the distillation objectives."""
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; by default the target's, else the model's."""
+    """Directory or hub id of the tokenizer (default: the target's, or else the model's)."""
     teacher: TeacherSection = TeacherSection()
     on_policy: OnPolicySection | None = None
-    """Learn on the drafter's own samples too."""
+    """On-policy distillation (default: none)."""
     parallel: ParallelSection | None = None
-    """Learn to draft several tokens by one forward."""
+    """Parallel drafting (default: none)."""
     train: TrainSection = TrainSection()
 
     @property
@@ -234,75 +239,75 @@ class DrafterRecipe(_Recipe):
             raise ValueError(f"`teacher.top_k` is {self.teacher.top_k}, `model.vocabulary.tokens` {tokens}")
         if self.on_policy is not None and (not taught or self.teacher.cache is not None):
             reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
-            raise ValueError(f"`on_policy` needs {reason}: nobody knows beforehand what the drafter will write")
+            raise ValueError(f"`on_policy` needs {reason}: samples of the drafter are not known in advance")
         return self
 
 
 class HiddenSection(Section):
-    """The target's hidden states, which heads learn from: recomputed in every step, or kept on disk."""
+    """Hidden states of the target that heads read: recomputed in every step, or cached on disk."""
 
     cache: str | None = None
-    """Folder that keeps them for all training blocks (`draftsmith prepare --teacher`): the target is then run once,
-    however many epochs and kinds of heads learn from them."""
+    """Directory of the hidden states of all training blocks, written by `draftsmith prepare --teacher`. The target then
+    runs once for all epochs and kinds of heads."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type that they are kept in."""
+    """Data type of the cached states."""
     batch: int = Field(4, ge=1)
-    """Blocks per forward while they are written."""
+    """Blocks per forward pass when the cache is written."""
 
 
 class BaseSection(_Medusa2):
-    """Train the target together with its heads in two stages; see `train.config.Medusa2`.
+    """Joint training of the target and its heads in two stages (Medusa-2); see `train.config.Medusa2`.
 
-    At first the heads alone, then both, with a loss of Σ heads' losses · `heads_weight` + `label_weight` · cross
-    entropy + `kl_weight` · KL(original ‖ target), where the weight of the heads rises from 0.
+    The first stage trains the heads only. The loss of the second stage is `heads_weight` · Σ losses of the heads +
+    `label_weight` · cross entropy + `kl_weight` · KL(original ‖ target); the weight of the heads rises from 0.
     """
 
     lora: LoraSection = LoraSection()
-    """How the target is changed; what the artifact's folder `base` then holds."""
+    """Adapter of the target, which the artifact stores in `base`."""
 
     @model_validator(mode="after")
     def _anchored(self) -> BaseSection:
         if not self.label_weight + self.kl_weight:
-            raise ValueError("`label_weight` and `kl_weight` are both 0: nothing would keep the target what it is")
+            raise ValueError("`label_weight` and `kl_weight` are both 0: the target would drift from the original")
         if self.alone + self.warmup > 1:
             raise ValueError(f"`alone` and `warmup` are {self.alone} and {self.warmup} of the run, together at most 1")
         return self
 
 
 class HeadsRecipe(_Recipe):
-    """Train Medusa / SLiM prediction heads on a target's last hidden state, or EAGLE-3's layer on its inner ones."""
+    """Recipe that trains Medusa or SLiM heads on the last hidden state, or EAGLE-3 on auxiliary hidden states."""
 
     kind: Literal["heads"]
     architecture: Literal["medusa", "eagle3"] = "medusa"
-    """`medusa`: heads side by side. `eagle3`: one layer that drafts token by token, as a drafter does; what
-    `num_layers`, `projection`, `rank` and `states` say is Medusa's."""
+    """`medusa`: independent heads. `eagle3`: one decoder layer that drafts autoregressively; then `num_layers`,
+    `projection`, `rank` and `states` do not apply."""
     layers: list[int] | None = None
-    """With `eagle3`: the layers of the target that it reads, what goes into them, from 0; null: those that engines
-    read, 2, the middle one and the last but two."""
+    """Layers of the target whose inputs `eagle3` reads, counted from 0 (default: those that engines read: 2, the middle
+    one and the last but two)."""
     target: str
-    """Folder or hub id of the model that the heads sit on."""
+    """Directory or hub id of the target."""
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the target's weights; auto takes that of the files. Heads are trained in float32 and kept in this one."""
+    """Data type of the target's weights and of the saved heads; auto: that of the files. Heads train in float32."""
     num_heads: int = Field(4, ge=1)
-    """Head k predicts the token k + 2 places ahead (k from 0). With `eagle3`, steps of drafting that it learns."""
+    """Number of heads; head k predicts the token k + 2 positions ahead (k from 0). With `eagle3`, TTT steps."""
     num_layers: int = Field(1, ge=0)
-    """Residual blocks a head."""
+    """Number of residual blocks per head."""
     projection: Literal["own", "low-rank", "target"] = "own"
-    """What makes logits: a matrix for each head that begins as the target's, one of rank `rank`, or the target's
-    itself (Medusa's version 2)."""
+    """Output projection of a head: its own matrix, initialised from the target's; a matrix of rank `rank`; or the
+    target's (version 2 of Medusa)."""
     rank: int = Field(0, ge=0)
-    """Of `projection: low-rank`."""
+    """Rank of `projection: low-rank`."""
     vocabulary: VocabularySection | None = None
-    """With `projection: target`: of its rows those of so many tokens alone; null: all."""
+    """Draft vocabulary of `projection: target` or `eagle3` (default: all tokens)."""
     states: Literal["after-norm", "before-norm"] = "after-norm"
-    """The hidden states that heads read: after the target's final norm, as Medusa's, or before it."""
+    """Hidden states that heads read: after the target's final norm, as in Medusa, or before it."""
     temperature: float = Field(1.0, gt=0)
-    """Divides the logits of both sides in the objectives that look at the target."""
+    """Temperature that divides the logits of teacher and student in distillation objectives."""
     weight_decay_by_head: float = Field(0.8, gt=0)
-    """Head k's loss counts this to the power of k, k from 0: the first head's counts 1. 1 is Medusa-1's plain sum."""
+    """Base of the weight of head k's loss, which is this value to the power of k (k from 0); 1 in Medusa-1."""
     hidden: HiddenSection = HiddenSection()
     base: BaseSection | None = None
-    """Train the target too (Medusa-2); without it the target stays as it is (Medusa-1)."""
+    """Joint training of the target (Medusa-2). Without it, the target is frozen (Medusa-1)."""
     train: HeadsTrainSection = HeadsTrainSection()
 
     @property
@@ -315,9 +320,9 @@ class HeadsRecipe(_Recipe):
             of_medusa = ("base", "num_layers", "projection", "rank", "states")
             given = [name for name in of_medusa if getattr(self, name) != HeadsRecipe.model_fields[name].default]
             if given:
-                raise ValueError(f"`{given[0]}` is of Medusa's heads: leave it out with `architecture: eagle3`")
+                raise ValueError(f"`{given[0]}` applies to Medusa heads: remove it with `architecture: eagle3`")
         elif self.layers is not None:
-            raise ValueError("`layers` says what `architecture: eagle3` reads: Medusa's heads read the last one")
+            raise ValueError("`layers` applies to `architecture: eagle3` only; Medusa heads read the last hidden state")
         if (self.projection == "low-rank") != (self.rank > 0):
             raise ValueError(f"`rank` is {self.rank}, `projection` {self.projection}: low-rank takes 1 or more")
         if self.projection == "target" and self.num_layers == 0:
@@ -340,7 +345,7 @@ class HeadsRecipe(_Recipe):
 
 
 class CountSection(Section):
-    """Which pairs of neighbouring tokens a table counts, and with how much memory."""
+    """Pairs of neighbouring tokens that a table counts, and the memory for the counts."""
 
     pairs: Literal["documents", "answers"] = "documents"
     """`documents`: whole conversations with the tokens of the template, except its default system prompt. `answers`:
@@ -349,10 +354,10 @@ class CountSection(Section):
     memory_mb: int = Field(512, ge=1)
     """Memory for the counts of each process; counts beyond it go to `<out>.state`."""
     save_minutes: float = Field(5.0, gt=0)
-    """Longest time between saves of the counts, which is what a killed run may lose."""
+    """Maximum time between two saves of the counts, in minutes."""
     texts: int = Field(0, ge=0)
-    """Number of counted tokens to keep as texts, from the first on, for the method `suffix` with `store: table`. A
-    token takes eight bytes."""
+    """Number of counted tokens to store as texts, from the first one, for `suffix` with `datastore: table`. A token
+    takes eight bytes."""
 
 
 class TableRecipe(Section):
@@ -381,5 +386,5 @@ TrainingRecipe = DrafterRecipe | HeadsRecipe | TableRecipe
 
 
 def role_of(recipe: TrainingRecipe) -> str:
-    """What is trained, for people: a language model for no target is one itself."""
+    """Return the kind of the trained model; a language model without a target is one itself."""
     return "target" if isinstance(recipe, DrafterRecipe) and recipe.target is None else recipe.kind
