@@ -68,8 +68,8 @@ class DataSection(PlaceSection):
     template: str = "vicuna-v1.1"
     """Name of the chat template; `tokenizer`: the tokenizer's own."""
     template_options: dict[str, Any] = {}
-    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` is its day today,
-    2024-07-26 by default."""
+    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
+    (default: 2024-07-26)."""
     last_turn_only: bool = False
     """Train on the last answer of a conversation only."""
     block_tokens: int = Field(2048, ge=8)

@@ -1,4 +1,4 @@
-"""What a recipe may say: every field once, its meaning under it, its default beside it."""
+"""Schema of the recipes that decode: evaluations, regenerated responses and quickstarts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class MethodSection(Section):
     """One row of an evaluation."""
 
     method: str
-    """A method by name."""
+    """Name of the method."""
     label: str | None = None
-    """Name of the row; by default the method's, with the temperature where it has one of its own."""
+    """Name of the row (default: the method, with the temperature of the row if it has one)."""
     options: dict[str, Any] = {}
-    """Options of the method, such as gamma; `decode/README.md` lists them. Two defaults of SLiM are not
-    its paper's: `lengths: full` is its eq. 2 (`all` is its appendix C), `unseen_correlation: 0` its eq. 5."""
+    """Options of the method, such as gamma, which `decode/README.md` lists. Two defaults of SLiM differ from its paper:
+    equation 2 is `lengths: full` (appendix C is `all`), and equation 5 is `unseen_correlation: 0`."""
     temperature: float | None = Field(None, ge=0)
-    """By default the recipe's. At 0 `mjsd` searches its beams where Algorithm 1 of arXiv 2407.09722 samples them: the
-    paper has temperature 1 with `top_k: 20` and `top_p: 0.9` (appendix D)."""
+    """Sampling temperature (default: the recipe's). At 0, `mjsd` searches the beams that Algorithm 1 of arXiv
+    2407.09722 samples; the paper uses temperature 1 with `top_k: 20` and `top_p: 0.9` (appendix D)."""
 
 
 def every_row(parts: Container[str], at: float, temperature: float | None) -> list[MethodSection]:
-    """Return a row for each method, and variant of one, that these artifacts allow at a temperature."""
+    """Return a row for each method and variant that these artifacts allow at a temperature."""
     from ...decode.methods import all_rows
 
     suffix = "" if temperature is None else f" T={temperature:g}"
@@ -40,88 +40,87 @@ def every_row(parts: Container[str], at: float, temperature: float | None) -> li
 
 
 class _Decoding(Section):
-    """What the recipes that decode share."""
+    """Fields shared by the recipes that decode."""
 
     template: str = "vicuna-v1.1"
-    """Chat template by name. A server has its own: then this only says whether an answer stands after a space, so that
-    one space at its beginning is taken off."""
+    """Name of the chat template; `tokenizer`: the tokenizer's own. A server applies its own template; then this only
+    decides whether a leading space of an answer is removed."""
     template_options: dict[str, Any] = {}
-    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` is its day today,
-    2024-07-26 by default."""
+    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
+    (default: 2024-07-26)."""
     temperature: float = Field(0.0, ge=0)
-    """0 decodes greedily. `transformers serve` draws by chance only where the model's own settings say so."""
+    """Sampling temperature; 0 decodes greedily. `transformers serve` samples only if the model's settings do."""
     top_k: int = Field(0, ge=0)
-    """Keep the k most likely tokens; 0 keeps all. Sent to a server only if it is not 0: not every server knows it."""
+    """Number of most likely tokens to sample from; 0: all. Servers receive it only if it is not 0."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens up to this mass."""
+    """Probability mass of the most likely tokens to sample from."""
     device: str = "auto"
-    """Where to decode: auto, cpu, cuda …"""
+    """Device: auto, cpu, cuda, cuda:1 …"""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    """Type of the weights; auto takes that of the files. int8: matrices are rounded to eight bits a weight, each
-    row with a scale; CPUs read them as such, GPUs hold them in bfloat16."""
+    """Data type of the weights; auto: that of the files. int8 rounds matrices to eight bits per weight with one scale
+    per row; CPUs compute with these integers, GPUs with bfloat16."""
     stop: list[str] = []
-    """Further tokens that end a text, beside those of the tokenizer, of the model's generation settings and of the
-    template's end of turn."""
+    """Additional tokens that end a text. The tokenizer's end of sequence, the end tokens of `generation_config.json`
+    and the template's end of turn always do."""
     seed: int = 0
-    """Random numbers of sampling; each prompt's are its own, whatever is decoded before or beside it."""
+    """Random seed. Each prompt has its own random numbers, independent of the other prompts of a batch."""
 
 
 class EvaluateRecipe(_Decoding):
-    """Decode held-out prompts with several methods and compare them."""
+    """Recipe that decodes held-out prompts with several methods and compares them."""
 
     kind: Literal["evaluate"]
     out: str
-    """The results file (.json)."""
+    """Results file (.json)."""
     target: str
-    """Folder or hub id of the target."""
+    """Directory or hub id of the target."""
     drafter: str | None = None
-    """Folder or hub id of the drafter."""
+    """Directory or hub id of the drafter."""
     drafter_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] | None = None
-    """Type of the drafters' weights; null: `dtype`. A narrower one drafts faster, and methods stay exact."""
+    """Data type of the drafters' weights (default: `dtype`). Methods stay exact with every type."""
     more_drafters: list[str] = []
-    """Drafters beside the first: with the option `drafter: 2` a row drafts with their first; specinfer takes all."""
+    """Further drafters. A row with the option `drafter: 2` uses the first of them; specinfer uses all drafters."""
     heads: str | None = None
-    """Folder or hub id of the prediction heads."""
+    """Directory or hub id of the prediction heads."""
     table: str | None = None
-    """Folder or hub id of the correlation table."""
+    """Directory or hub id of the correlation table."""
     prompts: str
-    """Questions to answer: an evaluation set by name (`draftsmith prepare --list`), or conversations (a file, a folder
-    or a hub id) whose first question is the prompt."""
+    """Prompts: name of an evaluation set (`draftsmith prepare --list`), or file, directory or hub id of conversations,
+    whose first question is the prompt."""
     prompts_path: str | None = None
-    """A local copy of the set that stands in for the hub."""
+    """Local copy of the set, used in place of the hub."""
     groups: list[str] = []
-    """Only prompts of these categories."""
+    """Categories of prompts to use (default: all)."""
     limit: int = Field(80, ge=1)
-    """Prompts to decode, or conversations if every turn is asked."""
+    """Maximum number of prompts, or of conversations if every turn is asked."""
     turns: Literal["auto", "first", "all"] = "auto"
-    """first: ask the first question of each conversation. all: ask every question, after the recorded answers or, where
-    there are none, the target's own greedy ones. auto: all for chatalpaca, mt-bench and spec-bench."""
+    """Questions of a conversation to ask. first: the first one. all: every question, after the recorded answers or, if
+    there are none, the target's greedy answers. auto: all for chatalpaca, mt-bench and spec-bench, else first."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longer prompts are skipped."""
+    """Maximum length of a prompt; longer ones are skipped and counted."""
     max_new_tokens: int = Field(128, ge=1)
-    """Tokens to generate for each prompt."""
+    """Maximum number of new tokens per prompt."""
     batch: int = Field(1, ge=1)
-    """Prompts that are decoded together, those of like lengths. Then intervals are over batches, and a prompt's time is
-    its share of its batch's; `ideal`, `cost_ratio`, FLOPs and joules are of one prompt at a time."""
+    """Batch size; prompts of similar lengths share a batch. Intervals are then over batches, and the time of a prompt is
+    its share of the batch's time. `ideal`, `cost_ratio`, FLOPs and joules are measured at batch size 1."""
     repeats: int = Field(1, ge=1)
-    """Timed runs of each prompt with each method; medians are reported."""
+    """Number of timed runs of each prompt with each method; medians are reported."""
     compare_with_transformers: bool = True
-    """At temperature 0, run `transformers.generate` too, for its tokens and its speed."""
+    """Whether to run `transformers.generate` too at temperature 0, for its tokens and its speed."""
     energy: Literal["auto", "off"] = "auto"
-    """auto: where something counts energy (NVML for GPUs, RAPL for processors), decode a few prompts again and again
-    with each method, four windows of seconds each, and give joules a token; else say why there are none. off: no
-    joules."""
+    """auto: measure joules per token if a counter is available (NVML for GPUs, RAPL for processors), in four windows of
+    some seconds for each method; otherwise log why not. off: do not measure them."""
     energy_batches: list[Annotated[int, Field(ge=1)]] = []
-    """Batch sizes at which time and energy of the target's forwards are measured too (`--energy`); empty: none."""
+    """Batch sizes at which time and energy of the target's forward passes are measured (`--energy`)."""
     energy_runs: int = Field(300, ge=1)
-    """Forwards to time at each of these batch sizes."""
+    """Number of forward passes to time at each of these batch sizes."""
     energy_context: int = Field(128, ge=1)
-    """Tokens of context behind each input of these forwards."""
+    """Number of cached tokens of each input of these forward passes."""
     device_map: str | None = None
-    """Spread the target over several devices, as accelerate does: auto, balanced …; by default it lies on `device`."""
+    """Placement of the target on several devices, as in accelerate: auto, balanced … (default: `device` only)."""
     methods: list[MethodSection] = Field(min_length=1)
-    """Rows of the table; `autoregressive`, the baseline, must be one of them. `all`: every method that the artifacts
-    allow at `temperature`, and, where that is 0, at temperature 1."""
+    """Rows of the table, one of them `autoregressive`, the baseline. `all`: every method that the artifacts allow at
+    `temperature` and, if that is 0, also at temperature 1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -134,7 +133,7 @@ class EvaluateRecipe(_Decoding):
         return values | {"methods": rows}
 
     def sources(self) -> list[str]:
-        """All files, folders and hub ids that it names."""
+        """Return all files, directories and hub ids that the recipe names."""
         named = [self.target, self.drafter, *self.more_drafters, self.heads, self.table]
         return [source for source in (*named, self.prompts, self.prompts_path) if source is not None]
 
@@ -144,12 +143,12 @@ class EvaluateRecipe(_Decoding):
         return self.turns == "all" or (self.turns == "auto" and corpus is not None and corpus.every_turn)
 
     def labels(self) -> list[str]:
-        """Names of the rows."""
+        """Return the names of the rows."""
         own = ["" if row.temperature is None else f" T={row.temperature:g}" for row in self.methods]
         return [row.label or row.method + suffix for row, suffix in zip(self.methods, own, strict=True)]
 
     def temperature_of(self, row: MethodSection) -> float:
-        """At which a row is decoded."""
+        """Return the sampling temperature of a row."""
         return self.temperature if row.temperature is None else row.temperature
 
     @model_validator(mode="after")
@@ -174,61 +173,61 @@ class EvaluateRecipe(_Decoding):
 
 
 class CorpusSection(Section):
-    """The corpus of a pair: documentation of the Python packages already installed, and files."""
+    """Corpus of a quickstart: documentation of installed Python packages, and files."""
 
     packages: list[str] = Field(min_length=1)
-    """Packages to read besides the standard library; those that are not installed are skipped and named."""
+    """Packages to read in addition to the standard library; missing ones are skipped and logged."""
     megabytes: float = Field(ge=0)
-    """Text to take, spread over the packages; 0: none, but `files` alone."""
+    """Size of the documentation to read, spread over the packages; 0: read `files` only."""
     files: list[str] = []
-    """More questions, mixed in at random: files, folders, known corpora (`draftsmith prepare --list`) or hub ids."""
+    """Further questions, mixed in at random: files, directories, corpora by name or hub ids."""
     heldout_share: float = Field(0.02, gt=0, lt=1)
-    """Share of the documented objects, and of the rows of `files`, held out, chosen by a hash of their names."""
+    """Share of the documented objects and of the rows of `files` that is held out, by a hash of their names."""
     vocab_size: int | None = Field(4096, ge=300)
-    """Tokens of the byte-level BPE that is trained on it; null: none is trained, the target brings its own."""
+    """Vocabulary size of the byte-level BPE to train on the corpus; null: use the target's tokenizer."""
 
 
 class ServerSection(Section):
-    """An OpenAI-compatible server: `transformers serve`, vLLM, SGLang, TGI, llama.cpp …"""
+    """OpenAI-compatible server: `transformers serve`, vLLM, SGLang, TGI, llama.cpp …"""
 
     url: str = Field(pattern="^https?://")
-    """Where its API begins, such as http://127.0.0.1:8000/v1."""
+    """Base URL of its API, such as http://127.0.0.1:8000/v1."""
     model: str
-    """The model's name there."""
+    """Name of the model on the server."""
     concurrency: int = Field(16, ge=1)
-    """Requests at a time."""
+    """Number of requests in flight."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds that an answer may take; then it is asked for again, a few times."""
+    """Timeout of an answer in seconds, after which it is requested again, up to a few times."""
     key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the API key; where it is not set, the word none is sent instead of one."""
+    """Environment variable with the API key; if it is not set, the key is sent as `none`."""
 
 
 class RegenerateRecipe(PlaceSection, _Decoding):
-    """Replace the answers of a corpus by a target's own."""
+    """Recipe that replaces the answers of a corpus with the target's own."""
 
     kind: Literal["regenerate"]
     out: str = Field(pattern=r"\.jsonl$")
-    """The file of conversations (.jsonl); settings, errors and the recipe lie beside it."""
+    """File of the new conversations (.jsonl); settings, errors and the recipe are written next to it."""
     source: str
-    """The corpus whose questions are asked, as in a data section."""
+    """Corpus whose questions are asked, as in a data section."""
     clean: dict[str, Any] = {}
-    """What is cut and dropped before: the options of `draftsmith.data.cleaning.cleaner.Cleaning`."""
+    """Options of cleaning, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     target: str | None = None
-    """Folder or hub id of the target, to decode in this process."""
+    """Directory or hub id of the target, to decode in this process."""
     server: ServerSection | None = None
-    """A server to ask instead."""
+    """Server to ask in place of a local target."""
     system: str | None = None
-    """System text for conversations that bring none, kept with them; null: what the template says by itself."""
+    """System prompt for conversations without one, stored with them (default: that of the template)."""
     max_new_tokens: int = Field(1024, ge=1)
-    """Tokens of an answer at most."""
+    """Maximum number of tokens per answer."""
     on_length: Literal["drop", "keep"] = "drop"
-    """What becomes of an answer that this limit cut: `drop` leaves it out with the turns that follow it, for a
-    conversation written with it would teach to stop there."""
+    """Treatment of answers that reach the limit: `drop` removes them and the turns after them, since a drafter would
+    learn to stop there."""
     sampled: float = Field(0.0, ge=0, le=1)
-    """Share of the questions, chosen by their seeds, that are answered at temperature 1, whatever `temperature` says: a
-    drafter for both learns from both."""
+    """Share of the questions, chosen by their seeds, that are answered at temperature 1 instead of `temperature`, for
+    drafters that serve both."""
     batch: int = Field(16, ge=1)
-    """Conversations decoded together (in this process); one that has ended makes room for the next."""
+    """Batch size of local decoding; a finished conversation is replaced by the next one."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> RegenerateRecipe:
@@ -240,33 +239,32 @@ class RegenerateRecipe(PlaceSection, _Decoding):
 
 
 class QuickstartRecipe(Section):
-    """The whole main job on text that is already here: corpus, tokenizer, target, answers, drafter, heads, table,
-    evaluation."""
+    """Recipe of all stages: corpus, tokenizer, target, responses, drafter, heads, table and evaluation."""
 
     kind: Literal["quickstart"]
     out: str = "runs/quickstart"
-    """Folder of everything; `{out}` in the parts below stands for it."""
+    """Output directory; `{out}` in the stages below is replaced by it."""
     minutes: float = Field(8.0, gt=0)
-    """What the run may take on two cores, about: training steps and `answers.limit` are those given below times minutes
-    / `reference_minutes`."""
+    """Approximate time budget on two cores in minutes. Training steps and `answers.limit` of the stages are multiplied
+    by minutes / `reference_minutes`."""
     reference_minutes: float = Field(8.0, gt=0)
-    """What it takes with those as they stand there."""
+    """Duration of the stages as they are given, in minutes."""
     seed: int = 0
-    """Fixes the corpus, the initial weights and the order of the data."""
+    """Seed of the corpus, the initial weights and the order of the data."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    """In which the target answers and drafter, heads and EAGLE-3's layer are trained; auto: bfloat16 where the GPU or
-    the processor has it, float32 elsewhere. The evaluation is not touched."""
+    """Data type of regeneration and of the training of drafters and heads; auto: bfloat16 if the hardware multiplies in
+    it, else float32. The evaluation does not use it."""
     corpus: CorpusSection
     target: DrafterRecipe | str
-    """How it is trained; or a model that is there: a folder or hub id, to which `{out}/target` then is a link, or a
-    `.gguf` file, which is converted to it. `package:NAME/FILE.gguf`: a file inside an installed package."""
+    """Recipe that trains the target; or an existing model: a directory or hub id, to which `{out}/target` links, or a
+    `.gguf` file, which is converted. `package:NAME/FILE.gguf` names a file of an installed package."""
     answers: RegenerateRecipe
-    """The target's own answers, to learn from."""
+    """Regenerated responses of the target."""
     drafter: DrafterRecipe
     distilled: DrafterRecipe | None = None
-    """A second stage from the first, which is then no more than that: the artifact of this one is the drafter."""
+    """Second training stage, which starts from the first and writes the drafter."""
     eagle: HeadsRecipe | None = None
-    """EAGLE-3's layer, which the evaluation names as a drafter of its own."""
+    """EAGLE-3 heads, which the evaluation uses as a drafter."""
     heads: HeadsRecipe
     table: TableRecipe
     evaluate: EvaluateRecipe

@@ -24,8 +24,8 @@ class ForgeRecipe(Section):
     template: str = "tokenizer"
     """Chat template by name; `tokenizer`: the target's own."""
     template_options: dict[str, Any] = {}
-    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` is its day today,
-    2024-07-26 by default."""
+    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
+    (default: 2024-07-26)."""
     prompts: list[str] = []
     """Files of prompts representative of the workload; by default made of the documentation of installed packages."""
     heldout_share: float = Field(0.05, gt=0, lt=1)
