@@ -101,8 +101,8 @@ class EvaluateRecipe(_Decoding):
     max_new_tokens: int = Field(128, ge=1)
     """Maximum number of new tokens per prompt."""
     batch: int = Field(1, ge=1)
-    """Batch size; prompts of similar lengths share a batch. Intervals are then over batches, and the time of a prompt is
-    its share of the batch's time. `ideal`, `cost_ratio`, FLOPs and joules are measured at batch size 1."""
+    """Batch size; prompts of similar lengths share a batch. Intervals are then over batches, and the time of a prompt
+    is its share of the batch's time. `ideal`, `cost_ratio`, FLOPs and joules are measured at batch size 1."""
     repeats: int = Field(1, ge=1)
     """Number of timed runs of each prompt with each method; medians are reported."""
     compare_with_transformers: bool = True
