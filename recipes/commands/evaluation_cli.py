@@ -180,8 +180,8 @@ def tune(
 ) -> None:
     """Find the fastest settings of each method.
 
-    All settings are measured on a few prompts, and the fastest on more. Example: `tune --target T --drafter D --method speculative`. With --engine, find the best number of draft tokens
-    under each load. An interrupted run resumes.
+    All settings are measured on a few prompts, and the fastest on more. Example: `tune --target T --drafter D --method
+    speculative`. With --engine, find the best number of draft tokens under each load. An interrupted run resumes.
     """
     if engine is not None:
         from .serving.engines import commands_of, engine_recipe
