@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.storage.gguf import gguf_folder, is_gguf
 from ..checkpoints.storage.messages import first_line, install_hint
+from ..checkpoints.storage.names import TOKENIZER_FILES, other_kind
 from ..checkpoints.storage.places import check_place, out_of_reach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _BYTES = 256
+_NO_TOKENIZER = "it has none: copy tokenizer.json and tokenizer_config.json of the model that it was made from into it"
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -78,12 +80,24 @@ def load_tokenizer(source: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None, trust_remote_code=False)
+        if path.is_dir() and _lacks_files(path, tokenizer):
+            raise ValueError("transformers made an empty one of the configuration")
         return _with_its_own_merges(tokenizer, name, revision or None)
     except ImportError as error:
         raise ValueError(f"{where}: the tokenizer needs a missing package: {error}; {install_hint('train')}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = first_line(error) if path.is_dir() else out_of_reach() or first_line(error)
+        if path.is_dir() and _lacks_files(path):
+            kind = other_kind(path)
+            why = f"it holds {kind}; name a language model" if kind else _NO_TOKENIZER
         raise ValueError(f"no tokenizer could be loaded from {where}: {why}") from error
+
+
+def _lacks_files(folder: Path, tokenizer: Any = None) -> bool:
+    """Return whether a folder has no vocabulary that a tokenizer, or any, is read from; some need none."""
+    known = TOKENIZER_FILES if tokenizer is None else tokenizer.vocab_files_names.values()
+    names = {"tokenizer.json", "tekken.json", *known} - {"tokenizer_config.json"}
+    return (tokenizer is None or bool(known)) and not any((folder / name).is_file() for name in names)
 
 
 def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any:

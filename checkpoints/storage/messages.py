@@ -35,8 +35,9 @@ def gigabytes(size: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's message; its type's name where it has none."""
-    return (words(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message, and the next if it is only a heading; without one, its type."""
+    lines = [line.strip() for line in words(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def install_hint(extra: str = "") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 MANIFEST_FILE = "artifact.json"
 TABLE_FILE = "table.safetensors"
 HEADS_FILE = "medusa_lm_head.safetensors"
@@ -18,3 +20,13 @@ TOKENIZER_FILES = (
 )
 PREFIX = "medusa_head."
 """What the heads' names begin with in the files of a whole model."""
+
+
+def other_kind(folder: Path) -> str:
+    """Return what a folder holds instead of a language model ("heads" or "a table"), or nothing."""
+    if any((folder / name).is_file() for name in (HEADS_FILE, PICKLED_FILE)):
+        return "heads"
+    if (folder / TABLE_FILE).is_file():
+        return "a table"
+    manifest = folder / MANIFEST_FILE
+    return "heads" if manifest.is_file() and '"kind": "heads"' in manifest.read_text("utf-8", "replace") else ""

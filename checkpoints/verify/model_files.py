@@ -16,15 +16,15 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import cached_file, logging
 
 from ..artifact.locate import model_source
 from ..storage.messages import first_line, gigabytes, install_hint
-from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
+from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, other_kind
 from ..storage.places import adapter_base, out_of_reach
-from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
+from ..storage.safe_read import UNPICKLE, check_safetensors, pickles_allowed, read_json, shards_of
 
 UNLOADABLE = (
     OSError,
@@ -111,8 +111,13 @@ def check_memory(config: Any, width: int, remedy: str) -> None:
 
 
 def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged: bool = True) -> Any:
-    """The model that an adapter was made for, as `load` gives it, changed by it: for good, or with it beside the
-    weights. Raises ValueError: no peft; pickled weights; an adapter that does not fit."""
+    """Load the model that an adapter was made for with `load`, and merge the adapter or keep it beside the weights.
+
+    Tied embeddings that the adapter changes are untied before merging.
+
+    Raises:
+        ValueError: peft is missing, weights are pickled, or the adapter does not fit.
+    """
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -123,12 +128,39 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
     except ValueError as error:
         raise ValueError(f"the adapter in {folder} cannot be loaded: {error}") from error
     whole = load(base)
+    _check_rows(folder, base, whole)
     try:
         model = PeftModel.from_pretrained(whole, str(folder))
+        _untie(whole)
         return (model.merge_and_unload() if merged else model).eval()
     except UNLOADABLE as error:
         why = reason(str(folder), error)
         raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {why}") from error
+
+
+def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
+    """Raise ValueError if an adapter holds embeddings, or an output projection, of another number of tokens."""
+    have, path = len(model.get_input_embeddings().weight), folder / ADAPTER_FILE
+    layers = {name.removesuffix(".weight") for name in names_of_embeddings(model)[:2]}
+    ends = tuple(f".{layer}{end}" for layer in layers for end in (".weight", ".lora_B.weight"))
+    for name, (_, shape) in (check_safetensors(path) if path.is_file() else {}).items():
+        if name.endswith(ends) and shape[0] != have:
+            raise ValueError(
+                f"the adapter in {folder} is for {shape[0]:,} tokens ({name}), the model {base!r} has {have:,}: save a "
+                f"copy of the model after `model.resize_token_embeddings({shape[0]})`, and name that copy as "
+                f"base_model_name_or_path in {folder / ADAPTER_CONFIG}"
+            )
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give a model with tied embeddings an output projection of its own if an adapter changes either of them."""
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    inner = [getattr(layer, "base_layer", layer) for layer in layers]
+    if inner == layers or inner[0].weight is not inner[1].weight:
+        return
+    inner[1].weight = nn.Parameter(inner[1].weight.detach().clone(), requires_grad=False)
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = False
 
 
 def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
@@ -159,7 +191,8 @@ def load_config(source: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except UNLOADABLE as error:
-        why = reason(str(source), error)
+        kind = other_kind(Path(source))
+        why = f"it holds {kind}" if kind else reason(str(source), error)
         raise ValueError(f"no language model could be loaded from {str(source)!r}: {why}") from error
 
 

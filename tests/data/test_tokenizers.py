@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from draftsmith.checkpoints.storage.names import HEADS_FILE, TABLE_FILE
+from draftsmith.checkpoints.verify.model_files import load_config
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, ByT5Tokenizer
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = ["the cat and the hat and the bat", "a man, a plan, a canal", "print(the_cat + the_hat)"] * 3
@@ -38,3 +42,21 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
     assert sorted(loaded.all_special_tokens) == sorted(SPECIALS)
     assert loaded("the <|im_end|>").input_ids == TOKENIZER("the <|im_end|>").input_ids
     assert loaded.eos_token_id == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "t5", "gpt2", "pegasus"])
+def test_a_folder_without_a_tokenizer_names_the_files_to_copy(family: str, tmp_path: Path) -> None:
+    """Of some configurations transformers makes an empty tokenizer, of others it fails."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"it has none: copy tokenizer\.json and tokenizer_config\.json"):
+        load_tokenizer(str(tmp_path))
+    ByT5Tokenizer().save_pretrained(tmp_path / "bytes")  # needs no vocabulary
+    assert len(load_tokenizer(str(tmp_path / "bytes"))) == 384
+
+
+@pytest.mark.parametrize(("name", "kind"), [(HEADS_FILE, "heads"), (TABLE_FILE, "a table")])
+def test_an_artifact_in_place_of_a_model_is_named(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    for load in (load_tokenizer, load_config):
+        with pytest.raises(ValueError, match=f"it holds {kind}"):
+            load(str(tmp_path))

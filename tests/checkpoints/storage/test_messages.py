@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from draftsmith.checkpoints.storage import messages
 from draftsmith.checkpoints.storage.messages import first_line, install_hint, words
 
@@ -21,6 +22,14 @@ def test_errors_of_the_system_have_no_numbers(tmp_path: Path) -> None:
     assert first_line(raised.value) == words(raised.value)
     assert words(OSError("[Errno -2] in a library's words")) == "in a library's words"
     assert first_line(ValueError()) == "ValueError"
+
+
+def test_a_heading_is_shown_with_the_line_behind_it() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})
+    assert "[3, 2]" in first_line(raised.value)
+    assert first_line(ValueError("Reasons:\n\n\tone\n\ttwo\n")) == "Reasons: one"
+    assert first_line(ValueError("Nothing:")) == "Nothing:"
 
 
 def test_extras_of_a_checkout_and_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,49 @@ def test_a_pickled_adapter_is_read_with_the_flag_alone(
     assert same(load_model(str(tmp_path / "adapter")), changed.merge_and_unload().eval())
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 3]},
+    ],
+)
+def test_adapters_of_tied_embeddings_merge_to_what_peft_computes(
+    changed: dict[str, Any], make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
+) -> None:
+    make_llama(VOCAB, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **changed)
+    made = get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "model"), config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 4)
+    made.save_pretrained(str(tmp_path / "adapter"))
+    ids = torch.arange(8)[None] % VOCAB
+    expected = made.eval()(ids).logits
+    merged = load_model(str(tmp_path / "adapter"))
+    merged.save_pretrained(tmp_path / "merged")
+    for found in (merged, load_model(str(tmp_path / "merged"))):
+        torch.testing.assert_close(found(ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_for_more_tokens_names_both_numbers(
+    make_llama: Callable[..., LlamaForCausalLM], folder: Path, tmp_path: Path
+) -> None:
+    for changed in ({"modules_to_save": ["lm_head", "embed_tokens"]}, {}):
+        config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"][: 2 - bool(changed)], **changed)
+        made = get_peft_model(make_llama(VOCAB + 8), config)
+        made.peft_config["default"].base_model_name_or_path = str(folder)
+        made.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+        with pytest.raises(ValueError, match=r"24 tokens.*has 16.*resize_token_embeddings\(24\).*adapter_config"):
+            load_model(str(tmp_path / "adapter"))
+
+
 def test_pickles_that_an_index_names_are_refused(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "more.bin")
     shard(folder, **{"lm_head.weight": "more.bin"})
