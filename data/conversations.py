@@ -15,6 +15,17 @@ from typing import Any
 from ..checkpoints.storage.atomic import atomic_file
 
 _NEW_OBJECTS = 1_000_000
+_TOOLS = "tool calls are kept for training with `template: tokenizer`; `regenerate` leaves such conversations out"
+_REMEDIES = (
+    *((f"unmapped role {role}", _TOOLS) for role in ("function_call", "tool", "function", "observation", "ipython")),
+    ("unmapped role", "`clean: {roles: {NAME: user}}` gives a role its meaning; `unknown_roles: cut` cuts its messages"),
+    ("roles do not alternate", "`clean: {non_alternating: merge}` joins neighbouring messages of one role"),
+    ("system message after", "a system message can only be kept before the first question: move or remove it"),
+    ("only questions", "`draftsmith regenerate` answers rows that have questions only"),
+    ("content is not text", "images and other parts that are no text are not read"),
+)
+"""Beginnings of reasons, and what can be done; the first that fits a reason is shown."""
+_ANY_REMEDY = "See `clean` for the rules of roles and exchanges, and data/README.md for the columns that are read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +133,13 @@ class CorpusReport:
         return "; ".join(parts)
 
     def nothing_kept(self) -> str:
-        """Return why no row is left, and where to look for a remedy."""
-        return (
-            f"{self.summary()}. See `clean` for the rules of roles and exchanges, and data/README.md for the columns "
-            "that are read; `draftsmith regenerate` answers rows that have questions only"
-        )
+        """Return why no row is left, and what can be done."""
+        return f"{self.summary()}. {self.advice() or _ANY_REMEDY}"
+
+    def advice(self) -> str:
+        """Return what can be done about the reasons of dropped rows; nothing if that is not known."""
+        found = (next((text for start, text in _REMEDIES if reason.startswith(start)), "") for reason in self.dropped)
+        return ". ".join(dict.fromkeys(filter(None, found)))
 
 
 def _reasons(counts: Counter[str]) -> str:

@@ -217,7 +217,7 @@ class Cleaner:
             changes.add("trailing user turns cut")
             runs = runs[:-1]
         if any(role != ("user", "assistant")[i % 2] for i, (role, _) in enumerate(runs)):
-            raise _DroppedError("roles do not alternate")  # a system message in between
+            raise _DroppedError("system message after the first turn")
         merged = [self._merged(texts, changes) for _, texts in runs]
         exchanges = [pair for pair in zip(merged[::2], merged[1::2], strict=True) if not any(map(_blank, pair))]
         if 2 * len(exchanges) < len(runs):

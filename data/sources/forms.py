@@ -96,7 +96,7 @@ def read_dialogue(row: Row) -> Dialogue:
         references = references[:1]
     category = columns.get("category")
     return Dialogue(
-        str(next((columns[name] for name in _IDS if columns.get(name) is not None), row.name)),
+        next((str(value) for value in map(columns.get, _IDS) if value is not None and str(value).strip()), row.name),
         tuple(messages),
         " + ".join(used),
         category if isinstance(category, str) else "",
@@ -108,7 +108,7 @@ def read_dialogue(row: Row) -> Dialogue:
 
 def _no_form(row: Row) -> ValueError:
     names = [str(name) for name in row.value]
-    near = next(filter(None, (did_you_mean(name, _COLUMNS) for name in names)), "")
+    near = next(filter(None, (did_you_mean(name, _COLUMNS, cutoff=0.75) for name in names)), "")
     shown = ", ".join(name[:40] for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
     known = "; ".join(" + ".join(" or ".join(names) for names in form if names) for form in _FORMS)
     return ValueError(f"{row.location}: the columns {shown or '(none)'} fit no known form.{near} Known: {known}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from .hub import download, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
 
 _GROUPS_SHOWN = 20
+_FEW_IDS, _ROWS_AN_ID = 20, 4
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -209,10 +210,12 @@ class Part:
         weight: How often each row is used in an epoch. A fraction selects rows by a hash of their ids: 1.5 uses all of
             them once and half of them again.
         open_pass: Opens the corpus from its beginning, for the n-th time in an epoch.
+        by_content: Select by ids and contents, where there are few ids.
     """
 
     weight: float
     open_pass: Callable[[int], Iterator[Conversation]]
+    by_content: bool = False
 
 
 def mix(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
@@ -236,9 +239,24 @@ def hashed_share(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
+def has_few_ids(conversations: Iterable[Conversation]) -> bool:
+    """Return whether there are fewer than 20 different ids, each of four or more conversations on average."""
+    ids, count = set[str](), 0
+    for count, conversation in enumerate(conversations, start=1):  # noqa: B007 (read behind the loop)
+        ids.add(conversation.id)
+        if len(ids) >= _FEW_IDS:
+            return False
+    return count >= _ROWS_AN_ID * max(len(ids), 1)
+
+
+def drawn_name(conversation: Conversation, *, by_content: bool) -> str:
+    """Return the name that a conversation is drawn by: its id, or its id and content."""
+    return f"{conversation.id} {conversation.turns}" if by_content else conversation.id
+
+
 def _passes(part: Part, seed: int) -> Iterator[Conversation]:
     whole, rest = divmod(part.weight, 1)
     for number, share in enumerate([1.0] * int(whole) + [rest] * (rest > 0)):
         for row in part.open_pass(number):
-            if share == 1 or hashed_share(f"{seed} {row.id}") < share:
+            if share == 1 or hashed_share(f"{seed} {drawn_name(row, by_content=part.by_content)}") < share:
                 yield row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -151,11 +152,14 @@ def differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, st
         yield key, f"{theirs!r} there, {mine!r} here"
 
 
-def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
-    """Raises ValueError naming both sides where a drafter's vocabulary or kind of model is not its target's."""
+def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str, source: str | None) -> None:
+    """Raise ValueError if the vocabulary or the kind of model of a drafter, new or from `source`, is not its target's."""
     theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
     if theirs != mine:
-        raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {name} of {theirs}")
+        mend = f"set `vocab_size: {theirs}` in `model.config`"
+        if source is not None:
+            mend = f"`{shlex.join(['draftsmith', 'doctor', name, source, '--fix', 'OUT'])}` writes one with the target's"
+        raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {name} of {theirs}: {mend}")
     kinds = [("a decoder", "an encoder-decoder")[side.config.is_encoder_decoder] for side in (model, target)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"the drafter is {kinds[0]}, the target {name} {kinds[1]}: they must be of one kind")

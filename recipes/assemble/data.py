@@ -28,7 +28,7 @@ from ...data.rendering.lint import Linter, PieceDecoder, special_flags, vocabula
 from ...data.rendering.render import Rendered, Renderer
 from ...data.rendering.templates import OWN, get_template
 from ...data.sources.files import data_files
-from ...data.sources.reading import Part, hashed_share, mix, read_conversations
+from ...data.sources.reading import Part, drawn_name, has_few_ids, hashed_share, mix, read_conversations
 from ..schema.data import DataSection, SourceSection
 from ..session.terminal import console, counter, log
 
@@ -184,10 +184,11 @@ def _checked_heldout(
         if not heldout:
             raise ValueError(f"data.heldout_source: nothing in {section.heldout_source}: {report.nothing_kept()}")
     if not heldout:
-        names = ", ".join(part.source for part in section.parts())
+        names, kept = ", ".join(part.source for part in section.parts()), sum(report.kept for report in reports)
+        alike = f"{kept} rows, which are all alike," if kept > 1 else "1 rows"
         raise ValueError(
-            f"no conversation of {names} was held out: {sum(report.kept for report in reports)} rows at a share of "
-            f"{section.heldout_share}; raise data.heldout_share or give data.heldout_source"
+            f"no conversation of {names} was held out: {alike} cannot be divided by a share of "
+            f"{section.heldout_share} (data.heldout_share); give data.heldout_source, or more rows"
         )
     return heldout[: section.heldout_limit]
 
@@ -215,16 +216,18 @@ def training_conversations(
     corpus.
     """
 
-    def open_pass(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
+    def open_pass(
+        part: SourceSection, report: CorpusReport, by_content: bool, number: int
+    ) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
         for conversation in _read_part(section, part, report if number == 0 else CorpusReport(), shard):
-            if not is_held_out(section, conversation):
+            if not is_held_out(section, conversation, by_content=by_content):
                 yield conversation
             elif hold is not None and number == 0:
                 hold(conversation)
 
-    parts = zip(section.parts(), reports, strict=True)
-    return mix([Part(part.weight, partial(open_pass, part, report)) for part, report in parts], seed=0)
+    parts = [(part, report, _has_few_ids(section, part)) for part, report in zip(section.parts(), reports, strict=True)]
+    return mix([Part(each[0].weight, partial(open_pass, *each), by_content=each[2]) for each in parts], seed=0)
 
 
 def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
@@ -237,8 +240,14 @@ def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
 
 def _some(section: DataSection, reports: list[CorpusReport], **options: Any) -> Iterator[Conversation]:
     """Yield `training_conversations`; raise ValueError if there are none."""
-    yield from training_conversations(section, reports, **options)
+    conversation = None
+    for conversation in training_conversations(section, reports, **options):
+        yield conversation
     refuse_none(section, reports)
+    if conversation is None:
+        kept = sum(report.kept for report in reports)
+        share = f"`data.heldout_share` is {section.heldout_share:.6g}"
+        raise ValueError(f"nothing to train on: all {kept:,} conversations are held out: {share}; lower it")
 
 
 def _read_part(
@@ -250,16 +259,21 @@ def _read_part(
     return read_conversations(tools=section.template == OWN, shard=shard, **options)
 
 
-def is_held_out(section: DataSection, conversation: Conversation) -> bool:
-    """Return whether a conversation is held out, by its id only."""
-    return section.heldout_source is None and _draw(conversation) < section.heldout_share
+def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
+    """Return whether a corpus has too few different ids to be divided by them."""
+    return has_few_ids(_read_part(section, part, CorpusReport()))
 
 
-def _draw(conversation: Conversation) -> float:
+def is_held_out(section: DataSection, conversation: Conversation, *, by_content: bool = False) -> bool:
+    """Return whether a conversation is held out, by its id or by its id and content."""
+    return section.heldout_source is None and _draw(conversation, by_content) < section.heldout_share
+
+
+def _draw(conversation: Conversation, by_content: bool) -> float:
     """Return the number in [0, 1) that decides whether a conversation is held out."""
     # ShareGPT's parts of one long conversation are called abcdefg_0, abcdefg_1 …: they must fall on one side.
-    part = re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
-    return hashed_share(f"held out {part[1] if part else conversation.id}")
+    part = None if by_content else re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
+    return hashed_share(f"held out {part[1] if part else drawn_name(conversation, by_content=by_content)}")
 
 
 def _with_heldout(section: DataSection) -> DataSection:
@@ -268,8 +282,9 @@ def _with_heldout(section: DataSection) -> DataSection:
     if section.heldout_source is not None:
         return section
     for part in section.parts():
+        by_content = _has_few_ids(section, part)
         for conversation in _read_part(section, part, CorpusReport()):
-            draw = _draw(conversation)
+            draw = _draw(conversation, by_content)
             if draw < section.heldout_share:
                 return section
             least, most = min(least, draw), max(most, draw)

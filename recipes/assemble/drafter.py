@@ -90,7 +90,7 @@ def _make_task(
         section = recipe.teacher
         eval_teacher = load_teacher(recipe.target, section.dtype, device)
         known["hash of the target"] = target_sha256 = eval_teacher.settings["target"]
-        check_target(eval_teacher.model, model, recipe.target)
+        check_target(eval_teacher.model, model, recipe.target, recipe.model.source)
         if recipe.measure.prompts:
             measure = drafter_measure(recipe, eval_teacher.model, model, tokenizer, prepared)
     teacher: Teacher | None = eval_teacher if taught_by_target else None

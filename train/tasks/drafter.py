@@ -66,7 +66,10 @@ class DrafterModule(nn.Module):
         mine = self._forward.vocab_size
         theirs = mine if teacher is None else teacher.vocab_size
         if mine != theirs:
-            raise ValueError(f"the drafter's vocabulary has {mine} tokens, the teacher's {theirs}: they must agree")
+            raise ValueError(
+                f"the drafter's vocabulary has {mine} tokens, the teacher's {theirs}: they must agree (`draftsmith "
+                "doctor TARGET DRAFTER --fix OUT` writes a drafter with the target's)"
+            )
 
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor

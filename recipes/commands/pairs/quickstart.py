@@ -22,7 +22,7 @@ from ....checkpoints.storage.safe_read import load_json
 from ....data.conversations import write_conversations
 from ....data.rendering.templates import CHATML_JINJA
 from ....data.sources.documentation import documentation_conversations
-from ....data.sources.reading import hashed_share, read_conversations
+from ....data.sources.reading import drawn_name, has_few_ids, hashed_share, read_conversations
 from ....data.tokenizers import train_bpe
 from ...assemble.teacher import prepare_teacher
 from ...schema.evaluation import QuickstartRecipe, RegenerateRecipe
@@ -155,8 +155,10 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
         )
     for name in section.files:
         rows = list(read_conversations(name, questions=True))
+        by_content = has_few_ids(rows)
         for row in rows:
-            (heldout if hashed_share(f"held out {row.id}") < section.heldout_share else train).append(row)
+            draw = hashed_share(f"held out {drawn_name(row, by_content=by_content)}")
+            (heldout if draw < section.heldout_share else train).append(row)
         log(f"corpus: {len(rows):,} conversations of {name}")
     if section.files:
         for side in (train, heldout):

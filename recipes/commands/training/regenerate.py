@@ -111,7 +111,7 @@ def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool])
             return left
     if not report.kept:
         raise ValueError(f"nothing to answer in {recipe.source}: {report.nothing_kept()}")
-    log(f"data: {report.summary()}")
+    log(f"data: {report.summary()}" + (f". {advice}" if (advice := report.advice()) else ""))
     log(f"regenerate: {left:,} conversations to answer, {report.kept - left:,} are answered already in {store.path}")
     return left
 

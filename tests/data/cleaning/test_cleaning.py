@@ -71,7 +71,8 @@ def test_a_cut_is_counted_under_its_name(options: dict[str, str], pairs: Pairs, 
 
 DROPPED = [
     ({}, [("user", "a"), ("user", "b"), ("assistant", "c")], "roles do not alternate"),
-    ({"non_alternating": "merge"}, [*HELLO, ("system", "s"), *MORE], "roles do not alternate"),
+    *(({"non_alternating": mode}, [*HELLO, ("system", "s"), *MORE], "system message after the first turn")
+      for mode in ("drop", "merge")),
     ({}, [("user", "a"), ("assistant", ""), ("user", ""), ("assistant", "b")], "no whole exchange"),
     ({}, [], "no whole exchange"),
     ({"unknown_roles": "cut"}, [("user", "a"), ("tool", "b"), ("assistant", "c")], "no whole exchange"),

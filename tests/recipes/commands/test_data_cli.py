@@ -134,10 +134,13 @@ UNUSABLE: dict[str, tuple[list[Any], dict[str, Any], tuple[str, ...]]] = {
     "empty": ([], {}, ("0 of 0 rows", "no rows")),
     "questions": (["b?", "c?"], {}, ("2 only questions", "regenerate")),
     "roles": ([{"messages": [{"role": "Visitor", "content": "b"}, {"role": "x", "content": "c"}]}], {},
-              ("1 unmapped role Visitor", "`clean`")),
+              ("1 unmapped role Visitor", "`clean:")),
     "neighbours": ([{"turns": ["b"], "messages": [{"role": "user", "content": "b"}] * 2
                      + [{"role": "assistant", "content": "c"}]}], {},
-                   ("1 roles do not alternate",)),
+                   ("1 roles do not alternate", "`clean: {non_alternating: merge}` joins")),
+    "system": ([{"messages": [{"role": role, "content": role} for role in ("user", "assistant", "system") * 2]}],
+               {"non_alternating": "merge"}, ("1 system message after", "move or remove it")),
+    "tools": ([{"messages": [{"role": "tool", "content": "b"}]}], {}, ("template: tokenizer",)),
     "blank": ([{"prompt": "b", "response": " "}], {}, ("1 no whole exchange", "columns")),
 }  # fmt: skip
 
@@ -166,6 +169,37 @@ def test_a_share_that_holds_out_nothing_is_an_error(corpus: Path, tokenizer: Any
     source = lines(tmp_path / "1.jsonl", PAIR)
     with pytest.raises(ValueError, match=r"1 rows.*0\.01.*heldout_share"):
         prepare_data(section(corpus, tmp_path, source=source, heldout_share=0.01), tokenizer)
+
+
+def rows_of(tmp_path: Path, ids: list[Any], **more: Any) -> str:
+    return lines(tmp_path / "ids.jsonl", *({"id": each, **PAIR, "output": f"d{n}"} | more for n, each in enumerate(ids)))
+
+
+@pytest.mark.parametrize("ids", [["identity_0"] * 60, [""] * 60, ["a", "b", "c"] * 20])
+def test_rows_with_few_ids_are_held_out_one_by_one(
+    ids: list[str], corpus: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    source = rows_of(tmp_path, ids)
+    counts = []
+    for share in (0.01, 0.3, 0.9):
+        made = prepare_data(section(corpus, tmp_path, source=source, heldout_share=share), tokenizer)
+        counts.append(made.heldout.manifest["rows"])
+    assert counts[0] <= 3 < 10 < counts[1] < 27 < 45 < counts[2] < 60
+    half = section(corpus, tmp_path, source=None, mixture=[{"source": source, "weight": 0.5}], heldout_share=0.1)
+    assert 15 < prepare_data(half, tokenizer).train.manifest["rows"] < 40, "a part of each id's rows"
+
+
+def test_a_blank_id_is_none(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
+    source = rows_of(tmp_path, ["", " ", None, 0, 7])
+    made = prepare_data(section(corpus, tmp_path, source=source, clean={"duplicates": ["id"]}), tokenizer)
+    assert made.report["kept"] == 5
+
+
+def test_rows_that_are_all_alike_or_all_held_out_are_errors(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
+    source = rows_of(tmp_path, ["a"] * 5, output="same")
+    for share, words in ((0.01, r"5 rows, which are all alike.*heldout_source"), (0.99, "all 5 .*lower it")):
+        with pytest.raises(ValueError, match=words):
+            prepare_data(section(corpus, tmp_path, source=source, heldout_share=share), tokenizer)
 
 
 def share_of(ids: list[str]) -> float:
