@@ -18,7 +18,10 @@ _NEW_OBJECTS = 1_000_000
 _TOOLS = "tool calls are kept for training with `template: tokenizer`; `regenerate` leaves such conversations out"
 _REMEDIES = (
     *((f"unmapped role {role}", _TOOLS) for role in ("function_call", "tool", "function", "observation", "ipython")),
-    ("unmapped role", "`clean: {roles: {NAME: user}}` gives a role its meaning; `unknown_roles: cut` cuts its messages"),
+    (
+        "unmapped role",
+        "`clean: {roles: {NAME: user}}` gives a role its meaning; `unknown_roles: cut` cuts its messages",
+    ),
     ("roles do not alternate", "`clean: {non_alternating: merge}` joins neighbouring messages of one role"),
     ("system message after", "a system message can only be kept before the first question: move or remove it"),
     ("only questions", "`draftsmith regenerate` answers rows that have questions only"),

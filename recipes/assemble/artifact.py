@@ -158,7 +158,9 @@ def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str, sou
     if theirs != mine:
         mend = f"set `vocab_size: {theirs}` in `model.config`"
         if source is not None:
-            mend = f"`{shlex.join(['draftsmith', 'doctor', name, source, '--fix', 'OUT'])}` writes one with the target's"
+            mend = (
+                f"`{shlex.join(['draftsmith', 'doctor', name, source, '--fix', 'OUT'])}` writes one with the target's"
+            )
         raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {name} of {theirs}: {mend}")
     kinds = [("a decoder", "an encoder-decoder")[side.config.is_encoder_decoder] for side in (model, target)]
     if kinds[0] != kinds[1]:

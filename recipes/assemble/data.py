@@ -216,9 +216,7 @@ def training_conversations(
     corpus.
     """
 
-    def open_pass(
-        part: SourceSection, report: CorpusReport, by_content: bool, number: int
-    ) -> Iterator[Conversation]:
+    def open_pass(part: SourceSection, report: CorpusReport, by_content: bool, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
         for conversation in _read_part(section, part, report if number == 0 else CorpusReport(), shard):
             if not is_held_out(section, conversation, by_content=by_content):

@@ -79,7 +79,8 @@ class DataSection(PlaceSection):
     heldout_source: str | None = None
     """Conversations to evaluate on (default: `heldout_share` of the source)."""
     heldout_share: float = Field(0.01, ge=0, lt=1)
-    """Share of the conversations held out, by a hash of their ids; 0 is allowed for counting a table."""
+    """Share of the conversations held out, by a hash of their ids, or of ids and contents where there are few ids; 0
+    is allowed for counting a table."""
     heldout_limit: int = Field(256, ge=1)
     """Maximum number of held-out conversations."""
     min_clean_share: float = Field(0.98, ge=0, le=1)

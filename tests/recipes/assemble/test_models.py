@@ -19,6 +19,7 @@ from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.assemble.artifact import check_target
 from draftsmith.recipes.assemble.models import TrainableModel, build_model, check_vocabulary, cut_layers, load_trainable
 from draftsmith.recipes.schema.training import ModelSection
 from draftsmith.train.forward.packed import make_forward
@@ -81,6 +82,16 @@ def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_built() -> None
     sizes = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 96, "num_attention_heads": 512}
     with pytest.raises(ValueError, match=r"[\d,]{17} parameters need .* are free"):
         build_model(section(config={"model_type": "llama", **sizes}), 0)
+
+
+def test_another_vocabulary_than_the_targets_names_the_command_that_helps() -> None:
+    target, model = random_model("llama"), random_model("llama", vocab_size=36)
+    for source, words in (
+        ("my drafter", "`draftsmith doctor T 'my drafter' --fix OUT`"),
+        (None, "`vocab_size: 40` in"),
+    ):
+        with pytest.raises(ValueError, match=f"36 tokens, the target T of 40: .*{words}"):
+            check_target(target, model, "T", source)
 
 
 def test_files_that_exceed_the_memory_are_refused_before_they_are_read(

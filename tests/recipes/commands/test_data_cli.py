@@ -172,7 +172,9 @@ def test_a_share_that_holds_out_nothing_is_an_error(corpus: Path, tokenizer: Any
 
 
 def rows_of(tmp_path: Path, ids: list[Any], **more: Any) -> str:
-    return lines(tmp_path / "ids.jsonl", *({"id": each, **PAIR, "output": f"d{n}"} | more for n, each in enumerate(ids)))
+    return lines(
+        tmp_path / "ids.jsonl", *({"id": each, **PAIR, "output": f"d{n}"} | more for n, each in enumerate(ids))
+    )
 
 
 @pytest.mark.parametrize("ids", [["identity_0"] * 60, [""] * 60, ["a", "b", "c"] * 20])
