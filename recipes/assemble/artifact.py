@@ -153,7 +153,7 @@ def differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, st
 
 
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str, source: str | None) -> None:
-    """Raise ValueError if the vocabulary or the kind of model of a drafter, new or from `source`, is not its target's."""
+    """Raise ValueError if a drafter, new or from `source`, has another vocabulary or kind than its target."""
     theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
     if theirs != mine:
         mend = f"set `vocab_size: {theirs}` in `model.config`"
