@@ -127,14 +127,14 @@ class Parallel:
 
     tokens: int = _limited(8, ge=2)
     """Number of tokens drafted at once: the next one, and the others at mask tokens."""
-    keep: float = _limited(0.7, gt=0, le=1)
+    keep_share: float = _limited(0.7, gt=0, le=1)
     """Share of the positions that learn the second token after them, of these the share that learn the third, and so
     on: the cost of a step relative to one without `parallel`."""
-    least: float = _limited(0.2, ge=0, le=1)
+    min_share: float = _limited(0.2, ge=0, le=1)
     """Minimum share of the positions that learn each of them."""
     token: int = _limited(0, ge=0)
     """Id of the mask token."""
 
     def shares(self) -> list[float]:
         """Return the shares of the positions with a j-th mask token, j from 1."""
-        return [max(self.keep**number, self.least) for number in range(1, self.tokens)]
+        return [max(self.keep_share**number, self.min_share) for number in range(1, self.tokens)]

@@ -98,7 +98,7 @@ def make_task(options: dict[str, Any], rank: int) -> Any:
     model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
     at, more = options.get("kill_at", 0) if mine else 0, dict[str, Any]()
     if options.get("parallel"):
-        more = {"parallel": Parallel(token=3, tokens=3, keep=0.6, least=0.1)}
+        more = {"parallel": Parallel(token=3, tokens=3, keep_share=0.6, min_share=0.1)}
     task = SpyingTask(model, make_data(4, seed=1), at, options.get("signal", 15), **more)
     task.module.__class__ = UnevenModule
     task.uneven_at = options.get("uneven_at", 0)

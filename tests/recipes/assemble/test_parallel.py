@@ -67,7 +67,7 @@ def test_one_that_was_not_trained_for_it_is_refused(tiny_pair: Path) -> None:
 
 @pytest.mark.parametrize(
     ("parallel", "named"),
-    [({"tokens": 1}, r"parallel\.tokens"), ({"token": 320}, "320"), ({"keep": 0.0}, r"parallel\.keep")],
+    [({"tokens": 1}, r"parallel\.tokens"), ({"token": 320}, "320"), ({"keep_share": 0.0}, r"parallel\.keep_share")],
     ids=str,
 )
 def test_what_cannot_be_is_refused(

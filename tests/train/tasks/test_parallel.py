@@ -16,7 +16,7 @@ from draftsmith.train.tasks.parallel import Lengthened, lengthened
 from draftsmith.train.teachers.teacher import ModelTeacher
 
 LENGTH = 40
-PARALLEL = Parallel(token=3, tokens=4, keep=0.6, least=0.1)
+PARALLEL = Parallel(token=3, tokens=4, keep_share=0.6, min_share=0.1)
 
 
 def sharp(worker: ModuleType, seed: int = 0, **overrides: Any) -> Any:
