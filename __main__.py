@@ -1,6 +1,7 @@
 """`draftsmith`, `python -m draftsmith` and `accelerate launch -m draftsmith`: the command line."""
 
 import os
+import sys
 
 from .recipes.session.launch import end_with_launcher
 
@@ -16,6 +17,8 @@ def main() -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = _SPINS
+    if not sys.stderr.isatty():  # bars of transformers and the hub write a line for each change into a file
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     end_with_launcher()
     from .recipes.commands.cli import main as command_line
 

@@ -227,6 +227,22 @@ def best_lossless(rows: Iterable[Row]) -> Row | None:
     return max(fit, key=lambda row: (row.get("steady") is not False, float(row["speedup"])), default=None)
 
 
+def conclusions(rows: Sequence[Row]) -> list[str]:
+    """Return one line for each temperature: the fastest lossless method, its speedup and how many texts are right."""
+    lines = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        best = best_lossless(row for row in rows if row["temperature"] == temperature)
+        if best is None:
+            continue
+        low, high = best.get("speedup_interval") or (None, None)
+        text = f"{best['label']}, {speedup_cell(best).text}x" + ("" if low is None else f" ({low:.2f}–{high:.2f})")
+        if same := best.get("identical_to_greedy"):
+            text += f"; {same[0]} of {same[1]} texts identical"
+        name = "fastest lossless method" if best["speedup"] > 1 else "no lossless method is faster; the best"
+        lines.append(f"{name} at temperature {temperature:g}: {text}")
+    return lines
+
+
 def kinds_of(rows: Sequence[Row]) -> list[str]:
     """Return `best` at its temperature, `slower` than the baseline, or nothing for each row."""
     best = [best_lossless(row for row in rows if row["temperature"] == each["temperature"]) for each in rows]

@@ -27,7 +27,7 @@ from ....decode.models.base import LanguageModel
 from ...assemble.evaluation import Case, device_of, entries_of, open_case, prompts_digest
 from ...report.certificate import KIND
 from ...report.page import report_beside, write_report
-from ...report.tables import UNSTEADY, energy_table, method_table
+from ...report.tables import UNSTEADY, conclusions, energy_table, method_table
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
 from ...schema.results import EVALUATION, beside, load_results, write_results
@@ -221,6 +221,8 @@ def _results(case: Case, skipped: SkippedPrompts, resumed: int, summary: Summary
 def _show(case: Case, results: dict[str, Any]) -> None:
     left_out = ", ".join(f"{count} {reason}" for reason, count in results["passed_over"]["counts"].items() if count)
     title = f"{case.title} (left out: {left_out})" if left_out else case.title
+    for line in conclusions(results["methods"]):
+        console().print(line, soft_wrap=True)
     console().print(method_table(title, results["methods"]).rich())
     if section := results.get("energy_by_batch"):
         console().print(energy_table(section).rich())

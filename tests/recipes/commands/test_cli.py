@@ -51,7 +51,8 @@ def test_training_ends_in_an_artifact_that_is_reused(run: Callable[..., str], dr
     run("train", "drafter/vicuna68m", code=2, parts=("'drafter/vicuna68m'", "'drafter/vicuna-68m'"))
     run("train", recipe, "data.source=rows-are-not-here.json", code=2, parts=("rows-are-not-here.json",))
     assert not artifact.exists()
-    run("train", recipe)
+    logged = run("train", recipe)
+    assert "\r" not in logged, "no progress bars outside of a terminal"
     manifest = verify_artifact(artifact)
     assert manifest.kind == "drafter"
     assert manifest.training["steps"] == 12

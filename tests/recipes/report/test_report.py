@@ -17,7 +17,7 @@ import pytest
 from draftsmith.recipes.commands.evaluation.certify import run_certify
 from draftsmith.recipes.report.compare import compare
 from draftsmith.recipes.report.page import best_lossless, run_report
-from draftsmith.recipes.report.tables import method_table, number
+from draftsmith.recipes.report.tables import conclusions, method_table, number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import beside, load_results
 from draftsmith.recipes.session.terminal import Terminal
@@ -119,6 +119,21 @@ def test_the_page_shows_what_was_measured(results: Path, tmp_path: Path) -> None
     assert found["machine"]["name"] in page.text
     assert len(page.tables) == 5  # of one category there is no table
     assert len(page.drawings) >= 2
+
+
+def test_the_first_line_names_the_fastest_lossless_method() -> None:
+    def row(label: str, speedup: float, **more: Any) -> dict[str, Any]:
+        about = {"label": label, "method": label, "temperature": 0.0, "lossless": True, "speedup": speedup}
+        return about | {"identical_to_greedy": [12, 12], "speedup_interval": [speedup - 0.1, speedup + 0.1]} | more
+
+    base = row("autoregressive", 1.0)
+    rows = [base, row("suffix", 1.51), row("mjsd", 3.0, lossless=False), row("speculative", 1.6, steady=False)]
+    assert conclusions(rows) == [
+        "fastest lossless method at temperature 0: suffix, 1.51x (1.41–1.61); 12 of 12 texts identical"
+    ]
+    (slow,) = conclusions([base, row("bpd", 0.8, identical_to_greedy=None)])
+    assert slow == "no lossless method is faster; the best at temperature 0: bpd, 0.80x (0.70–0.90)"
+    assert conclusions([base]) == []
 
 
 def test_it_needs_nothing_but_itself_and_names_of_others_are_text(rich: Path) -> None:
