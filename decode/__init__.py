@@ -1,4 +1,4 @@
-"""Artifacts in, tokens and measurements out. `method` is what transformers' `generate` takes as `custom_generate`."""
+"""Speculative decoding and its measurement. `method` returns a `custom_generate` callable for transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CustomGenerate", "method"]
 
 
 def __getattr__(name: str) -> Any:
-    # Importing this package must not import transformers: train/losses/drafter.py and others do without.
+    # Importing this package must not import transformers, which train/losses/drafter.py and others do not need.
     if name in __all__:
         from .custom_generate import method as drop_in
 

@@ -1,6 +1,7 @@
-"""The one decoding loop: propose, score, verify, commit. It knows token ids only, and reads no clock.
+"""Decoding loop of all methods: propose, score, verify, commit. It handles token ids only and reads no clock.
 
-Shape letters: B batch, N tree nodes, M nodes that have children, K depth, S buffer slots, V vocabulary, D hidden.
+Shape letters: B batch, N tree nodes, M nodes that have children, K depth, S buffer slots, V vocabulary, D hidden size,
+G width of a row of hidden states with its auxiliary hidden states.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from .tree import Tree
 from .warpers import Sampling, warp
 
 READ_AT_ONCE = 2048
-"""Tokens of a prompt."""
+"""Maximum number of prompt tokens per prefill forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a row ends."""
+    """Conditions that end a row."""
 
     max_new_tokens: int = 128
-    """Tokens to generate at most; never one more."""
+    """Maximum number of generated tokens."""
     stop_ids: tuple[int, ...] = ()
-    """A row ends with the first of these tokens, which is kept; nothing after it is."""
+    """Tokens that end a row. The stop token itself is kept."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -42,131 +43,147 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Chains that were drafted side by side and share the nodes of their common prefixes."""
+    """Chains that were drafted jointly and share the nodes of their common prefixes."""
 
     nodes_BMK: Tensor
-    """int64; the node that holds the k-th token of chain m."""
+    """Node of the k-th token of chain m, int64."""
     probs_BMKV: Tensor
-    """float32; the distribution that the k-th token of chain m was drawn from."""
+    """Distribution that the k-th token of chain m was sampled from, float32."""
 
 
 @dataclass(slots=True)
 class Proposal:
-    """A token tree to be scored, with what the verifier needs to know of how it was drawn."""
+    """Token tree to score, with the data that the verifier needs."""
 
     tree: Tree
     tokens_BN: Tensor
-    """int64; node 0 is the root."""
+    """Token of each node, int64. Node 0 is the root."""
     draft_probs_BMV: Tensor | None = None
-    """float32; the distribution that a node's children were drawn from, for the first M nodes. None: no chance was
-    involved, all of it lies on the tokens themselves."""
+    """Distributions that the children of the first M nodes were sampled from, float32. None if the tokens were chosen
+    deterministically, so that each has draft probability 1."""
     valid_BN: Tensor | None = None
-    """bool; False at nodes that the drafter could not fill, or did not want to. None: all are."""
+    """Mask of the nodes that hold a draft token, bool. None if all do."""
     draft_scores_BN: Tensor | None = None
-    """float32; log of the drafter's joint probability of the path to a node."""
+    """Log of the drafter's joint probability of the path to each node, float32."""
     chains: Chains | None = None
     levels: int = 0
-    """For trees whose depth varies: how many levels random numbers are drawn for, so that a row's numbers do not
-    depend on how far its neighbours were drafted. 0: the tree's depth."""
+    """Number of levels that random numbers are drawn for if the depth of the tree varies, so that the numbers of a row
+    do not depend on the other rows. 0 uses the depth of the tree."""
     target_forwards: int = 0
-    """Forwards of the target itself that this proposal took."""
+    """Number of target forwards that this proposal took."""
     by_path: bool = False
-    """Score each path of the tree as a row of its own, with copies of the cache, instead of by tree attention."""
+    """True to score each path of the tree as a separate row with a copy of the cache, instead of by tree attention."""
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What the verifier kept of a proposal."""
+    """Accepted path of a proposal and the next token."""
 
     path_BK: Tensor
-    """int64; the accepted path's nodes by depth. Column i holds i + 1 where nothing is accepted at that depth."""
+    """Nodes of the accepted path by depth, int64. Column i holds i + 1 if nothing is accepted at that depth."""
     accepted_B: Tensor
-    """int64; how many columns of the path are accepted."""
+    """Number of accepted columns of the path, int64."""
     next_B: Tensor
-    """int64; the token after the path: a correction, or an extra one."""
+    """Token after the path, int64: a correction or a bonus token."""
     examined_B: Tensor | None = None
-    """int64; draft tokens looked at. None: each accepted node's siblings up to itself, and all children of the last."""
+    """Number of examined draft tokens, int64. None counts each accepted node with its earlier siblings, and all
+    children of the last accepted node."""
     rejected_B: Tensor | None = None
-    """bool; the path ended because no child was accepted. None: if the last node has children."""
+    """True if the path ended because no child was accepted, bool. None means True if the last node has children."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one iteration did, on the host. All arrays have one entry a row."""
+    """Result of one iteration on the host. All arrays have one entry per row."""
 
     new_ids: list[list[int]]
-    """The tokens that each row gained; empty for rows that had ended before."""
+    """New tokens of each row. Empty for rows that had ended before."""
     forwards: int
-    """Forwards of the target: one that scored the tree, and those that the proposal took."""
+    """Number of target forwards, including those that the proposal took."""
     nodes: int
-    """Tree nodes that the target scored for each row."""
+    """Number of tree nodes that the target scored per row."""
     active: np.ndarray
-    """bool; the row had not ended before this step."""
+    """True for rows that had not ended before this step, bool."""
     accepted: np.ndarray
     examined: np.ndarray
     rejected: np.ndarray
 
 
 class Proposer(ABC):
-    """Grows a token tree from a context."""
+    """Base class of proposers, which grow a token tree from the context."""
 
     @abstractmethod
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        """The most nodes of a proposal, the root included (slots that the cache must have), and how far its deepest
-        node may reach beyond the last token that is kept (positions that the models must have)."""
+        """Return the maximum size and reach of a proposal.
+
+        Returns:
+            Maximum number of nodes, including the root, which is the number of cache slots needed; and the number of
+            positions that the deepest node may reach beyond the last kept token.
+        """
 
     def start(self, context: Context) -> None:
-        """Read the prompts: called once, before the first proposal."""
+        """Read the prompts. `generate` calls this once, before the first proposal."""
         return
 
     @abstractmethod
     def propose(self, context: Context) -> Proposal:
-        """The next tree; its root is the last committed token of each row."""
+        """Return the next tree, whose root is the last committed token of each row."""
 
     def ahead(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
-        """What the next proposal wants to know on the host, of the hidden states of this one's nodes: it comes with the
-        verdict, as `Context.ahead`, so that the host waits for nothing else. A profile counts it to the commit."""
+        """Return tensors that the next proposal needs on the host, computed from the hidden states of this tree.
+
+        They are copied together with the verdict and appear as `Context.ahead`, which avoids another host
+        synchronisation. Profiles count this time in the commit phase.
+        """
         return ()
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        """Called after the context has taken the verdict in."""
+        """Update the proposer's state after the context has committed the verdict."""
         return
 
     def stop(self) -> None:
-        """Called when decoding has ended: free what was made for it."""
+        """Free the state of this decoding run."""
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """The forwards behind a proposal of `nodes` nodes for one row: each a model, heads or None for the target, and
-        how many tokens it runs. By default none."""
+        """Return the forwards that a proposal of `nodes` nodes takes for one row.
+
+        Each is a pair of the model (None for the target) or heads and the number of tokens. The default is none.
+        """
         return []
 
 
 class Verifier(ABC):
-    """Decides which path of a scored tree is kept."""
+    """Base class of verifiers, which select the accepted path of a scored tree."""
 
     lossless: bool = True
-    """Whether the output follows the target's warped distribution."""
+    """True if the output follows the target's warped distribution."""
     judges: Literal["probabilities", "unwarped", "logits"] = "probabilities"
-    """What it judges by: the target's warped probabilities, its unwarped ones, or its logits, if order is enough."""
+    """Target scores that `verify` receives: warped probabilities, unwarped probabilities, or logits."""
 
     @abstractmethod
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
-        """Pure but for the numbers it draws. `target_BNV[:, i]` is the target's scores after node i's path."""
+        """Return the verdict on a proposal. The only side effect is drawing from `rng`.
+
+        Args:
+            proposal: Scored token tree.
+            target_BNV: Target scores of the token after each node, of the kind named by `judges`.
+            rng: Random numbers of the batch.
+        """
 
 
 class Profile(Protocol):
-    """Called by `generate` as a step proceeds; `profile.StepProfile` reads clocks at these points."""
+    """Protocol of profilers that `generate` calls during a step. `profile.StepProfile` reads clocks at these points."""
 
     def start(self) -> None:
-        """A step begins."""
+        """Mark the start of a step."""
 
     def mark(self, phase: str) -> None:
-        """A phase of it has ended: draft, score, verify or commit."""
+        """Mark the end of a phase: draft, score, verify or commit."""
 
 
 class Context:
-    """The committed tokens of a batch, and what the target computed for them. `reach`: see `Proposer.capacity`."""
+    """Committed tokens of a batch, with the target's cache and states. `reach` is the result of `Proposer.capacity`."""
 
     def __init__(
         self,
@@ -189,33 +206,34 @@ class Context:
         self.host_ids_BS = np.zeros((len(ids), self.capacity), dtype=np.int64)
         for row, row_ids in enumerate(ids):
             self.host_ids_BS[row, : len(row_ids)] = row_ids
-        # On a CPU both are the same memory.
+        # On a CPU both names share the same memory.
         self.ids_BS = torch.from_numpy(self.host_ids_BS).to(target.device)
         self.ended = [False] * len(ids)
         self.accepted = [0] * len(ids)
         self.paths: list[list[int]] = []
-        """The nodes that each row accepted in the last step."""
+        """Accepted nodes of each row in the last step."""
         self.chains: list[list[list[int]]] | None = None
-        """Where its proposal had chains, their nodes, [B, M, K]."""
+        """Nodes of the chains of the last proposal, [B, M, K]. None if it had no chains."""
         self.proposed: list[tuple[list[int], list[int]]] = []
-        """Of each row the tokens and parents of all that was proposed."""
+        """Tokens and parents of the last proposal of each row."""
         self.ahead: list[Any] = []
-        """What the proposer asked for."""
+        """Values that the proposer requested with `Proposer.ahead`."""
         self._stop_ids = frozenset(limits.stop_ids)
-        self._last_node = 0  # the first row's, known on the host
+        self._last_node = 0  # last accepted node of the first row
         self.watch = Watch()
-        """Is shown the largest of all logits that a token is chosen by."""
+        """Detects NaN and infinite logits."""
         read_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
         self._hidden: tuple[Tensor, Verdict | None] = _last(read_BTG, self.lengths)[:, None], None
         self.aux_BSG: Tensor | None = None
-        """The target's auxiliary states at each committed token but the root; None: it gives none."""
+        """Auxiliary hidden states of the target at each committed token but the root. None if the target returns none.
+        """
         if target.aux_layers:
             self.aux_BSG = read_BTG.new_zeros(len(ids), self.capacity, read_BTG.shape[2] - target.hidden_size)
             self.aux_BSG[:, : read_BTG.shape[1]] = read_BTG[:, :, : -target.hidden_size]
 
     @property
     def hidden_BD(self) -> Tensor:
-        """[B, D] hidden state that the last committed token was read from; zeros where there is none."""
+        """Return the hidden state [B, D] that predicted the last committed token (zeros for a prompt of one token)."""
         hidden_BND, verdict = self._hidden
         if verdict is None or len(self.accepted) == 1:
             return hidden_BND[:, self._last_node, -self.target.hidden_size :]
@@ -223,11 +241,11 @@ class Context:
 
     @property
     def root_B1(self) -> Tensor:
-        """[B, 1] last committed token of each row."""
+        """Return the last committed token of each row, [B, 1]."""
         return self.last_ids(1)
 
     def aux_before(self, count: int) -> Tensor:
-        """[B, count, G] what the target gives behind the tokens that stand before each of `last_ids(count)`."""
+        """Return the auxiliary hidden states [B, count, G] at the tokens that precede each of `last_ids(count)`."""
         assert self.aux_BSG is not None
         if len(self.lengths) == 1:
             return self.aux_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
@@ -236,15 +254,21 @@ class Context:
         return self.aux_BSG.gather(1, places_BM1.expand(-1, -1, self.aux_BSG.shape[2]))
 
     def last_ids(self, count: int) -> Tensor:
-        """[B, count] last committed tokens of each row; each row must have as many."""
+        """Return the last `count` committed tokens of each row, [B, count]. Each row must have that many."""
         if len(self.lengths) == 1:
             return self.ids_BS[:, self.lengths[0] - count : self.lengths[0]]
-        after_B1 = self.cache.lengths_B[:, None] + 1  # the cache holds all but the root
+        after_B1 = self.cache.lengths_B[:, None] + 1  # the cache does not hold the root
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, ahead: Sequence[Tensor] = ()) -> Step:
-        """Keep the accepted path and the token after it; the one host synchronisation of a step, with which the numbers
-        `ahead` come."""
+        """Commit the accepted path and the next token of each row. This is the only host synchronisation of a step.
+
+        Args:
+            proposal: Scored token tree.
+            verdict: Result of the verifier.
+            hidden_BND: Hidden states of the tree's nodes, with auxiliary hidden states if the target returns them.
+            ahead: Further tensors to copy to the host; they become `Context.ahead`.
+        """
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
@@ -272,7 +296,7 @@ class Context:
         if self.ids_BS.device.type != "cpu":
             self._send(before, depth + 1)
         if self.aux_BSG is not None:
-            # Columns that are not kept may name nodes that are not there.
+            # Columns that are not accepted may refer to nodes that do not exist.
             known_BK = verdict.path_BK.clamp(max=hidden_BND.shape[1] - 1)
             path_BK1 = torch.nn.functional.pad(known_BK, (1, 0))[..., None]
             aux_BKG = hidden_BND[..., : self.aux_BSG.shape[2]]
@@ -288,7 +312,7 @@ class Context:
         return Step(new_ids, forwards, nodes, active, *counts)
 
     def _append(self, row: int, ids: list[int]) -> list[int]:
-        """Write a row's new tokens, up to its stop token or its limit; returns those that are kept."""
+        """Write the new tokens of a row up to its stop token or limit, and return the tokens written."""
         if self.ended[row]:
             return []
         length = self.lengths[row]
@@ -304,7 +328,7 @@ class Context:
         return ids
 
     def _send(self, lengths: list[int], count: int) -> None:
-        """Copy the `count` tokens behind each row's former end to the device: what is kept, and what is never read."""
+        """Copy the `count` tokens after the former end of each row to the device. Rejected ones are never read."""
         slots = np.minimum(np.array(lengths)[:, None] + np.arange(count), self.capacity - 1)
         packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
         slots_BK1, new_BK1 = sent(packed, self.ids_BS.device)
@@ -312,15 +336,15 @@ class Context:
 
 
 def hidden_after(verdict: Verdict, hidden_BND: Tensor, hidden_size: int) -> Tensor:
-    """[B, D] the hidden states that the token after the path was read from."""
+    """Return the hidden states [B, D] that predict the token after the accepted path."""
     hidden_BND = hidden_BND[..., -hidden_size:]
     node_B1 = torch.nn.functional.pad(verdict.path_BK, (1, 0)).gather(1, verdict.accepted_B[:, None])
     return hidden_BND.gather(1, node_B1[..., None].expand(-1, 1, hidden_BND.shape[2]))[:, 0]
 
 
 def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tuple[int, bool]:
-    """How many draft tokens a row examined, and whether its path ended by a rejection; see `Verdict`."""
-    last_tried = dict(zip([0, *path], [*path, len(parents)], strict=True))  # of each node's children, by number
+    """Return the number of examined draft tokens of a row and whether its path ended by a rejection (see `Verdict`)."""
+    last_tried = dict(zip([0, *path], [*path, len(parents)], strict=True))  # last examined child by node
     end = path[-1] if path else 0
     tried, refused = 0, False
     for node, parent in enumerate(parents):
@@ -331,8 +355,11 @@ def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tup
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run all committed tokens but the last of each row, `READ_AT_ONCE` at most at a time, which bounds what a layer
-    holds of them; the last becomes the root of the first tree. Returns what `extend` does; nothing is projected."""
+    """Run all committed tokens but the last of each row, which becomes the root of the first tree.
+
+    Each forward takes at most `READ_AT_ONCE` tokens, which bounds the memory of activations. The result of
+    `model.extend` is returned without computing logits.
+    """
     longest, width = max(lengths) - 1, model.hidden_size * (len(model.aux_layers) + 1)
     read = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
     parts = -(-longest // READ_AT_ONCE)
@@ -345,7 +372,7 @@ def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Seque
 
 
 def _last(read_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[B, G] behind the last token that was run of each row; zeros for a row of one token."""
+    """Return the states [B, G] of the last token that was run in each row (zeros for rows of one token)."""
     if not read_BTG.shape[1]:
         return read_BTG.new_zeros(len(lengths), read_BTG.shape[2])
     last_B = torch.tensor([max(length - 2, 0) for length in lengths], device=read_BTG.device)
@@ -364,12 +391,22 @@ def generate(
     rng: Rng,
     profile: Profile | None = None,
 ) -> Iterator[Step]:
-    """Decode a batch of prompts (token ids of each row; what the encoder reads, where there is one); yields after each
-    step: a forward of the target, and those that its proposal took.
+    """Decode a batch of prompts and yield a `Step` after each iteration.
 
-    Raises ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no space in the
-    model's positions for the new tokens and the tree; a drafter, heads or a table of another target; logits that are
-    NaN, infinite, or all minus infinity.
+    Args:
+        target: Target model.
+        proposer: Proposer of the method.
+        verifier: Verifier of the method.
+        prompts: Token ids of each row. Encoder-decoders take them as encoder input.
+        limits: Conditions that end a row.
+        sampling: Warping of the target's and the drafter's distributions.
+        rng: Random numbers, with one generator per row.
+        profile: Profiler of the steps.
+
+    Raises:
+        ValueError: The batch or a prompt is empty, a token is outside the vocabulary, a prompt leaves too few positions
+            for the new tokens and the tree, the drafter, heads or table belong to another target, or logits are NaN,
+            infinite, or all minus infinity.
     """
     warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.judges]
     mark: Callable[[str], None] = profile.mark if profile else lambda phase: None
@@ -407,7 +444,7 @@ def decode_texts(
     sampling: Sampling,
     rng: Rng,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, all that `generate` yields for it."""
+    """Decode a batch of prompts and return the new tokens of each."""
     texts = [list[int]() for _ in prompts]
     for step in generate(target, proposer, verifier, prompts, limits, sampling, rng):
         for text, new in zip(texts, step.new_ids, strict=True):
@@ -416,7 +453,7 @@ def decode_texts(
 
 
 def check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError: an empty batch or prompt, a token outside the vocabulary."""
+    """Raise ValueError if the batch or a prompt is empty, or a token is outside the target's vocabulary."""
     if not prompts:
         raise ValueError("there is no prompt to decode: the batch is empty")
     for row, prompt in enumerate(prompts):
@@ -431,7 +468,7 @@ def check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> No
 
 def _check_positions(target: LanguageModel, lengths: Sequence[int], limits: Limits, max_depth: int) -> None:
     for row, length in enumerate(lengths):
-        # The last tree's root may be the last token but one; its deepest node is scored all the same.
+        # The root of the last tree may be the second to last token, and its deepest node is scored in any case.
         needed = length + limits.max_new_tokens - 1 + max_depth
         if needed > target.max_positions:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Decoding methods: each combines a proposer and a verifier, and declares its options and the artifacts it needs."""
+"""Decoding methods. Each combines a proposer and a verifier, and declares its options and the artifacts it needs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ Chain = Literal["token", "block"]
 
 
 def _exact(proposer: Proposer, sampling: Sampling, verifier: Verifier) -> Method:
-    """Match the target's most likely tokens at temperature 0, whatever the verifier is above it."""
+    """Return a method that verifies with `GreedyMatch` at temperature 0 and with `verifier` above."""
     return Method(proposer, GreedyMatch() if sampling.greedy else verifier)
 
 
@@ -168,7 +168,7 @@ class NaiveMultiCandidate(_WithDrafter):
     def _proposer(self, parts: Parts, sampling: Sampling) -> DraftTree:
         branching = parse_branching(self.k_config)
         if sampling.greedy and self.replacement:
-            branching = (1,) * len(branching)  # independent draws from a one-hot distribution are all the same token
+            branching = (1,) * len(branching)  # draws from a one-hot distribution are all equal
         return DraftTree(_drafter(parts), branching, self.replacement, self.attention == "batch")
 
 
@@ -287,7 +287,7 @@ class Suffix(_WithDrafter):
         return _exact(proposer, sampling, SampleAndMatch())
 
 
-# Heads' candidates are not sampled: matching the target's own choice is exact, and best.
+# Candidates of heads are not sampled, so `SampleAndMatch` is exact and accepts the most tokens.
 
 
 @register("bpd", ("heads",))
@@ -319,7 +319,7 @@ class Medusa(MethodConfig):
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         tree = self.tree
-        if tree == _MEDUSA_TREE:  # of the default no more levels than there are heads
+        if tree == _MEDUSA_TREE:  # the default is cut to the number of heads
             tree = "x".join(tree.split("x")[: _heads(parts).num_heads])
         typical = self.acceptance == "typical" and not sampling.greedy
         verifier = TypicalAcceptance(self.epsilon, self.delta) if typical else SampleAndMatch()

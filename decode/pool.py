@@ -1,9 +1,9 @@
-"""Many prompts through one batch: a row whose text has ended takes the next prompt at once (continuous batching).
+"""Continuous batching: autoregressive decoding in which a finished row takes the next prompt at once.
 
-Plain decoding of a decoder: one token a row and step. A prompt that begins with what a free row still holds (the next
-question of a conversation) is read from there on.
+A prompt that begins with the tokens in the cache of a free row, such as the next turn of a conversation, reuses them.
+Encoder-decoders are not supported.
 
-Shape letters: B rows that run, V vocabulary, D hidden.
+Shape letters: B rows that run, C rows with the same sampling, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from .models.kv_cache import KVCache
 from .rng import Rng, categorical
 from .warpers import Sampling, warp
 
-_FIRST_CAPACITY = 512  # slots a row; doubled whenever a prompt needs more
-_PREFILL = 512  # tokens of a prompt that are read at once
+_FIRST_CAPACITY = 512  # slots per row, at least doubled if a prompt needs more
+_PREFILL = 512  # prompt tokens per forward
 
 
 @dataclass(slots=True)
 class _Row:
-    """What a row of the cache holds: keys and values of all `ids` but the last."""
+    """State of a row of the cache, which holds the keys and values of all `ids` but the last."""
 
     ids: list[int]
     sampling: Sampling
     ticket: int | None = None
-    """Whose text this is; None where it has ended."""
+    """Ticket of the text in this row. None if the row is free."""
     rng: Rng | None = None
     left: int = 0
-    """New tokens that it may still have."""
+    """Remaining number of new tokens."""
     prompt: int = 0
-    """How many of the ids are the prompt's."""
+    """Number of prompt tokens in `ids`."""
 
 
 class Pool:
-    """Decodes what is added to it, `rows` texts at a time; each as `engine.generate` would by itself, with
-    `Rng([seed])`."""
+    """Decoder of a queue of prompts with `rows` rows. Each text equals that of `engine.generate` with `Rng([seed])`."""
 
     def __init__(self, target: LanguageModel, rows: int, limits: Limits, sampling: Sampling) -> None:
         if rows < 1:
@@ -56,8 +55,11 @@ class Pool:
         self._watch = Watch()
 
     def add(self, prompt: Sequence[int], seed: int, sampling: Sampling | None = None) -> int:
-        """Queue a prompt; the ticket that its text will come with. `sampling`: instead of the pool's. Raises
-        ValueError: no tokens, or one outside the vocabulary."""
+        """Queue a prompt and return the ticket of its text. `sampling` overrides that of the pool.
+
+        Raises:
+            ValueError: The prompt is empty or contains a token outside the vocabulary.
+        """
         check_prompts(self._target, [prompt])
         self._tickets += 1
         self._waiting.append((self._tickets, list(prompt), seed, sampling or self._sampling))
@@ -65,13 +67,16 @@ class Pool:
 
     @property
     def busy(self) -> bool:
-        """Whether any text is not finished."""
+        """Return whether any text is unfinished."""
         return bool(self._waiting) or any(row.ticket is not None for row in self._rows)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, list[int]]]:
-        """A token for each row; ticket and new ids of the texts that ended with it. Raises ValueError: logits that are
-        NaN or infinite."""
+        """Generate one token per row, and return the ticket and the new ids of each text that ended.
+
+        Raises:
+            ValueError: Logits are NaN or infinite.
+        """
         self._admit()
         count = self._close_ranks()
         rows = self._rows[:count]
@@ -99,7 +104,7 @@ class Pool:
         return drawn.tolist()
 
     def _admit(self) -> None:
-        """Give free rows to those who wait: of these rows, the one that holds most of the prompt."""
+        """Assign waiting prompts to free rows, preferring the row with the longest common prefix."""
         free = [index for index, row in enumerate(self._rows) if row.ticket is None]
         while free and self._waiting:
             ticket, prompt, seed, sampling = self._waiting.popleft()
@@ -111,7 +116,7 @@ class Pool:
             self._rows[index] = _Row(prompt, sampling, ticket, Rng([seed], self._target.device), new, len(prompt))
 
     def _read(self, index: int, prompt: list[int], start: int) -> None:
-        """Run all of a prompt but its last token; the first `start` tokens have been run in this row."""
+        """Run all tokens of a prompt but the last. The first `start` tokens are already in the cache of this row."""
         needed = len(prompt) + self._limits.max_new_tokens
         if needed > self._cache.capacity:
             self._cache = self._cache.grown(max(needed, 2 * self._cache.capacity))
@@ -121,7 +126,7 @@ class Pool:
             self._target.extend(cache, torch.tensor([part]).to(self._target.device))
 
     def _close_ranks(self) -> int:
-        """How many rows must run: texts change places with free rows before them."""
+        """Move running texts before free rows, and return their number."""
         running = [index for index, row in enumerate(self._rows) if row.ticket is not None]
         for place in range(len(running)):
             if self._rows[place].ticket is None:
@@ -132,6 +137,6 @@ class Pool:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens come before the first difference."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(first), len(second)))

@@ -29,7 +29,7 @@ Part = Literal["drafter", "heads", "table"]
 
 
 class Method(NamedTuple):
-    """Proposer and verifier, which `generate` takes after the target."""
+    """Proposer and verifier of a method, in the order of the arguments of `generate`."""
 
     proposer: Proposer
     verifier: Verifier
@@ -57,27 +57,31 @@ class MethodConfig:
     name: ClassVar[str]
     requires: ClassVar[tuple[Part, ...]] = ()
     lossless: ClassVar[bool] = True
-    """Whether the output follows the target's distribution, whatever the options."""
+    """True if the output follows the target's distribution with all options."""
     greedy_only: ClassVar[bool] = False
-    """Whether the method searches for likely text, so that a temperature means nothing to it."""
+    """True if the method searches for likely text, so that it ignores the temperature."""
 
     @property
     def needs(self) -> tuple[Part, ...]:
-        """Artifacts that the method needs with these options."""
+        """Return the artifacts that the method needs with these options."""
         return self.requires
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the output follows the target's distribution with these options."""
+        """Return whether the output follows the target's distribution with these options."""
         return self.lossless
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        """Return the proposer and the verifier. Raises ValueError for settings that do not fit each other."""
+        """Return the proposer and the verifier.
+
+        Raises:
+            ValueError: Options contradict each other or the artifacts.
+        """
         raise NotImplementedError
 
 
 METHODS: dict[str, type[MethodConfig]] = {}
-"""All methods by name. `decode/methods.py` registers them."""
+"""Configuration class of each method by name. `decode/methods.py` registers them."""
 Config = TypeVar("Config", bound=MethodConfig)
 
 
@@ -85,7 +89,7 @@ Config = TypeVar("Config", bound=MethodConfig)
 def register(
     name: str, requires: tuple[Part, ...] = (), *, lossless: bool = True, greedy_only: bool = False
 ) -> Callable[[type[Config]], type[Config]]:
-    """Make a class a frozen dataclass and add it to `METHODS` under a name."""
+    """Return a class decorator that makes a class a frozen dataclass and adds it to `METHODS` under a name."""
 
     def add(config: type[Config]) -> type[Config]:
         config = dataclass(frozen=True)(config)
@@ -100,8 +104,8 @@ def method_config(name: str, options: Mapping[str, Any]) -> MethodConfig:
     """Return the options of a method with defaults filled in.
 
     Raises:
-        ValueError: An unknown method, option or choice (the message names the nearest known one), a value of another
-            type, or a count below 1.
+        ValueError: A method, option or choice is unknown (the message names the nearest known one), a value has another
+            type, or a count is below 1.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
@@ -135,7 +139,7 @@ def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) ->
     """Return the proposer and verifier of a method.
 
     Raises:
-        ValueError: Wrong options, a missing artifact, or settings that do not fit each other.
+        ValueError: Options are wrong or contradict each other, or an artifact is missing.
     """
     config = method_config(name, options)
     for part in config.needs:
@@ -161,8 +165,10 @@ def _choices_that_matter(name: str) -> list[Options]:
 
 
 def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Options]]:
-    """Return the variants of all methods that can be built from these artifacts and matter at a temperature, except
-    those with a datastore, since few tables keep texts."""
+    """Return the method variants that can be built from these artifacts and apply at this temperature.
+
+    Variants with a datastore are left out, because few tables contain texts.
+    """
     rows = [(name, options, method_config(name, options)) for name, options in method_variants()]
     return [
         (name, options)

@@ -1,4 +1,4 @@
-"""Explicit randomness: one generator a row, so that a row's sample does not depend on its neighbours.
+"""Random numbers with one generator per row, so that the samples of a row do not depend on the other rows.
 
 Shape letters: B batch, C draws, V vocabulary, U numbers of a row, X any further shape.
 """
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 _AHEAD = 1024
-"""Numbers that are drawn at once for a row."""
+"""Number of values that are generated in advance per row."""
 
 
 class Rng:
-    """Random numbers for a batch of rows. The same seeds give the same numbers, whatever the other rows do."""
+    """Random numbers of a batch. Equal seeds give equal numbers, independently of the other rows."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -25,11 +25,14 @@ class Rng:
 
     @classmethod
     def for_rows(cls, seed: int, rows: int, device: torch.device | str = "cpu") -> Rng:
-        """Row b is seeded by `seed + b`: a prompt decoded alone with that seed draws the same numbers."""
+        """Return generators that seed row b with `seed + b`, as if each prompt were decoded separately."""
         return cls([seed + row for row in range(rows)], device)
 
     def uniform(self, *shape: int) -> Tensor:
-        """[B, *shape] float64 in [0, 1). Few numbers are drawn ahead: one launch for all rows, not one for each."""
+        """Return float64 numbers in [0, 1) of shape [B, *shape].
+
+        Small requests are served from numbers generated in advance, to save kernel launches.
+        """
         count = math.prod(shape)
         if count > _AHEAD:
             return self._draw(count).unflatten(1, shape)
@@ -45,19 +48,30 @@ class Rng:
         return torch.stack(draws)
 
     def exponential(self, *shape: int) -> Tensor:
-        """[B, *shape] float32, Exp(1); logarithms of uniform numbers, which is several times faster than one by one."""
+        """Return float32 numbers of shape [B, *shape] that follow Exp(1), from logarithms of uniform numbers."""
         return self.uniform(*shape).log().neg_().float()
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
-    """One token a row, [...] int64, by inverting the distribution function of [..., V], which need not be normalised;
-    never one of probability 0. `uniform_X` lies in [0, 1)."""
+    """Draw one token per row by inverting the cumulative distribution.
+
+    Args:
+        probs_XV: Probabilities, which need not be normalised. Tokens of probability 0 are never drawn.
+        uniform_X: Uniform numbers in [0, 1).
+
+    Returns:
+        Token ids, [...] int64.
+    """
     return draw_many(probs_XV, uniform_X[..., None])[0][..., 0]
 
 
 def draw_many(probs_XV: Tensor, uniform_XC: Tensor) -> tuple[Tensor, Tensor]:
-    """Independent draws [..., C] from each distribution, as `categorical` does, and what was searched for, which is NaN
-    where the probabilities were: there the last token is drawn, for an id beyond it could not be looked up."""
+    """Draw independent tokens from each distribution, as `categorical` does.
+
+    Returns:
+        Token ids [..., C], and the values that were searched for in the cumulative distribution. These are NaN if the
+        probabilities are; the last token is drawn then, because its id must stay within the vocabulary.
+    """
     cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
     wanted_XC = uniform_XC * cdf_XV[..., -1:]
     return torch.searchsorted(cdf_XV, wanted_XC, right=True).clamp_(max=cdf_XV.shape[-1] - 1), wanted_XC

@@ -1,7 +1,7 @@
-"""Token trees: what one forward of the target scores. A chain is a tree; so is the root alone.
+"""Token trees, which the target scores in one forward. Chains and single roots are special cases.
 
-Shape letters: B batch (1 where all rows share the topology), N tree nodes (node 0 is the root: the last committed
-token, whose key and value are not cached yet), C children of a node, K depth.
+Shape letters: B batch (1 if all rows share the topology), N tree nodes (node 0 is the root: the last committed token,
+whose key and value are not cached yet), P nodes of a path to the root, C children of a node, K depth.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Topology of one tree, or of one tree a row; parents stand before their children."""
+    """Topology of one tree, or of one tree per row. Parents precede their children."""
 
     parents_BN: Tensor
-    """int64; -1 at the root, and at padding nodes, which no path reaches."""
+    """Parent of each node, int64. It is -1 for the root and for padding nodes, which no path reaches."""
     depth_BN: Tensor
-    """int64; 0 at the root and at padding nodes."""
+    """Depth of each node, int64. It is 0 for the root and for padding nodes."""
     line_BNP: Tensor
-    """int64; a node, its parent, its parent's parent …, and then the root again and again."""
+    """Path from each node to the root, int64: the node, its parent, and so on, padded with the root."""
     max_depth: int
     is_chain: bool = False
 
@@ -33,7 +33,7 @@ class Tree:
 
     @classmethod
     def from_parents(cls, parents_BN: Tensor, max_depth: int, depth_BN: Tensor | None = None) -> Tree:
-        """Derive ancestors, and depths where they are not known, by following parents `max_depth` times."""
+        """Return a tree with these parents. Depths are computed unless they are given."""
         above_BN = parents_BN.clamp(min=0)
         line = [torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)]
         for _ in range(max_depth):
@@ -44,7 +44,7 @@ class Tree:
         return cls(parents_BN, depth_BN, line_BNP, max_depth)
 
     def grow(self, parents_BM: Tensor) -> Tree:
-        """This tree with one more level: M nodes behind the last, each under one of this tree's deepest nodes."""
+        """Return this tree with M more nodes as the next level, each below one of the deepest nodes of this tree."""
         rows, count = parents_BM.shape
         places_BM1 = torch.arange(self.nodes, self.nodes + count, device=parents_BM.device).expand(rows, -1)[..., None]
         wide_BNP = self.line_BNP.expand(rows, -1, -1)
@@ -59,21 +59,25 @@ class Tree:
 
     @classmethod
     def chain(cls, gamma: int) -> Tree:
-        """The root and `gamma` tokens after it, each the child of the one before."""
+        """Return a chain of `gamma` tokens after the root."""
         return _chain(gamma)
 
     @classmethod
     def k_ary(cls, branching: Sequence[int]) -> Tree:
-        """Each node of depth i has `branching[i]` children (ValueError for none); nodes are numbered level by level."""
+        """Return the tree in which each node of depth i has `branching[i]` children, numbered level by level.
+
+        Raises:
+            ValueError: A level has no children.
+        """
         return _k_ary(tuple(branching))
 
     def to(self, device: torch.device) -> Tree:
-        """This tree on a device: itself, or one that is sent there with the first call."""
+        """Return this tree on a device. Copies are cached."""
         if self.parents_BN.device == device:
             return self
         if device not in self._elsewhere:
             sides = [self.parents_BN, self.depth_BN, self.line_BNP]
-            if device.type == "cuda":  # from pinned memory a copy is queued: the host would wait for any other
+            if device.type == "cuda":  # only copies from pinned memory are asynchronous
                 sides = [side.pin_memory() for side in sides]
             parents_BN, depth_BN, line_BNP = (side.to(device, non_blocking=True) for side in sides)
             self._elsewhere[device] = Tree(parents_BN, depth_BN, line_BNP, self.max_depth, self.is_chain)
@@ -85,8 +89,11 @@ class Tree:
 
     @cached_property
     def leaf_paths(self) -> tuple[Tensor, Tensor]:
-        """Of the first row, whose leaves must lie equally deep: the nodes of each leaf's path, [leaves, K + 1], and a
-        leaf below each node, [N]."""
+        """Return the paths of the first row, whose leaves must have the same depth.
+
+        Returns:
+            Nodes of the path of each leaf, [leaves, K + 1]; and the index of a leaf below each node, [N].
+        """
         leaves_L = torch.nonzero(self.depth_BN[0] == self.max_depth)[:, 0]
         above_LN = self.ancestors_BNN[0, leaves_L]
         path_LP = torch.nonzero(above_LN)[:, 1].view(len(leaves_L), self.max_depth + 1)
@@ -94,21 +101,22 @@ class Tree:
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
-        """bool; [b, i, j]: j is i or an ancestor of i."""
+        """Return a bool mask that is True at [b, i, j] if j is i or an ancestor of i."""
         none_BNN = torch.zeros(*self.parents_BN.shape, self.nodes, dtype=torch.bool, device=self.line_BNP.device)
         return none_BNN.scatter_(2, self.line_BNP, True)
 
     @cached_property
     def rank_BN(self) -> Tensor:
-        """int64; a node's index among its siblings, from 0."""
+        """Return the index of each node among its siblings, int64, from 0."""
         same_BNN = self.parents_BN[:, :, None] == self.parents_BN[:, None, :]
         return same_BNN.tril(-1).sum(-1)
 
     @cached_property
     def inner_children(self) -> tuple[Tensor, Tensor]:
-        """Of the first row's nodes that have children: those, [M, C] int64 padded with 0, and which of them exist.
+        """Return the children of the nodes of the first row that have any. These nodes must precede all leaves.
 
-        For a tree whose nodes with children stand before those without.
+        Returns:
+            Children [M, C], int64, padded with 0; and a bool mask of those that exist.
         """
         is_child_NN = self.parents_BN[0] == torch.arange(self.nodes, device=self.parents_BN.device)[:, None]
         count_N = is_child_NN.sum(1)
@@ -118,13 +126,13 @@ class Tree:
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """Of the first row's nodes, by number, their children."""
+        """Return the children of each node of the first row."""
         above = self.parents_BN[0].tolist()
         return [[child for child, parent in enumerate(above) if parent == node] for node in range(len(above))]
 
     @cached_property
     def widths(self) -> list[int]:
-        """The most children of a node of `inner_children`, by depth."""
+        """Return the largest number of children of a node of `inner_children`, by depth."""
         count_M = self.inner_children[1].sum(1)
         depth_M = self.depth_BN[0, : len(count_M)]
         return [int(count_M[depth_M == depth].max()) for depth in range(self.max_depth)]
@@ -134,7 +142,7 @@ class Tree:
         return {}
 
     def bias(self, start: int, stop: int) -> Tensor:
-        """[B, stop - start, stop] float32; 0 where a node may attend to a node, minus infinity elsewhere."""
+        """Return the attention bias of nodes, [B, stop - start, stop] float32: 0 for visible nodes, else -inf."""
         if (start, stop) not in self._biases:
             line_BMP = self.line_BNP[:, start:stop]
             shape = (*line_BMP.shape[:2], stop)
@@ -167,7 +175,11 @@ def _k_ary(branching: tuple[int, ...]) -> Tree:
 
 
 def parse_branching(text: str) -> tuple[int, ...]:
-    """A k-configuration such as `4x2x2x1` (multi-candidate paper, section 4.3); ValueError for other text."""
+    """Parse a k-configuration such as `4x2x2x1` (arXiv 2401.06706, section 4.3).
+
+    Raises:
+        ValueError: The text does not parse.
+    """
     parts = str(text).lower().split("x")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"k-configuration {text!r} does not parse: give positive integers joined by x, such as 4x2x1")
@@ -183,12 +195,17 @@ MEDUSA_63 = (
 
 
 def parse_tree(text: str) -> tuple[Tree, Tensor]:
-    """A tree whose nodes take candidates by rank: a k-configuration, or a list of paths; and each node's rank [N] (0 at
-    the root). Raises ValueError: where the text is neither.
+    """Parse a tree whose nodes take candidates by rank, given as a k-configuration or as a list of paths.
 
-    A list such as `0, 1, 0.0, 0.2` names each node by the ranks on its path (Medusa's sparse trees): the best and the
-    second of the first head, then, after the best, the best and the third of the second head. Prefixes are added.
-    `medusa-63` is the tree that Medusa published.
+    A list such as `0, 1, 0.0, 0.2` names each node by the ranks on its path, as in Medusa's sparse trees: the first and
+    second candidate of the first head and, after the first, the first and third candidate of the second head. Prefixes
+    are added. `medusa-63` is the tree that Medusa published.
+
+    Returns:
+        The tree, and the rank of each node [N] (0 for the root).
+
+    Raises:
+        ValueError: The text does not parse.
     """
     text = MEDUSA_63 if text == "medusa-63" else text
     if not set(text) & set(",."):

@@ -1,4 +1,4 @@
-"""Logits become probabilities here and nowhere else, for target and drafter alike.
+"""Conversion of logits to probabilities. Target and drafter use the same functions.
 
 Shape letters: X any leading shape, V vocabulary.
 """
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_COLDEST = 1e-30  # a lower one would take logits out of float32's range
+_COLDEST = 1e-30  # with a lower temperature, logits leave the range of float32
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a next-token distribution is warped before a token is drawn from it."""
+    """Warping of next-token distributions."""
 
     temperature: float = 0.0
-    """Divides the logits; 0 puts all mass on the most likely token."""
+    """Divisor of the logits. 0 selects the most likely token."""
     top_k: int = 0
-    """Keep the k most likely tokens (ties with the k-th are kept too); 0 keeps all."""
+    """Number of most likely tokens to keep, including ties with the last one. 0 keeps all tokens."""
     top_p: float = 1.0
-    """Keep the fewest most likely tokens whose mass reaches p; 1 keeps all."""
+    """Probability mass to keep: the smallest set of most likely tokens with at least this mass. 1 keeps all tokens."""
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
@@ -39,9 +39,12 @@ class Sampling:
 
 
 def warp(logits_XV: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities after temperature, top-k and top-p, in that order: [..., V] float32, each row summing to 1.
+    """Return the probabilities after temperature, top-k and top-p, in that order.
 
-    "Lossless" always means: this distribution of the target.
+    A method is lossless if its output follows this distribution of the target.
+
+    Returns:
+        [..., V] float32. Each row sums to 1.
     """
     if sampling.greedy:
         return torch.zeros_like(logits_XV, dtype=torch.float32).scatter_(-1, logits_XV.argmax(-1, keepdim=True), 1.0)
@@ -54,9 +57,9 @@ def warp(logits_XV: Tensor, sampling: Sampling) -> Tensor:
     probs_XV = logits_XV.softmax(-1)
     if sampling.top_p < 1:
         sorted_XV, order_XV = probs_XV.sort(dim=-1, descending=True, stable=True)
-        # A token goes when those before it already reach p; the most likely one therefore always stays.
+        # A token is dropped if the tokens before it already reach p.
         dropped_XV = sorted_XV.cumsum(-1) - sorted_XV >= sampling.top_p
-        dropped_XV[..., 0] = False  # rounding of the running sum must not cost the first token
+        dropped_XV[..., 0] = False  # rounding of the sum must not drop the most likely token
         probs_XV = probs_XV.masked_fill(dropped_XV.scatter(-1, order_XV, dropped_XV), 0.0)
         probs_XV = probs_XV / probs_XV.sum(-1, keepdim=True)
     return probs_XV

@@ -1,7 +1,6 @@
-"""Chains whose length is chosen while they are drafted.
+"""Chains whose length is chosen during drafting.
 
-The choice depends on distributions only, never on the token that is drawn from the last of them, so that the output
-stays exact.
+The choice depends on distributions only and not on the token sampled from the last one, so that the output stays exact.
 
 Shape letters: B batch, K depth, V vocabulary, D hidden.
 """
@@ -23,10 +22,10 @@ from .draft_state import DrafterProposer, DraftState
 
 
 class AdaptiveChain(DrafterProposer):
-    """Chain of at most `gamma` draft tokens that ends where the drafter's most likely token falls below a probability.
+    """Chain of at most `gamma` draft tokens that ends at the first token whose confidence is below a threshold.
 
-    Source: BiLD (arXiv 2302.07863). On a CPU nothing is drafted after the last row's end. Elsewhere the host would have
-    to wait to know of it, once a token: there all are drafted, and what stands behind a row's end counts for nothing.
+    Source: BiLD (arXiv 2302.07863). On a CPU drafting stops when all rows have ended. On other devices this would need
+    a synchronisation per token, so all tokens are drafted and those after the end of a row are masked.
     """
 
     def __init__(self, model: LanguageModel, gamma: int, confidence_threshold: float) -> None:
@@ -49,15 +48,18 @@ class AdaptiveChain(DrafterProposer):
         return proposal
 
     def _run(self, context: Context, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what `_grow` does, from one captured graph where the model has one."""
+        """Return the result of `_grow`, from a captured graph if the model has one."""
         grow = partial(self._grow, context.sampling)
         if not self.model.is_async:
             return grow(*inputs)
         return self._draft.run_captured(self._tree, (self._threshold, context.sampling), grow, *inputs)
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        """How sure the drafter was at each level, the tokens, in which rows they count, and, above temperature 0, the
-        distributions that they come from."""
+        """Draft the chain.
+
+        Returns:
+            Confidence by level, tokens, their validity by row and, above temperature 0, their distributions.
+        """
         stops = not self.model.is_async
         sure, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         hidden_BMD = hidden_BD[:, None]
@@ -81,14 +83,14 @@ class AdaptiveChain(DrafterProposer):
         return found if sampling.greedy else (*found, torch.cat(probs or [draft_BMV[:, :0]], 1))
 
     def _go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
-        """Return bool [B]: whether to draft the token of this level, given its (warped) distribution."""
+        """Return which rows draft the token of this level, bool [B], given its warped distribution."""
         return confidence_B >= self._threshold
 
     def _after_draft(self, tokens_B1: Tensor, level: int) -> None:
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        # As many as there are tokens, and one whose distribution ended the chain.
+        # One per token, and one whose distribution ended the chain.
         return [(self.model, 1)] * min(self.gamma, round(nodes))
 
 
@@ -96,8 +98,8 @@ class OracleChain(AdaptiveChain):
     """Chain that continues while one more token raises the expected tokens per unit of time: an upper bound.
 
     With acceptance rates β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (arXiv
-    2211.17192, section 3.5). The true rates Σ min(p, q) are known before a token is drafted: the forwards of the target
-    and of the drafter that compute them are not counted among the proposal's forwards.
+    2211.17192, section 3.5). The true rates Σ min(p, q) are computed before a token is drafted. The forwards of target
+    and drafter that this takes are not counted among the proposal's forwards.
 
     Args:
         draft_cost: c, the cost of a forward of the drafter, in forwards of the target.

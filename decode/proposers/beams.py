@@ -1,4 +1,4 @@
-"""Beams: the likeliest of many sequences, proposed as one chain. They are nodes of a tree in the model's cache.
+"""Beam search, which proposes the most likely of several sequences as one chain. Beams are tree nodes in the cache.
 
 Shape letters: B batch, N tree nodes, M beams, V vocabulary, D hidden, X flattened.
 """
@@ -18,7 +18,7 @@ from .draft_state import DraftState, own_path
 
 
 class _Beam(Proposer):
-    """A chain out of a beam, whose nodes in the model's cache have numbers of their own."""
+    """Base class of proposers of a beam's chain, whose nodes have other numbers in the model's cache."""
 
     _state: DraftState
     _nodes_BN: Tensor
@@ -31,12 +31,11 @@ class _Beam(Proposer):
 
 
 class DraftBeam(_Beam):
-    """The most likely of a beam of draft sequences (arXiv 2407.09722, Algorithm 1: beam sample).
+    """Chain of the most likely sequence of a drafter's beam (beam sampling, arXiv 2407.09722, Algorithm 1).
 
-    Each level samples its beams without replacement in proportion to the warped joint probability. At temperature 0,
-    where Algorithm 1 samples too, this is a beam search over the drafter's unwarped probabilities, without chance, and
-    the token after the path is the target's most likely one. The paper's own setting (appendix D) is temperature 1,
-    top-k 20, top-p 0.9.
+    Each level samples its beams without replacement in proportion to the warped joint probability. At temperature 0
+    this is instead a deterministic beam search over unwarped probabilities, and the token after the path is the
+    target's most likely one. The paper uses temperature 1, top-k 20 and top-p 0.9 (appendix D).
     """
 
     def __init__(self, model: LanguageModel, gamma: int, num_beams: int) -> None:
@@ -58,10 +57,11 @@ class DraftBeam(_Beam):
 
 
 class TargetBeam(_Beam):
-    """Beam search over the target itself: `gamma` tokens a step by their joint likelihood, 0: all at once.
+    """Beam search over the target for `gamma` tokens per step, or for all new tokens if `gamma` is 0.
 
-    Multi-token joint greedy decoding (arXiv 2407.09722, definition 3.1). A beam that has ended keeps its likelihood. It
-    takes γ forwards of the target to propose, and one more that fills the cache: a reference for quality.
+    This is multi-token joint greedy decoding (arXiv 2407.09722, definition 3.1). Beams that have ended keep their
+    likelihood. A step takes γ forwards of the target and one more that fills the cache, so this is a reference for
+    quality.
     """
 
     def __init__(self, gamma: int, num_beams: int) -> None:
@@ -88,9 +88,9 @@ class TargetBeam(_Beam):
 def best_beam(
     state: DraftState, context: Context, gamma: int, beams: int, stop_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, joint log-probabilities and nodes, [B, gamma + 1] each, of the likeliest of `beams` sequences.
+    """Return tokens, joint log-probabilities and nodes of the most likely of `beams` sequences, [B, gamma + 1] each.
 
-    A beam whose last token is one of `stop_ids` ends there: it repeats that token, and its score stays.
+    A beam whose last token is in `stop_ids` has ended: it repeats that token with an unchanged score.
     """
     model, rows = state.model, len(context.lengths)
     whose = "the target's" if model is context.target else "the drafter's"
@@ -118,7 +118,7 @@ def best_beam(
     best_B = first + scores_BN[:, first:].argmax(1)
     line_BN = tree.ancestors_BNN[torch.arange(rows, device=model.device), best_B]
     nodes_BN = torch.zeros(rows, gamma + 1, dtype=torch.int64, device=model.device)
-    # Nodes off the line fall on column 0 together with the root, which is put right afterwards.
+    # Nodes outside the path are written to column 0, which is then reset to the root.
     every_N = torch.arange(tree.nodes, device=model.device).expand(rows, -1)
     nodes_BN.scatter_(1, torch.where(line_BN, tree.depth_BN, 0), every_N)
     nodes_BN[:, 0] = 0
@@ -126,14 +126,14 @@ def best_beam(
 
 
 def _joint(logits_BMV: Tensor, scores_BM: Tensor, sampling: Sampling) -> Tensor:
-    """Joint log-probabilities of every beam's every continuation; unwarped at temperature 0."""
+    """Return the joint log-probability of every continuation of every beam (unwarped at temperature 0)."""
     if sampling.greedy:
         return logits_BMV.float().log_softmax(-1) + scores_BM[..., None]
     return warp(logits_BMV, sampling).log() + scores_BM[..., None]
 
 
 def _pick(joint_BX: Tensor, beams: int, context: Context) -> tuple[Tensor, Tensor]:
-    """The next beams: the likeliest continuations, or a sample of them without replacement."""
+    """Return scores and indices of the next beams: the most likely continuations, or samples without replacement."""
     beams = min(beams, joint_BX.shape[1])
     if context.sampling.greedy:
         top = joint_BX.topk(beams, 1)

@@ -1,7 +1,7 @@
-"""A drafter of another tokenizer: what it writes is read as text, and cut into the target's tokens.
+"""Drafting with another tokenizer: the drafter's text is retokenised for the target.
 
-String-level matching: exact at every temperature, for such a draft is no chance. `Translation` is told in ids alone;
-what makes one of two tokenizers is `checkpoints/pairs/by_text.py`.
+String-level matching is exact at every temperature, because the draft is deterministic. `Translation` handles ids only;
+`checkpoints/pairs/by_text.py` builds it from two tokenizers.
 
 Shape letters: B batch, M new tokens, K depth, D hidden.
 """
@@ -20,13 +20,13 @@ from ..models.kv_cache import sent
 from ..tree import Tree
 
 _SLOTS = 4
-"""Tokens of the drafter that there is room for, beside the prompt's, for each new one of the target."""
+"""Cache slots of the drafter per new token of the target, in addition to the prompt."""
 
 
 class TextChain(Proposer):
-    """`gamma` of the drafter's likeliest tokens, one after the other, and of what they say so many of the target's.
+    """Chain of at most `gamma` target tokens, from the text of the drafter's `gamma` most likely tokens.
 
-    A row whose text outgrows the drafter's positions, or its cache, drafts no longer.
+    A row whose text exceeds the drafter's positions or cache stops drafting.
     """
 
     def __init__(self, drafter: LanguageModel, gamma: int) -> None:
@@ -62,7 +62,7 @@ class TextChain(Proposer):
         able = [not ended and len(row) <= self._room for ended, row in zip(context.ended, own, strict=True)]
         drafts: list[list[int]] = [[] for _ in ids]
         if any(able):
-            # A row that drafts no longer reads a token of its text once more.
+            # Rows that no longer draft read one token of their text again.
             rows = [row if drafts_on else row[: self._room] for row, drafts_on in zip(own, able, strict=True)]
             written = self._written(context, rows)
             for row, drafts_on in enumerate(able):
@@ -79,15 +79,15 @@ class TextChain(Proposer):
         return proposal
 
     def _written(self, context: Context, rows: list[list[int]]) -> list[list[int]]:
-        """What the drafter writes behind each row: reads what is new of it, then goes on greedily."""
-        # Of each row all but its last token at most were read before; the same token at the same slot stays.
+        """Return the tokens that the drafter generates greedily after each row, once it has read the new tokens."""
+        # The last token is always read. Others are skipped while they equal those in the cache.
         same = [
             min(len(row) - 1, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, read, strict=False))))
             for row, read in zip(rows, self._read, strict=True)
         ]
         pending = max(len(row) - known for row, known in zip(rows, same, strict=True))
         starts = [max(0, len(row) - pending) for row in rows]
-        # A row of fewer tokens reads beyond its end what is never looked at.
+        # The tokens that shorter rows read after their end are ignored.
         tokens = [(row[start:] + [0] * pending)[:pending] for row, start in zip(rows, starts, strict=True)]
         device = self.drafter.device
         last = [len(row) - 1 - start for row, start in zip(rows, starts, strict=True)]
@@ -103,7 +103,7 @@ class TextChain(Proposer):
             drafted.append(token_B1)
             if level + 1 < self.gamma:
                 hidden_B1D = self.drafter.extend(self._cache, token_B1, self._tree, level + 1)
-        written: list[list[int]] = torch.cat(drafted, 1).tolist()  # what it says is known on the host alone
+        written: list[list[int]] = torch.cat(drafted, 1).tolist()  # translation needs the tokens on the host
         self._read = [row + draft[:-1] for row, draft in zip(rows, written, strict=True)]
         return written
 

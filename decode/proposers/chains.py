@@ -1,4 +1,4 @@
-"""Several chains drafted side by side: independent ones of one drafter (SpecTr), or one of each of many (SpecInfer).
+"""Several chains per step: independent chains of one drafter (SpecTr), or one chain of each drafter (SpecInfer).
 
 Shape letters: B batch, N tree nodes, M chains, K depth, V vocabulary.
 """
@@ -22,9 +22,9 @@ from .draft_state import DraftState
 
 
 class DraftChains(Proposer):
-    """`num_drafts` independent chains of `gamma` tokens from each model; shared prefixes are merged into one tree.
+    """Tree of `num_drafts` independent chains of `gamma` tokens from each model, with shared prefixes merged.
 
-    At temperature 0 each model has one chain, its greedy one: independent draws would all be that.
+    At temperature 0 each model drafts one greedy chain, because all its chains would be equal.
     """
 
     def __init__(self, models: Sequence[LanguageModel], gamma: int, num_drafts: int, greedy: bool) -> None:
@@ -55,7 +55,7 @@ class DraftChains(Proposer):
         return proposal
 
     def _draft(self, state: DraftState, context: Context, whose: str) -> tuple[Tensor, Tensor]:
-        """Tokens [B, M, K] of one model's chains, and the distributions they come from (empty at temperature 0)."""
+        """Return the tokens [B, M, K] of one model's chains and their distributions (empty at temperature 0)."""
         hidden_BMD = state.read_root(context)[:, None]
         tokens, probs, count = [], [], self.num_drafts
         for level in range(self.gamma):
@@ -76,7 +76,7 @@ class DraftChains(Proposer):
         return torch.stack(tokens, 2), torch.stack(probs, 2)
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        # On the host, where paths and chains are known: nothing is waited for.
+        # The host already has paths and chains, so this needs no synchronisation.
         path_BK = np.array([[*path, *[-1] * (self.gamma - len(path))] for path in context.paths])
         matched_BM = (np.array(context.chains) == path_BK[:, None]).cumprod(2).sum(2)
         depth_K = np.arange(self.gamma)
@@ -96,20 +96,20 @@ class DraftChains(Proposer):
 
 
 def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:
-    """The tree of M chains in which common prefixes are one node, and the node of each chain's k-th token, [B, M, K].
+    """Return the tree of M chains with common prefixes merged, and the node of the k-th token of each chain, [B, M, K].
 
-    Smaller trees of the batch are padded with parent -1, off the CPU all to M K + 1 nodes.
+    Smaller trees of the batch are padded with parent -1. On GPUs all trees are padded to M K + 1 nodes.
     """
     rows, chains, depth = tokens_BMK.shape
     device = tokens_BMK.device
     same_BMMK = tokens_BMK[:, :, None] == tokens_BMK[:, None]
-    # The first chain with the same tokens up to this level stands for all of them.
+    # The first chain with the same prefix represents all of them.
     first_BMK = same_BMMK.int().cumprod(3).argmax(2)
     used_BMK = first_BMK == torch.arange(chains, device=device)[:, None]
     number_BKM = used_BMK.transpose(1, 2).flatten(1).cumsum(1).view(rows, depth, chains)
     nodes_BMK = number_BKM.transpose(1, 2).gather(1, first_BMK)
     above_BMK = torch.nn.functional.pad(nodes_BMK[:, :, :-1], (1, 0))
-    # Elsewhere than on a CPU the host would wait for the number of different nodes: a few more cost less.
+    # On a GPU a few more nodes cost less than synchronising to count them.
     nodes = 1 + (int(number_BKM[:, -1, -1].max()) if device.type == "cpu" else chains * depth)
     parents_BN = torch.full((rows, nodes), -1, dtype=torch.int64, device=device)
     parents_BN.scatter_(1, nodes_BMK.flatten(1), above_BMK.flatten(1))

@@ -1,7 +1,7 @@
-"""A drafter's own key/value cache, kept in step with what the target commits.
+"""Key-value cache of a drafter, kept in step with the committed tokens.
 
-A drafter that reads the target's states (EAGLE) has no use for the first token, which stands behind none: its token j
-lies at slot j − 1 of its cache, and what is drafted is read again once the target has states for it.
+Drafters that read the target's hidden states (EAGLE) skip the first token, which has no preceding state. Their token j
+occupies slot j − 1, and draft tokens are read again when the target's states are available.
 
 Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V vocabulary.
 """
@@ -20,11 +20,15 @@ from ..tree import Tree
 
 
 class DraftState:
-    """Grows a tree of the drafter's own on top of the committed tokens.
+    """State of a drafter, which grows its own tree after the committed tokens.
 
-    Its node i lies `i` slots behind the root, as the target's does. What was committed but not read is read first.
-    Raises ValueError: a drafter of another vocabulary, on another device, with too few positions, that begins otherwise
-    than the target, or reads states that it does not give; one that reads states, and a prompt of one token.
+    Node i of the tree lies `i` slots after the root, as in the target's cache. Committed tokens that were not read yet
+    are read first.
+
+    Raises:
+        ValueError: The drafter has another vocabulary, device or first token than the target, too few positions, or
+            reads hidden states that the target does not return; or a prompt has one token and the drafter reads hidden
+            states.
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
@@ -53,7 +57,7 @@ class DraftState:
         self._levels = 0
 
     def _prefill_aux(self, context: Context, required: tuple[int, ...]) -> None:
-        """`prefill` of a drafter that reads the target's states."""
+        """Run the prompts through a drafter that reads the target's hidden states."""
         if context.aux_BSG is None or context.target.aux_layers != required:
             raise ValueError(
                 f"the drafter reads the target's layers {required}, the target gives {context.target.aux_layers}: "
@@ -70,14 +74,17 @@ class DraftState:
             self.model.extend_with_aux(above_BTD, self.cache, context.ids_BS[:, 1 : longest - 1])
 
     def read_root(self, context: Context) -> Tensor:
-        """Read what was committed since the last proposal. Returns [B, D], the hidden state of the root (node 0)."""
+        """Read the tokens committed since the last proposal and return the hidden state [B, D] of the root."""
         return self.read_with(context)[:, 0]
 
     def read_with(self, context: Context, behind_BM: Tensor | None = None) -> Tensor:
-        """`read_root`, and tokens behind the root, which are not kept. Returns [B, 1 + M, D], the root's state and
-        theirs."""
-        # A row that is ahead of the others reads some tokens again: same values, same slots. One that has fewer tokens
-        # than the others must read begins at its start, and reads beyond its end what is never looked at.
+        """Read the committed tokens and then `behind_BM`, which is not kept in the cache.
+
+        Returns:
+            [B, 1 + M, D] hidden states of the root and of these tokens.
+        """
+        # All rows read equally many tokens. Rows with fewer new tokens read some again, with the same result; rows that
+        # are too short start at 0, and what they read after their end is ignored.
         pending = max(length - read for length, read in zip(context.lengths, self._read, strict=True))
         starts = [max(0, length - self._lag - pending) for length in context.lengths]
         self.cache.set_lengths(starts)
@@ -99,14 +106,14 @@ class DraftState:
             roots_B = context.cache.lengths_B - self._lag - self.cache.lengths_B
             hidden_BMD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B][:, None]
         self.cache.set_lengths([length - 1 - self._lag for length in context.lengths])
-        if behind_BM is not None:  # which do not stand behind the last token that was read, in some rows
+        if behind_BM is not None:  # in some rows they do not follow the last token that was read
             hidden_BMD = torch.cat((hidden_BMD, self.model.extend(self.cache, behind_BM, start=1)), 1)
         self._levels = 0
         self._states_BND = hidden_BMD[:, :1]
         return hidden_BMD
 
     def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
-        """Run nodes start..start+M-1, all of one level. Returns [B, M, D] hidden states."""
+        """Run nodes start to start + M - 1, all of one level. Return their hidden states [B, M, D]."""
         self._levels += 1
         if not self._lag:
             return self.model.extend(self.cache, tokens_BM, tree, start)
@@ -119,7 +126,7 @@ class DraftState:
     def run_captured(
         self, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], hidden_BD: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `LanguageModel.run_captured` with the root's hidden state as the first input; `run` grows this tree."""
+        """Call `LanguageModel.run_captured` with the root's hidden state as the first input; `run` grows this tree."""
 
         def grown(hidden_BD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             self._states_BND = hidden_BD[:, None]
@@ -133,8 +140,9 @@ class DraftState:
         """Keep the accepted nodes that were run.
 
         Args:
-            kept: how many nodes of its path each row keeps, at most; None: all that were accepted.
-            own_path_BK: the path in the drafter's own numbering; None where it needs no move.
+            context: Committed tokens of the batch.
+            kept: Maximum number of nodes of its path that each row keeps. None keeps all accepted nodes.
+            own_path_BK: Path in the drafter's own numbering. None if the nodes need not be moved.
         """
         if self._lag:
             self._read = [root + 2 for root in self.cache.lengths]
@@ -149,7 +157,7 @@ class DraftState:
 
 
 class DrafterProposer(Proposer):
-    """Base class of proposers that draft at most `gamma` levels with one model, whose cache they keep in step."""
+    """Base class of proposers that draft at most `gamma` levels with one model and its cache."""
 
     model: LanguageModel
     gamma: int
@@ -169,9 +177,10 @@ class DrafterProposer(Proposer):
 
 
 def own_path(nodes_BN: Tensor, path_BK: Tensor, kept_B: Tensor) -> Tensor:
-    """A verdict's path in a drafter's numbering, [B, K]: `nodes_BN[b, i]` is the drafter's node behind proposal node i.
+    """Return the path of a verdict in the drafter's numbering, [B, K].
 
-    Columns that are not kept name themselves, as `KVCache.move_to_front` asks.
+    `nodes_BN[b, i]` is the drafter's node for proposal node i. Rejected columns keep their own number, as
+    `KVCache.move_to_front` requires.
     """
     place_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
     known_BK = path_BK.clamp(max=nodes_BN.shape[1] - 1)

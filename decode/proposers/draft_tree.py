@@ -1,7 +1,7 @@
-"""Trees and chains that one language model drafts, and no draft at all.
+"""Trees and chains of one draft model, and the empty draft of autoregressive decoding.
 
-Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth, V vocabulary, R tokens that may be
-proposed, D hidden.
+Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth, V vocabulary, R vocabulary of the
+drafter, D hidden.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .draft_state import DrafterProposer
 
 
 class NoDraft(Proposer):
-    """The root alone: one token a step."""
+    """Proposer of the root without draft tokens (autoregressive decoding)."""
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return 1, 0
@@ -38,16 +38,18 @@ class NoDraft(Proposer):
 
 
 _LEAST = 1e-30
-"""Probability below which a token is never drawn without replacement."""
+"""Probability below which tokens are never sampled without replacement."""
 
 
 class DraftTree(DrafterProposer):
-    """Candidates sampled from a draft model, `branching[i]` for each node of depth i; ones all along: a chain.
+    """Tree of candidates sampled from a draft model, with `branching[i]` children for each node of depth i.
 
-    With replacement the candidates of a node are independent draws, else they are drawn without replacement in order
-    (multi-candidate paper, sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens.
-    `by_path`: the target scores each path as a row of its own, without tree attention (section 3.3). Raises ValueError:
-    a level without candidates; at the start of decoding, more of them than there are tokens.
+    With replacement, the candidates of a node are independent; without, they are sampled in order (arXiv 2401.06706,
+    sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens. With `by_path` the target scores
+    each path as a separate row, without tree attention (section 3.3).
+
+    Raises:
+        ValueError: A level has no candidates or, at the start of decoding, more than the drafter has tokens.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class DraftTree(DrafterProposer):
         return proposal
 
     def _chances(self, context: Context) -> list[Tensor]:
-        """The random numbers of each level."""
+        """Return the random numbers of each level."""
         chances, parents = list[Tensor](), 1
         for width in self.branching:
             if self.replacement or width == 1:
@@ -100,8 +102,11 @@ class DraftTree(DrafterProposer):
         return chances
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        """Tokens of all levels, what is watched of each distribution, above temperature 0 the distributions that the
-        tokens come from, and which of all nodes exist, where some may not."""
+        """Return the draft tokens of all levels and the values that are checked for NaN.
+
+        Above temperature 0, they are followed by the distributions that the tokens were sampled from and, if some nodes
+        may be missing, the mask of those that exist.
+        """
         hidden_BMD, first = hidden_BD[:, None], 1
         levels = list[tuple[Tensor, ...]]()
         for level, width in enumerate(self.branching):
@@ -124,15 +129,15 @@ class DraftTree(DrafterProposer):
         return tokens_BN1, watched_BN, *more
 
     def _draw(self, probs_BMR: Tensor, chance_BMX: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Candidates of the nodes of a level; see `_grow`."""
+        """Sample the candidates of the nodes of a level. The result has the same parts as that of `_grow`."""
         if self.replacement or width == 1:
             drawn_BMC, wanted_BMC = draw_many(probs_BMR, chance_BMX)
             found = drawn_BMC.flatten(1), wanted_BMC[..., 0], probs_BMR
             return found if self.replacement or self._all_one else (*found, torch.ones_like(found[0], dtype=torch.bool))
-        # Exponential races: sorting by p / E is drawing without replacement, in order. Subnormal quotients would tie.
+        # Exponential races: sorting by p / E samples without replacement, in order. Subnormal quotients would tie.
         probs_BMR = torch.where(probs_BMR < _LEAST, 0.0, probs_BMR)
         top = (probs_BMR / chance_BMX).topk(width, -1)
-        # Warping, or a low temperature's underflow, may leave fewer possible tokens than children.
+        # Warping or underflow at low temperatures may leave fewer possible tokens than children.
         return top.indices.flatten(1), top.values[..., 0], probs_BMR, (top.values > 0).flatten(1)
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
@@ -146,12 +151,13 @@ class DraftTree(DrafterProposer):
 
 
 class ParallelChain(DrafterProposer):
-    """A chain of `gamma` tokens by one forward of a drafter that was trained for it: the next token, and what follows
-    at mask tokens behind it.
+    """Chain of `gamma` tokens from one forward of a drafter that was trained for parallel drafting with mask tokens.
 
-    No token depends on another of the draft, so that each is drawn from its own distribution, and chains are verified
-    as any other. Source: PARD (An et al. 2025, arXiv 2504.18583), with tokens laid out as vLLM 0.32 lays them. Raises
-    ValueError: a drafter without a mask token.
+    Each token is sampled independently of the other draft tokens, so the usual chain verifiers apply. Source: PARD (An
+    et al. 2025, arXiv 2504.18583), with the token layout of vLLM 0.32.
+
+    Raises:
+        ValueError: The drafter has no mask token.
     """
 
     def __init__(self, model: LanguageModel, gamma: int) -> None:

@@ -1,11 +1,11 @@
-"""Trees of the draft tokens that are likeliest to be kept: where a drafter is sure they are long, elsewhere wide.
+"""Dynamic draft trees, which are deep where the drafter is confident and wide elsewhere.
 
-Source: EAGLE-2 (Li et al. 2024, arXiv 2406.16858), sections 3.1 and 3.2: levels grow from the nodes of the highest
-joint probability, and of all nodes the best are scored. What is proposed depends on committed tokens alone, not on
-chance, so that matching the target's own choice is exact.
+Source: EAGLE-2 (Li et al. 2024, arXiv 2406.16858), sections 3.1 and 3.2. Levels grow from the nodes of the highest
+joint probability, and the best of all nodes are scored. Proposals are a deterministic function of the committed tokens,
+so `SampleAndMatch` is exact.
 
-Shape letters: B batch, T nodes that are known, S those of the suffix tree, A nodes of a level that were run, W
-candidates of a node, X those of a level, N nodes that are best, D hidden, R tokens that are proposed.
+Shape letters: B batch, T known nodes, S nodes of the suffix tree, A nodes of a level that were run, W candidates of a
+node, X candidates of a level, N best nodes, D hidden, R vocabulary of the drafter.
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ _UNWARPED = Sampling(temperature=1.0)
 
 
 class _Nodes(NamedTuple):
-    """What each row might propose, parents before children: the root, the suffix tree's nodes, then the drafter's."""
+    """Candidate nodes of each row, parents first: the root, the nodes of the suffix tree, then those of the drafter."""
 
     joint_BT: Tensor
-    """float32; the probability of the path to a node; 0: it does not exist."""
+    """Joint probability of the path to each node, float32. 0 if the node does not exist."""
     parents_BT: Tensor
     tokens_BT: Tensor
     depth_BT: Tensor
 
     def and_more(self, *sides: Tensor) -> _Nodes:
-        """These and what stands behind them."""
+        """Return these nodes followed by further ones."""
         return _Nodes(*(torch.cat(pair, 1) for pair in zip(self, sides, strict=True)))
 
 
 class DynamicTree(DrafterProposer):
-    """Tree of the likeliest continuations by a drafter's joint probability.
+    """Tree of the most likely continuations by a drafter's joint probability.
 
-    Each level grows from the best `width` nodes of the one before, with `width` candidates each. On a CPU a level that
-    no row needs is not drafted; on a GPU all levels are, because the host would have to wait to know.
+    Each level grows from the best `width` nodes of the previous one, with `width` candidates each. On a CPU, levels
+    that no row needs are skipped. On a GPU all levels are drafted, because skipping would need a synchronisation.
 
     Args:
         max_nodes: Maximum number of nodes, without the root.
         max_depth: Number of levels that are drafted.
         min_prob: Minimum joint probability of a node.
-        suffix: Source of further nodes. A token is as likely as the more confident of both sources says.
+        suffix: Source of further nodes. The probability of a token is the larger of both sources.
         confidence_threshold: Nothing is drafted after a node for which `suffix` has a continuation at least as likely.
 
     Raises:
-        ValueError: A probability out of range. At the start of decoding: a `width` above the drafter's vocabulary.
+        ValueError: A probability is out of range or, at the start of decoding, `width` exceeds the drafter's
+            vocabulary.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class DynamicTree(DrafterProposer):
         self.min_prob, self.confidence_threshold = min_prob, confidence_threshold
         self._levels = max_depth if suffix is None else max(max_depth, suffix.max_depth)
         self._settings = max_nodes, max_depth, width, min_prob, confidence_threshold
-        self._grown = Tree.chain(width * (max_depth - 1)).to(model.device)  # as many nodes, at most, as are run
+        self._grown = Tree.chain(width * (max_depth - 1)).to(model.device)  # maximum number of nodes run
         self._ran: list[int] = []
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
@@ -105,7 +106,7 @@ class DynamicTree(DrafterProposer):
                 draft = partial(self._draft.run_captured, self._grown, (*self._settings, sampling), draft)
             hidden_BD = self._draft.read_root(context)
             watched_BA, *best = draft(hidden_BD, sent(torch.from_numpy(open_B), self.model.device), *nodes)
-            if self.model.is_async:  # where a replay runs nothing of this
+            if self.model.is_async:  # a replay does not run the Python code
                 self._ran = [1] + [min(self.width, 1 + self.max_nodes)] * (self.max_depth - 1)
             ahead = [level for level, count in enumerate(self._ran) for _ in range(count)]
             context.watch("the drafter's", watched_BA, ahead)
@@ -122,7 +123,7 @@ class DynamicTree(DrafterProposer):
         return Proposal(tree, all_BN, levels=self._levels)
 
     def _known(self, context: Context) -> tuple[_Nodes, np.ndarray]:
-        """The root, what follows a row's words elsewhere, and which rows are not sure of their next token."""
+        """Return the root with the nodes of the suffix tree, and the rows whose next token is not certain enough."""
         rows, device = range(len(context.lengths)), self.model.device
         if self.suffix is None:
             return self._root, ~np.array(context.ended)
@@ -144,7 +145,7 @@ class DynamicTree(DrafterProposer):
     def _draft_levels(
         self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *sides: Tensor
     ) -> tuple[Tensor, ...]:
-        """How sure the drafter is after each node that was run, and, with its candidates among the nodes, `_best`."""
+        """Return the confidence after each node that was run, followed by the result of `_best` for all candidates."""
         nodes, stops, known = _Nodes(*sides), not self.model.is_async, sides[0].shape[1]
         hidden_BAD, tree, watched = hidden_BD[:, None], Tree.chain(0).to(hidden_BD.device), list[Tensor]()
         above_BA, share_BA = torch.zeros_like(open_B, dtype=torch.int64)[:, None], open_B[:, None].float()
@@ -155,13 +156,13 @@ class DynamicTree(DrafterProposer):
             watched.append(top.values[..., 0])
             tokens_BAW = top.indices if kept_R is None else kept_R[top.indices]
             joint_BAW = share_BA[..., None] * top.values
-            joint_BAW = torch.where(joint_BAW >= self.min_prob, joint_BAW, 0.0)  # which NaN is not
+            joint_BAW = torch.where(joint_BAW >= self.min_prob, joint_BAW, 0.0)  # NaN also becomes 0
             nodes = self._add(nodes, known, level + 1, above_BA, tokens_BAW, joint_BAW)
             if level + 1 == self.max_depth:
                 break
             above_BA, share_BA, places_BA = self._next_level(nodes, known, above_BA, share_BA)
             if stops:
-                # rows of fewer nodes are filled with what nobody reads
+                # Rows with fewer nodes are padded with nodes that are ignored.
                 used = [place for place, shares in enumerate(zip(*share_BA.tolist(), strict=True)) if any(shares)]
                 if not used:
                     break
@@ -177,7 +178,7 @@ class DynamicTree(DrafterProposer):
     def _add(
         self, nodes: _Nodes, known: int, depth: int, above_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
-        """A level's candidates; one that the suffix tree has, among the first `known`, makes that as likely."""
+        """Add the candidates of a level. Those already among the first `known` nodes only raise their probability."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
         parents_BX = above_BA[..., None].expand_as(tokens_BAW).flatten(1)
         if known > 1:
@@ -192,26 +193,30 @@ class DynamicTree(DrafterProposer):
     def _next_level(
         self, nodes: _Nodes, known: int, above_BA: Tensor, share_BA: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the best nodes those under the last level's, at most `width`: their numbers, their joint probabilities, 0
-        where nothing shall be drafted, and their parents' places in that level, [B, A] each."""
+        """Select at most `width` of the best nodes below the previous level.
+
+        Returns:
+            Their numbers, their joint probabilities (0 where nothing is drafted), and the positions of their parents in
+            that level, [B, A] each.
+        """
         order_BN = self._order(nodes)
         parents_BN = nodes.parents_BT.gather(1, order_BN)
         under_BNA = (parents_BN[..., None] == above_BA[:, None]) & (share_BA > 0)[:, None]
         joint_BN = nodes.joint_BT.gather(1, order_BN) * under_BNA.any(2)
         first_BA = joint_BN.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
         above_BA, share_BA = order_BN.gather(1, first_BA), joint_BN.gather(1, first_BA)
-        if known > 1:  # of some of them it is sure how the text goes on
+        if known > 1:  # the suffix tree already continues some of them
             follows_BAS = nodes.parents_BT[:, None, 1:known] == above_BA[..., None]
             surest_BA = torch.where(follows_BAS, nodes.joint_BT[:, None, 1:known], 0.0).amax(2)
             share_BA = share_BA.masked_fill(surest_BA >= self.confidence_threshold * share_BA, 0.0)
         return above_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
 
     def _order(self, nodes: _Nodes) -> Tensor:
-        """[B, N] the root and the best nodes, the best first; parents stand before children that are as likely."""
+        """Return the root and the best nodes [B, N] in descending order. Parents precede equally likely children."""
         return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.max_nodes]
 
     def _best(self, nodes: _Nodes) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, parents and depths of the best nodes, whose parents are among them, [B, N] each."""
+        """Return tokens, parents and depths of the best nodes, whose parents are among them, [B, N] each."""
         order_BN, total = self._order(nodes), nodes.joint_BT.shape[1]
         exists_BN = nodes.joint_BT.gather(1, order_BN) > 0
         numbers_BN = torch.where(exists_BN, order_BN, total).sort(1).values
@@ -231,5 +236,5 @@ class DynamicTree(DrafterProposer):
             self.suffix.commit(context, proposal, verdict)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Those of the last proposal: how many it takes does not follow from its size."""
+        """Return the forwards of the last proposal, since their number does not follow from `nodes`."""
         return [(self.model, count) for count in self._ran]

@@ -1,4 +1,4 @@
-"""Trees that prediction heads fill: fixed ones (Medusa), or the best of all that they allow (SLiM).
+"""Trees of candidates from prediction heads: fixed trees (Medusa), or the most likely sequences (SLiM).
 
 Shape letters: B batch, N tree nodes, C candidates, K depth or heads, V vocabulary, D hidden.
 """
@@ -23,9 +23,10 @@ from .lattice import Lattice
 
 
 class HeadModule(Protocol):
-    """Prediction heads: [..., D] hidden states to [..., K, V] logits; head k speaks of the token at depth k + 1.
+    """Protocol of prediction heads, which map hidden states [..., D] to logits [..., K, V].
 
-    Their `states` names the target's hidden states that they read: "after-norm" (the default) or "before-norm".
+    Head k predicts the token at depth k + 1. `states` names the target's hidden states that the heads read:
+    "after-norm" (the default) or "before-norm".
     """
 
     num_heads: int
@@ -34,11 +35,13 @@ class HeadModule(Protocol):
 
 
 class HeadTree(Proposer):
-    """A fixed tree, see `tree.parse_tree`: each node holds the candidate of a given rank of its depth's head.
+    """Fixed tree (see `tree.parse_tree`) in which each node holds the candidate of a given rank of its depth's head.
 
-    Source: Medusa (arXiv 2401.10774). One candidate a level is blockwise parallel decoding. Raises
-    ValueError: a shape that does not parse, or that is deeper than there are heads; at the start of decoding, heads of
-    another target or of other states of it.
+    Source: Medusa (arXiv 2401.10774). With one candidate per level this is blockwise parallel decoding.
+
+    Raises:
+        ValueError: The shape does not parse or is deeper than the number of heads or, at the start of decoding, the
+            heads belong to another target or read other hidden states.
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:
@@ -78,21 +81,21 @@ class PrunedHeadTree(Proposer):
 
     Source: Lin et al., SLiM, Findings of NAACL 2024, eq. 2 and 3.
 
-    The posterior of a sequence is the product of its tokens' head probabilities and of the correlations r of its
-    neighbours, the root included. Without a table r is 1.
+    The posterior of a sequence is the product of its tokens' head probabilities and of the correlations r of
+    neighbouring tokens, including the root. Without a table r is 1.
 
     Args:
         num_candidates: Number of candidates of each head.
-        unseen_correlation: r of pairs that the table does not hold; not used with `add_k`, which gives each of them an
-            r. The paper's is 0 (eq. 5), which rules such pairs out.
-        lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all": beginnings of sequences
-            compete as well (appendix C and section 4.3); a longer one wins only where r exceeds 1.
+        unseen_correlation: r of pairs that the table does not contain. Not used with `add_k`, which gives each of them
+            an r. The paper uses 0 (eq. 5), which excludes such pairs.
+        lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all": their prefixes compete too
+            (appendix C and section 4.3); a longer one wins only if r exceeds 1.
         add_k: Number added to each count of the table before r is computed.
-        min_prob: Sequences need a larger posterior than this, so that the tree is small where the heads are not
-            confident (as in EAGLE-2, arXiv 2406.16858). 0: all compete.
+        min_prob: Posterior that a sequence must exceed, so that the tree is small where the heads are not confident (as
+            in EAGLE-2, arXiv 2406.16858). With 0 all sequences compete.
 
     Raises:
-        ValueError: A setting out of range. At the start of decoding: heads or a table of another target.
+        ValueError: A setting is out of range or, at the start of decoding, heads or table belong to another target.
     """
 
     def __init__(
@@ -142,19 +145,20 @@ class PrunedHeadTree(Proposer):
         return Proposal(tree, tokens_BN, levels=self.max_depth)
 
     def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:
-        """The tree of the best sequences, and its tokens [B, N]."""
+        """Return the tree of the best sequences and its tokens [B, N]."""
         for head, count in enumerate(self.num_candidates):
             if count < log_probs_BKC.shape[-1]:
                 log_probs_BKC[:, head, count:] = -math.inf
         parents_BN, depth_BN, place_BN = self.search(root_B1, candidates_BKC, log_probs_BKC)
         tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
         tokens_BN[:, 0] = root_B1[:, 0]
-        if self.num_sequences == 1 and len(tokens_BN) == 1:  # a chain costs less to score and verify
+        if self.num_sequences == 1 and len(tokens_BN) == 1:  # chains are cheaper to score and verify
             return Tree.chain(tokens_BN.shape[1] - 1).to(tokens_BN.device), tokens_BN
         return Tree.from_parents(parents_BN, self.max_depth, depth_BN), tokens_BN
 
     def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best sequences as `Lattice.best_paths` gives them, [B, N] each: parents, depths, candidate indices."""
+        """Return parents, depths and candidate indices of the best sequences, [B, N] each (see `Lattice.best_paths`).
+        """
         if self.table is None:
             first_BC = log_probs_BKC[:, 0]
             edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])
@@ -175,13 +179,16 @@ class PrunedHeadTree(Proposer):
 
 
 def states_of(heads: Any) -> str:
-    """Which of the target's hidden states heads read; by default, and for None, those after the final norm."""
+    """Return the kind of hidden states that heads read. For None and by default these are "after-norm"."""
     return getattr(heads, "states", "after-norm")
 
 
 def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) -> None:
-    """Give heads of `projection_kind` "target" the target's projection, on `device`; others (or None) stay as they are.
-    Raises ValueError: the projection is offloaded; one of another hidden size or vocabulary."""
+    """Attach the target's output projection on `device` to heads of `projection_kind` "target". Others are unchanged.
+
+    Raises:
+        ValueError: The projection is offloaded, or has another hidden size or vocabulary.
+    """
     if getattr(heads, "projection_kind", None) != "target":
         return
     weight_VD = model.get_output_embeddings().weight.detach()
@@ -191,8 +198,11 @@ def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) 
 
 
 def check_heads(heads: HeadModule, context: Context) -> None:
-    """Have heads multiply as the target does. Raises ValueError: heads of another target, or of other states of it, as
-    far as they know what they read."""
+    """Check that heads fit the target, and make them use its matrix products.
+
+    Raises:
+        ValueError: The heads have another vocabulary or hidden size, or read other hidden states.
+    """
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")
     theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size

@@ -1,7 +1,7 @@
-"""The most likely paths through a lattice of candidates, found without enumerating them.
+"""Search for the most likely paths through a lattice of candidates, without enumerating all paths.
 
-Shape letters: B batch, K depth, C candidates a level, R paths kept a candidate, W paths wanted, N nodes, T the root and
-all kept paths, X flattened.
+Shape letters: B batch, K depth, C candidates per level, R paths kept per candidate, W paths wanted, N nodes, T the root
+and all kept paths, X flattened.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ class _Level:
     """Views of the buffers that one level of the search reads and writes."""
 
     kept_B1CR: Tensor
-    """Scores of the paths of the level before, by the candidate that they end with."""
+    """Scores of the paths of the previous level, by their last candidate."""
     longer_BCCR: Tensor
-    """Scores of these paths extended: [B, C to, C from, R]."""
+    """Scores of these paths after extension, [B, C to, C from, R]."""
     chosen: tuple[Tensor, Tensor] | None
-    """Where the best of them and their indices go, [B, C, W] each; None: all are kept."""
+    """Outputs for the scores and indices of the best paths, [B, C, W] each. None if all are kept."""
     offset: int
-    """The number of the first path of the level before."""
+    """Number of the first path of the previous level."""
 
 
 class Lattice:
-    """Finds the `wanted` paths of highest score among those of all lengths 1..K, merged into a tree by their prefixes.
+    """Search for the `wanted` best paths among those of all lengths 1..K, merged into a tree by their prefixes.
 
-    The score of a path is the sum of its edges' (SLiM, Lin et al. 2024, eq. 3, in logarithms). At each level the best
-    `wanted` paths into each candidate are kept: a better path's prefix is among the best into its own candidate, so the
-    result is exact. Memory grows with K · C² · wanted, not with C to the power of K. A score of minus infinity is never
-    wanted.
+    The score of a path is the sum of the scores of its edges (SLiM, Lin et al. 2024, eq. 3, in logarithms). Each level
+    keeps the best `wanted` paths into each candidate. The prefix of a best path is among the best into its own
+    candidate, so the result is exact. Memory grows with K · C² · wanted. Paths with a score of minus infinity are
+    excluded.
 
-    Kept paths are numbered level by level, after the root, which is 0. Their scores and the paths that they extend lie
-    in two buffers, which every level writes its part of: these searches are made of operations so small that copying
-    their results would cost as much as they do. One lattice must not be used by two threads at a time.
+    Paths are numbered level by level after the root, which is 0. All levels write their scores and parents into two
+    shared buffers, because copies would cost as much as these small operations. A lattice is not thread-safe.
 
     Args:
-        full: only paths of length K compete.
-        floor: paths whose score is not above it are not wanted.
+        full: Whether only paths of length K compete.
+        floor: Score that a path must exceed.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Lattice:
         self._wanted, self._floor = wanted, floor
         counts, offsets, chosen = [width], [1], [False]
         for level in range(1, levels):
-            # The last level's paths have no successors to be chosen for: all compete with those of other lengths.
+            # Paths of the last level are not extended, so all of them compete with those of other lengths.
             chosen.append(counts[-1] > wanted and level + 1 < levels)
             offsets.append(offsets[-1] + counts[-1])
             counts.append(width * (wanted if chosen[-1] else counts[-1]))
@@ -93,21 +92,21 @@ class Lattice:
         self._used_BX, self._line = used_BX, list(used_BX[:, 1:].split(self._kept, 1))
 
     def best_paths(self, first_BC: Tensor, edges_BKCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best paths' tree.
+        """Return the tree of the best paths.
 
         Args:
-            first_BC: scores of the edges from the root to the first level's candidates.
-            edges_BKCC: [B, K - 1, C, C] scores of the edges between levels: row t, column f is the edge to candidate t
-                from candidate f of the level before.
+            first_BC: Scores of the edges from the root to the candidates of the first level.
+            edges_BKCC: Scores of the edges between levels, [B, K - 1, C, C]. Row t, column f is the edge to candidate t
+                from candidate f of the previous level.
 
         Returns:
-            `parents_BN`, parents before children and -1 at the root; `depth_BN`; and `place_BN`, the candidate of each
-            node as level · C + candidate (0 at the root). N is the largest tree of the batch, or on a GPU that of which
-            no two paths share a node; smaller ones are padded with parent -1 and depth 0.
+            `parents_BN`, parents first and -1 at the root; `depth_BN`; and `place_BN`, the candidate of each node as
+            level · C + candidate (0 at the root). N is the size of the largest tree of the batch or, on a GPU, the
+            largest possible size. Smaller trees are padded with parent -1 and depth 0.
         """
         self._first_BC.copy_(first_BC)
         for edges_BCC1, level in zip(edges_BKCC[..., None].unbind(1), self._levels, strict=True):
-            # [B, C to, C from, R]: every kept path, extended to every candidate.
+            # Extend every kept path to every candidate.
             longer_BCCR = torch.add(level.kept_B1CR, edges_BCC1, out=level.longer_BCCR)
             if level.chosen is not None:
                 torch.topk(longer_BCCR.flatten(2), self._wanted, 2, sorted=False, out=level.chosen)
@@ -118,11 +117,11 @@ class Lattice:
         return self._merge()
 
     def _merge(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Lay out the wanted paths and their prefixes as nodes, in the order of the kept paths."""
+        """Return the wanted paths and their prefixes as nodes, in the order of the kept paths."""
         parents_BT, used_BX = self._parents_BT, self._used_BX
         for longer_BW, shorter_BW in zip(self._line, self._line[1:], strict=False):
             torch.gather(parents_BT, 1, longer_BW, out=shorter_BW)
-        on_cpu = used_BX.device.type == "cpu"  # a GPU is not asked how many nodes there are: as many as there can be
+        on_cpu = used_BX.device.type == "cpu"  # the number of nodes is not read from a GPU
         if len(used_BX) == 1 and on_cpu:
             kept_N = used_BX.unique()
             above_N = parents_BT[0].take(kept_N)
@@ -131,7 +130,7 @@ class Lattice:
             return parents_1N, self._depth_T.take(kept_N)[None], self._place_T.take(kept_N)[None]
         number_BT = torch.cumsum(self._number_BT.zero_().scatter_(1, used_BX, 1), 1)
         nodes = int(number_BT[:, -1].max()) if on_cpu else used_BX.shape[1]
-        # Numbers begin with 1 here; column 0, and then that of the root, serve for what does not exist.
+        # Numbers start at 1. Column 0 collects unused entries and is dropped.
         kept_BN = used_BX.new_zeros(len(used_BX), nodes + 1).scatter_(1, number_BT.gather(1, used_BX), used_BX)[:, 1:]
         parents_BN = number_BT.gather(1, parents_BT.gather(1, kept_BN)).sub_(1)
         return parents_BN.masked_fill_(kept_BN == 0, -1), self._depth_T.take(kept_BN), self._place_T.take(kept_BN)

@@ -1,4 +1,4 @@
-"""Drafts without a draft model: from counted unigrams and bigrams, or from the text that is already there.
+"""Drafting without a draft model: unigram and bigram tables, and prompt lookup.
 
 Shape letters: B batch, S buffer slots, K depth, V vocabulary, X any shape.
 """
@@ -21,7 +21,7 @@ from ..warpers import warp
 
 
 class TableDrafts:
-    """What a table of counts holds likely after given tokens, in whatever shape: `order` 1: always the same."""
+    """Next-token distributions of a table of counts. With `order` 1 they ignore the previous token."""
 
     def __init__(self, rows: NextToken, order: int) -> None:
         self._rows, self._order = rows, order
@@ -29,33 +29,35 @@ class TableDrafts:
         self._commonest = self._unigram_V.argmax()
 
     def logits(self, last_X: Tensor) -> Tensor:
-        """[..., V] logarithms of probabilities."""
+        """Return log-probabilities after each token, [..., V]."""
         return self._rows.after(last_X).log() if self._order == 2 else self._unigram_V.expand(*last_X.shape, -1)
 
     def best(self, last_X: Tensor) -> Tensor:
-        """[...] what is drafted at temperature 0."""
+        """Return the most likely token after each token, [...]."""
         return self._rows.most_likely(last_X) if self._order == 2 else self._commonest.expand_as(last_X)
 
 
 class TableSource(NamedTuple):
-    """How tokens are drafted from a table of counts: each by itself (order 1), or each after the one before."""
+    """Order and smoothing of drafts from a table of counts."""
 
     order: Literal[1, 2]
     prior: float = 1.0
-    """Weight of the unigram distribution in the distribution after a token; not used with `add_k`."""
+    """Weight of the unigram distribution in the distribution after a token. Not used with `add_k`."""
     add_k: float = 0.0
-    """Number added to each count after a token; 0 for `prior` instead."""
+    """Number added to each count after a token. 0 uses `prior` instead."""
 
     def drafts(self, table: BigramTable, device: torch.device) -> TableDrafts:
-        """From a table, on a device."""
+        """Return the distributions of a table on a device."""
         return TableDrafts(table.distributions(device, *self[1:]), self.order)
 
 
 class TableChain(Proposer):
-    """A chain of `gamma` tokens from a table of counts.
+    """Chain of `gamma` tokens from a table of counts, warped like those of a drafter.
 
-    The n-gram baselines of arXiv 2211.17192 (table 3), warped as any drafter is. Raises
-    ValueError: a setting that cannot be; at the start of decoding, a table of another vocabulary.
+    These are the n-gram baselines of arXiv 2211.17192 (table 3).
+
+    Raises:
+        ValueError: A setting is out of range or, at the start of decoding, the table has another vocabulary.
     """
 
     def __init__(self, table: BigramTable, gamma: int, source: TableSource) -> None:
@@ -85,10 +87,10 @@ class TableChain(Proposer):
 
 
 class PromptLookup(Proposer):
-    """The tokens that followed the last time the text ended as it ends now (prompt look-up).
+    """Chain of the tokens that followed the latest earlier match of the text's end (prompt lookup).
 
-    The longest match of `max_ngram` down to `min_ngram` tokens counts, the latest of equals. What follows is read on
-    beyond the end of the text as if it repeated itself from the match on. Rows without a match propose nothing.
+    The longest match of `max_ngram` to `min_ngram` tokens is used. Beyond the end of the text, its continuation is
+    repeated periodically. Rows without a match propose nothing.
     """
 
     def __init__(self, gamma: int, max_ngram: int, min_ngram: int = 1) -> None:
@@ -100,7 +102,7 @@ class PromptLookup(Proposer):
         return self.gamma + 1, self.gamma
 
     def propose(self, context: Context) -> Proposal:
-        # On the host, where every committed token is known already: nothing is waited for.
+        # The host already has all committed tokens, so this needs no synchronisation.
         places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.max_ngram, self.min_ngram)
         found_B = places_B >= 0
         depth, device = self.gamma if found_B.any() else 0, context.ids_BS.device
@@ -115,10 +117,12 @@ class PromptLookup(Proposer):
 
 
 def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int, shortest: int = 1) -> np.ndarray:
-    """Where the text goes on after the latest earlier occurrence of its last tokens, as many as are found of `longest`
-    down to `shortest`; -1: nowhere. int64 [B]."""
+    """Return the position after the latest earlier match of each text's end, int64 [B], or -1 if there is none.
+
+    The match has as many tokens as possible, from `shortest` to `longest`.
+    """
     rows_B, slots_S = np.arange(len(ids_BS)), np.arange(ids_BS.shape[1])
-    matches_BS = slots_S < lengths_B[:, None] - 1  # the token at a slot equals the last one, and so on backwards
+    matches_BS = slots_S < lengths_B[:, None] - 1  # slots at which the match ends
     place_B = np.full(len(ids_BS), -1)
     for back in range(min(longest, ids_BS.shape[1])):
         last_B = ids_BS[rows_B, np.maximum(lengths_B - 1 - back, 0)]

@@ -1,9 +1,8 @@
-"""Beam search over the target in fewer forwards: a drafter's beam says which continuations to look at beforehand.
+"""Beam search over the target with fewer forwards, using a drafter's beam to select continuations in advance.
 
-A search asks the target only how each of its beams goes on. What a forward says of more sequences than those, the
-drafter's likeliest, serves the levels that follow for as long as all beams are among them; the beams are those of
-`TargetBeam` at temperature 0, to the rounding of a forward of more rows. All that was run stays in one tree, in both
-models' caches.
+Each level of the search needs the target's distribution after each beam. A forward that also scores the drafter's most
+likely sequences serves the following levels as long as these contain all beams. The beams equal those of `TargetBeam`
+at temperature 0, up to rounding of forwards with more rows. All nodes that were run stay in one tree in both caches.
 
 Shape letters: B batch, M new nodes, D hidden, V vocabulary, W candidates of a node.
 """
@@ -24,17 +23,17 @@ from ..tree import Tree
 from .draft_state import DraftState
 
 _Known = dict[int, list[tuple[np.float32, int]]]
-"""By node its likeliest continuations: log-probability and token, the likeliest first."""
+"""Most likely continuations by node, as pairs of log-probability and token in descending order."""
 
 
 _Wanted = tuple[np.float32, int | None, int, tuple[int, ...]]
-"""A sequence's score, its node if it was run, its parent, and its last token in a tuple."""
+"""Score of a sequence, its node if it was run, its parent, and a tuple with its last token."""
 
 
 class _Beam(NamedTuple):
     score: np.float32
     node: int | None
-    """Of its last token; None where that was not run."""
+    """Node of the last token. None if it was not run."""
     parent: int
     tokens: tuple[int, ...]
     ended: bool
@@ -42,16 +41,16 @@ class _Beam(NamedTuple):
 
 @dataclass
 class _Row:
-    """A row's search."""
+    """Search state of a row."""
 
     beams: list[_Beam]
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By parent and token."""
+    """Nodes by parent and token."""
     target: _Known = field(default_factory=dict)
     drafter: _Known = field(default_factory=dict)
 
     def advance(self, most: int, levels: int, stop_ids: frozenset[int]) -> None:
-        """Take levels for as long as the target's word on all beams is known."""
+        """Advance the search while the target's distribution after all beams is known."""
         while not self.ended(levels) and all(beam.ended or beam.node is not None for beam in self.beams):
             found: list[tuple[np.float32, int, int]] = []
             for number, beam in enumerate(self.beams):
@@ -71,20 +70,20 @@ class _Row:
         return _Beam(score, node, beam.node, (*beam.tokens, token), token in stop_ids)
 
     def look_up(self) -> None:
-        """Beams that were run meanwhile get their nodes."""
+        """Assign nodes to beams that were run in the meantime."""
         for number, beam in enumerate(self.beams):
             if beam.node is None and not beam.ended:
                 self.beams[number] = beam._replace(node=self.nodes.get((beam.parent, beam.tokens[-1])))
 
     def ended(self, levels: int) -> bool:
-        """Whether the search is over."""
+        """Return whether the search has ended."""
         return len(self.beams[0].tokens) == levels or all(beam.ended for beam in self.beams)
 
 
 class SpeculativeBeam(Proposer):
-    """Search for the likeliest of `num_beams` sequences of all new tokens; see `TargetBeam`.
+    """Search for the most likely of `num_beams` sequences of all new tokens (see `TargetBeam`).
 
-    The drafter searches `draft_beams` sequences, and `draft_gamma` levels before each forward of the target.
+    The drafter uses `draft_beams` beams and runs `draft_gamma` levels before each forward of the target.
     """
 
     def __init__(self, model: LanguageModel, num_beams: int, draft_beams: int, draft_gamma: int) -> None:
@@ -125,7 +124,7 @@ class SpeculativeBeam(Proposer):
         return Proposal(Tree.chain(self._levels).to(device), tokens_BN, target_forwards=forwards)
 
     def _look_ahead(self, rows: list[_Row]) -> None:
-        """Run the beams that were not, and what the drafter holds likeliest after all of them."""
+        """Run the beams that were not run yet, and the drafter's most likely continuations of all beams."""
         start, tokens = len(self._parents[0]), [list[int]() for _ in rows]
         made = [list[int]() for _ in rows]
         searched = [[] if row.ended(self._levels) else [each for each in row.beams if not each.ended] for row in rows]
@@ -153,7 +152,7 @@ class SpeculativeBeam(Proposer):
             row.look_up()
 
     def _likeliest(self, row: _Row, reached: list[tuple[np.float32, int]]) -> list[_Wanted]:
-        """What the drafter holds likeliest one level below nodes, of those that do not end a text."""
+        """Return the drafter's most likely continuations of nodes that do not end a text."""
         found = [
             (score + p, parent, token)
             for score, parent in reached
@@ -164,8 +163,7 @@ class SpeculativeBeam(Proposer):
         return [(score, row.nodes.get((parent, token)), parent, (token,)) for score, parent, token in best]
 
     def _run(self, rows: list[_Row], group: list[list[tuple[int, int]]], tokens: list[list[int]]) -> None:
-        """Have the drafter read new nodes of one level, by parent and token; rows of fewer are filled with what nobody
-        looks at."""
+        """Run new nodes of one level, given by parent and token, through the drafter. Shorter rows are padded."""
         widest, start = max(map(len, group)), len(self._parents[0])
         if not widest:
             return
@@ -196,7 +194,7 @@ class SpeculativeBeam(Proposer):
         nodes: list[list[int]],
         start: int = 0,
     ) -> None:
-        """Keep the likeliest continuations of nodes, of which `start` was run first."""
+        """Store the most likely continuations of nodes, of which `start` is the first that was run."""
         logits_BMV = state.model.logits(hidden_BMD).float()
         whose = "the target's" if state is self._target else "the drafter's"
         top = logits_BMV.log_softmax(-1).topk(min(most, logits_BMV.shape[-1]), -1)
@@ -211,5 +209,5 @@ class SpeculativeBeam(Proposer):
         del self._target, self._draft
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Those of the last proposal: how many it takes does not follow from its size."""
+        """Return the forwards of the last proposal, since their number does not follow from `nodes`."""
         return self._ran

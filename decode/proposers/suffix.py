@@ -1,9 +1,9 @@
-"""Trees of what followed the same words before: in the text itself, in texts of a table; and of what heads guess.
+"""Suffix decoding: trees of continuations of earlier matches in the text, in a datastore, and from prediction heads.
 
-Source: SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), which proposes the likeliest continuations of the longest
-context that was seen, by how often each followed it. Here texts lie in a suffix array instead of trees, and a token may
-have several sources, of which the surest counts. What is proposed depends on committed tokens alone, not on chance, so
-that matching the target's own choice is exact.
+Source: SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), which proposes the most frequent continuations of the
+longest matching context. Here texts are stored in a suffix array instead of trees, and a token may have several
+sources, of which the most confident counts. Proposals are a deterministic function of the committed tokens, so
+`SampleAndMatch` is exact.
 
 Shape letters: B batch, N tree nodes, K depth or heads, C candidates of a head, S slots, M places, L lengths of a match.
 """
@@ -29,53 +29,54 @@ from .head_trees import HeadModule, check_heads
 
 Ints = NDArray[np.integer[Any]]
 _LONGEST = 16
-"""Tokens of a match in the text itself, at most."""
+"""Maximum number of tokens of a match in the text itself."""
 _MOST_PLACES = 2048
-"""Places of the texts that are looked at, at most."""
+"""Maximum number of matches in the datastore that are examined."""
 _WIDTH = 4
-"""Different tokens that are taken from the texts after a path, at most."""
+"""Maximum number of different tokens taken from the datastore after a path."""
 _PRIOR = 4.0
-"""How many observations the prior acceptance of a match counts."""
+"""Weight of the prior acceptance rate of a match, in observations."""
 _NOWHERE = np.zeros(0, dtype=np.int32)
 
 
 class Node(NamedTuple):
-    """A token that may follow."""
+    """Draft token of a tree."""
 
     joint: float
-    """The probability of the path to it."""
+    """Joint probability of the path to it."""
     parent: int
-    """Its parent's number among the row's nodes, from 1; 0: the root."""
+    """Number of its parent among the nodes of the row, from 1. 0 is the root."""
     token: int
 
 
 class _Path(NamedTuple):
-    """What is known of the tokens after a path from the root."""
+    """Path from the root, with the matches that continue it."""
 
     depth: int
     match: int
-    """How many tokens up to its end stand before in the text itself, where it follows these; else 0."""
+    """Length of the match in the text itself that this path continues, else 0."""
     places_M: Ints
-    """Where the texts have it."""
+    """Positions of its matches in the datastore."""
     next_M: Ints
-    """The token after it at each of them."""
+    """Token after each of them."""
 
 
 class SuffixTree(Proposer):
-    """The likeliest continuations of a row's text, grown best first.
+    """Tree of the most likely continuations of a row's text, grown best first.
 
-    A token is as likely as the likeliest of: the token after the longest earlier match in the row's own text, by the
-    share of such proposals that were accepted in this row so far; a token's share of what followed the longest match in
-    the texts; a head's probability of it.
+    The probability of a token is the maximum of: the share of tokens after matches of this length in the row's own text
+    that were accepted so far; the share of the token among the continuations of the longest match in the datastore; and
+    its probability by a head.
 
     Args:
         max_nodes: Maximum number of nodes, without the root.
+        max_depth: Maximum depth.
         min_prob: Minimum joint probability of a node.
-        texts: Further source of tokens: a datastore of earlier texts.
-        heads: Further source of tokens: prediction heads, with `num_candidates` of each.
+        texts: Datastore of earlier texts.
+        heads: Prediction heads as a further source of tokens, with `num_candidates` each.
 
     Raises:
-        ValueError: A `min_prob` outside (0, 1). At the start of decoding: heads of another target.
+        ValueError: `min_prob` lies outside (0, 1) or, at the start of decoding, the heads belong to another target.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class SuffixTree(Proposer):
     def start(self, context: Context) -> None:
         if self.heads is not None:
             check_heads(self.heads, context)
-        # the longer a match, the likelier the same token follows: 0.2 after one token, 0.5 after two, 0.8 after eight
+        # Longer matches are more reliable: the prior is 0.2 after one token, 0.5 after two and 0.8 after eight.
         prior_L = 1 - 0.8 / np.arange(1, 1 + _LONGEST + self.max_depth) ** 0.7
         self._kept_BL = _PRIOR * np.tile(prior_L, (len(context.lengths), 1))
         self._tried_BL = np.full_like(self._kept_BL, _PRIOR)
         self._own = [(list[int](), 0) for _ in context.lengths]
-        """What follows each row's last tokens in its own text, and how many of these stand before it there."""
+        """Continuation of the latest match in each row's own text, and the length of that match."""
         self._watched_BK: Tensor | None = None
         self._guesses = [list[dict[int, float]]() for _ in context.lengths]
         if self.heads is not None:
@@ -120,7 +121,7 @@ class SuffixTree(Proposer):
         return proposal_of(rows, context.root_B1, self.max_depth)
 
     def _candidates(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """The heads' candidates and their probabilities, [B, K, C]."""
+        """Return the heads' candidates and their probabilities, [B, K, C] each."""
         assert self.heads is not None
         probs_BKV = self.heads(hidden_BD)[:, : self.max_depth].softmax(-1, dtype=torch.float32)
         top = probs_BKV.topk(min(self.num_candidates, probs_BKV.shape[-1]), -1)
@@ -128,7 +129,7 @@ class SuffixTree(Proposer):
         return top.indices, top.values
 
     def _guess(self, candidates: list[Any]) -> None:
-        """Take over, by row and depth, what `_candidates` found."""
+        """Store the result of `_candidates` by row and depth."""
         pairs = zip(*candidates, strict=True)
         self._guesses = [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
 
@@ -138,7 +139,8 @@ class SuffixTree(Proposer):
         return self._candidates(hidden_after(verdict, hidden_BND, context.target.hidden_size))
 
     def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> list[Node]:
-        """The nodes after a row's text, in the order of their probability; `guesses`: the heads' of each depth."""
+        """Return the nodes after a row's text by descending probability. `guesses` are the heads' candidates by depth.
+        """
         start, match = longest_match(text_S)
         own_K = text_S[start + np.arange(self.max_depth) % (len(text_S) - start)].tolist() if match else []
         self._own[row] = own_K, match
@@ -190,7 +192,7 @@ class SuffixTree(Proposer):
 
 
 def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, levels: int) -> Proposal:
-    """Trees of parents and tokens of each row's nodes, the root not counted, parents before their children."""
+    """Return a proposal from the parents and tokens of each row's nodes, without the root and with parents first."""
     device, most = root_B1.device, max(len(tokens) for _, tokens in rows)
     parents_BN = np.full((len(rows), 1 + most), -1)
     tokens_BN = np.zeros((len(rows), most), dtype=np.int64)
@@ -208,8 +210,10 @@ def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, le
 
 
 def longest_match(text_S: Ints) -> tuple[int, int]:
-    """Where a text goes on after the latest of the longest earlier occurrences of its end, and how many tokens of it
-    these are, at most 16; (0, 0): its last token is new."""
+    """Return the position after the latest of the longest earlier matches of a text's end, and the length of the match.
+
+    Matches have at most 16 tokens. The result is (0, 0) if the last token is new.
+    """
     ends_M, length = np.flatnonzero(text_S[:-1] == text_S[-1]), 0
     start = 0
     while len(ends_M) and length < _LONGEST:
@@ -220,8 +224,7 @@ def longest_match(text_S: Ints) -> tuple[int, int]:
 
 
 def _shares(next_M: Ints) -> Iterator[tuple[int, float]]:
-    """The commonest tokens, each with its share; one observation more than there are keeps what was seen once from
-    being sure."""
+    """Yield the most frequent tokens with their shares. One extra observation keeps unique continuations below 1."""
     if not len(next_M):
         return
     found, counts = np.unique(next_M, return_counts=True)

@@ -1,7 +1,7 @@
-"""Verifiers that keep the target's distribution: which path of a scored tree is kept, and what comes after it.
+"""Lossless verifiers, which select the accepted path of a scored tree and the token after it.
 
-In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper. `lossy.py` holds
-the verifiers that give some of p up.
+In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper (arXiv
+2401.06706). `lossy.py` contains the verifiers that do not keep p.
 
 Shape letters: B batch, N tree nodes, M nodes with children or chains, C children of a node, K depth, V vocabulary.
 """
@@ -19,23 +19,23 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class Sample(Verifier):
-    """No draft: draw the next token from the target (autoregressive decoding)."""
+    """Verifier of autoregressive decoding, which samples the next token from the target."""
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         return nothing_accepted(categorical(target_BNV[:, 0], rng.uniform()))
 
 
 class GreedyMatch(Verifier):
-    """Keep the longest path on which each token is the target's most likely one after its parent.
+    """Verifier that accepts the longest path on which each token is the target's most likely one.
 
-    Exact at temperature 0 for any proposal: what is kept is what greedy decoding would have written (SLiM, Lin et al.
-    2024, eq. 1; blockwise parallel decoding and Medusa verify the same way).
+    It is exact at temperature 0 for any proposal, because the accepted tokens equal those of greedy decoding. Blockwise
+    parallel decoding, Medusa and SLiM (Lin et al. 2024, eq. 1) verify in the same way.
     """
 
     judges = "logits"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
-        best_BN = target_BNV.max(-1).indices  # on CPUs faster than argmax
+        best_BN = target_BNV.max(-1).indices  # faster than argmax on CPUs
         tree, tokens_BN = proposal.tree, proposal.tokens_BN
         if tree.max_depth == 0:
             return nothing_accepted(best_BN[:, 0])
@@ -46,8 +46,8 @@ class GreedyMatch(Verifier):
         matches_BN = tokens_BN == best_BN.gather(1, above_BN)
         if proposal.valid_BN is not None:
             matches_BN &= proposal.valid_BN
-        # The matching child of each node, or the node itself. Column 0 takes what matches nothing, the root (whose
-        # parent is -1) and padding.
+        # The matching child of each node, or the node itself. Column 0 collects nodes that do not match, the root and
+        # padding.
         numbers_1N1 = torch.arange(-1, tree.nodes, device=tokens_BN.device)[None]
         numbers_BN1 = numbers_1N1.expand(len(tokens_BN), -1)
         next_BN1 = numbers_BN1.scatter(1, (tree.parents_BN + 1) * matches_BN, numbers_BN1[:, 1:])
@@ -57,10 +57,10 @@ class GreedyMatch(Verifier):
 
 
 class ExactChain(Verifier):
-    """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else draw from [p - q]+.
+    """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else sample from [p - q]+.
 
-    Source: arXiv 2211.17192, Algorithm 1 and appendix A.1; arXiv 2302.01318. A proposal without
-    `draft_probs_BMV` was not drawn at all: q is 1 at its tokens.
+    Source: arXiv 2211.17192, Algorithm 1 and appendix A.1; arXiv 2302.01318. If a proposal has no `draft_probs_BMV`,
+    its tokens are deterministic and q is 1.
     """
 
     tolerance = 0.0
@@ -90,16 +90,17 @@ class ExactChain(Verifier):
         return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
 
     def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """[B, V] what the token in place of a refused one is drawn from."""
+        """Return the distribution [B, V] that replaces a rejected token."""
         return residual(target_BV, draft_BV)
 
 
 class ExactBlock(ExactChain):
-    """Block verification: a chain's tokens are kept as a whole, never fewer than by `ExactChain`.
+    """Block verification: accept a prefix of a chain as a whole. It never accepts fewer tokens than `ExactChain`.
 
     Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2. With p_i = min(p_{i-1} p / q, 1) and Z_i = Σ [p_i p - q]+ at
-    node i, a draft's first i tokens pass with Z_i / (Z_i + 1 - p_i), all of them with p_γ; the longest that pass are
-    kept, and behind them [p_i p - q]+ is drawn from. It is token verification where nothing was drawn.
+    node i, the first i draft tokens pass with probability Z_i / (Z_i + 1 - p_i), and all γ tokens with p_γ. The longest
+    prefix that passes is accepted, and the next token is sampled from [p_i p - q]+. Deterministic drafts use token
+    verification.
     """
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
@@ -122,7 +123,7 @@ class ExactBlock(ExactChain):
         pass_BK = torch.cat((torch.where(mass_BK[:, 1:] > 0, pass_BK, keep_BN[:, 1:-1].floor()), keep_BN[:, -1:]), 1)
         ends_B = torch.full_like(proposal.tokens_BN[:, 0], depth)
         place_K = torch.arange(1, depth + 1, device=ends_B.device)
-        if valid_BN is not None:  # a chain that is shorter passes as a whole with what is kept of it
+        if valid_BN is not None:  # a shorter chain passes as a whole with its last p_i
             ends_B = valid_BN[:, 1:].long().cumprod(1).sum(1)
             pass_BK = torch.where(place_K == ends_B[:, None], keep_BN[:, 1:], pass_BK * (place_K < ends_B[:, None]))
         accepted_B = ((uniform_BU[:, :depth] < pass_BK) * place_K).amax(1)
@@ -132,14 +133,14 @@ class ExactBlock(ExactChain):
 
 
 class MultiCandidate(Verifier):
-    """Multi-candidate speculative sampling over a tree: each node's children are tried in turn.
+    """Multi-candidate speculative sampling over a tree, which tries the children of each node in turn.
 
-    With replacement Algorithm 1 of the multi-candidate paper; without, Algorithm 2, where a refused token leaves q too.
-    A child that the drafter could not fill (`valid_BN` False) is skipped. Both keep the target's distribution
-    (appendices A and B). For one candidate a level both are speculative sampling.
+    Source: arXiv 2401.06706, Algorithm 1 with replacement and Algorithm 2 without, where rejected tokens are also
+    removed from q. Both keep the target's distribution (appendices A and B), and both equal speculative sampling for
+    one candidate per level. Children with a False `valid_BN` are skipped.
 
-    The remainder of p is kept unnormalised together with its mass. Without replacement a refused token is removed from
-    q, and the remaining mass of q is summed again: 1 - q would cancel in float32 when the drafter is nearly certain.
+    The residual of p is stored unnormalised together with its mass. Without replacement, the remaining mass of q is
+    summed again, since 1 - q would cancel in float32 for a nearly certain drafter.
     """
 
     def __init__(self, replacement: bool) -> None:
@@ -173,7 +174,8 @@ class MultiCandidate(Verifier):
     def _try(
         self, target_BV: Tensor, draft_BV: Tensor, tokens_BC: Tensor, exists_BC: Tensor, uniform_BC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """[B, 1] which of a node's children is accepted (-1: none), and [B, V] what those refused left of p."""
+        """Return the accepted child of each node, [B, 1] (-1 for none), and the residual of p after the rejections, [B, V].
+        """
         left_BV, mass_B1 = target_BV, torch.ones_like(target_BV[:, :1])
         rest_B1, found_B1 = mass_B1, torch.full_like(tokens_BC[:, :1], -1)
         for child, token_B1 in enumerate(tokens_BC.split(1, 1)):
@@ -186,20 +188,19 @@ class MultiCandidate(Verifier):
             mass_B1 = left_BV.sum(1, keepdim=True)
             if not self.replacement and child + 1 < tokens_BC.shape[1]:
                 draft_BV, rest_B1 = remove_token(draft_BV, token_B1, exists_BC[:, child, None])
-        # Rounding alone can leave nothing at all.
+        # Rounding can leave a residual of zero.
         return found_B1, torch.where(mass_B1 > 0, left_BV, target_BV)
 
 
 class Traversal(Verifier):
-    """Traversal verification of a sampled tree, from its leaves to the root: paths are kept as a whole.
+    """Traversal verification of a sampled tree from its leaves to the root, which accepts paths as a whole.
 
-    Source: Weng et al. 2025, arXiv 2505.12398, algorithm 1; along a chain that is block verification (`ExactBlock`).
-    The root is kept with probability h = 1, a child x with min(h P(x) / Q(x), 1), where
-    h, P and Q are what its node has when it is tried, after all below it. A refused child leaves its node of h P the
-    mass Z = Σ [h P − Q]+, with which h becomes Z / (Z + 1 − h) and P what is left, normalised; without replacement Q
-    loses the child. After the node that is kept a token is drawn from its P. Along a chain never fewer tokens than by
-    `ExactChain`, which it is where nothing was drawn. Nodes may be missing where their prefix decides: the proof goes
-    from the leaves to the root, node by node.
+    Source: Weng et al. 2025, arXiv 2505.12398, algorithm 1. For a chain this is block verification (`ExactBlock`). The
+    root is accepted with probability h = 1, and a child x with min(h P(x) / Q(x), 1), where h, P and Q are the current
+    values of its parent. All nodes below x are tried before x. A rejected child leaves its parent the mass Z = Σ [h P −
+    Q]+. Then h becomes Z / (Z + 1 − h), P becomes the normalised residual, and Q loses the child if it was sampled
+    without replacement. The token after the accepted node is sampled from its P. Deterministic drafts use `ExactChain`.
+    Nodes may be missing if this depends only on their prefix, because the proof proceeds node by node from the leaves.
     """
 
     def __init__(self, replacement: bool = True) -> None:
@@ -211,17 +212,17 @@ class Traversal(Verifier):
             return ExactChain().verify(proposal, target_BNV, rng)
         valid_BN = torch.ones_like(tokens_BN) if proposal.valid_BN is None else proposal.valid_BN
         uniform_BU = rng.uniform(max(proposal.levels, tree.nodes - 1) + 1)
-        uniform_BN = torch.nn.functional.pad(uniform_BU[:, :-1], (1, 0), value=-1.0)  # the root is kept in any case
+        uniform_BN = torch.nn.functional.pad(uniform_BU[:, :-1], (1, 0), value=-1.0)  # the root is always accepted
         node_B, next_BV = torch.zeros_like(tokens_BN[:, 0]), target_BNV[:, 0]
         open_B = torch.ones_like(node_B, dtype=torch.bool)
 
         def decided() -> bool:
-            """Whether nothing is open; a device is not asked, for which the host would wait."""
+            """Return whether all rows are decided. Only CPUs are queried, since other devices would synchronise."""
             return open_B.device.type == "cpu" and not open_B.any()
 
         def visit(node: int, keep_B1: Tensor) -> None:
             nonlocal node_B, next_BV, open_B
-            # of h P, `left` times `scale`
+            # h P equals `left_BV` times `scale_B1`.
             left_BV, scale_B1, rest_B1 = target_BNV[:, node], keep_B1, torch.ones_like(keep_B1)
             draft_BV = draft_BMV[:, node] if tree.children[node] else left_BV
             for child in tree.children[node]:
@@ -243,7 +244,7 @@ class Traversal(Verifier):
             next_BV, open_B = torch.where(kept_B[:, None], left_BV, next_BV), open_B & ~kept_B
 
         visit(0, torch.ones_like(uniform_BU[:, :1]))
-        # rounding alone can leave nothing at all
+        # Rounding can leave a residual of zero.
         next_BV = torch.where(next_BV.sum(1, keepdim=True) > 0, next_BV, at(target_BNV, node_B))
         accepted_B, path_BK = at(tree.depth_BN, node_B), identity_path(tree, len(node_B))
         above_BK = (accepted_B[:, None] - path_BK).clamp(min=0)
@@ -252,10 +253,10 @@ class Traversal(Verifier):
 
 
 class SampleAndMatch(Verifier):
-    """Naive sampling: draw each token from the target, and go on along the tree while it holds what was drawn.
+    """Verifier that samples each token from the target and follows the tree while it contains that token.
 
-    With candidates from a draft model this is MCNS (multi-candidate paper, section 4.5 and appendix C). With candidates
-    that no chance was involved in, such as those of prediction heads, no exact method accepts more.
+    With candidates sampled from a drafter this is MCNS (arXiv 2401.06706, section 4.5 and appendix C). For
+    deterministic candidates, such as those of prediction heads, no exact method accepts more tokens.
     """
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
@@ -284,10 +285,10 @@ class SampleAndMatch(Verifier):
 
 
 class SeveralDrafters(Verifier):
-    """One chain a drafter, verified token by token: the chains' candidates are tried in turn, each against its own q.
+    """Verifier of one chain per drafter, which tries the candidates of the chains in turn, each against its own q.
 
-    Algorithm 1 of the multi-candidate paper with q replaced by q_m for the m-th candidate, as SpecInfer verifies (its
-    multi-step speculative sampling, arXiv 2305.09781). Chains that agree with the accepted token stay in play.
+    This is Algorithm 1 of arXiv 2401.06706 with q_m for the m-th candidate, as in SpecInfer (multi-step speculative
+    sampling, arXiv 2305.09781). Only chains that contain the accepted token are tried at the next level.
     """
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
@@ -315,7 +316,7 @@ class SeveralDrafters(Verifier):
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """[B] the chain whose token is accepted (-1: none), and [B, V] what is left of the target's mass."""
+        """Return the chain whose token is accepted, [B] (-1 for none), and the residual of the target, [B, V]."""
         found_B = torch.full_like(tokens_BM[:, 0], -1)
         for chain in range(tokens_BM.shape[1]):
             here_B = alive_BM[:, chain] & (found_B < 0)
@@ -328,23 +329,23 @@ class SeveralDrafters(Verifier):
 
 
 class KSequential(SeveralDrafters):
-    """SpecTr's k-SEQ: of k independent chains' tokens the first x with u < p(x) / (ρ q(x)) is accepted.
+    """k-SEQ verification of SpecTr: of k independent chains, accept the first token x with u < p(x) / (ρ q(x)).
 
-    ρ is the smallest at which what is left of p is a distribution (`k_seq_rho`). With one chain in play, ρ is 1 and the
-    rule is speculative sampling's. Source: arXiv 2310.15141, Algorithm 2.
+    ρ is the smallest value for which the residual of p is a distribution (`k_seq_rho`). With one remaining chain, ρ is
+    1 and the rule equals speculative sampling. Source: arXiv 2310.15141, Algorithm 2.
     """
 
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
     ) -> tuple[Tensor, Tensor]:
-        # All chains in play have the same past, and so the same q.
+        # All remaining chains have the same prefix, and so the same q.
         draft_BV = at(draft_BMV, alive_BM.int().argmax(1))
         count_B1 = alive_BM.sum(1, keepdim=True).clamp(min=1)
         rho_B1 = k_seq_rho(target_BV, draft_BV, count_B1)
         target_BM, draft_BM = target_BV.gather(1, tokens_BM), draft_BV.gather(1, tokens_BM)
         accept_BM = alive_BM & (uniform_BM * rho_B1 * draft_BM < target_BM)
         found_B, first_B = accept_BM.any(1), accept_BM.int().argmax(1)
-        # Each chain gives x with probability min(q, p/ρ), after s = Σ (1 - β)^i refusals of those before it.
+        # Each chain accepts x with probability min(q, p/ρ). The expected number of chains tried is Σ (1 - β)^i.
         each_BV = torch.minimum(draft_BV, target_BV / rho_B1)
         beta_B1 = each_BV.sum(1, keepdim=True)
         any_B1 = -torch.expm1(count_B1 * torch.log1p(-beta_B1.clamp(max=1)))  # 1 - (1 - β)^k without cancellation
@@ -355,18 +356,20 @@ class KSequential(SeveralDrafters):
 
 
 def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q without a drawn token where `exists_B1`, and the mass [B, 1] that is left of it."""
+    """Return q without a sampled token, where `exists_B1`, and the remaining mass [B, 1] of q."""
     draft_BV = draft_BV.scatter(1, token_B1, torch.where(exists_B1, 0.0, draft_BV.gather(1, token_B1)))
     return draft_BV, draft_BV.sum(1, keepdim=True)
 
 
 def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
-    """The ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), β(ρ) = Σ min(q, p/ρ), from above to 24 bits; [B, 1].
+    """Return ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), where β(ρ) = Σ min(q, p/ρ), rounded up to 24 bits; [B, 1].
 
     Args:
-        count_B1: k, how many independent draws from q there are.
+        target_BV: p, the target's distribution.
+        draft_BV: q, the drafter's distribution.
+        count_B1: k, the number of independent draws from q.
     """
-    bits = 2 if target_BV.device.type == "cpu" else 6  # found at a time: there launches cost more than arithmetic
+    bits = 2 if target_BV.device.type == "cpu" else 6  # bits per iteration; kernel launches dominate on GPUs
     part_M = torch.arange(1, 1 << bits, dtype=target_BV.dtype, device=target_BV.device)
     low_B1 = torch.ones_like(target_BV[:, :1])
     width_B1 = (count_B1 - low_B1) / (1 << bits)
@@ -379,48 +382,52 @@ def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
 
 
 def residual(target_XV: Tensor, draft_XV: Tensor) -> Tensor:
-    """[p - q]+ normalised, [..., V]; p itself where nothing is left, which only rounding can bring about."""
+    """Return [p - q]+ normalised, [..., V], or p if rounding leaves no mass."""
     return normalise(target_XV - draft_XV, target_XV)
 
 
 def normalise(mass_XV: Tensor, otherwise_XV: Tensor) -> Tensor:
-    """The positive part of a mass, scaled to sum to 1; `otherwise_XV` where there is none."""
+    """Return the positive part of a mass scaled to sum to 1, or `otherwise_XV` if it is zero."""
     left_XV = mass_XV.clamp(min=0)
     mass_X1 = left_XV.sum(-1, keepdim=True)
     return torch.where(mass_X1 > 0, left_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), otherwise_XV)
 
 
 def at(values_BNX: Tensor, node_B: Tensor) -> Tensor:
-    """[B, X] values[b, node[b]] of each row; values [1, N, X] stand for all rows."""
+    """Return values[b, node[b]] of each row, [B, X]. Values of shape [1, N, X] apply to all rows."""
     if len(values_BNX) == 1:
         return values_BNX[0].index_select(0, node_B)  # several times cheaper than indexing by two tensors
     return values_BNX[torch.arange(len(values_BNX), device=values_BNX.device), node_B]
 
 
 def identity_path(tree: Tree, rows: int) -> Tensor:
-    """[B, K] a path on which nothing is accepted yet: column i holds i + 1."""
+    """Return a path [B, K] without accepted nodes: column i holds i + 1."""
     return torch.arange(1, tree.max_depth + 1, device=tree.parents_BN.device).expand(rows, -1)
 
 
 def nothing_accepted(next_B: Tensor) -> Verdict:
-    """The verdict on a root alone."""
+    """Return the verdict on a proposal that consists of the root."""
     return Verdict(next_B.new_zeros(len(next_B), 0), torch.zeros_like(next_B), next_B)
 
 
 def count_prefix(passes_BK: Tensor, valid_BN: Tensor | None) -> Tensor:
-    """[B] how many of a chain's tokens pass one after another."""
+    """Return the number of leading tokens of a chain that pass, [B]."""
     if valid_BN is not None:
         passes_BK = passes_BK & valid_BN[:, 1:]
     return passes_BK.cumprod(1).sum(1)
 
 
 def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Verdict:
-    """The verdict that keeps the first tokens of a chain."""
+    """Return the verdict that accepts the first `accepted_B` tokens of a chain."""
     return Verdict(identity_path(proposal.tree, len(accepted_B)), accepted_B, next_B)
 
 
 def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Follow `next_BN` from the root until a node names itself: that node [B], and the verdict, its next token open."""
+    """Follow `next_BN` from the root until a node refers to itself.
+
+    Returns:
+        The last node [B], and the verdict on the path, with a placeholder as its next token.
+    """
     line = [next_BN.new_zeros(len(next_BN), 1)]
     for _ in range(proposal.tree.max_depth):
         line.append(next_BN.gather(1, line[-1]))

@@ -1,6 +1,7 @@
-"""Verifiers that give up some of the target's distribution, for speed or for likelier text. None is lossless.
+"""Lossy verifiers, which change the target's distribution to gain speed or likelier text.
 
-In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper.
+In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper (arXiv
+2401.06706).
 
 Shape letters: B batch, N tree nodes, K depth, V vocabulary.
 """
@@ -18,9 +19,9 @@ from .lossless import ExactChain, at, chain_verdict, count_prefix, normalise, wa
 
 
 class JointLikelihood(Verifier):
-    """Keep the longest prefix of a chain whose joint likelihood passes: min(1, p(x1..j)/q(x1..j)) > threshold.
+    """Verifier that accepts the longest prefix of a chain with min(1, p(x1..j)/q(x1..j)) > threshold.
 
-    Source: arXiv 2407.09722, section 3.2 and Algorithm 1. A prefix may pass although a shorter one failed.
+    Source: arXiv 2407.09722, section 3.2 and Algorithm 1. A prefix may pass even if a shorter one does not.
     """
 
     lossless = False
@@ -29,7 +30,7 @@ class JointLikelihood(Verifier):
         if not 0 <= threshold <= 1:
             raise ValueError(f"the threshold of joint likelihood must lie in [0, 1], got {threshold}")
         self._log_threshold = math.log(threshold) if threshold else -math.inf
-        # One-hot probabilities know no likelihood: at temperature 0 both models are judged unwarped.
+        # At temperature 0 probabilities are one-hot, so both models are compared unwarped.
         self.judges = "unwarped" if greedy else "probabilities"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
@@ -47,9 +48,9 @@ class JointLikelihood(Verifier):
 
 
 class Rollback(Verifier):
-    """Keep draft tokens up to the first one that the target finds too unlikely: -log p(x) > threshold.
+    """Verifier that accepts draft tokens up to the first one with -log p(x) > threshold.
 
-    Source: BiLD's rollback policy (arXiv 2302.07863).
+    Source: the rollback policy of BiLD (arXiv 2302.07863).
     """
 
     lossless = False
@@ -68,11 +69,11 @@ class Rollback(Verifier):
 
 
 class OverAcceptance(ExactChain):
-    """Accept x with probability b = min(1, (p(x) + ε)/q(x)): fewer rejections, at the price of a bias.
+    """Verifier that accepts x with probability b = min(1, (p(x) + ε)/q(x)), which reduces rejections and adds a bias.
 
-    `optimal` draws the token in place of a refused one from [p - b q]+, which gives the smallest bias that b allows;
-    otherwise from p (Decoding-OPT and Decoding-UNO of arXiv 2411.00841, section 4). [p - b q]+ is [p - q]+: where b is
-    1 they are the same, elsewhere both are 0.
+    A rejected token is replaced by a sample from [p - b q]+ if `optimal`, which minimises the bias for this b, else
+    from p (Decoding-OPT and Decoding-UNO of arXiv 2411.00841, section 4). [p - b q]+ equals [p - q]+: where b < 1, both
+    are 0.
     """
 
     lossless = False
@@ -87,10 +88,10 @@ class OverAcceptance(ExactChain):
 
 
 class TypicalAcceptance(Verifier):
-    """Keep the deepest path of tokens that are typical of the target: p(x) > min(ε, δ exp(-H(p))).
+    """Verifier that accepts the deepest path of tokens with p(x) > min(ε, δ exp(-H(p))).
 
-    Of equally deep paths the likeliest; the token after it is drawn from the typical ones. Source: Medusa's typical
-    acceptance, with its defaults ε = 0.09 and δ = 0.3.
+    Among equally deep paths the most likely one is accepted. The token after it is sampled from the tokens that pass.
+    Source: typical acceptance of Medusa (arXiv 2401.10774), with its defaults ε = 0.09 and δ = 0.3.
     """
 
     lossless = False
@@ -118,7 +119,7 @@ class TypicalAcceptance(Verifier):
 
 
 class AcceptAll(Verifier):
-    """Take a chain as it is, its last token as the one after the path: for what the target proposed itself."""
+    """Verifier that accepts a chain proposed by the target itself; its last token becomes the next token."""
 
     lossless = False
     judges = "logits"
@@ -132,7 +133,8 @@ class AcceptAll(Verifier):
 
 
 def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """The deepest, then best, node whose whole path passes, and the verdict that keeps it, its next token open."""
+    """Return the deepest node whose path passes (ties by score), and its verdict with a placeholder as the next token.
+    """
     tree = proposal.tree
     rows, nodes = passes_BN.shape
     passes_BN = passes_BN & (tree.parents_BN >= 0)
@@ -149,6 +151,6 @@ def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tu
 
 
 def _next(verifier: JointLikelihood | Rollback, target_BNV: Tensor, accepted_B: Tensor, rng: Rng) -> Tensor:
-    """The token after the path: the target's best where it is judged unwarped (temperature 0), else a sample."""
+    """Return the token after the path: the most likely one if verified unwarped (temperature 0), else a sample."""
     probs_BV = at(target_BNV, accepted_B)
     return probs_BV.argmax(-1) if verifier.judges == "unwarped" else categorical(probs_BV, rng.uniform())
