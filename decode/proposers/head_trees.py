@@ -157,8 +157,7 @@ class PrunedHeadTree(Proposer):
         return Tree.from_parents(parents_BN, self.max_depth, depth_BN), tokens_BN
 
     def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return parents, depths and candidate indices of the best sequences, [B, N] each (see `Lattice.best_paths`).
-        """
+        """Return parents, depths and candidate indices of the best sequences, [B, N] each (see `best_paths`)."""
         if self.table is None:
             first_BC = log_probs_BKC[:, 0]
             edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])

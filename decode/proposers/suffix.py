@@ -139,8 +139,7 @@ class SuffixTree(Proposer):
         return self._candidates(hidden_after(verdict, hidden_BND, context.target.hidden_size))
 
     def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> list[Node]:
-        """Return the nodes after a row's text by descending probability. `guesses` are the heads' candidates by depth.
-        """
+        """Return the nodes after a row's text by descending probability. `guesses` are the heads' candidates."""
         start, match = longest_match(text_S)
         own_K = text_S[start + np.arange(self.max_depth) % (len(text_S) - start)].tolist() if match else []
         self._own[row] = own_K, match

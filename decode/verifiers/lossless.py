@@ -174,8 +174,7 @@ class MultiCandidate(Verifier):
     def _try(
         self, target_BV: Tensor, draft_BV: Tensor, tokens_BC: Tensor, exists_BC: Tensor, uniform_BC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the accepted child of each node, [B, 1] (-1 for none), and the residual of p after the rejections, [B, V].
-        """
+        """Return the accepted child of each node, [B, 1] (-1 for none), and the residual [B, V] of p."""
         left_BV, mass_B1 = target_BV, torch.ones_like(target_BV[:, :1])
         rest_B1, found_B1 = mass_B1, torch.full_like(tokens_BC[:, :1], -1)
         for child, token_B1 in enumerate(tokens_BC.split(1, 1)):
