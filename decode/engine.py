@@ -32,7 +32,6 @@ class Limits:
     """Conditions that end a row."""
 
     max_new_tokens: int = 128
-    """Maximum number of generated tokens."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a row. The stop token itself is kept."""
 
@@ -59,16 +58,14 @@ class Proposal:
     tokens_BN: Tensor
     """Token of each node, int64. Node 0 is the root."""
     draft_probs_BMV: Tensor | None = None
-    """Distributions that the children of the first M nodes were sampled from, float32. None if the tokens were chosen
-    deterministically, so that each has draft probability 1."""
+    """Distributions that the children of the first M nodes were sampled from, float32. None: deterministic tokens."""
     valid_BN: Tensor | None = None
     """Mask of the nodes that hold a draft token, bool. None if all do."""
     draft_scores_BN: Tensor | None = None
     """Log of the drafter's joint probability of the path to each node, float32."""
     chains: Chains | None = None
     levels: int = 0
-    """Number of levels that random numbers are drawn for if the depth of the tree varies, so that the numbers of a row
-    do not depend on the other rows. 0 uses the depth of the tree."""
+    """Number of levels to draw random numbers for, so that they do not depend on other rows. 0: the tree's depth."""
     target_forwards: int = 0
     """Number of target forwards that this proposal took."""
     by_path: bool = False
@@ -86,8 +83,8 @@ class Verdict:
     next_B: Tensor
     """Token after the path, int64: a correction or a bonus token."""
     examined_B: Tensor | None = None
-    """Number of examined draft tokens, int64. None counts each accepted node with its earlier siblings, and all
-    children of the last accepted node."""
+    """Number of examined draft tokens, int64. None counts the earlier siblings of accepted nodes, and all last
+    children."""
     rejected_B: Tensor | None = None
     """True if the path ended because no child was accepted, bool. None means True if the last node has children."""
 
@@ -114,12 +111,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        """Return the maximum size and reach of a proposal.
-
-        Returns:
-            Maximum number of nodes, including the root, which is the number of cache slots needed; and the number of
-            positions that the deepest node may reach beyond the last kept token.
-        """
+        """Return the maximum number of nodes with the root, and of positions needed beyond the last kept token."""
 
     def start(self, context: Context) -> None:
         """Read the prompts. `generate` calls this once, before the first proposal."""
@@ -132,8 +124,7 @@ class Proposer(ABC):
     def ahead(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
         """Return tensors that the next proposal needs on the host, computed from the hidden states of this tree.
 
-        They are copied together with the verdict and appear as `Context.ahead`, which avoids another host
-        synchronisation. Profiles count this time in the commit phase.
+        They are copied together with the verdict, as `Context.ahead`. Profiles count this time in the commit phase.
         """
         return ()
 
@@ -146,10 +137,7 @@ class Proposer(ABC):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Return the forwards that a proposal of `nodes` nodes takes for one row.
-
-        Each is a pair of the model (None for the target) or heads and the number of tokens. The default is none.
-        """
+        """Return the model (None for the target) or heads, and the token count, of each forward of a proposal."""
         return []
 
 
@@ -163,17 +151,11 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
-        """Return the verdict on a proposal. The only side effect is drawing from `rng`.
-
-        Args:
-            proposal: Scored token tree.
-            target_BNV: Target scores of the token after each node, of the kind named by `judges`.
-            rng: Random numbers of the batch.
-        """
+        """Return the verdict. `target_BNV` holds the target's scores after each node, of the kind named by `judges`."""
 
 
 class Profile(Protocol):
-    """Protocol of profilers that `generate` calls during a step. `profile.StepProfile` reads clocks at these points."""
+    """Protocol of profilers, which `generate` calls during a step."""
 
     def start(self) -> None:
         """Mark the start of a step."""
@@ -225,8 +207,7 @@ class Context:
         read_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
         self._hidden: tuple[Tensor, Verdict | None] = _last(read_BTG, self.lengths)[:, None], None
         self.aux_BSG: Tensor | None = None
-        """Auxiliary hidden states of the target at each committed token but the root. None if the target returns none.
-        """
+        """Auxiliary hidden states at each committed token but the root. None if the target returns none."""
         if target.aux_layers:
             self.aux_BSG = read_BTG.new_zeros(len(ids), self.capacity, read_BTG.shape[2] - target.hidden_size)
             self.aux_BSG[:, : read_BTG.shape[1]] = read_BTG[:, :, : -target.hidden_size]
@@ -261,14 +242,7 @@ class Context:
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, ahead: Sequence[Tensor] = ()) -> Step:
-        """Commit the accepted path and the next token of each row. This is the only host synchronisation of a step.
-
-        Args:
-            proposal: Scored token tree.
-            verdict: Result of the verifier.
-            hidden_BND: Hidden states of the tree's nodes, with auxiliary hidden states if the target returns them.
-            ahead: Further tensors to copy to the host; they become `Context.ahead`.
-        """
+        """Commit the accepted paths, with the only host synchronisation of a step, which also copies `ahead`."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
@@ -357,8 +331,7 @@ def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tup
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
     """Run all committed tokens but the last of each row, which becomes the root of the first tree.
 
-    Each forward takes at most `READ_AT_ONCE` tokens, which bounds the memory of activations. The result of
-    `model.extend` is returned without computing logits.
+    Forwards of at most `READ_AT_ONCE` tokens bound the memory of activations. Returns the result of `model.extend`.
     """
     longest, width = max(lengths) - 1, model.hidden_size * (len(model.aux_layers) + 1)
     read = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
@@ -391,17 +364,7 @@ def generate(
     rng: Rng,
     profile: Profile | None = None,
 ) -> Iterator[Step]:
-    """Decode a batch of prompts and yield a `Step` after each iteration.
-
-    Args:
-        target: Target model.
-        proposer: Proposer of the method.
-        verifier: Verifier of the method.
-        prompts: Token ids of each row. Encoder-decoders take them as encoder input.
-        limits: Conditions that end a row.
-        sampling: Warping of the target's and the drafter's distributions.
-        rng: Random numbers, with one generator per row.
-        profile: Profiler of the steps.
+    """Decode a batch of prompts (token ids, or encoder inputs) and yield a `Step` after each iteration.
 
     Raises:
         ValueError: The batch or a prompt is empty, a token is outside the vocabulary, a prompt leaves too few positions

@@ -57,8 +57,7 @@ class Pool:
     def add(self, prompt: Sequence[int], seed: int, sampling: Sampling | None = None) -> int:
         """Queue a prompt and return the ticket of its text. `sampling` overrides that of the pool.
 
-        Raises:
-            ValueError: The prompt is empty or contains a token outside the vocabulary.
+        Raises ValueError if the prompt is empty or contains a token outside the vocabulary.
         """
         check_prompts(self._target, [prompt])
         self._tickets += 1
@@ -72,10 +71,9 @@ class Pool:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, list[int]]]:
-        """Generate one token per row, and return the ticket and the new ids of each text that ended.
+        """Generate a token per row, and return the ticket and the new ids of each text that ended.
 
-        Raises:
-            ValueError: Logits are NaN or infinite.
+        Raises ValueError if logits are NaN or infinite.
         """
         self._admit()
         count = self._close_ranks()

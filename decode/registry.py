@@ -72,11 +72,7 @@ class MethodConfig:
         return self.lossless
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        """Return the proposer and the verifier.
-
-        Raises:
-            ValueError: Options contradict each other or the artifacts.
-        """
+        """Return the proposer and the verifier. Raises ValueError for options that contradict each other."""
         raise NotImplementedError
 
 
@@ -165,10 +161,7 @@ def _choices_that_matter(name: str) -> list[Options]:
 
 
 def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Options]]:
-    """Return the method variants that can be built from these artifacts and apply at this temperature.
-
-    Variants with a datastore are left out, because few tables contain texts.
-    """
+    """Return the method variants that these artifacts allow at this temperature, without those with a datastore."""
     rows = [(name, options, method_config(name, options)) for name, options in method_variants()]
     return [
         (name, options)

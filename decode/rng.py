@@ -29,10 +29,7 @@ class Rng:
         return cls([seed + row for row in range(rows)], device)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Return float64 numbers in [0, 1) of shape [B, *shape].
-
-        Small requests are served from numbers generated in advance, to save kernel launches.
-        """
+        """Return float64 numbers in [0, 1) of shape [B, *shape], generated in advance to save kernel launches."""
         count = math.prod(shape)
         if count > _AHEAD:
             return self._draw(count).unflatten(1, shape)
@@ -53,24 +50,17 @@ class Rng:
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
-    """Draw one token per row by inverting the cumulative distribution.
+    """Draw a token id per row, [...] int64, from probabilities that need not be normalised.
 
-    Args:
-        probs_XV: Probabilities, which need not be normalised. Tokens of probability 0 are never drawn.
-        uniform_X: Uniform numbers in [0, 1).
-
-    Returns:
-        Token ids, [...] int64.
+    Tokens of probability 0 are never drawn. `uniform_X` lies in [0, 1).
     """
     return draw_many(probs_XV, uniform_X[..., None])[0][..., 0]
 
 
 def draw_many(probs_XV: Tensor, uniform_XC: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw independent tokens from each distribution, as `categorical` does.
+    """Draw independent tokens [..., C] as `categorical` does, and return them with the searched cumulative values.
 
-    Returns:
-        Token ids [..., C], and the values that were searched for in the cumulative distribution. These are NaN if the
-        probabilities are; the last token is drawn then, because its id must stay within the vocabulary.
+    These are NaN if the probabilities are. The last token is drawn then, so that its id stays in the vocabulary.
     """
     cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
     wanted_XC = uniform_XC * cdf_XV[..., -1:]

@@ -39,12 +39,9 @@ class Sampling:
 
 
 def warp(logits_XV: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probabilities after temperature, top-k and top-p, in that order.
+    """Return probabilities [..., V], float32, after temperature, top-k and top-p, in that order.
 
     A method is lossless if its output follows this distribution of the target.
-
-    Returns:
-        [..., V] float32. Each row sums to 1.
     """
     if sampling.greedy:
         return torch.zeros_like(logits_XV, dtype=torch.float32).scatter_(-1, logits_XV.argmax(-1, keepdim=True), 1.0)

@@ -55,11 +55,7 @@ class AdaptiveChain(DrafterProposer):
         return self._draft.run_captured(self._tree, (self._threshold, context.sampling), grow, *inputs)
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        """Draft the chain.
-
-        Returns:
-            Confidence by level, tokens, their validity by row and, above temperature 0, their distributions.
-        """
+        """Return confidence by level, tokens, their validity by row and, above temperature 0, their distributions."""
         stops = not self.model.is_async
         sure, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         hidden_BMD = hidden_BD[:, None]

@@ -78,10 +78,7 @@ class DraftState:
         return self.read_with(context)[:, 0]
 
     def read_with(self, context: Context, behind_BM: Tensor | None = None) -> Tensor:
-        """Read the committed tokens and then `behind_BM`, which is not kept in the cache.
-
-        Returns:
-            [B, 1 + M, D] hidden states of the root and of these tokens.
+        """Read the committed tokens and `behind_BM`, which is not kept. Return hidden states [B, 1 + M, D] from the root.
         """
         # All rows read equally many tokens. Rows with fewer new tokens read some again, with the same result; rows that
         # are too short start at 0, and what they read after their end is ignored.
@@ -137,12 +134,9 @@ class DraftState:
         return found
 
     def keep(self, context: Context, kept: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:
-        """Keep the accepted nodes that were run.
+        """Keep at most `kept` accepted nodes of each row (None: all) that were run.
 
-        Args:
-            context: Committed tokens of the batch.
-            kept: Maximum number of nodes of its path that each row keeps. None keeps all accepted nodes.
-            own_path_BK: Path in the drafter's own numbering. None if the nodes need not be moved.
+        `own_path_BK` is the path in the drafter's own numbering, or None if the nodes need not be moved.
         """
         if self._lag:
             self._read = [root + 2 for root in self.cache.lengths]
@@ -177,10 +171,9 @@ class DrafterProposer(Proposer):
 
 
 def own_path(nodes_BN: Tensor, path_BK: Tensor, kept_B: Tensor) -> Tensor:
-    """Return the path of a verdict in the drafter's numbering, [B, K].
+    """Return the path of a verdict in the drafter's numbering, [B, K], given the drafter's node of each proposal node.
 
-    `nodes_BN[b, i]` is the drafter's node for proposal node i. Rejected columns keep their own number, as
-    `KVCache.move_to_front` requires.
+    Rejected columns keep their own number, as `KVCache.move_to_front` requires.
     """
     place_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
     known_BK = path_BK.clamp(max=nodes_BN.shape[1] - 1)

@@ -104,8 +104,7 @@ class DraftTree(DrafterProposer):
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
         """Return the draft tokens of all levels and the values that are checked for NaN.
 
-        Above temperature 0, they are followed by the distributions that the tokens were sampled from and, if some nodes
-        may be missing, the mask of those that exist.
+        Above temperature 0, their distributions follow and, if some nodes may be missing, the mask of those that exist.
         """
         hidden_BMD, first = hidden_BD[:, None], 1
         levels = list[tuple[Tensor, ...]]()
@@ -153,11 +152,8 @@ class DraftTree(DrafterProposer):
 class ParallelChain(DrafterProposer):
     """Chain of `gamma` tokens from one forward of a drafter that was trained for parallel drafting with mask tokens.
 
-    Each token is sampled independently of the other draft tokens, so the usual chain verifiers apply. Source: PARD (An
-    et al. 2025, arXiv 2504.18583), with the token layout of vLLM 0.32.
-
-    Raises:
-        ValueError: The drafter has no mask token.
+    Each token is sampled independently of the others, so the usual chain verifiers apply. Source: PARD (An et al. 2025,
+    arXiv 2504.18583), with the token layout of vLLM 0.32. Raises ValueError if the drafter has no mask token.
     """
 
     def __init__(self, model: LanguageModel, gamma: int) -> None:

@@ -195,9 +195,8 @@ class DynamicTree(DrafterProposer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Select at most `width` of the best nodes below the previous level.
 
-        Returns:
-            Their numbers, their joint probabilities (0 where nothing is drafted), and the positions of their parents in
-            that level, [B, A] each.
+        Returns their numbers, joint probabilities (0 to draft nothing) and parents' positions in that level, [B, A]
+        each.
         """
         order_BN = self._order(nodes)
         parents_BN = nodes.parents_BT.gather(1, order_BN)

@@ -23,10 +23,7 @@ from .lattice import Lattice
 
 
 class HeadModule(Protocol):
-    """Protocol of prediction heads, which map hidden states [..., D] to logits [..., K, V].
-
-    Head k predicts the token at depth k + 1. `states` names the target's hidden states that the heads read:
-    "after-norm" (the default) or "before-norm".
+    """Protocol of prediction heads, from the target's hidden states [..., D] to logits [..., K, V] of the next tokens.
     """
 
     num_heads: int
@@ -40,8 +37,8 @@ class HeadTree(Proposer):
     Source: Medusa (arXiv 2401.10774). With one candidate per level this is blockwise parallel decoding.
 
     Raises:
-        ValueError: The shape does not parse or is deeper than the number of heads or, at the start of decoding, the
-            heads belong to another target or read other hidden states.
+        ValueError: The tree does not parse or is deeper than the heads or, at the start, the heads do not fit the
+            target.
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:
@@ -183,10 +180,9 @@ def states_of(heads: Any) -> str:
 
 
 def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) -> None:
-    """Attach the target's output projection on `device` to heads of `projection_kind` "target". Others are unchanged.
+    """Attach the target's output projection on `device` to heads of `projection_kind` "target".
 
-    Raises:
-        ValueError: The projection is offloaded, or has another hidden size or vocabulary.
+    Raises ValueError if the projection is offloaded, or has another hidden size or vocabulary.
     """
     if getattr(heads, "projection_kind", None) != "target":
         return
@@ -197,11 +193,7 @@ def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) 
 
 
 def check_heads(heads: HeadModule, context: Context) -> None:
-    """Check that heads fit the target, and make them use its matrix products.
-
-    Raises:
-        ValueError: The heads have another vocabulary or hidden size, or read other hidden states.
-    """
+    """Check that heads fit the target, or raise ValueError, and make them use its matrix products."""
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")
     theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size

@@ -52,9 +52,7 @@ class TableSource(NamedTuple):
 
 
 class TableChain(Proposer):
-    """Chain of `gamma` tokens from a table of counts, warped like those of a drafter.
-
-    These are the n-gram baselines of arXiv 2211.17192 (table 3).
+    """Chain of `gamma` tokens from a table of counts, as the n-gram baselines of arXiv 2211.17192 (table 3).
 
     Raises:
         ValueError: A setting is out of range or, at the start of decoding, the table has another vocabulary.

@@ -209,7 +209,7 @@ def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, le
 
 
 def longest_match(text_S: Ints) -> tuple[int, int]:
-    """Return the position after the latest of the longest earlier matches of a text's end, and the length of the match.
+    """Return the position after the latest of the longest earlier matches of a text's end, and the match's length.
 
     Matches have at most 16 tokens. The result is (0, 0) if the last token is new.
     """

@@ -363,10 +363,7 @@ def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple
 def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
     """Return ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), where β(ρ) = Σ min(q, p/ρ), rounded up to 24 bits; [B, 1].
 
-    Args:
-        target_BV: p, the target's distribution.
-        draft_BV: q, the drafter's distribution.
-        count_B1: k, the number of independent draws from q.
+    p and q are the distributions of target and drafter. k is `count_B1`, the number of independent draws from q.
     """
     bits = 2 if target_BV.device.type == "cpu" else 6  # bits per iteration; kernel launches dominate on GPUs
     part_M = torch.arange(1, 1 << bits, dtype=target_BV.dtype, device=target_BV.device)
@@ -422,11 +419,7 @@ def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Ver
 
 
 def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Follow `next_BN` from the root until a node refers to itself.
-
-    Returns:
-        The last node [B], and the verdict on the path, with a placeholder as its next token.
-    """
+    """Follow `next_BN` until a node refers to itself. Return it [B], and a verdict without the next token."""
     line = [next_BN.new_zeros(len(next_BN), 1)]
     for _ in range(proposal.tree.max_depth):
         line.append(next_BN.gather(1, line[-1]))

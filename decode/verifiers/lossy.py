@@ -133,7 +133,7 @@ class AcceptAll(Verifier):
 
 
 def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Return the deepest node whose path passes (ties by score), and its verdict with a placeholder as next token."""
+    """Return the deepest node whose path passes (ties by score), and a verdict without the next token."""
     tree = proposal.tree
     rows, nodes = passes_BN.shape
     passes_BN = passes_BN & (tree.parents_BN >= 0)
