@@ -105,8 +105,7 @@ class Tree:
 
     @cached_property
     def inner_children(self) -> tuple[Tensor, Tensor]:
-        """Return the children [M, C] of the first row's inner nodes, which come first, and the mask of existing ones.
-        """
+        """Return the children [M, C] of the first row's inner nodes, which come first, and their existence mask."""
         is_child_NN = self.parents_BN[0] == torch.arange(self.nodes, device=self.parents_BN.device)[:, None]
         count_N = is_child_NN.sum(1)
         exists_MC = torch.arange(int(count_N.max()), device=count_N.device) < count_N[count_N > 0, None]

@@ -78,8 +78,7 @@ class DraftState:
         return self.read_with(context)[:, 0]
 
     def read_with(self, context: Context, behind_BM: Tensor | None = None) -> Tensor:
-        """Read the committed tokens and `behind_BM`, which is not kept. Return hidden states [B, 1 + M, D] from the root.
-        """
+        """Read the committed tokens and `behind_BM` (not kept). Return hidden states [B, 1 + M, D] from the root."""
         # All rows read equally many tokens. Rows with fewer new tokens read some again, with the same result; rows that
         # are too short start at 0, and what they read after their end is ignored.
         pending = max(length - read for length, read in zip(context.lengths, self._read, strict=True))

@@ -23,8 +23,7 @@ from .lattice import Lattice
 
 
 class HeadModule(Protocol):
-    """Protocol of prediction heads, from the target's hidden states [..., D] to logits [..., K, V] of the next tokens.
-    """
+    """Protocol of prediction heads, which map hidden states [..., D] to logits [..., K, V] of later tokens."""
 
     num_heads: int
 
