@@ -1,4 +1,4 @@
-"""Settings of training runs, of which the sections of recipes are made: no torch, no pydantic."""
+"""Settings of training runs, used by the sections of recipes (imports neither torch nor pydantic)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAY_CHANGE = {
 
 
 def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
-    """Return the forward passes of one process in a step. Raises ValueError: the global batch is not a multiple."""
+    """Return the forward passes per process and step. Raises ValueError if `global_batch` cannot be split evenly."""
     together = micro_batch * processes
     if global_batch % together:
         raise ValueError(
@@ -24,83 +24,83 @@ def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
 
 
 def _limited(default: Any, **limits: float) -> Any:
-    """Return a field with limits: `ge`, `gt` and `lt`, as pydantic names them; recipes are checked by them."""
+    """Return a dataclass field with the limits `ge`, `gt` and `lt`, named as in pydantic, which recipes must meet."""
     return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """Settings of the training loop; the task decides what is trained."""
+    """Settings of the training loop."""
 
     steps: int
     """Number of optimizer steps."""
     global_batch: int = _limited(128, ge=1)
     """Blocks per optimizer step, over all processes and micro batches."""
     micro_batch: int = _limited(4, ge=1)
-    """Blocks per forward pass of one process; it changes memory and speed, not the result."""
+    """Blocks per forward pass of one process. This affects memory and speed, not the result."""
     learning_rate: float = _limited(2e-5, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    """Learning rate schedule after the warm-up."""
     warmup: float = _limited(0.03, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises from 0."""
+    """Share of the steps in which the learning rate rises linearly from 0."""
     weight_decay: float = _limited(0.0, ge=0)
-    """AdamW's weight decay, for matrices only."""
+    """Weight decay of AdamW, applied to matrices only."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the gradient's mean and square."""
+    """Decay rates of AdamW's running averages of the gradient and its square."""
     clip_norm: float = _limited(1.0, ge=0)
     """Maximum gradient norm; 0 disables clipping."""
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"
-    """Automatic mixed precision; "no" computes in the type of the weights. "auto" is resolved before the run: bf16 if
-    the hardware multiplies in it, else "no"."""
+    """Automatic mixed precision; "no" computes in the dtype of the weights. "auto" is resolved before the run: bf16 if
+    the hardware supports it natively, otherwise "no"."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass, which reduces memory and takes about a third more time."""
     evaluate_every: int = _limited(200, ge=0)
-    """Steps between evaluations on held-out data, the first before training; 0: only at the end."""
+    """Steps between evaluations on held-out data, the first one before training. 0 evaluates only at the end."""
     save_every: int = _limited(200, ge=0)
-    """Steps between checkpoints, which is what a killed run may lose; 0: only at the end."""
+    """Steps between checkpoints, which is the most that an interrupted run loses. 0 saves only at the end."""
     keep_checkpoints: int = _limited(2, ge=1)
-    """Number of checkpoints that stay on disk."""
+    """Maximum number of checkpoints on disk."""
     log_every: int = _limited(10, ge=1)
-    """Steps between lines of the log, and of what trackers are sent."""
+    """Steps between log lines and between reports to trackers."""
     on_bad_step: Literal["stop", "skip"] = "stop"
-    """Action if the loss or gradient is not finite, or the gradient exceeds `max_norm`: stop, or skip the step (at most
-    50 times in a row)."""
+    """Action if the loss or gradient is not finite or the gradient exceeds `max_norm`: stop the run, or skip the step
+    (at most 50 times in a row)."""
     max_norm: float = _limited(0.0, ge=0)
-    """Gradient norm, before clipping, above which a step is bad; 0: only one that is not finite."""
+    """Gradient norm before clipping above which a step is bad. 0 accepts every finite norm."""
     seed: int = 0
-    """Seed of the data order, of dropout and of initial weights."""
+    """Seed of the data order, dropout and the initial weights."""
     keep_best: str | None = None
-    """Metric of the evaluations by which the best weights are kept, more being better; None keeps the last weights."""
+    """Evaluation metric that selects the best weights (higher is better). None keeps the last weights."""
 
     def fixed(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must share; the others change memory, speed or reports only."""
+        """Return the settings that a resumed run must share. The others affect memory, speed or reports only."""
         return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
 
 
 @dataclass(frozen=True)
 class Medusa2:
-    """Settings for training a target together with its heads (Medusa-2: arXiv 2401.10774, section 2.2.2)."""
+    """Settings for training a target jointly with its heads (Medusa-2: arXiv 2401.10774, section 2.2.2)."""
 
     alone: float = _limited(0.3, ge=0, lt=1)
     """Share of the run in which only the heads are trained."""
     warmup: float = _limited(0.2, ge=0, lt=1)
-    """Share of the run, after that, over which the weight of the heads' loss rises from 0."""
+    """Share of the run, after the first stage, over which the weight of the heads' loss rises from 0."""
     heads_weight: float = _limited(0.2, gt=0)
-    """Weight of the heads' losses when they train the target too."""
+    """Weight of the heads' losses in joint training."""
     label_weight: float = _limited(1.0, ge=0)
-    """Weight of the target's own cross entropy."""
+    """Weight of the target's own cross-entropy."""
     kl_weight: float = _limited(1.0, ge=0)
-    """Weight of the KL divergence of the target from the original."""
+    """Weight of the KL divergence of the target from the original target."""
     rate: float = _limited(0.25, gt=0)
-    """The target's learning rate relative to the heads'."""
+    """Ratio of the target's learning rate to the heads' learning rate."""
 
     def heads_part(self, progress: float) -> float:
-        """Return the weight of the heads' losses: 1 in the first stage, then rising to `heads_weight` as a sine."""
+        """Return the weight of the heads' losses: 1 in the first stage, then a sine ramp up to `heads_weight`."""
         return 1.0 if progress < self.alone else self.heads_weight * math.sin(math.pi / 2 * self.risen(progress))
 
     def risen(self, progress: float) -> float:
-        """Return the completed share of the second stage's warm-up, 0 to 1."""
+        """Return the completed share of the second stage's warm-up, from 0 to 1."""
         if progress < self.alone:
             return 0.0
         return 1.0 if not self.warmup else min(1.0, (progress - self.alone) / self.warmup)
@@ -108,33 +108,32 @@ class Medusa2:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Settings for training on samples of the drafter itself (DistillSpec: arXiv 2310.08461)."""
+    """Settings for training on responses sampled from the drafter (DistillSpec: arXiv 2310.08461)."""
 
     share: float = _limited(0.5, gt=0, le=1)
-    """Share of a step's blocks whose answers are sampled from the drafter and scored by the target."""
+    """Share of a step's blocks whose responses are sampled from the drafter and scored by the target."""
     new_tokens: int = _limited(256, ge=1)
-    """Maximum length of a sampled answer; it is never longer than the block has room for."""
+    """Maximum number of tokens of a sampled response, which must also fit into its block."""
     temperature: float = _limited(1.0, gt=0)
     """Sampling temperature."""
     stop_ids: tuple[int, ...] = ()
-    """Token ids that end an answer."""
+    """Token ids that end a response."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Settings for drafting several tokens in one forward pass, at positions of a mask token (PARD: arXiv
-    2504.18583)."""
+    """Settings for drafting several tokens in one forward pass at mask tokens (PARD: arXiv 2504.18583)."""
 
     tokens: int = _limited(8, ge=2)
-    """Number of tokens drafted at once: the next one, and the others at mask tokens."""
+    """Number of tokens drafted in one forward pass: the next token, and the following ones at mask tokens."""
     keep_share: float = _limited(0.7, gt=0, le=1)
-    """Share of the positions that learn the second token after them, of these the share that learn the third, and so
-    on: the cost of a step relative to one without `parallel`."""
+    """Share of the positions trained for each mask token relative to the one before it; determines the cost of a
+    step."""
     min_share: float = _limited(0.2, ge=0, le=1)
-    """Minimum share of the positions that learn each of them."""
+    """Minimum share of the positions trained for each mask token."""
     token: int = _limited(0, ge=0)
     """Id of the mask token."""
 
     def shares(self) -> list[float]:
-        """Return the shares of the positions with a j-th mask token, j from 1."""
+        """Return the shares of the positions with a j-th mask token, for j from 1."""
         return [max(self.keep_share**number, self.min_share) for number in range(1, self.tokens)]

@@ -1,7 +1,7 @@
-"""Attention over packed blocks document by document: on a processor a mask of a whole block costs what it hides.
+"""Attention over packed blocks document by document, which skips the masked part of a block on a CPU.
 
-Registered with transformers under `NAME`; without `spans` it is SDPA. Letters: B batch, H heads, T tokens, D size of a
-head.
+It is registered with transformers under `NAME`; without `spans` it is SDPA. Letters: B batch, H heads, T tokens,
+D head size.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 NAME = "draftsmith_documents"
 
 Spans = Sequence[Sequence[tuple[int, int]]]
-"""For each row of a batch the [start, end) of its documents and of its padding: together the whole row."""
+"""For each row of a batch, the [start, end) of its documents and of its padding, which cover the whole row."""
 
 
 def document_spans(documents_BT: Tensor) -> Spans:
-    """Where the documents of packed blocks lie."""
+    """Return the spans of the documents of packed blocks."""
     spans = []
     for row in documents_BT.cpu():
         borders = (torch.nonzero(row[1:] != row[:-1]).flatten() + 1).tolist()
@@ -30,7 +30,7 @@ def document_spans(documents_BT: Tensor) -> Spans:
 
 
 def register() -> None:
-    """Make the name known to transformers."""
+    """Register the attention with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -50,7 +50,7 @@ def documents_attention(
     spans: Spans | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each span; keys and values may have fewer heads. Returns [B, T, H, D]."""
+    """Compute causal attention within each span; keys and values may have fewer heads. Returns [B, T, H, D]."""
     if spans is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -1,6 +1,6 @@
-"""Last hidden states of any language model over packed blocks, and the matrix that makes logits of them.
+"""Last hidden states of causal LMs over packed blocks, and the matrix that projects them to logits.
 
-Letters: B batch (blocks), T tokens, D hidden, V vocabulary, N documents with the padding of each block.
+Letters: B batch (blocks), T tokens, D hidden, V vocabulary, N documents including the padding of each block.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ...decode.models.final_norm import check_states, final_norm, layers_in, nor
 from .attention import NAME, document_spans, register
 from .seq2seq import Projected, SourceForward
 
-_ROUGH_TOLERANCE = 0.1  # the same in 16 bits
-_WORTH_IT = 0.7  # of a block's pairs of tokens inside documents: with more, one call for all of it is as fast
-_PROBE_TOLERANCE = 1e-3  # of the largest logit; a wrong head (bias, capping, scaling) is off by more
+_ROUGH_TOLERANCE = 0.1  # `_PROBE_TOLERANCE` for 16-bit weights
+_WORTH_IT = 0.7  # share of token pairs inside documents above which one call for the block is as fast
+_PROBE_TOLERANCE = 1e-3  # relative to the largest value; a wrong head (bias, capping, scaling) exceeds it
 
 
 class MaskedBatch(NamedTuple):
-    """Tokens that see others by a mask of their own, bool [B, T, T]; the rest as in `Batch`."""
+    """Tokens with an explicit attention mask, bool [B, T, T]; the other fields are those of `Batch`."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
@@ -35,18 +35,18 @@ class MaskedBatch(NamedTuple):
 
 
 def make_forward(model: Any) -> PackedForward | SourceForward:
-    """What runs a model on packed blocks; raises what `PackedForward` and `SourceForward` raise."""
+    """Return the forward of a model on packed blocks. Raises what `PackedForward` and `SourceForward` raise."""
     return SourceForward(model) if model.config.is_encoder_decoder else PackedForward(model)
 
 
 class PackedForward(Projected):
-    """Runs a transformers causal LM on packed blocks so that no token sees another document.
+    """Forward pass of a transformers causal LM on packed blocks, with attention masked to documents.
 
-    No module, so that a frozen model is neither wrapped for data parallelism nor stored in a checkpoint. A model in
-    peft's wrapper is run without it. `states` are those that `hidden` gives: "after-norm", the last ones, or
-    "before-norm", what goes into the final norm, or both inner and last ones side by side (`layers_in`). Raises
-    ValueError: the model cannot be given positions (ALiBi models such as Bloom), or carries states from one document of
-    a block into the next; an encoder-decoder; no final norm, where it is asked for; unknown states.
+    This is not a module, so that a frozen model is neither wrapped for data parallelism nor saved in a checkpoint.
+    `states` selects the output of `hidden`: "after-norm" for the last hidden states, "before-norm" for the input of the
+    final norm, or inner and last hidden states concatenated (`layers_in`). Raises ValueError if the model takes no
+    positions (ALiBi), carries states across documents, is an encoder-decoder, lacks a final norm, or `states` is
+    unknown.
     """
 
     def __init__(self, model: Any, states: str = "after-norm") -> None:
@@ -73,11 +73,11 @@ class PackedForward(Projected):
         self.states, self._norm = states, None
         last = int(model.get_output_embeddings().weight.shape[1])
         self.width = last + len(self._layers) * self.config.hidden_size
-        """Numbers a token in what `hidden` gives."""
+        """Size of the hidden states that `hidden` returns."""
         if states == "before-norm":
             self._norm = final_norm(_decoder(model))
         self.by_document = _can_attend_by_document(model)
-        if self.by_document and not _keeps_documents_apart(self):  # the decoder passes nothing on to its attention
+        if self.by_document and not _keeps_documents_apart(self):  # the decoder does not pass `spans` to its attention
             self.config._attn_implementation = "sdpa"
             self.by_document = False
         if not self.by_document and not _keeps_documents_apart(self):
@@ -87,14 +87,13 @@ class PackedForward(Projected):
             )
 
     def __call__(self, batch: Batch | MaskedBatch) -> Tensor:
-        """Last hidden states [B, T, D], after the final norm; logits [B, T, V] where `weight_VD()` is None."""
+        """Return last hidden states [B, T, D] after the final norm, or logits [B, T, V] if `weight_VD()` is None."""
         if self.plain_head:
             return self._last_hidden(batch)
         return self._run(self.model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states [B, T, D], after the final norm or before it as `states` says, whatever the head; [B, T, G + D]
-        with those of inner layers."""
+        """Return hidden states [B, T, D] as selected by `states`; [B, T, G + D] with those of inner layers."""
         if self._layers:
             found = self._run(_decoder(self.model), batch, output_hidden_states=True)
             sides = [*(found.hidden_states[layer] for layer in self._layers), found.last_hidden_state]
@@ -106,7 +105,7 @@ class PackedForward(Projected):
         return seen[0].reshape(*batch.tokens_BT.shape, -1)
 
     def after_norm(self, states_XD: Tensor) -> Tensor:
-        """Last hidden states [..., D] of states [..., D] as `hidden` gives them: through the final norm, if need be."""
+        """Return last hidden states [..., D], given states of `hidden`: apply the final norm if needed."""
         if self._layers:
             return states_XD[..., -self.config.hidden_size :]
         return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))
@@ -117,7 +116,7 @@ class PackedForward(Projected):
     def _run(self, module: Any, batch: Batch | MaskedBatch, **asked: Any) -> Any:
         if "flash" in self._kernel and isinstance(
             batch, Batch
-        ):  # one row: these kernels know documents by where each begins in all tokens
+        ):  # one row, because these kernels take the document borders among all tokens
             return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch), **asked)
         return module(batch.tokens_BT, use_cache=False, **self._attention(batch), **asked)
 
@@ -126,8 +125,7 @@ class PackedForward(Projected):
         return getattr(self.config, "_attn_implementation", None) or "eager"
 
     def _learned(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """Positions of a model that learned only so many: those of padding go no further; ValueError: a longer
-        document."""
+        """Clamp positions of padding to the position embeddings. Raises ValueError if a document is too long."""
         if self._positions is None or positions_BT.shape[1] <= self._positions:
             return positions_BT
         longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
@@ -138,12 +136,12 @@ class PackedForward(Projected):
         return positions_BT.clamp(max=self._positions - 1)
 
     def check_masks(self) -> None:
-        """Raise ValueError for a kernel that takes no mask (`MaskedBatch`)."""
+        """Raise ValueError if the attention kernel takes no mask (`MaskedBatch`)."""
         if "flash" in self._kernel:
             raise ValueError(f"`parallel` is trained with sdpa or eager attention, and the model has {self._kernel}")
 
     def _attention(self, batch: Batch | MaskedBatch) -> dict[str, Any]:
-        """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
+        """Return the mask and positions that separate documents; a mask of None selects the model's causal kernel."""
         documents_BT = batch.documents_BT
         positions_BT = self._learned(batch.positions_BT, documents_BT)
         if isinstance(batch, MaskedBatch):
@@ -152,10 +150,10 @@ class PackedForward(Projected):
                 raise ValueError(f"`parallel`: a document has {longest} tokens, and the model's window {window}")
             return {"attention_mask": self._as_taken(batch.visible_BTT[:, None]), "position_ids": positions_BT}
         if self._slides(batch.tokens_BT.shape[1]):
-            # models with windows build their own masks, and find the documents where positions restart
+            # models with sliding windows build their own masks, and separate documents where positions restart
             return {"attention_mask": None, "position_ids": positions_BT}
         if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == PADDING)).all()):
-            # one document a row, then padding, which nothing real can see: plain causal attention is exact
+            # one document per row before the padding: plain causal attention is exact
             rows, length = documents_BT.shape
             positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
             return {"attention_mask": None, "position_ids": self._learned(positions_BT, documents_BT)}
@@ -163,13 +161,13 @@ class PackedForward(Projected):
             spans = document_spans(documents_BT)
             lengths = [end - start for row in spans for start, end in row]
             if sum(length**2 for length in lengths) < _WORTH_IT * documents_BT.numel() * documents_BT.shape[1]:
-                # the mask is never looked at: its four dimensions keep transformers from making one
+                # the mask is not used, but a 4-D mask prevents transformers from making one
                 unused_1111 = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype)
                 return {"attention_mask": unused_1111, "position_ids": positions_BT, "spans": spans}
         return {"attention_mask": self._as_taken(batch.attention_mask_B1TT()), "position_ids": positions_BT}
 
     def _as_taken(self, mask_B1TT: Tensor) -> Tensor:
-        """A mask of what is seen as the model's attention takes it."""
+        """Convert a boolean mask to the form that the model's attention takes."""
         if self._kernel in ("sdpa", NAME):
             return mask_B1TT
         added_B1TT = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=mask_B1TT.device)
@@ -181,17 +179,16 @@ class PackedForward(Projected):
 
 
 def _learned_positions(model: Any) -> int | None:
-    """How many positions a model has embeddings for; None where they are computed (rotary), or there are none."""
+    """Return the number of position embeddings of a model; None if it has none or computes them (rotary)."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tokens = model.get_input_embeddings()
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
-    # OPT's table begins with two rows that stand for no position
+    # OPT's embedding table has two more rows than positions
     return limit if any(limit is not None and 0 <= table.num_embeddings - limit <= 2 for table in tables) else None
 
 
 def _flash_attention(batch: Batch) -> dict[str, Any]:
-    """Positions of all tokens in one row, and where its documents begin and end; padding is a document of its own.
-    (transformers by itself would look for them in every layer, and in batches of one row alone.)"""
+    """Return the positions of all tokens in one row, and the borders of the documents and of the padding."""
     documents_BT = batch.documents_BT
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -209,7 +206,7 @@ def _flash_attention(batch: Batch) -> dict[str, Any]:
 
 
 def _can_attend_by_document(model: Any) -> bool:
-    """Switch a model on a processor from SDPA to attention by document, if it may be; nothing else notices it."""
+    """Switch a CPU model from SDPA to attention by document if possible, and return whether it uses it."""
     config = model.config.get_text_config()
     if next(model.parameters()).device.type != "cpu" or getattr(config, "sliding_window", None) is not None:
         return False
@@ -220,7 +217,7 @@ def _can_attend_by_document(model: Any) -> bool:
 
 
 def _keeps_documents_apart(forward: PackedForward) -> bool:
-    """Whether a document behind another in a block has the states that it has alone."""
+    """Check that the second document of a block has the same states as without the first."""
     model = forward.model
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % model.get_input_embeddings().weight.shape[0]
@@ -230,7 +227,7 @@ def _keeps_documents_apart(forward: PackedForward) -> bool:
         with _tried(model):
             packed_BTD = forward._last_hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
             alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
-    except TypeError:  # a decoder that takes nothing for its attention
+    except TypeError:  # the decoder takes no keyword arguments for its attention
         if not forward.by_document:
             raise
         return False
@@ -239,8 +236,7 @@ def _keeps_documents_apart(forward: PackedForward) -> bool:
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether the model's logits are exactly its last hidden state times its output projection; three tokens are
-    tried."""
+    """Check with three tokens if the logits are the last hidden state times the output projection."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
     if not isinstance(head, nn.Linear) or head.bias is not None:
@@ -260,8 +256,7 @@ def has_plain_head(model: Any) -> bool:
 
 @contextmanager
 def _tried(model: Any) -> Iterator[None]:
-    """Meanwhile the model only evaluates, on a processor with attention that runs there: flash kernels do not, and
-    a model may be tried before it lies on its GPU."""
+    """Evaluate without gradients within the context; on a CPU, masked attention replaces flash kernels."""
     was_training = model.training
     model.eval()
     on_cpu = next(model.parameters()).device.type == "cpu"
@@ -273,6 +268,6 @@ def _tried(model: Any) -> Iterator[None]:
 
 
 def _decoder(model: Any) -> Any:
-    """The part of a causal LM that ends in the last hidden state."""
+    """Return the submodule of a causal LM that outputs the last hidden state."""
     decoder = model.base_model
     return decoder if decoder is not model else model.get_decoder()

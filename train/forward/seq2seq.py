@@ -1,6 +1,6 @@
-"""Encoder-decoders of the T5 family on packed blocks: each answer is written by the decoder, its document read before.
+"""Forward passes of T5-type encoder-decoders on packed blocks: the decoder writes each answer to its document's prefix.
 
-Letters: B batch (blocks), T tokens of a block, P answers (runs of trained tokens), R rows of the encoder or of the
+Letters: B batch (blocks), T tokens of a block, P answers (runs of supervised tokens), R rows of the encoder or of the
 decoder, S source tokens of a row, M decoder tokens of a row, D hidden, V vocabulary, X answer tokens.
 """
 
@@ -18,54 +18,53 @@ from ...data.blocks.packing import IGNORED, PADDING, Batch
 from ...decode.models.base import bare_model
 from ...decode.models.seq2seq import SCALED_IF, Seq2SeqModel
 
-_NO_ANSWER = -1  # what padding belongs to, instead of an answer
+_NO_ANSWER = -1  # answer number of padding
 
 
 class Projected:
-    """A model seen from its output projection; `plain_head`: logits are states times that matrix, nothing else."""
+    """Base of forwards with an output projection; `plain_head`: logits are the states times that matrix."""
 
     model: Any
     plain_head: bool
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output projection: the number of logits."""
+        """Number of logits, which is that of the rows of the output projection."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def weight_VD(self) -> Tensor | None:
-        """The output projection, or None where a call returns logits (heads with a bias, capping or scaling)."""
+        """Return the output projection, or None if calls return logits (heads with a bias, capping or scaling)."""
         return self.model.get_output_embeddings().weight if self.plain_head else None
 
 
 class SourceForward(Projected):
-    """Runs an encoder-decoder on packed blocks: the encoder reads a document up to an answer, the decoder writes that.
+    """Forward pass of an encoder-decoder on packed blocks.
 
-    An answer is a run of trained tokens. The encoder reads all tokens of the document before it; the decoder reads its
-    start token and the answer without its last token: what decoding has (`decode.models.seq2seq`). The state that
-    predicts token t + 1 is given at t, and zeros where nothing is predicted.
+    An answer is a run of supervised tokens. The encoder reads all tokens of the document before it. The decoder reads
+    its start token and the answer without its last token, as in decoding (`decode.models.seq2seq`). The state that
+    predicts token t + 1 is returned at t; positions without a prediction are 0.
 
-    Both run once a batch, with several sources or answers in a row: distances in T5 are differences of positions, which
-    are right inside a source wherever it stands, and masks hide the others. Raises ValueError: an encoder-decoder of
-    another family, or without a start token for its decoder.
+    Both run once per batch, with several sources or answers per row. This is exact because T5's relative positions do
+    not depend on the offset of a source, and masks separate the sources. Raises ValueError for models of other families
+    and for decoders without a start token.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model = bare_model(model)
         self.config = model.config
-        self.start_id = Seq2SeqModel(model).start_id  # it refuses other families, saying which there are
+        self.start_id = Seq2SeqModel(model).start_id  # raises ValueError for other families
         scaled_if = SCALED_IF[self.config.model_type]
         self._scale = self.config.d_model**-0.5 if scaled_if and getattr(self.config, scaled_if) else 1.0
         head = model.get_output_embeddings()
         self.plain_head = isinstance(head, nn.Linear) and head.bias is None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Decoder states [B, T, D], see `hidden`; logits [B, T, V] where `weight_VD()` is None."""
+        """Return decoder states [B, T, D], see `hidden`, or logits [B, T, V] if `weight_VD()` is None."""
         hidden_BTD = self.hidden(batch)
         return hidden_BTD if self.plain_head else self.model.get_output_embeddings()(hidden_BTD)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Last decoder states [B, T, D], scaled as the model scales them before its projection. A batch without answers
-        runs one token: parallel training uses every parameter in every step."""
+        """Return the last decoder states [B, T, D], scaled as before the projection; run one token without answers."""
         plan = _plan(batch, self.start_id)
         dtype = self.model.dtype
         same_RSS = plan.sources_RS[:, :, None] == plan.sources_RS[:, None]
@@ -74,7 +73,7 @@ class SourceForward(Projected):
         ).last_hidden_state
         own_RMM = (plan.answers_RM[:, :, None] == plan.answers_RM[:, None]).tril()
         across_RMS = plan.answers_RM[:, :, None] == plan.read_RS[:, None]
-        across_RMS[:, :, 0] |= plan.answers_RM == _NO_ANSWER  # padding has to see something
+        across_RMS[:, :, 0] |= plan.answers_RM == _NO_ANSWER  # avoids rows without any visible token
         decoded_RMD = self.model.decoder(
             plan.answer_tokens_RM,
             attention_mask=_additive(own_RMM, dtype),
@@ -91,32 +90,32 @@ class SourceForward(Projected):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What encoder and decoder read, and where their states go; all int64, X answer tokens."""
+    """Inputs of encoder and decoder and the destination of their states, all int64."""
 
     source_tokens_RS: Tensor
-    sources_RS: Tensor  # the answer that each token is read for
+    sources_RS: Tensor  # answer that each token is a source of
     answer_tokens_RM: Tensor
-    answers_RM: Tensor  # the answer that each decoder token belongs to
-    read_RS: Tensor  # the same of the encoder's states that a row of the decoder attends to
-    read_at_RS: Tensor  # and their positions among all the encoder's
-    kept_X: Tensor  # positions of the decoder, of all rows
-    positions_X: Tensor  # where their states go: positions of all blocks
+    answers_RM: Tensor  # answer of each decoder token
+    read_RS: Tensor  # answer of each encoder state that a decoder row attends to
+    read_at_RS: Tensor  # positions of these states in the encoder's output
+    kept_X: Tensor  # flattened decoder positions
+    positions_X: Tensor  # flattened block positions of their states
 
 
 def _plan(batch: Batch, start_id: int) -> _Plan:
     tokens = batch.tokens_BT.cpu().numpy().ravel()
     answers = find_answers(batch.labels_BT.cpu().numpy(), batch.documents_BT.cpu().numpy())
     if not len(answers):
-        answers = np.array([[0, 1, 2]])  # nothing predicts at position 0 of such a batch: no loss looks at this state
+        answers = np.array([[0, 1, 2]])  # position 0 has no label in such a batch, so this state is unused
     read, written = answers[:, 1] - answers[:, 0], answers[:, 2] - answers[:, 1]
     rows = _fill_rows(read[:, None], [int(read.max())])
     source_at_RS, sources_RS = _positions(rows, answers[:, 0], read)
-    # A row of the decoder attends to all its sources: they are kept to what a row of answers is worth.
+    # A decoder row attends to all its sources, so their total length is limited as well.
     room = [int(written.max()), int(max(read.max(), written.max()))]
     rows = _fill_rows(np.stack((written, read), 1), room)
     state_at_RM, answers_RM = _positions(rows, answers[:, 1] - 1, written)
     owners, firsts = np.unique(sources_RS, return_index=True)
-    encoded_at = firsts[owners != _NO_ANSWER]  # where each source begins, in the order of the answers
+    encoded_at = firsts[owners != _NO_ANSWER]  # start of each source, in the order of the answers
     read_at_RS, read_RS = _positions(rows, encoded_at, read)
     inputs_RM = tokens[state_at_RM]
     begins_RM = np.ones_like(answers_RM, dtype=bool)
@@ -129,8 +128,7 @@ def _plan(batch: Batch, start_id: int) -> _Plan:
 
 
 def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
-    """Runs of trained tokens of one document, int64 [P, 3]: begin of the document, begin and end of the run, counted
-    over all tokens of all blocks. No first token is trained on."""
+    """Return runs of supervised tokens, int64 [P, 3]: begin of document, begin and end of run, over all blocks."""
     begins_BT = np.ones(documents_BT.shape, dtype=bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     begins = begins_BT.ravel()
@@ -142,7 +140,7 @@ def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
 
 
 def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
-    """Items by row, largest first, each into the first row that has room for all its K sizes."""
+    """Return items by row: first-fit in descending order, by all K sizes."""
     free = np.empty((0, len(room_K)), dtype=np.int64)
     rows: list[list[int]] = []
     for item in np.lexsort(sizes_PK.T[::-1])[::-1].tolist():
@@ -159,8 +157,7 @@ def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
 
 
 def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For rows of items end to end, padded: the position begins + 0, 1, … of each token (0 in padding), and its item;
-    both int64 [R, longest row]."""
+    """Return the position begins + 0, 1, … of each token (0 in padding) and its item, both int64 [R, longest row]."""
     width = max(int(lengths[row].sum()) for row in map(list, rows))
     positions = np.zeros((len(rows), width), dtype=np.int64)
     owners = np.full((len(rows), width), _NO_ANSWER, dtype=np.int64)
@@ -175,6 +172,6 @@ def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.nd
 
 
 def _additive(visible_RMS: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R, 1, M, S] of 0 and the lowest number: what all attention of T5 adds to its scores."""
+    """Return an additive mask [R, 1, M, S] of 0 and the lowest number."""
     mask_RMS = torch.zeros(visible_RMS.shape, dtype=dtype, device=visible_RMS.device)
     return mask_RMS.masked_fill_(~visible_RMS, torch.finfo(dtype).min)[:, None]

@@ -1,7 +1,7 @@
-"""The state folder of a training run: `fit.json`, `log.jsonl` and `checkpoints/step-000100/`.
+"""State folder of a training run: `fit.json`, `log.jsonl` and `checkpoints/step-000100/`.
 
-A checkpoint holds `model.safetensors` and `optimizer.bin` of the bare, unsharded module, so that any number of
-processes under any kind of parallelism can resume from it. It is written under another name, synced and renamed;
+A checkpoint holds `model.safetensors` and `optimizer.bin` of the bare, unsharded module, so that runs with any number
+of processes and any kind of parallelism can resume from it. It is written under a temporary name, synced and renamed;
 `checkpoint.json` lists its files with size and SHA-256.
 """
 
@@ -41,21 +41,23 @@ class Position:
 
 
 class StateFolder:
-    """Reads and writes a state folder together with the other processes of `accelerator`."""
+    """State folder of a run, read and written jointly by the processes of `accelerator`."""
 
     def __init__(self, folder: Path, accelerator: Any, keep: int) -> None:
         self.folder = folder
         self.history = folder / "log.jsonl"
         self._checkpoints = folder / "checkpoints"
-        self._run = ""  # SHA-256 of the settings, by which a checkpoint belongs to a run
+        self._run = ""  # SHA-256 of the settings, which identifies the run of a checkpoint
         self._accelerator = accelerator
         self._keep = keep
         self.evaluations: dict[int, dict[str, float]] = {}
-        """What was measured, by step."""
+        """Metrics of the evaluations by step."""
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
-        """Find the newest whole checkpoint (None: there is none) and make log and `fit.json` agree with it; ValueError:
-        it was trained with other settings."""
+        """Return the newest complete position or None, and cut the log after it.
+
+        Raises ValueError if settings differ.
+        """
 
         def open_folder() -> Position | None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
@@ -75,26 +77,26 @@ class StateFolder:
         return position
 
     def attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Set what is saved and loaded; to be called before the accelerator prepares (and shards) it."""
+        """Set the module and optimizer to save and load, before the accelerator prepares (and shards) them."""
         self._module, self._optimizer = module, optimizer
         self._groups = [dict(group) | {"params": list(group["params"])} for group in optimizer.param_groups]
 
     def load(self, position: Position) -> None:
-        """Load the checkpoint of `position` into what was attached, or what the accelerator has made of it."""
+        """Load the checkpoint of `position` into the attached module and optimizer."""
         folder, scaler = self._path(position.step), self._accelerator.scaler
         sharded = zero_stage(self._accelerator) > 0
         self.load_weights(position.step)
-        # mapped where it is copied in parts; an optimizer on the processor would go on with the mapped file
+        # mapped only if copied in parts, because an optimizer on the CPU would keep using the mapped file
         saved = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True, mmap=sharded)
         if sharded:
             scatter_optimizer(self._accelerator, self._groups, saved)
         else:
             self._optimizer.load_state_dict(saved)
-        if scaler is not None and (folder / _SCALER).exists():  # DeepSpeed leaves none
+        if scaler is not None and (folder / _SCALER).exists():  # DeepSpeed does not write one
             scaler.load_state_dict(torch.load(folder / _SCALER, weights_only=True))
 
     def load_weights(self, step: int) -> None:
-        """Load the weights of a checkpoint alone; the optimizer's state stays as it is."""
+        """Load only the weights of a checkpoint, not the optimizer state."""
         file = self._path(step) / _WEIGHTS
         if zero_stage(self._accelerator):
             scatter_weights(self._accelerator, self._module, file)
@@ -102,7 +104,7 @@ class StateFolder:
             load_model(self._module, file)
 
     def has(self, step: int) -> bool:
-        """Whether there is a whole checkpoint of that step."""
+        """Check if there is a complete checkpoint of that step."""
 
         def look() -> bool:
             try:
@@ -113,8 +115,10 @@ class StateFolder:
         return from_main(self._accelerator, look)
 
     def save(self, position: Position, pinned: int | None = None) -> None:
-        """Write a checkpoint, then delete the oldest until `keep` are left besides that of step `pinned`; OSError: it
-        could not be written, and older ones are untouched."""
+        """Write a checkpoint, then delete all but the newest `keep` and that of step `pinned`.
+
+        Raises OSError on failure.
+        """
         target = self._path(position.step)
         temporary = target.with_name("." + target.name)
         weights, optimizer = self._gather()
@@ -137,19 +141,19 @@ class StateFolder:
                 out.write(json.dumps(line) + "\n")
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
-        """Append what was measured after `step` steps and so many tokens."""
+        """Log the metrics measured after `step` steps and `tokens` tokens."""
         self.evaluations[step] = dict(metrics)
         self.log({"step": step, "tokens": tokens, "evaluation": dict(metrics)})
 
     def losses(self) -> list[float]:
-        """The logged losses in the order of the steps."""
+        """Return the logged losses in the order of the steps."""
         return [line["loss"] for line in _read_lines(self.history) if "loss" in line]
 
     def _path(self, step: int) -> Path:
         return self._checkpoints / f"step-{step:06d}"
 
     def _newest(self, settings: Mapping[str, Any]) -> Position | None:
-        """Return the newest whole checkpoint of this run. Raises ValueError: the run has other settings."""
+        """Return the newest complete checkpoint of this run. Raises ValueError if the run has other settings."""
         self._run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         for folder in reversed(self._folders().values()):
             try:
@@ -164,7 +168,7 @@ class StateFolder:
         return None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raises ValueError where the run in the folder has other settings."""
+        """Raise ValueError if the run in the folder has other settings."""
         path = self.folder / "fit.json"
         before = load_json(path)
         now = json.loads(json.dumps(settings))
@@ -179,7 +183,7 @@ class StateFolder:
             )
 
     def _gather(self) -> tuple[Mapping[str, Tensor] | None, dict[str, Any] | None]:
-        """Weights and optimizer state; what DeepSpeed has sharded, whole in the main process's memory alone."""
+        """Return weights and optimizer state. Sharded tensors are gathered in the main process only."""
         if zero_stage(self._accelerator):
             weights = gather_state(self._accelerator, self._module)
             return weights, gather_optimizer(self._accelerator, self._groups)
@@ -193,7 +197,7 @@ class StateFolder:
             if self._accelerator.scaler is not None:
                 torch.save(self._accelerator.scaler.state_dict(), folder / _SCALER)
         except (OSError, RuntimeError, SafetensorError) as error:
-            full = shutil.disk_usage(folder).free < 1 << 16  # torch does not say so
+            full = shutil.disk_usage(folder).free < 1 << 16  # torch does not report the cause
             raise OSError(f"{folder} could not be written: {'No space left on device' if full else error}") from error
 
     def _finish(self, temporary: Path, target: Path, position: Position, pinned: int | None) -> None:
@@ -214,25 +218,25 @@ class StateFolder:
         temporary.rename(target)
         sync(self._checkpoints)
         folders = self._folders()
-        newest = [step for step in folders if step <= position.step][-self._keep :]  # beyond lie only damaged ones
+        newest = [step for step in folders if step <= position.step][-self._keep :]  # later ones are damaged
         for step, folder in folders.items():
             if step not in newest and step != pinned:
                 remove(folder)
 
     def _folders(self) -> dict[int, Path]:
-        """Checkpoints by step, the oldest first."""
+        """Return the checkpoint folders by step, in ascending order."""
         folders = {int(path.name[5:]): path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()}
         return dict(sorted(folders.items()))
 
 
 def data_fingerprint(data: Any) -> str:
-    """SHA-256 of what a manifest says about its data: the hashes of its arrays, or the whole manifest without them."""
+    """Return the SHA-256 of a data manifest's array hashes, or of the whole manifest if it has none."""
     known = {"shape": [data.blocks, data.block_tokens], "content": data.manifest.get("sha256", data.manifest)}
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _tied_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of tensors in the same memory the first."""
+    """Return the tensors without those that share memory with an earlier one."""
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -241,12 +245,7 @@ def _tied_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _position_of(folder: Path) -> tuple[Position, str]:
-    """Return the position of a whole checkpoint and the hash of its run's settings.
-
-    Raises:
-        ValueError: It is incomplete or damaged.
-        OSError: It cannot be read.
-    """
+    """Return a checkpoint's position and the hash of its run's settings. Raises ValueError if it is damaged."""
     file = folder / _SUMMARY
     try:
         summary = load_json(file)
@@ -265,6 +264,6 @@ def _position_of(folder: Path) -> tuple[Position, str]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, without a last one that a crash cut short."""
+    """Return the lines of a log, without a last line that a crash cut short."""
     texts = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(text) for text in texts]

@@ -1,4 +1,4 @@
-"""The one training loop: any task, any number of processes, resumable at every checkpoint.
+"""Training loop for any task and any number of processes, which resumes from checkpoints.
 
 Letters: B batch (blocks), T tokens.
 """
@@ -39,63 +39,65 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Task:
-    """What `fit` trains."""
+    """Training task for `fit`."""
 
     name: str
     title: str | None = None
-    """What lines on the terminal begin with; None: the name."""
+    """Prefix of log lines; None for `name`."""
     module: nn.Module
-    """Its forward(tokens_BT, labels_BT, positions_BT, documents_BT) returns (loss sums, counts): tensors of one shape.
-    The loss of a step is Σ sums ÷ counts, both taken over the whole global batch."""
+    """Module whose forward(tokens_BT, labels_BT, positions_BT, documents_BT) returns (loss sums, counts), tensors of
+    one shape. The loss of a step is Σ sums ÷ counts, each over the whole global batch."""
     settings: dict[str, Any]
-    """What a resumed run must not change; JSON values."""
+    """Settings that must not change when a run resumes (JSON values)."""
     rewrites = False
-    """Whether `rewrite` has anything to do."""
+    """True if the task overrides `rewrite`."""
 
     def place(self, device: torch.device) -> None:
-        """Move to `device` what is run but not trained."""
+        """Move models that are not trained to `device`."""
 
     def begin(self, step: int, steps: int) -> None:
-        """Step number `step` of `steps` is about to run: tell the module how far the run is."""
+        """Set the progress of the module at the start of step `step` of `steps`."""
         self.module.progress = step / steps  # type: ignore[assignment]
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
-        """The batch to train on instead of `batch`, which holds rows number `rows` of a global batch of so many; what
-        becomes of a row may depend on it, its number and `seed` (of the run, step) alone."""
+        """Return the batch to train on instead of `batch`, which holds the given rows of a global batch.
+
+        The result for a row may depend only on the row, its number and `seed` (of the run, step).
+        """
         return batch
 
     def count(self, batch: Batch) -> Tensor:
-        """The counts that `module` would return for this batch, without running it."""
+        """Return the counts that `module` would return for this batch, without running it."""
         raise NotImplementedError
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Held-out metrics of `module` (unwrapped, in evaluation mode); may be empty."""
+        """Return held-out metrics of `module` (unwrapped, in evaluation mode); may be empty."""
         return {}
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a finished run has to say."""
+    """Result of a finished run."""
 
     steps: int
     first_loss: float
-    """Of the first logged step."""
+    """Loss of the first logged step."""
     last_loss: float
-    """Mean over the last tenth of the logged steps."""
+    """Mean loss over the last tenth of the logged steps."""
     metrics: dict[str, float]
-    """Of the evaluation of the weights that were kept."""
+    """Metrics of the kept weights."""
     kept_step: int
-    """The step whose weights were kept: the last, unless `keep_best` found a better one."""
+    """Step of the kept weights: the last, unless `keep_best` found a better one."""
     tokens: int
-    """Seen, untrained ones included, padding not."""
+    """Number of tokens seen, including unsupervised tokens but not padding."""
     seconds: float
-    """Of training, in all runs that led here; evaluations and checkpoints not counted."""
+    """Training time over all resumed runs, without evaluations and checkpoints."""
     history: Path
-    """`log.jsonl`: one line a logged step, one an evaluation."""
+    """Path of `log.jsonl`, with one line per logged step and evaluation."""
     processes: int
     distributed_type: str
     resumed_from: int | None
-    """The step this call went on from; None: it began at the beginning."""
+    """Step that this call resumed from; None if it started from the beginning."""
 
 
 def fit(
@@ -107,12 +109,13 @@ def fit(
 ) -> FitResult:
     """Train `task.module` in place for `config.steps` steps, resuming from the newest checkpoint in `state_dir`.
 
-    The blocks of a step depend on seed and step alone and every step draws its own random numbers, so a resumed run
-    repeats the losses of an undisturbed one.
+    The blocks and random numbers of a step depend on seed and step only, so that a resumed run repeats the losses.
 
-    Raises ValueError: a batch that cannot be split; a state folder of a run with other settings; TrainingError: a loss
-    or gradient that is not finite or too large; no memory; Interrupted: SIGINT or SIGTERM in any process; the state was
-    saved; OSError: a checkpoint could not be written; the older ones are untouched.
+    Raises:
+        ValueError: The global batch cannot be split, or the state folder holds a run with other settings.
+        TrainingError: A loss or gradient is not finite or too large, or memory ran out.
+        Interrupted: SIGINT or SIGTERM reached any process. The state was saved.
+        OSError: A checkpoint could not be written. Older ones are unchanged.
     """
     accelerator = accelerator or make_accelerator(config.precision)
     run = _Run(task, data, config, Path(state_dir), accelerator)
@@ -129,8 +132,6 @@ def fit(
 
 
 class _Run:
-    """One call of `fit`."""
-
     def __init__(self, task: Task, data: PreparedData, config: FitConfig, folder: Path, accelerator: Any) -> None:
         self.task, self.data, self.config, self.accelerator = task, data, config, accelerator
         self.title = task.title or task.name
@@ -152,11 +153,11 @@ class _Run:
             task.module.gradient_checkpointing_enable()  # type: ignore[operator]
 
     def prepare(self) -> Position:
-        """Hand module and optimizer to the accelerator and load the newest checkpoint."""
+        """Prepare module and optimizer with the accelerator, and load the newest checkpoint."""
         module, config = self.task.module, self.config
         settings = config.fixed()
         settings |= {f"{self.task.name}.{key}": value for key, value in self.task.settings.items()}
-        self.trained = sum(p.numel() for p in module.parameters() if p.requires_grad)  # before they may be sharded
+        self.trained = sum(p.numel() for p in module.parameters() if p.requires_grad)  # counted before sharding
         settings["parameters"] = self.trained
         settings["data"] = data_fingerprint(self.data)
         position = self.state.open(settings)
@@ -178,14 +179,14 @@ class _Run:
         return position
 
     def release(self) -> None:
-        """Leave the accelerator empty and the module as it was, without wrappers."""
+        """Reset the accelerator and remove the wrappers of the module."""
         for tracker in self.accelerator.trackers:
-            tracker.finish()  # accelerate's `end_training` would part the processes too, which have more to do
+            tracker.finish()  # accelerate's `end_training` would also end the process group
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
 
     def opening_line(self, position: Position) -> str:
-        """Where and what is about to run."""
+        """Return the first log line: processes, device and size of the run."""
         config, accelerator = self.config, self.accelerator
         resumed = "" if self.resumed_from is None else f"; resumed after step {position.step}"
         tokens = config.global_batch * self.data.block_tokens
@@ -196,11 +197,11 @@ class _Run:
         )
 
     def train(self, position: Position, stop: StopSignals, report: Report) -> FitResult:
-        """All remaining steps, with what is due after each."""
+        """Run all remaining steps, with their evaluations, checkpoints and log lines."""
         config = self.config
         while True:
             step = position.step
-            # Saved first: an evaluation that fails must not cost the training that led to it.
+            # Saved first, so that a failing evaluation does not lose the training.
             last = step == config.steps
             if step and self.resumed_from != step and (last or _is_due(step, config.save_every)):
                 self._save(position)
@@ -227,7 +228,7 @@ class _Run:
 
     @contextmanager
     def _memory_named(self, what: str) -> Iterator[None]:
-        """Raises TrainingError where memory runs out: what was done with which blocks, and what would need less."""
+        """Raise TrainingError if memory runs out, naming the activity, the blocks and settings that save memory."""
         self.blocks = []
         try:
             yield
@@ -245,7 +246,7 @@ class _Run:
 
     def _log(self, line: dict[str, Any]) -> None:
         known = {key: value for key, value in line.items() if not isinstance(value, float) or math.isfinite(value)}
-        self.state.log(known)  # JSON has no word for infinity, or for what is not a number
+        self.state.log(known)  # JSON has no infinity and no NaN
         numbers = {key: value for key, value in known.items() if key not in ("step", "skipped")}
         self.accelerator.log(numbers, step=line["step"])
 
@@ -253,7 +254,7 @@ class _Run:
         self.state.save(position, pinned=None if self.best is None else self.best[1])
 
     def _step(self, step: int, stop: StopSignals, report: Report) -> dict[str, Any]:
-        """One optimizer step over one global batch; what to log about it."""
+        """Run one optimizer step over one global batch and return its log line."""
         config = self.config
         batch, counts, tokens = self._read(step)
         rate = config.learning_rate * self.rates(step)
@@ -279,8 +280,7 @@ class _Run:
         return line
 
     def _read(self, step: int) -> tuple[Batch, Tensor, int]:
-        """Of a step: this process's rows micro-step after micro-step, the counts and the tokens of the whole global
-        batch. `blocks` then has the numbers of its blocks."""
+        """Return this process's rows of a step by micro steps, and the counts and tokens of the global batch."""
         config, rank = self.config, self.accelerator.process_index
         indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
         self.blocks = indices.tolist()
@@ -299,7 +299,7 @@ class _Run:
         return batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
 
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
-        """The step's loss over all processes; on the way they agree on whether to stop, and by which signal."""
+        """Return the step's loss over all processes, and agree on the signal to stop by in the same reduction."""
         if self.world == 1:
             self.stopping = None if stop.received is None else signal.Signals(stop.received)
             return float(loss)
@@ -310,7 +310,7 @@ class _Run:
         return float(total)
 
     def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> str | None:
-        """What is wrong with a step that is to be skipped; None: nothing. TrainingError: it is to stop."""
+        """Return why a step is to be skipped; None if it is fine. Raises TrainingError if the run is to stop."""
         limit = self.config.max_norm or math.inf
         if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
             self.skipped = 0
@@ -326,7 +326,7 @@ class _Run:
         blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]
         blocks = gather_object(blocks) or self.blocks
         where = f"{what} at step {step + 1}, blocks {_shown(blocks)}"
-        # float16: the scaler finds gradients too large now and then, and lowers its scale
+        # With float16, gradients overflow occasionally until the scaler lowers its scale.
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
             return where
@@ -336,7 +336,7 @@ class _Run:
         )
 
     def _evaluate(self, position: Position, report: Report) -> None:
-        """Measure in the main process, unless the log has it already."""
+        """Evaluate in the main process, unless the log already has this evaluation."""
         step = position.step
         if step in self.state.evaluations:
             return
@@ -357,7 +357,7 @@ class _Run:
             self._save(position)
 
     def _is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether these weights are at least as good as any before; then they are the best."""
+        """Check if these metrics are at least as good as all earlier ones, and record them if so."""
         value = metrics.get(self.config.keep_best or "", math.nan)
         if not math.isfinite(value) or (self.best is not None and value < self.best[0]):
             return False
@@ -372,7 +372,7 @@ class _Run:
         raise Interrupted(number, message)
 
     def _keep_best(self, position: Position, report: Report) -> int:
-        """Load the best weights if they are not the last. Returns the step that they are of."""
+        """Load the best weights if they are not the last, and return their step."""
         if self.best is None or self.best[1] == position.step:
             return position.step
         if self.best[1] == 0:
@@ -392,7 +392,7 @@ class _Run:
 
     def _result(self, position: Position, report: Report) -> FitResult:
         kept = self._keep_best(position, report)
-        self.accelerator.wait_for_everyone()  # the log is the main process's
+        self.accelerator.wait_for_everyone()  # the main process writes the log
         losses = self.state.losses()
         tail = losses[-max(1, len(losses) // 10) :]
         return FitResult(
@@ -411,7 +411,7 @@ class _Run:
 
 
 def _shown(blocks: list[int]) -> str:
-    """Blocks by number, the first of many."""
+    """Format block numbers, shortening long lists."""
     more = f" and {len(blocks) - _SHOWN_BLOCKS} more" if len(blocks) > _SHOWN_BLOCKS else ""
     return f"{blocks[:_SHOWN_BLOCKS]}{more}"
 
@@ -421,7 +421,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
-    """Rows of the global batch that one process works on in one micro-step."""
+    """Return the rows of the global batch that one process handles in one micro step."""
     first = (micro * world + rank) * micro_batch
     return np.arange(first, first + micro_batch)
 
@@ -429,8 +429,7 @@ def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
 def run_micro_batches(
     accelerator: Any, module: Any, stepper: Stepper, batch: Batch, counts: Tensor, size: int, micro_steps: int
 ) -> tuple[list[Tensor], float]:
-    """Forward and backward of a process's rows, `size` at a time: its parts of the loss, and the gradient's norm over
-    all processes."""
+    """Run forward and backward passes, `size` rows at a time; return the parts of the loss and the gradient norm."""
     losses, norm = [], 0.0
     for micro in range(micro_steps):
         rows = slice(micro * size, (micro + 1) * size)
@@ -438,7 +437,7 @@ def run_micro_batches(
             loss_sums, _ = module(*(part[rows].to(accelerator.device, non_blocking=True) for part in batch))
             part = (loss_sums.float() / counts).sum()
             losses.append(part.detach())
-            # accelerate divides by the accumulation steps, data parallelism by the processes: undo both
+            # accelerate divides by the accumulation steps and DDP by the processes; undo both
             stepper.backward(part * (micro_steps * accelerator.num_processes))
             if accelerator.sync_gradients:
                 norm = stepper.norm()

@@ -1,4 +1,4 @@
-"""AdamW, and its learning rate over the steps."""
+"""AdamW optimizer and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..config import FitConfig
 
 
 def make_optimizer(module: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters that are trained; matrices decay, biases and norms do not.
+    """Return AdamW over the trained parameters, with weight decay for matrices only.
 
-    A group's `rate_group` is what the module's `rate_group(parameter)` says, or "": its `rate(group)` then says at each
-    step what the learning rate is multiplied by.
+    The module may define `rate_group(parameter)`, stored as the group's `rate_group` (default ""), and `rate(group)`,
+    which returns the factor of that group's learning rate at each step.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     assert trained, "the task has no trained parameters"
@@ -33,7 +33,7 @@ def make_optimizer(module: nn.Module, config: FitConfig) -> torch.optim.Optimize
 
 
 def learning_rates(config: FitConfig) -> Callable[[int], float]:
-    """Share of the peak learning rate at step 0, 1, …: transformers' schedule as a pure function, nothing to store."""
+    """Return the schedule of transformers as a function of the step, relative to the peak learning rate."""
     from transformers import get_scheduler
 
     names = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}

@@ -1,4 +1,4 @@
-"""What a training run shows, a line now and then."""
+"""Progress lines of a training run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Report:
-    """Shows steps, loss, tokens per second and time left; silent in all processes but the main one."""
+    """Progress report with steps, loss, tokens per second and time left; silent outside the main process."""
 
     def __init__(self, name: str, steps: int, first_step: int, active: bool) -> None:
         self._name, self._steps, self._first_step, self._active = name, steps, first_step, active
@@ -27,8 +27,8 @@ class Report:
             print(pictured(redacted(text)), file=sys.stderr)
 
     def step(self, step: int, loss: float, tokens_per_second: float, seconds: float) -> None:
-        """`step` steps are done; the last had this loss and took so long."""
-        self._seconds += seconds  # of steps alone: what evaluations take says nothing about what is left
+        """Report that `step` steps are done, with loss and duration of the last one."""
+        self._seconds += seconds  # evaluations are excluded from the estimate of the remaining time
         if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES or step == self._steps:
             self._last_line = time.monotonic()
             left = self._seconds / (step - self._first_step) * (self._steps - step)
@@ -36,14 +36,14 @@ class Report:
             self.line(f"{self._name}: step {step} of {self._steps} · {now} · {left:.0f} s left")
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """What was measured after `step` steps."""
+        """Print the metrics measured after `step` steps."""
         if metrics:
             shown = " · ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.line(f"{self._name}: evaluation after step {step}: {shown}")
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that this process has held, of the device's memory or, on a processor, of the machine's."""
+    """Return the peak memory of this process in bytes, on the GPU or, for CPU training, of the host."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,14 +1,14 @@
-"""Projection, objective and gradient of many positions in one pass, chunk by chunk.
+"""Fused projection, objective and gradient of many positions, computed chunk by chunk.
 
 Letters: X positions, K heads (1 for a drafter), C positions of a chunk, R rows of a block (a part of a chunk), D hidden
-of the drafter, E hidden of the teacher, V vocabulary, F events (the K tokens that a top-k teacher names, and "any
-other"), N rows of a teacher that are learned from.
+of the drafter, E hidden of the teacher, V vocabulary, F events (the K tokens of a top-k teacher, and "any other"),
+N teacher rows that are used.
 
-Matrix products run over a *chunk* of positions, into one buffer; what comes after them is elementwise and runs over
-*blocks* of few rows, whose temporaries stay in a CPU's caches. Logits, losses *and their gradient* are computed in the
-forward pass by three products (two if the projection is frozen), and the gradient takes the logits' memory (fused
-linear cross entropy: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989). The backward pass needs neither weights nor
-logits, so weights may exist during the forward pass only (DeepSpeed ZeRO-3).
+Matrix products run over a *chunk* of positions, into one buffer. Elementwise operations run over *blocks* of few rows,
+whose temporaries fit into a CPU's caches. Logits, losses and gradients are computed in the forward pass by three
+products (two if the projection is frozen), and the gradient overwrites the logits (fused linear cross-entropy:
+Hsu et al. 2024, Liger Kernel, arXiv 2410.10989). The backward pass needs neither weights nor logits, so the weights
+may be gathered during the forward pass only (DeepSpeed ZeRO-3).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 
 from .objectives import DIVERGENCES, LABELS, cross_entropy_chunk
 
-IGNORED = -100  # a label that no loss counts
+IGNORED = -100  # label of positions that losses skip
 
-# logits and positions of a chunk at most: 64 MB of float32 on CPU, 256 MB on a GPU
+# maximum logits and positions per chunk: 64 MB of float32 on a CPU, 256 MB on a GPU
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
 CHUNK_POSITIONS = {"cpu": 1024, "cuda": 8192}
-BLOCK_ELEMENTS = 1 << 18  # of a thread: 1 MB of float32
+BLOCK_ELEMENTS = 1 << 18  # per thread: 1 MB of float32
 
 
 @dataclass(frozen=True, slots=True)
 class DenseTeacher:
-    """A teacher's whole distribution: hidden states [X, E] and projection [V, E], or logits [X, V] and None."""
+    """Teacher distributions over the vocabulary: states [X, E] and projection [V, E], or logits [X, V] and None."""
 
     hidden_XE: Tensor
     weight_VE: Tensor | None = None
@@ -40,8 +40,7 @@ class DenseTeacher:
 
 @dataclass(frozen=True, slots=True)
 class SparseTeacher:
-    """A teacher's most likely tokens, in any order: ids int64 [X, K], all different, and log-probabilities [X, K] of
-    the softmax over the whole vocabulary at temperature 1."""
+    """Most probable tokens of a teacher: distinct ids int64 [X, K], and log-probabilities [X, K] at temperature 1."""
 
     ids_XK: Tensor
     log_probs_XK: Tensor
@@ -51,25 +50,28 @@ Teacher = DenseTeacher | SparseTeacher
 
 
 def chunk_positions(vocab: int, device: torch.device) -> int:
-    """Positions of a chunk."""
+    """Return the number of positions per chunk."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     return max(16, min(CHUNK_POSITIONS[kind], CHUNK_ELEMENTS[kind] // vocab))
 
 
 def block_rows(vocab: int, chunk: int, device: torch.device) -> int:
-    """Rows of a block: on a GPU, blocks are chunks."""
+    """Return the number of rows per block. On a GPU, blocks are chunks."""
     return chunk if device.type == "cuda" else max(1, BLOCK_ELEMENTS * torch.get_num_threads() // vocab)
 
 
 class Targets(NamedTuple):
-    """Log-probabilities of a block's events: [R, V] over the vocabulary where `ids_RK` is None, else [R, F] of these
-    tokens int64 [R, K] and, where F = K + 1, of "any other"."""
+    """Log-probabilities of a block's events.
+
+    They are [R, V] over the vocabulary if `ids_RK` is None, otherwise [R, F] of `ids_RK` (int64 [R, K]) and, if F = K +
+    1, of "any other".
+    """
 
     ids_RK: Tensor | None
     log_probs_RF: Tensor
 
     def top(self, count: int) -> Tensor:
-        """The most likely tokens int64 [R, count], the first one first; fewer where the teacher names fewer."""
+        """Return the most probable tokens, int64 [R, count], in descending order; fewer if the teacher has fewer."""
         if self.ids_RK is None:
             return self.log_probs_RF.topk(min(count, self.log_probs_RF.shape[1]), dim=1).indices
         known = self.ids_RK.shape[1]
@@ -105,7 +107,7 @@ class TeacherTargets:
             raise ValueError(f"top_k needs temperature 1, got {temperature}")
 
     def load(self, rows_C: Tensor) -> None:
-        """Go to the chunk of these positions."""
+        """Load the chunk of these positions."""
         self._rows_C = rows_C
         if isinstance(self._teacher, DenseTeacher):
             self._logits_CV = self._product(self._teacher.hidden_XE.detach()[rows_C], self._teacher.weight_VE)
@@ -135,8 +137,10 @@ class TeacherTargets:
 
 
 def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """A drafter's log-probabilities of the events "token ids_k" and "any other" [R, F], and each token's share of "any
-    other" [R, V]. With K = V there is no other token: F = K, and the shares are 0."""
+    """Return the drafter's log-probabilities of the events "token ids_k" and "any other" [R, F].
+
+    The second result is each token's share of "any other" [R, V]. With K = V, F = K and the shares are 0.
+    """
     scores_RK = logits_RV.gather(1, ids_RK)
     if ids_RK.shape[1] == logits_RV.shape[1]:
         return scores_RK.log_softmax(1), torch.zeros_like(logits_RV)
@@ -148,12 +152,12 @@ def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The drafter's log-probabilities of the targets' events; see `to_top_k_events`."""
+    """Return the drafter's log-probabilities of the targets' events; see `to_top_k_events`."""
     return (logits_RV.log_softmax(1), None) if targets.ids_RK is None else to_top_k_events(logits_RV, targets.ids_RK)
 
 
 def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
-    """The gradient of all logits from that of the scores of `to_top_k_events`, written into `rest_RV`."""
+    """Return the gradient of all logits, given that of the scores of `to_top_k_events`; overwrites `rest_RV`."""
     known = ids_RK.shape[1]
     if grad_RF.shape[1] > known:
         rest_RV.mul_(grad_RF[:, known:])
@@ -161,23 +165,23 @@ def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
 
 
 def upcast(values: Tensor) -> Tensor:
-    """As float32, or float64 where it is that."""
+    """Convert to float32, or keep float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def divide_by_temperature(logits_RV: Tensor, temperature: float) -> Tensor:
-    """Logits at a temperature."""
+    """Divide logits by the temperature."""
     return logits_RV if temperature == 1 else logits_RV / temperature
 
 
 def product_type(values: Tensor) -> torch.dtype:
-    """The type that products of these values run in: that of autocast where it is on."""
+    """Return the dtype of matrix products of these values: that of autocast if it is enabled."""
     kind = values.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
 
 class Product:
-    """Products of states and a projection in `dtype`, each written over the one before."""
+    """Products of states and a projection in `dtype`; each call overwrites the previous result."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -185,7 +189,7 @@ class Product:
         self._out_CV: Tensor | None = None
 
     def cast(self, weight_VD: Tensor) -> Tensor:
-        """Return a projection in the type of the products; only the last one is kept."""
+        """Return a projection in the dtype of the products. Only the last one is cached."""
         if self._weight_VD is not weight_VD:
             self._weight_VD = self._cast_VD = None
             self._weight_VD, self._cast_VD = weight_VD, weight_VD.detach().to(self._dtype)
@@ -193,7 +197,7 @@ class Product:
         return self._cast_VD
 
     def __call__(self, hidden_CD: Tensor, weight_VD: Tensor | None) -> Tensor:
-        """Return logits [C, V] of detached states [C, D]; without a projection the states are logits."""
+        """Return logits [C, V] of detached states [C, D]. Without a projection the states are logits."""
         if weight_VD is None:
             return hidden_CD
         if self._out_CV is None or len(self._out_CV) < len(hidden_CD):
@@ -237,10 +241,7 @@ class Plan:
             assert teacher_rows_XK is not None or self._targets.positions == len(labels_XK)
 
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield a head, some of its positions int64 [C] and, with a teacher, their rows int64 [C] in its loaded chunk.
-
-        Without a teacher head follows head; with one, chunk follows chunk of its rows.
-        """
+        """Yield a head, some positions int64 [C], and their rows int64 [C] in the loaded teacher chunk, if any."""
         if self._targets is None:
             for head, rows in enumerate(self._kept):
                 yield from ((head, rows_C, None) for rows_C in _even(rows, self._size))
@@ -251,7 +252,7 @@ class Plan:
         assert not len(wanted_N) or int(wanted_N[0]) >= 0, "a position with a label, and no teacher for it"
         chunks = _even(wanted_N, self._size)
         edges = [0, *torch.tensor([len(rows_C) for rows_C in chunks]).cumsum(0).tolist()]
-        # each head's positions in the order of the rows that teach them, cut where the chunks are
+        # positions of each head, sorted by their teacher rows and split at the chunk borders
         sorted_heads = [torch.searchsorted(wanted_N, rows).sort(stable=True) for rows in rows_of_heads]
         bounds = torch.tensor(edges, device=wanted_N.device)
         cuts = [torch.searchsorted(index, bounds).tolist() for index, _ in sorted_heads]
@@ -263,7 +264,7 @@ class Plan:
                 yield from ((head, positions_C, local_C) for positions_C, local_C in parts)
 
     def score_chunk(self, head: int, rows_C: Tensor, target_rows_C: Tensor | None, logits_CV: Tensor) -> Tensor:
-        """Return the sum of a chunk's losses; their gradient takes the place of `logits_CV`."""
+        """Return the sum of a chunk's losses; their gradient overwrites `logits_CV`."""
         labels_C = self._labels_XK[rows_C, head]
         sums = []
         for start in range(0, len(labels_C), self._block):
@@ -288,13 +289,13 @@ class Plan:
             if targets.ids_RK is not None:
                 assert rest_RV is not None
                 grad_RF = scatter_grad(grad_RF, targets.ids_RK, rest_RV)
-            tau = self._temperature  # the gradient: τ² of the loss times 1/τ of the chain rule
+            tau = self._temperature  # gradient: factor τ² of the loss times 1/τ of the chain rule
             parts.append((loss_R, grad_RF) if tau == 1 else (loss_R * tau**2, grad_RF.mul_(tau)))
         return _sum(parts)
 
 
 def _even(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Split into as few parts of at most `size` as possible, of about equal length: a product of few rows is slow."""
+    """Split into as few parts of at most `size` as possible, of similar length, since products of few rows are slow."""
     return rows.split(-(-len(rows) // -(-len(rows) // size))) if len(rows) else ()
 
 
@@ -303,7 +304,7 @@ def _scale(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tens
 
 
 def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Add up losses, and their gradients into the first one's memory."""
+    """Add up losses and gradients; the first gradient is overwritten."""
     (loss_R, grad_RF), *others = parts
     for other_R, other_RF in others:
         loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)
@@ -311,11 +312,11 @@ def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class FusedLoss(torch.autograd.Function):
-    """Losses and gradients in one pass; `backward` only scales what `forward` has left."""
+    """Losses and gradients in one pass; `backward` only scales the gradients that `forward` computed."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, with_grad: bool, features_XKD: Tensor, *projections: Tensor | None) -> Tensor:
-        # sums of thousands of terms stay in float32 or more whatever the model's type; products run in the plan's
+        # sums of thousands of terms need at least float32; products run in the plan's dtype
         wide_dtype = torch.promote_types(features_XKD.dtype, torch.float32)
         _, _, features_wanted, *wanted = ctx.needs_input_grad
         grad_XKD = torch.zeros_like(features_XKD) if with_grad and features_wanted else None
@@ -353,7 +354,7 @@ class FusedLoss(torch.autograd.Function):
 
 
 def _add_outer(sum_VD: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_VD + grad_CV.T @ hidden_CD, written into `sum_VD`; `dtype` is what sums are kept in."""
+    """Return sum_VD + grad_CV.T @ hidden_CD, accumulated in `dtype`; overwrites `sum_VD`."""
     if sum_VD is None:
         return (grad_CV.T @ hidden_CD).to(dtype)
     if grad_CV.dtype == dtype:

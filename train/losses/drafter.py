@@ -1,4 +1,4 @@
-"""Losses, computed chunk by chunk of positions (see `chunks`): logits of a whole batch never exist.
+"""Losses and metrics computed chunk by chunk of positions (see `chunks`), without the logits of a whole batch.
 
 Letters: as in `chunks`; B batch, T tokens, K heads (of `heads_mixture` and `head_labels`).
 """
@@ -29,7 +29,7 @@ from .chunks import (
     upcast,
 )
 
-TOP = 5  # tokens that "top-5" looks at
+TOP = 5  # number of tokens in "top-5" metrics
 
 
 def mixture(
@@ -42,16 +42,15 @@ def mixture(
     chunk: int | None = None,
     top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Σ over positions of Σ_name weights[name] · objective.
+    """Return the sum over positions of Σ_name weights[name] · objective, and the number of positions (int64).
 
-    Logits are `hidden_XD @ weight_VD.T`; a weight of None says that `hidden_XD` holds the logits. Positions whose label
-    is −100 are left out. `temperature` divides both sides' logits in the objectives that need a teacher, whose loss is
-    multiplied by temperature² (Hinton et al. 2015, arXiv 1503.02531, section 2). `top_k` makes the teacher's other
-    tokens one event. `chunk` positions at a time (None: by
-    vocabulary and device).
+    Logits are `hidden_XD @ weight_VD.T`, or `hidden_XD` if `weight_VD` is None. Positions with the label −100 are
+    skipped. In objectives other than cross-entropy, `temperature` divides the logits of drafter and teacher, and the
+    loss is multiplied by temperature² (Hinton et al. 2015, arXiv 1503.02531, section 2). `top_k` merges the teacher's
+    other tokens into one event. `chunk` is the number of positions per chunk (None: by vocabulary and device).
 
-    Returns the sum (scalar, float32, or float64 if `hidden_XD` is; differentiable once) and the number of positions
-    (int64). Raises ValueError: see `chunks.TeacherTargets`; no teacher where an objective needs one.
+    The sum is a scalar (float32, or float64 if `hidden_XD` is) that can be differentiated once. Raises ValueError if an
+    objective needs a teacher and there is none, and as `chunks.TeacherTargets` does.
     """
     sums_K, counts_K = heads_mixture(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
@@ -70,15 +69,13 @@ def heads_mixture(
     chunk: int | None = None,
     top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of `mixture` for each head: Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) where
-    the objective is cross entropy, its self-distillation (section 2.3.2) where it is a divergence.
+    """Return the sum of `mixture` for each head, [K], and the numbers of positions, int64 [K].
 
-    Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a projection [V, D]. `labels_XK` are
-    as `head_labels` gives them. `teacher_rows_XK` int64 is the teacher's row that is the distribution of labels_XK[x,
-    k], read where there is a label (None: row x); logits of a row are computed once for all heads.
-
-    Returns sums [K] (float32, or float64 if `features_XKD` is; differentiable once) and numbers of positions int64 [K].
-    Raises ValueError: see `mixture`.
+    This is Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) for cross-entropy, and its self-distillation
+    (section 2.3.2) for a divergence. Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a
+    projection [V, D]. `labels_XK` are those of `head_labels`. `teacher_rows_XK` (int64) is the teacher's row for
+    labels_XK[x, k] (None: row x); its logits are computed once for all heads. For the other arguments and errors see
+    `mixture`.
     """
     plan = Plan(
         weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k
@@ -88,16 +85,20 @@ def heads_mixture(
 
 
 def rows_of(ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return states and projection, or logits and None, of these tokens only."""
+    """Return states and projection, or logits and None, restricted to these tokens."""
     return (hidden_XD[:, ids], None) if weight_VD is None else (hidden_XD, weight_VD[ids])
 
 
 def narrowed(
     ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, teacher: Teacher | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Teacher | None]:
-    """Arguments of `mixture` over these tokens alone, int64, rising: other labels are left out, and the teacher is its
-    distribution among them. That the drafter learn this one is best also by the overlap with the whole one, of which no
-    drafter of these tokens has more. Raises ValueError: a teacher that names more tokens than these.
+    """Return the arguments of `mixture` restricted to the tokens `ids` (int64, ascending).
+
+    Other labels become −100, and the teacher becomes its distribution conditional on these tokens. Learning this
+    distribution also maximises the overlap with the full one that is possible with these tokens.
+
+    Raises:
+        ValueError: A sparse teacher has more tokens than `ids`.
     """
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
     told = None if teacher is None else among(ids, vocab, teacher)
@@ -105,15 +106,18 @@ def narrowed(
 
 
 def places_of(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
-    """Labels of any shape as places among these tokens; −100 for all others."""
+    """Return labels of any shape as indices into `ids`; −100 for all others."""
     places_V = torch.full((vocab,), IGNORED, device=ids.device)
     places_V[ids] = torch.arange(len(ids), device=ids.device)
     return torch.where(labels == IGNORED, IGNORED, places_V[labels.clamp(min=0)])
 
 
 def among(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
-    """A teacher's distribution among these tokens of a vocabulary. Instead of others a sparse one names such tokens as
-    it does not name yet, each with an even share of what it leaves over."""
+    """Return a teacher's distribution conditional on these tokens of a vocabulary.
+
+    Other tokens of a sparse teacher are replaced by unused ones of `ids`, with equal shares of the remaining
+    probability.
+    """
     if isinstance(teacher, DenseTeacher):
         return DenseTeacher(*rows_of(ids, teacher.hidden_XE, teacher.weight_VE))
     count, named = len(ids), teacher.ids_XK.shape[1]
@@ -133,8 +137,7 @@ def among(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
 
 
 def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tensor:
-    """What position t predicts: the label of token t + offset, int64 [B, T]; −100 where that token is not trained on or
-    of another document."""
+    """Return the label of token t + offset at t, int64 [B, T]; −100 if not supervised or of another document."""
     assert offset >= 1, offset
     assert labels_BT.shape == documents_BT.shape, (labels_BT.shape, documents_BT.shape)
     shifted_BT = torch.full_like(labels_BT, IGNORED)
@@ -145,8 +148,7 @@ def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tens
 
 
 def head_labels(labels_BT: Tensor, documents_BT: Tensor, num_heads: int) -> Tensor:
-    """What head k (from 0) predicts at position t: the label of token t + 2 + k, int64 [B, T, K] (Cai et al. 2024,
-    arXiv 2401.10774, section 2.2)."""
+    """Return labels int64 [B, T, K]: head k (from 0) predicts token t + 2 + k at t (arXiv 2401.10774, section 2.2)."""
     return torch.stack([shifted_labels(labels_BT, documents_BT, 2 + k) for k in range(num_heads)], dim=-1)
 
 
@@ -158,9 +160,9 @@ def _blocks_of_logits(
     teacher: Teacher | None = None,
     proposed: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
-    """Yield labels int64 [R], logits [R, V] and a teacher's targets, block by block of the positions with a label.
+    """Yield labels (int64 [R]), logits [R, V] and a teacher's targets, by blocks of the positions with a label.
 
-    Arguments are those of `mixture`; tokens outside `proposed` have a logit of minus infinity.
+    The arguments are those of `mixture`; tokens outside `proposed` have a logit of −∞.
     """
     assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
@@ -187,8 +189,7 @@ def _blocks_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class LabelHits:
-    """Sums over positions with a label: cross entropy (nats); how often the label is the drafter's first token, or one
-    of its first five (of equally likely ones the lower id is first); and the number of positions."""
+    """Sums over positions with a label: cross-entropy (nats), labels in the top 1 and top 5 tokens, positions."""
 
     loss: Tensor
     top1: Tensor
@@ -198,7 +199,7 @@ class LabelHits:
 
 @torch.no_grad()
 def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None) -> LabelHits:
-    """How well a drafter predicts the labels, in one pass; shapes as in `mixture`."""
+    """Compute how well a drafter predicts the labels; see `mixture` for the arguments."""
     loss = torch.zeros((), dtype=torch.promote_types(hidden_XD.dtype, torch.float32), device=labels_X.device)
     top1, top5 = (torch.zeros((), dtype=torch.int64, device=labels_X.device) for _ in range(2))
     for labels_R, logits_RV, _ in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk):
@@ -215,9 +216,12 @@ def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, ch
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Sums over positions with a label: `overlap`, Σ_v min(p(v), q(v)), the chance that a draft token is accepted
-    (Leviathan et al. 2023, arXiv 2211.17192, lemma 3.3; of a `SparseTeacher` an upper bound); `top1`: the same first
-    token; `top5`: the share of the first five that both have; and the number of positions."""
+    """Sums over positions with a label.
+
+    `overlap` is Σ_v min(p(v), q(v)), the probability that a draft token is accepted (Leviathan et al. 2023, arXiv
+    2211.17192, lemma 3.3; an upper bound for a `SparseTeacher`). `top1` counts equal first tokens, `top5` sums the
+    shares of the first five tokens in common, and `count` is the number of positions.
+    """
 
     overlap: Tensor
     top1: Tensor
@@ -234,7 +238,7 @@ def agreement(
     chunk: int | None = None,
     proposed: Tensor | None = None,
 ) -> Agreement:
-    """How well a drafter agrees with its teacher, at temperature 1; ValueError: the vocabularies differ."""
+    """Compute the agreement of a drafter and its teacher at temperature 1. Raises ValueError if vocabularies differ."""
     overlap, top5 = torch.zeros((), device=labels_X.device), torch.zeros((), device=labels_X.device)
     top1 = torch.zeros((), dtype=torch.int64, device=labels_X.device)
     for _, logits_RV, targets in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, proposed):

@@ -1,11 +1,11 @@
-"""Objectives: what a drafter's distribution is scored by, and with what weight at which time of a run.
+"""Objectives of drafter training, and their weights over a run.
 
-Letters: C positions of a chunk, V events (the vocabulary, or the tokens that a teacher knows about and "any other").
-p is the teacher's distribution, q the drafter's, α = Σ_v min(p_v, q_v) the chance that a draft token is accepted
+Letters: C positions of a chunk, V events (the vocabulary, or the tokens of a top-k teacher and "any other").
+p is the teacher's distribution, q the drafter's, α = Σ_v min(p_v, q_v) the probability that a draft token is accepted
 (Leviathan et al. 2023, arXiv 2211.17192, definition 3.2 and lemma 3.3), z the drafter's logits.
 
-A divergence takes log q (finite) and log p (which may be −∞), and returns the loss of each position and, taken by hand,
-the gradient of their sum with respect to z.
+A divergence takes log q (finite) and log p (may be −∞). It returns the loss of each position and the analytic
+gradient of their sum with respect to z.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from ...checkpoints.storage.messages import did_you_mean
 
-LOG_FLOOR = -100.0  # reverse KL takes a teacher's probability for at least e^−100: below what float32 tells from 0
+LOG_FLOOR = -100.0  # reverse KL clamps log p here; e^−100 is below the smallest float32
 LK_DECAY = 3.0  # η of `lk-lambda`
 
 LABELS = "cross-entropy"
-"""The objective that learns from labels; all others learn from a teacher."""
+"""Name of the objective that learns from labels. All others learn from a teacher."""
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cross_entropy_chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """−log q_label; ∂/∂z = q − onehot(label). Of logits: with one exponential an element."""
+    """Compute −log q_label from logits; ∂/∂z = q − onehot(label)."""
     labels_C1 = labels_C[:, None]
     grad_CV = logits_CV.softmax(1)
     loss_C1 = logits_CV.amax(1, keepdim=True) - grad_CV.amax(1, keepdim=True).log_() - logits_CV.gather(1, labels_C1)
@@ -38,17 +38,17 @@ def cross_entropy_chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Te
 
 
 def forward_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p ‖ q) = Σ_v p_v · (log p_v − log q_v); ∂/∂z = q − p (Hinton et al. 2015, arXiv 1503.02531, section 2)."""
+    """Compute KL(p ‖ q) = Σ_v p_v · (log p_v − log q_v); ∂/∂z = q − p (Hinton et al. 2015, arXiv 1503.02531, § 2)."""
     teacher_CV = log_teacher_CV.exp()
     gap_CV = _without_infinity(log_teacher_CV).sub_(log_drafter_CV)
     return gap_CV.mul_(teacher_CV).sum(1), log_drafter_CV.exp().sub_(teacher_CV)
 
 
 def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q ‖ p) = Σ_v q_v · g_v with g = log q − log p; ∂/∂z = q · (g − KL) (MiniLLM: Gu et al. 2023, arXiv 2306.08543,
-    section 2.1; DistillSpec: Zhou et al. 2023, arXiv 2310.08461, section 4).
+    """Compute KL(q ‖ p) = Σ_v q_v · g_v with g = log q − log p; ∂/∂z = q · (g − KL).
 
-    Where p is 0 and q is not the true value is infinite: log p counts as −100 at least (`LOG_FLOOR`).
+    Sources: MiniLLM (Gu et al. 2023, arXiv 2306.08543, section 2.1), DistillSpec (Zhou et al. 2023, arXiv 2310.08461,
+    section 4). log p is clamped to −100 (`LOG_FLOOR`), since the exact value is infinite if p is 0 and q is not.
     """
     drafter_CV = log_drafter_CV.exp()
     gap_CV = log_teacher_CV.clamp(min=LOG_FLOOR).neg_().add_(log_drafter_CV)
@@ -57,8 +57,9 @@ def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Te
 
 
 def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """½ · KL(p ‖ m) + ½ · KL(q ‖ m), m = (p + q) / 2; ∂/∂z = ½ · q · (g − Σ q · g) with g = log q − log m. At most
-    log 2 (the generalised Jensen-Shannon divergence of DistillSpec, arXiv 2310.08461, section 4, at β = ½).
+    """Compute ½ · KL(p ‖ m) + ½ · KL(q ‖ m), m = (p + q) / 2; ∂/∂z = ½ · q · (g − Σ q · g) with g = log q − log m.
+
+    This is at most log 2. DistillSpec (arXiv 2310.08461, section 4) generalises it; β = ½ here.
     """
     drafter_CV = log_drafter_CV.exp()
     log_middle_CV = torch.logaddexp(log_drafter_CV, log_teacher_CV).sub_(math.log(2.0))
@@ -69,36 +70,35 @@ def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tupl
 
 
 def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """½ · Σ_v |p_v − q_v| = 1 − α, exactly the share of draft tokens that speculative decoding rejects; ∂/∂z =
-    q · Σ s − s with s = q where q < p, else 0 (Leviathan et al. 2023, lemma 3.3; as an objective: DistillSpec).
+    """Compute ½ · Σ_v |p_v − q_v| = 1 − α; ∂/∂z = q · Σ s − s with s = q where q < p, else 0.
 
-    Where p = q, the minimum's kink, the gradient counts the drafter's side as enough.
+    This is the expected share of draft tokens that speculative decoding rejects (Leviathan et al. 2023, lemma 3.3; as
+    an objective: DistillSpec). At p = q, where the minimum is not differentiable, s is 0.
     """
     drafter_CV, least_CV = log_drafter_CV.exp(), log_teacher_CV.exp()
-    short_CV = drafter_CV * (drafter_CV < least_CV)  # where more drafter probability would be accepted
+    short_CV = drafter_CV * (drafter_CV < least_CV)  # q where a higher q would increase acceptance
     loss_C = 1.0 - torch.minimum(drafter_CV, least_CV, out=least_CV).sum(1)
     return loss_C, drafter_CV.mul_(short_CV.sum(1, keepdim=True)).sub_(short_CV)
 
 
 def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """−log α; ∂/∂z = (∂(1 − α)/∂z) / α, which does not vanish where p and q hardly overlap, and equals the cross
-    entropy's where p is one token (LK losses: Samarin et al. 2026, arXiv 2602.23881).
+    """Compute −log α; ∂/∂z = (∂(1 − α)/∂z) / α (LK losses: Samarin et al. 2026, arXiv 2602.23881).
 
-    Taken in logarithms, log α = log Σ exp(min(log p, log q)): an α far below what float32 holds is no special case.
+    The gradient does not vanish if p and q hardly overlap, and equals that of cross-entropy if p is one-hot. log α =
+    log Σ exp(min(log p, log q)) is computed in log space, so that tiny α do not underflow.
     """
     least_CV = torch.minimum(log_drafter_CV, log_teacher_CV)
     part_CV = least_CV.softmax(1)
-    loss_C = part_CV.amax(1).log_().sub_(least_CV.amax(1))  # the largest term of Σ, and its part of it, give log Σ
+    loss_C = part_CV.amax(1).log_().sub_(least_CV.amax(1))  # log Σ from its largest term and that term's share
     short_CV = part_CV.mul_(log_drafter_CV < log_teacher_CV)
     return loss_C, log_drafter_CV.exp().mul_(short_CV.sum(1, keepdim=True)).sub_(short_CV)
 
 
 def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """λ · KL(p ‖ q) + (1 − λ) · (1 − α), λ = exp(−η · α) without gradient: forward KL while there is little overlap,
-    total variation later; ∂/∂z is the sum of theirs with the same weights (LK losses: Samarin et al. 2026, arXiv
-    2602.23881; η = 3 is the paper's best).
+    """Compute λ · KL(p ‖ q) + (1 − λ) · (1 − α), λ = exp(−η · α) without gradient.
 
-    λ is taken at each position from its own α (the authors' code takes one λ from the mean of α over a batch).
+    The loss changes from forward KL to total variation as the overlap grows (LK losses: Samarin et al. 2026, arXiv
+    2602.23881, which recommends η = 3). λ is per position; the authors' code uses the mean α of a batch.
     """
     kl_C, grad_CV = forward_kl_chunk(log_drafter_CV, log_teacher_CV)
     rejected_C, rejected_grad_CV = total_variation_chunk(log_drafter_CV, log_teacher_CV)
@@ -108,7 +108,7 @@ def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Ten
 
 
 def _without_infinity(log_teacher_CV: Tensor) -> Tensor:
-    """A copy in which 0 · log 0 can be computed, as 0."""
+    """Return a copy without −∞, in which 0 · log 0 is 0."""
     return log_teacher_CV.clamp(min=torch.finfo(log_teacher_CV.dtype).min)
 
 
@@ -124,30 +124,32 @@ OBJECTIVES = (LABELS, *DIVERGENCES)
 
 
 def needs_teacher(names: Iterable[str]) -> bool:
-    """Whether one of these objectives learns from a teacher."""
+    """Check if one of these objectives learns from a teacher."""
     return any(name != LABELS for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A weight that goes linearly from `start` to `end`, which it reaches at the share `until` of a run and keeps."""
+    """Weight that changes linearly from `start` to `end`, reached at the share `until` of a run, and then stays."""
 
     start: float
     end: float
     until: float = 1.0
 
     def at(self, progress: float) -> float:
-        """The weight when this share of the run is done: 0 at its start, 1 at its end."""
+        """Return the weight at a progress from 0 (start of the run) to 1 (end)."""
         if progress >= self.until:
             return self.end
         return self.start + (self.end - self.start) * max(progress, 0.0) / self.until
 
 
 def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, Ramp]:
-    """Weights of objectives by name: a number, or [at the start, at the end of the run], or [from, to, share of the run
-    at which `to` is reached]. Raises ValueError: no objective, or an unknown name (the nearest is named); a weight that
-    is no finite number, negative, or always 0; a list of other than 2 or 3 numbers; a share outside (0, 1]; all weights
-    0 at the start, or all at the end."""
+    """Parse weights of objectives: a number, [start, end], or [from, to, share of the run at which `to` is reached].
+
+    Raises:
+        ValueError: There is no objective or an unknown one, a weight is invalid or always 0, or all weights are 0 at
+            the start or the end.
+    """
     known = ", ".join(OBJECTIVES)
     if not weights:
         raise ValueError(f"no objective given, expected weights for some of: {known}")
@@ -163,7 +165,7 @@ def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, R
 
 
 def weights_at(ramps: Mapping[str, Ramp], progress: float) -> dict[str, float]:
-    """The weights when this share of the run is done, without those that are 0 then."""
+    """Return the nonzero weights at this progress."""
     return {name: weight for name, ramp in ramps.items() if (weight := ramp.at(progress))}
 
 

@@ -1,8 +1,4 @@
-"""One training loop on one process, on many, and under DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
-
-How many processes there are and what they shard is the launcher's business; every number of the training is the
-recipe's.
-"""
+"""Setup of accelerate for one or several processes and DeepSpeed ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054)."""
 
 from __future__ import annotations
 
@@ -20,14 +16,15 @@ from torch import Tensor, nn
 from ..config import FitConfig
 
 _PATIENCE = timedelta(hours=6)
-"""How long processes wait for one that prepares a corpus or evaluates."""
+"""Timeout of processes that wait for one that prepares a corpus or evaluates."""
 _SIZED_BY_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
 def make_accelerator(precision: str, **options: Any) -> Any:
-    """An `accelerate.Accelerator` for the processes that were launched; `options` go to it. Raises ValueError: fp16
-    without an accelerator; DeepSpeed together with ACCELERATE_USE_CPU; a kind of parallelism that is not supported;
-    processes that do not find each other."""
+    """Return an `accelerate.Accelerator` for the launched processes; `options` are passed to it.
+
+    Raises ValueError for unsupported parallelism or precision, or if the processes do not form one group.
+    """
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
 
@@ -40,12 +37,12 @@ def make_accelerator(precision: str, **options: Any) -> Any:
     if on_cpu and precision == "fp16":
         raise ValueError("precision is fp16, which processors have no fast products for: use auto or no")
     if on_cpu:
-        # accelerate imports DeepSpeed where it is installed, which otherwise prints that it has found no GPU
+        # accelerate imports DeepSpeed if installed, which otherwise prints a warning about missing GPUs
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     backend: dict[str, Any] = {"backend": "gloo"} if with_deepspeed and on_cpu else {}
     if on_cpu and launched > 1 and not with_deepspeed:
-        options["cpu"] = True  # accelerate would otherwise look for GPUs, and let every process train alone
+        options["cpu"] = True  # otherwise accelerate looks for GPUs
     if with_deepspeed:
         _quiet_deepspeed(on_cpu)
     patience = InitProcessGroupKwargs(timeout=_PATIENCE, **backend)
@@ -54,17 +51,17 @@ def make_accelerator(precision: str, **options: Any) -> Any:
     if with_deepspeed:
         from transformers.integrations import unset_hf_deepspeed_config
 
-        unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model it loads, the target too
+        unset_hf_deepspeed_config()  # otherwise transformers shards every loaded model under ZeRO-3
     return accelerator
 
 
 def _quiet_deepspeed(on_cpu: bool) -> None:
-    # one line a collective from torch 2.13, about names that DeepSpeed uses
+    # torch 2.13 warns at each collective about names that DeepSpeed uses
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if on_cpu:
         from deepspeed import ops
 
-        # DeepSpeed would compile a C++ kernel for processes of one machine, for a minute; gloo needs no compiler
+        # skips compiling DeepSpeed's shared-memory kernel; gloo needs no compiler
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -82,13 +79,12 @@ def _is_set(variable: str) -> bool:
 
 
 def zero_stage(accelerator: Any) -> int:
-    """DeepSpeed's ZeRO stage, 1 to 3; 0: without DeepSpeed."""
+    """Return DeepSpeed's ZeRO stage, 1 to 3, or 0 without DeepSpeed."""
     return int(accelerator.deepspeed_plugin.zero_stage) if accelerator.distributed_type.value == "DEEPSPEED" else 0
 
 
 def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
-    """Give DeepSpeed, if it runs, the recipe's numbers, whatever its own configuration says; call before `prepare`.
-    Raises ValueError: a configuration that brings an optimizer or a schedule, ZeRO stage 0, or offload to NVMe."""
+    """Write the recipe's settings into DeepSpeed's configuration before `prepare`. Raises ValueError on conflicts."""
     accelerator.gradient_accumulation_steps = micro_steps
     if accelerator.distributed_type.value != "DEEPSPEED":
         return
@@ -107,19 +103,19 @@ def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
         "gradient_accumulation_steps": micro_steps,
         "train_batch_size": config.global_batch,
         "gradient_clipping": config.clip_norm,
-        # torch's fused AdamW serves offload too, and needs no compiler where the training runs
+        # torch's fused AdamW also supports offload, and needs no compiler
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": settings.get("bf16", {}) | {"enabled": config.precision == "bf16", "check_grad_overflow": True},
         "fp16": settings.get("fp16", {}) | {"enabled": config.precision == "fp16", "auto_cast": True},
     }
-    for name in _SIZED_BY_MODEL:  # accelerate would look for a hidden size, which a task does not have
+    for name in _SIZED_BY_MODEL:  # accelerate would derive these from a hidden size, which a task does not have
         if zero.get(name) == "auto":
             del zero[name]
 
 
 class Stepper:
-    """Backward passes, the gradient's norm, then the change of the weights, or its refusal."""
+    """Backward passes, gradient norm and optimizer steps, with and without DeepSpeed."""
 
     def __init__(self, accelerator: Any, module: nn.Module, optimizer: Any, clip_norm: float) -> None:
         self._accelerator, self._optimizer = accelerator, optimizer
@@ -130,29 +126,28 @@ class Stepper:
         if self._engine is not None and zero_stage(accelerator) == 3:
             from deepspeed import zero
 
-            # what the module's forward reads without calling the layer that owns it
+            # parameters that the module's forward reads without calling their layer
             for parameter in getattr(self._engine.module, "read_directly", list)():
                 zero.register_external_parameter(self._engine.module, parameter)
 
     @property
     def scales_loss(self) -> bool:
-        """Whether float16 gradients are scaled, so that one that is not finite is nothing unusual."""
+        """True if float16 gradients are scaled, so that overflows are expected occasionally."""
         if self._engine is not None:
             return bool(self._engine.fp16_enabled())
         return self._accelerator.scaler is not None
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss` ÷ micro steps; the last pass of a step averages over the processes."""
+        """Add the gradient of `loss` ÷ micro steps. The last pass of a step averages over the processes."""
         if self._engine is None:
             self._accelerator.backward(loss)
             return
-        # accelerate's own wrapper would change the weights here, before anybody has seen loss or norm
+        # accelerate's wrapper would update the weights here, before loss and norm are checked
         self._engine.set_gradient_accumulation_boundary(self._accelerator.sync_gradients)
         self._engine.backward(loss)
 
     def norm(self) -> float:
-        """The gradient's norm over all processes, before clipping; infinite or not a number where an element is. Clips
-        (under DeepSpeed `apply` does)."""
+        """Return the gradient norm before clipping (infinite or NaN if an element is). Clips except under DeepSpeed."""
         if self._engine is None:
             return float(torch.as_tensor(self._accelerator.clip_grad_norm_(self._parameters, self._clip_norm)))
         zero = self._engine.optimizer
@@ -164,7 +159,7 @@ class Stepper:
         return scaled / zero.loss_scale if scaled >= 0 else math.inf
 
     def apply(self) -> None:
-        """Change the weights by one step, and forget the gradient."""
+        """Update the weights and clear the gradient."""
         if self._engine is not None:
             self._engine.step()
             return
@@ -172,13 +167,13 @@ class Stepper:
         self._optimizer.zero_grad()
 
     def discard(self) -> None:
-        """Forget the gradient; the weights and the optimizer's state stay as they are."""
+        """Clear the gradient. Weights and optimizer state stay unchanged."""
         if self._engine is None:
             if self._accelerator.scaler is not None:
-                self._accelerator.scaler.update()  # it lowers its scale where gradients were not finite
+                self._accelerator.scaler.update()  # lowers the scale after gradients that are not finite
             self._optimizer.zero_grad()
             return
-        # DeepSpeed clears up by itself after a gradient that is not finite, and has no other way of doing so
+        # DeepSpeed only discards gradients that are not finite, so report an infinite norm
         zero = self._engine.optimizer
         infinite = torch.tensor(math.inf)
         if self._engine.zero_optimization_stage() < 3:
@@ -194,8 +189,7 @@ class Stepper:
 
 @contextmanager
 def gathered(accelerator: Any, module: nn.Module) -> Iterator[None]:
-    """Inside, each process has all weights of a prepared `module` and may run the bare module, not change it. All
-    processes must enter."""
+    """Gather all weights of a prepared `module` within the context, for reading only. All processes must enter."""
     if zero_stage(accelerator) < 3:
         yield
         return
@@ -204,7 +198,7 @@ def gathered(accelerator: Any, module: nn.Module) -> Iterator[None]:
     engine = accelerator.deepspeed_engine_wrapped.engine
     hooks = engine.optimizer.parameter_offload
     with zero.GatheredParameters(list(accelerator.unwrap_model(module).parameters())):
-        # DeepSpeed's hooks would take a layer's weights away again after its forward
+        # DeepSpeed's hooks would release a layer's weights after its forward pass
         for hook in [*hooks.forward_hooks, *hooks.backward_hooks]:
             hook.remove()
         hooks.forward_hooks, hooks.backward_hooks = [], []

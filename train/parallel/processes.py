@@ -1,4 +1,4 @@
-"""Work of the main process that the others wait for, and signals that end a run."""
+"""Work of the main process that others wait for, and signals that end a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Found = TypeVar("Found")
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
-class Interrupted(Exception):  # noqa: N818 - like KeyboardInterrupt, it is no error
-    """Training was stopped by a signal after its state was saved; `signal_number` says by which."""
+class Interrupted(Exception):  # noqa: N818 - not an error, like KeyboardInterrupt
+    """Raised when a signal stopped the training after its state was saved; `signal_number` is the signal."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
@@ -23,17 +23,16 @@ class Interrupted(Exception):  # noqa: N818 - like KeyboardInterrupt, it is no e
 
 
 class TrainingError(ValueError):
-    """Training cannot go on; the last checkpoint is untouched."""
+    """Raised when training cannot continue. The last checkpoint is unchanged."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of the machine or of a device."""
+    """Check if an error means that memory of the host or a device ran out."""
     return isinstance(error, MemoryError) or any(phrase in str(error).lower() for phrase in _NO_MEMORY)
 
 
 class StopSignals:
-    """While entered (in the main thread), SIGINT and SIGTERM only set `received`; a second SIGINT raises
-    KeyboardInterrupt at once."""
+    """Context in which SIGINT and SIGTERM only set `received`; a second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -47,7 +46,7 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # None stands for a handler that was not set from Python and cannot be put back
+            # None is a handler that was not set from Python and cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -57,21 +56,21 @@ class StopSignals:
 
 
 def on_main(accelerator: Any, work: Callable[[], object]) -> None:
-    """Run `work` in the main process while the others wait; if it fails, they end with it."""
+    """Run `work` in the main process while the others wait. If it fails, all processes end."""
     if accelerator.is_main_process:
         work()
     accelerator.wait_for_everyone()
 
 
 def from_main(accelerator: Any, work: Callable[[], Found]) -> Found:
-    """Return in all processes what `work` returns in the main one."""
+    """Run `work` in the main process and return its result in all processes."""
     from accelerate.utils import broadcast_object_list
 
     return broadcast_object_list([work() if accelerator.is_main_process else None])[0]
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether it is what a process meets that talks to another one which has ended."""
+    """Check if an error was caused by another process that ended."""
     if not isinstance(error, RuntimeError) or "torch" not in sys.modules:
         return False
     from torch import distributed

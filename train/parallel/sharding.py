@@ -1,4 +1,4 @@
-"""Weights and AdamW's state of a module that DeepSpeed has sharded, as whole tensors: what checkpoints hold."""
+"""Gathering and scattering of weights and AdamW state that DeepSpeed has sharded, for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def gather_state(accelerator: Any, module: nn.Module) -> dict[str, Tensor] | None:
-    """All weights and buffers of a prepared `module` by the names of the bare module, on the CPU, trained ones in
-    float32; tied ones are one tensor. To be called by all processes; the others get None."""
+    """Return a prepared `module`'s weights and buffers on the CPU by their bare names; None outside the main process.
+
+    Trained weights are float32, and tied weights are one tensor. All processes must call this.
+    """
     bare = accelerator.unwrap_model(module)
     copies: dict[int, Tensor | None] = {}
     state: dict[str, Tensor] = {}
@@ -44,7 +46,7 @@ def _gather_tensor(accelerator: Any, name: str, tensor: Tensor) -> Tensor | None
 
 
 def unshard(accelerator: Any, module: nn.Module) -> None:
-    """End ZeRO-3's sharding: each process gets all weights. To be called by all processes, when training is over."""
+    """Undo ZeRO-3 sharding after training, so that each process has all weights. All processes must call this."""
     if zero_stage(accelerator) < 3:
         return
     from deepspeed import zero
@@ -55,7 +57,7 @@ def unshard(accelerator: Any, module: nn.Module) -> None:
         fresh = {id(p): nn.Parameter(p.data.clone(), requires_grad=p.requires_grad) for p in parameters}
     for part in bare.modules():
         names = list(part._parameters)
-        # DeepSpeed's own kind of dictionary goes with its parameters
+        # replaces DeepSpeed's own dictionary type
         part._parameters = {
             name: None if parameter is None else fresh[id(parameter)]
             for name, parameter in ((name, part._parameters[name]) for name in names)
@@ -63,8 +65,10 @@ def unshard(accelerator: Any, module: nn.Module) -> None:
 
 
 def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """AdamW's state under DeepSpeed as torch's own `state_dict` of the unsharded optimizer would be, in the main
-    process; `groups` as they were before `prepare`. To be called by all processes."""
+    """Return AdamW's state as the `state_dict` of the unsharded optimizer; None outside the main process.
+
+    `groups` are those before `prepare`. All processes must call this.
+    """
     from deepspeed.utils import safe_get_full_optimizer_state
 
     engine = accelerator.deepspeed_engine_wrapped.engine
@@ -86,8 +90,10 @@ def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> d
 
 
 def scatter_weights(accelerator: Any, module: nn.Module, file: Path) -> None:
-    """Load a safetensors file of the bare module's weights into a module prepared by DeepSpeed, its float32 copies too.
-    To be called by all processes."""
+    """Load a safetensors file into a module prepared by DeepSpeed and its float32 copies.
+
+    All processes must call this.
+    """
     from safetensors import safe_open
 
     bare = accelerator.unwrap_model(module)
@@ -118,7 +124,7 @@ def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
         else:
             utils.safe_set_full_optimizer_state(parameter, value, key)
         return
-    # ZeRO-3's own "set full" does not take sizes that the processes do not divide
+    # ZeRO-3's own "set full" fails for sizes that are not divisible by the number of processes
     size = parameter.ds_tensor.numel()
     rank = torch.distributed.get_rank(parameter.ds_process_group)
     padded = value.new_zeros(size * torch.distributed.get_world_size(parameter.ds_process_group))
@@ -131,7 +137,7 @@ def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
 
 
 def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
-    """Load AdamW's state, as `gather_optimizer` or an unsharded torch AdamW gives it, into DeepSpeed's shards."""
+    """Load AdamW's state into DeepSpeed's shards, given as by `gather_optimizer` or an unsharded torch AdamW."""
     engine = accelerator.deepspeed_engine_wrapped.engine
     states = saved["state"]
     if not states:
@@ -147,19 +153,19 @@ def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], sav
 
 
 def _link_moments(engine: Any) -> None:
-    """ZeRO 1 and 2 link parameters to moments when the first group was stepped: the others have none yet."""
+    """Link parameters to their moments, which ZeRO 1 and 2 otherwise do at the first step."""
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _partitions(engine: Any) -> list[Tensor]:
-    """This process's float32 weights, one flat tensor a group: what the torch optimizer has as its parameters."""
+    """Return this process's float32 weights, one flat tensor per group, which are the torch optimizer's parameters."""
     zero = engine.optimizer
     stage3 = engine.zero_optimization_stage() == 3
     return list(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups)
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
-    """All parameters with the numbers that torch's `state_dict` gives them."""
+    """Yield all parameters with their numbers in torch's `state_dict`."""
     yield from enumerate(parameter for group in groups for parameter in group["params"])

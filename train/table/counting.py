@@ -1,4 +1,4 @@
-"""Counter of neighbouring tokens for corpora of any size: exact, in bounded memory, resumable.
+"""Counter of adjacent tokens for corpora of any size: exact, in bounded memory, resumable.
 
 Shape letters: V vocabulary, T tokens, D documents, C ends of documents, E entries (distinct pairs), P pairs.
 """
@@ -31,21 +31,21 @@ _MAX_PAIRS = 1 << 31
 
 
 class PairCounter(AbstractContextManager["PairCounter"]):
-    """Counter of the pairs within documents, which sorts in background threads and keeps its counts in a folder.
+    """Counter of token pairs within documents, which sorts in background threads and stores its counts in a folder.
 
     Attributes:
-        tokens: Number of tokens counted so far, by earlier processes too.
+        tokens: Number of tokens counted so far, including those of interrupted runs.
         documents: Number of documents counted so far, likewise.
-        position: JSON value given with the last documents, which says how far the source is read; None at the start.
+        position: JSON value given with the last documents: the progress of reading the source; None at the start.
 
     Args:
         vocab_size: V.
-        folder: Directory of the counts, a new one or one to resume. Unfinished files of a killed process are deleted.
+        folder: Directory of the counts, new or to resume. Incomplete files of an interrupted process are deleted.
         memory_mb: Mebibytes for counts and for sorting. More memory means fewer and larger runs.
         threads: Number of background threads.
 
     Raises:
-        ValueError: The folder is of another vocabulary or damaged, or another process counts into it.
+        ValueError: The folder belongs to another vocabulary, is damaged, or is in use by another process.
     """
 
     def __init__(self, vocab_size: int, folder: Path, memory_mb: float = 512, threads: int = 2) -> None:
@@ -63,8 +63,8 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self.tokens: int = index["tokens"]
         self.documents: int = index["documents"]
         share = memory_mb * 2**20 / threads
-        # Of a thread's share an eighth is the buffer of keys that it sorts, and half as much its part of the one being
-        # filled; that one's run takes about as much again. Three eighths are for runs, nearly as much for merging them.
+        # A thread uses an eighth of its share for the keys it sorts, a sixteenth for its part of the buffer being
+        # filled, about as much for the resulting run, three eighths for runs, and nearly as much for merging them.
         size = int(min(max(share / dtype.itemsize / 8, 1), _MAX_BUFFER))
         budget = int(share * 3 / 8 / (dtype.itemsize + 4))
         self._workers = [_Worker(self.folder, vocab_size, size, budget) for _ in range(threads)]
@@ -77,7 +77,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         Args:
             tokens_T: Tokens of the documents, integers.
             starts_D: Index of the first token of each document, ascending from 0.
-            position: JSON value that says how far the source is read after these documents.
+            position: JSON value that describes the progress of reading the source after these documents.
         """
         check_documents(tokens_T, starts_D, self.vocab_size, self.documents)
         size = len(tokens_T)
@@ -92,7 +92,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
             self.spill()
 
     def spill(self) -> None:
-        """Write everything counted so far to the disk, together with its position."""
+        """Write all counts so far to disk, with their position."""
         if self._filled:
             self._send()
         for worker in self._workers:
@@ -106,7 +106,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
             worker.spilled = []
 
     def close(self) -> None:
-        """Stop the background threads without spilling; what was spilled stays."""
+        """Stop the background threads without spilling. Spilled counts are kept."""
         for worker in self._workers:
             worker.close()
         self._lock.close()
@@ -130,7 +130,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
                 self._send()
 
     def _send(self) -> None:
-        """Send the buffer to a worker, and go on with the one that it returns."""
+        """Pass the buffer to a worker, and continue with the one that it returns."""
         worker = next((worker for worker in self._workers if worker.idle), self._workers[0])
         self._keys_T = worker.count(self._keys_T, self._filled, self._cross_document)
         self._filled = self._cross_document = 0
@@ -140,8 +140,8 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 class _Worker:
     """Thread that counts one buffer at a time and holds the runs.
 
-    Runs of more than `budget` entries are merged into one, which is written to a file where it takes more than half of
-    the budget. Files in `spilled` are not in the index yet.
+    Runs of more than `budget` entries are merged into one, which is written to a file if it takes more than half of the
+    budget. Files in `spilled` are not in the index yet.
     """
 
     def __init__(self, folder: Path, vocab_size: int, buffer_size: int, budget: int) -> None:
@@ -158,7 +158,7 @@ class _Worker:
         return self._task is None or self._task.done()
 
     def count(self, keys_T: NDArray[Any], size: int, cross_document: int) -> NDArray[Any]:
-        """Count the first keys of a buffer in the background after the last task; return the buffer of that one."""
+        """Count the first `size` keys of a buffer in the background; return the buffer of the previous task."""
         self.finish()
         self._pairs += size
         self._task = self._thread.submit(self._count, keys_T[:size], cross_document)
@@ -172,7 +172,7 @@ class _Worker:
             self._task = self._thread.submit(self._spill)
 
     def finish(self) -> None:
-        """Wait for the task and raise its error."""
+        """Wait for the task and raise its exception, if any."""
         task, self._task = self._task, None
         if task is not None and (run := task.result()):
             self.spilled.append(run)
@@ -192,7 +192,7 @@ class _Worker:
 
     def _merge(self) -> None:
         """Merge all runs into one."""
-        most = sum(len(keys) for keys, _ in self._runs)  # memory that is never touched costs nothing
+        most = sum(len(keys) for keys, _ in self._runs)  # untouched memory is not allocated
         keys_E, counts_E = np.empty(most, key_dtype(self._vocab_size)), np.empty(most, np.uint32)
         end = 0
         for keys, counts in merge_runs(self._runs, self._vocab_size):

@@ -27,7 +27,7 @@ def token_documents(
     pairs: str = "documents",
     last_turn_only: bool = False,
 ) -> Iterator[list[np.ndarray]]:
-    """Yield the documents of each conversation: token ids int32 [T] whose neighbours are pairs.
+    """Yield the documents of each conversation: token ids int32 [T] whose adjacent tokens are pairs.
 
     Args:
         conversations: Conversations to count.
@@ -35,12 +35,12 @@ def token_documents(
         template: Chat template that renders the conversations.
         pairs: `documents` for whole conversations without the template's default system prompt, `answers` for each
             supervised span with the token before it.
-        last_turn_only: Whether the last answer alone is supervised.
+        last_turn_only: Supervise the last answer only.
 
     Raises:
         ValueError: The turns of a conversation are not [system], user, assistant, …
     """
-    if pairs == "documents":  # the template's own system prompt would change the counts of its words
+    if pairs == "documents":  # the default system prompt would distort the counts
         template = replace(template, start=template.next)
     # A document per conversation: blocks without a length neither split nor drop anything.
     for rendered in Renderer(template, tokenizer, None, last_turn_only=last_turn_only)(conversations):

@@ -1,4 +1,4 @@
-"""Files of spilled runs; only those named by the index of their folder count, which is replaced atomically.
+"""Files of spilled runs, listed in an index that is replaced atomically; other files are ignored.
 
 Shape letters: V vocabulary, E entries (distinct pairs).
 """
@@ -30,7 +30,7 @@ _CHUNK_OF_RUN = 1 << 11
 
 @dataclass(frozen=True)
 class FileArray:
-    """One-dimensional array in a file. Slices are read: pages of a mapped file would count as memory in use."""
+    """One-dimensional array in a file. Slices are read, because pages of a mapped file would count as used memory."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -47,8 +47,8 @@ class FileArray:
 
 
 def write_run(folder: Path, vocab_size: int, parts: Iterable[Run]) -> dict[str, Any]:
-    """Write a run to a new file, keys first, then counts as uint32; return its name and size."""
-    path = folder / f"run-{uuid.uuid4().hex[:16]}"  # not even a process left over from a killed launch uses it
+    """Write a run to a new file, keys first, then counts as uint32; return its name and size in bytes."""
+    path = folder / f"run-{uuid.uuid4().hex[:16]}"  # unique even if a process of an earlier launch is still running
     try:
         with errors_named(path), path.open("wb") as out, TemporaryFile(dir=folder) as counts:
             for keys_E, counts_E in parts:
@@ -72,10 +72,9 @@ def _open_run(path: Path, vocab_size: int) -> tuple[FileArray, FileArray]:
 
 
 def read_index(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Return what was counted into a folder; an empty index where nothing was spilled.
+    """Return a folder's index, empty if nothing was spilled.
 
-    Raises:
-        ValueError: The index is of another vocabulary, or it or a run is missing or damaged.
+    Raises ValueError if it or a run does not fit or is damaged.
     """
     path, advice = folder / INDEX, f"delete {folder} to count again"
     if not path.is_file():
@@ -100,7 +99,7 @@ def write_index(folder: Path, vocab_size: int, index: dict[str, Any]) -> None:
 
 
 def remove_leftovers(folder: Path, index: dict[str, Any]) -> None:
-    """Delete the runs that the index does not name."""
+    """Delete the runs that are not in the index."""
     known = {run["name"] for run in index["runs"]}
     for path in folder.glob("run-*"):
         if path.name not in known:
@@ -108,10 +107,9 @@ def remove_leftovers(folder: Path, index: dict[str, Any]) -> None:
 
 
 def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[int, int]:
-    """Merge the runs of finished counters into the file of a table; return its tokens and documents.
+    """Merge the runs of finished counters into a table file; return its numbers of tokens and documents.
 
-    Raises:
-        ValueError: Counts are of another vocabulary, or files are missing or damaged.
+    Raises ValueError if counts are of another vocabulary, or files are missing or damaged.
     """
     found = [(folder, read_index(folder, vocab_size)) for folder in folders]
     runs = [_open_run(folder / run["name"], vocab_size) for folder, index in found for run in index["runs"]]
@@ -125,5 +123,5 @@ def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[
         if (counted := int(unigram_V.sum())) != tokens:
             raise ValueError(f"{', '.join(map(str, folders))}: {counted} tokens are there, {tokens} were counted")
 
-    write_table(path, vocab_size, parts(), unigram_V)  # which writes them behind the last part
+    write_table(path, vocab_size, parts(), unigram_V)  # writes `unigram_V` after the last part
     return tokens, documents

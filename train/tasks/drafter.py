@@ -1,4 +1,4 @@
-"""Training a drafter: any causal LM or encoder-decoder, on labels, on a teacher's distribution, or on both.
+"""Training of drafters: causal LMs or encoder-decoders, on labels, on a teacher's distribution, or on both.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, D hidden of the drafter, E hidden of the teacher,
 V vocabulary.
@@ -37,11 +37,11 @@ _EVALUATED_TOGETHER = 4  # blocks
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 Weight = float | Sequence[float]
-"""Of an objective; see `objectives.parse_weights`."""
+"""Weight of an objective; see `objectives.parse_weights`."""
 
 
 class DrafterModule(nn.Module):
-    """A language model whose forward is its loss; the teacher, if any, is run but never trained, wrapped or stored."""
+    """Language model whose forward pass returns its loss. The teacher is neither trained, nor wrapped, nor saved."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class DrafterModule(nn.Module):
         self.model = model
         self.temperature, self.top_k, self.parallel = temperature, top_k, parallel
         self.progress = 0.0
-        """Share of the run that is done: what the weights of the objectives follow."""
+        """Completed share of the run, on which the weights of the objectives depend."""
         self._weights = parse_weights(objective)
         self._forward = make_forward(model)
         if parallel is not None:
@@ -74,8 +74,11 @@ class DrafterModule(nn.Module):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sum of the objective over the trained positions (float32), and their number (int64); inputs as in `Batch`. In
-        parallel, as many times the mean over these and the mask tokens."""
+        """Return the sum of the objective over supervised positions (float32) and their number (int64); see `Batch`.
+
+        In parallel drafting, mask tokens count in the mean, which is multiplied by the number of other supervised
+        positions.
+        """
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         weights = weights_at(self._weights, self.progress)
         taught = needs_teacher(weights)
@@ -99,32 +102,33 @@ class DrafterModule(nn.Module):
 
     @property
     def proposed(self) -> Tensor | None:
-        """The only tokens that the drafter proposes, int64; None: all. Where the model is now."""
+        """Ids of the draft vocabulary (int64), on the model's device; None if the drafter proposes all tokens."""
         return kept_tokens(self.model)
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The drafter's hidden states [X, D] and projection [V, D]; or its logits [X, V] and None."""
+        """Return hidden states [X, D] and the output projection [V, D], or logits [X, V] and None."""
         return self._forward(batch).flatten(0, 1), self._forward.weight_VD()
 
     def read_directly(self) -> list[nn.Parameter]:
-        """Parameters that `forward` uses without calling the layer that owns them: ZeRO-3 must gather them for it."""
+        """Return the parameters that `forward` reads without calling their layer, which ZeRO-3 must gather."""
         weight_VD = self._forward.weight_VD()
         return [weight_VD] if isinstance(weight_VD, nn.Parameter) else []
 
     def gradient_checkpointing_enable(self) -> None:
-        """Recompute activations in the backward pass instead of keeping them."""
+        """Recompute activations in the backward pass instead of storing them."""
         enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
 
 
 class DrafterTask(Task):
-    """Trains `model` so that it agrees with the data, or with a teacher; see `loop.fit.Task`. Of the `objective` see
-    `objectives.parse_weights`; `on_policy` has the drafter write a share of the answers itself. Evaluations run over
-    `evaluate_blocks` blocks of `heldout` (None: all), compare with the `eval_teacher`, and add what `evaluate_fn`
-    returns of the model.
+    """Task that trains a drafter on data, on a teacher's distribution, or on both; see `loop.fit.Task`.
 
-    Raises ValueError: what `parse_weights` raises; vocabularies that differ; cross entropy on the drafter's own
-    samples, which would only confirm them.
+    `objective` is described in `objectives.parse_weights`, `top_k` and `temperature` in `losses.drafter.mixture`. With
+    `on_policy`, a share of the responses is sampled from the drafter. Evaluations use `evaluate_blocks` blocks of
+    `heldout` (None: all), compare with `eval_teacher`, and add the metrics that `evaluate_fn` returns for the model.
+
+    Raises:
+        ValueError: The weights are invalid, the vocabularies differ, or cross-entropy is combined with `on_policy`.
     """
 
     name = "drafter"
@@ -164,7 +168,7 @@ class DrafterTask(Task):
 
     @property
     def other_models(self) -> list[nn.Module]:
-        """Models in memory that are run and not trained."""
+        """Models in memory that are not trained."""
         models = [side.model for side in self._beside if isinstance(side, ModelTeacher)]
         return list(dict.fromkeys(models))
 
@@ -173,7 +177,7 @@ class DrafterTask(Task):
             side.place(device)
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
-        """`batch` with a share of its answers sampled from the drafter as it is now; see `on_policy.rewrite`."""
+        """Return the batch with a share of its responses sampled from the current drafter; see `on_policy.rewrite`."""
         assert self.on_policy is not None
         assert isinstance(self.module, DrafterModule)
         return rewrite(self.module.model, batch, rows, global_batch, seed, self.on_policy)
@@ -183,9 +187,12 @@ class DrafterTask(Task):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """On held-out blocks, in the precision of the training: `heldout_loss` (nats a token, of those that the drafter
-        can propose), `perplexity`, `top1_` and `top5_accuracy`; against the eval_teacher `overlap`, `top1_` and
-        `top5_agreement` (see `losses.drafter`); and what `evaluate_fn` returns, in the weights' own type."""
+        """Return metrics on held-out blocks, in the precision of the training.
+
+        Labels give `heldout_loss` (nats per token the drafter can propose), `perplexity`, `top1_accuracy` and
+        `top5_accuracy`; `eval_teacher` gives `overlap`, `top1_agreement` and `top5_agreement` (see `losses.drafter`).
+        The metrics of `evaluate_fn` are measured without autocast.
+        """
         assert isinstance(module, DrafterModule)
         sums: dict[str, float] = {}
         items = known = 0
@@ -217,7 +224,7 @@ class DrafterTask(Task):
 
 
 def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch.device) -> Iterator[Batch]:
-    """The first `blocks` blocks of `data` (None: all of them) in batches; nothing if there is no data."""
+    """Yield the first `blocks` blocks of `data` (None: all) in batches."""
     numbers = range(0 if data is None else data.blocks)[:blocks]
     for start in range(0, len(numbers), _EVALUATED_TOGETHER):
         assert data is not None

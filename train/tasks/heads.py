@@ -1,7 +1,7 @@
-"""Training prediction heads on a target's last hidden state; the target stays as it is.
+"""Training of prediction heads on the last hidden state of a frozen target.
 
-Letters: B batch (blocks), T tokens, Y = B · T flattened positions, X those that a head is trained at, K heads,
-D hidden, V vocabulary; of EAGLE-3 G the inner layers' states.
+Letters: B batch (blocks), T tokens, Y = B · T flattened positions, X supervised positions, K heads, D hidden,
+V vocabulary; for EAGLE-3, G hidden of the auxiliary layers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from ...checkpoints.heads.eagle import EagleHeads
     from ...checkpoints.heads.files import PredictionHeads
 
-_LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not come near
+_LOGIT_TOLERANCE = 0.02  # relative to the largest logit; 16-bit rounding stays below it, a wrong scale does not
 
 
 class HeadsModule(nn.Module):
-    """Heads whose forward is their loss; the target runs once a batch, without gradients, and is no part of the
-    module."""
+    """Heads whose forward pass returns their loss; the frozen target runs once per batch and is not a submodule."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class HeadsModule(nn.Module):
         self.temperature = temperature
         self.head_weights, self.num_heads = tuple(map(float, head_weights)), len(head_weights)
         self.progress = 0.0
-        """Share of the run that is done: what the weights of the objectives follow."""
+        """Completed share of the run, on which the weights of the objectives depend."""
         self._objective = parse_weights(objective)
         self._target = PackedForward(target, heads.states)
         self._states = states
@@ -57,15 +56,15 @@ class HeadsModule(nn.Module):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weighted sums of the objective [K] and numbers of trained positions int64 [K]; inputs as in `Batch`.
+        """Return weighted sums of the objective [K] and numbers of supervised positions (int64 [K]); see `Batch`.
 
-        Head k at position t is trained on token t + 2 + k where that is labelled and of the same document.
+        Head k at position t learns token t + 2 + k if it is supervised and of the same document.
         """
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         return self.heads_loss(batch, self.frozen_states(batch))
 
     def heads_loss(self, batch: Batch, states_YD: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` returns, from the target's hidden states."""
+        """Return the outputs of `forward`, given the target's hidden states [Y, D]."""
         rows_X, labels_XK = self.trained_rows(batch)
         weights = weights_at(self._objective, self.progress)
         teacher: Teacher | None = None
@@ -73,7 +72,7 @@ class HeadsModule(nn.Module):
         if needs_teacher(weights):
             teacher = self.teacher(states_YD.detach())
             ahead_K = torch.arange(1, self.num_heads + 1, device=rows_X.device)
-            # the target's own guess at token t + 2 + k is made at t + 1 + k
+            # the target predicts token t + 2 + k at position t + 1 + k
             teacher_rows_XK = torch.where(labels_XK == IGNORED, -1, rows_X[:, None] + ahead_K)
         if (ids_R := self.heads.proposed) is not None and teacher is not None:
             teacher = among(ids_R, self.heads.vocab_size, teacher)
@@ -85,19 +84,18 @@ class HeadsModule(nn.Module):
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
     def features(self, batch: Batch, states_YD: Tensor, rows_X: Tensor) -> Tensor:
-        """[X, K, D] what each head's projection reads at flattened positions, from the target's hidden states."""
+        """Return the inputs of each head's projection [X, K, D], given the target's hidden states [Y, D]."""
         found_XKD: Tensor = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
         return found_XKD
 
     def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Flattened positions int64 [X] at which some head is trained, and their labels int64 [X, K]: of proposed
-        tokens alone their places among these."""
+        """Return flattened positions int64 [X] with labels, and the labels int64 [X, K], in any draft vocabulary."""
         labels_YK = self.labels(batch).flatten(0, 1)
         rows_X = (labels_YK != IGNORED).any(1).nonzero()[:, 0]
         return rows_X, labels_YK[rows_X]
 
     def labels(self, batch: Batch) -> Tensor:
-        """What each head learns at each position, int64 [B, T, K]."""
+        """Return the label of each head at each position, int64 [B, T, K]."""
         labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads)
         if (ids_R := self.heads.proposed) is None:
             return labels_BTK
@@ -105,14 +103,14 @@ class HeadsModule(nn.Module):
 
     @torch.no_grad()
     def frozen_states(self, batch: Batch) -> Tensor:
-        """The target's hidden states [Y, D]: computed, or from disk."""
+        """Return the target's hidden states [Y, D], computed or read from a cache."""
         if self._states is not None:
             return self._states.hidden(batch).flatten(0, 1)
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             return self._target.hidden(batch).flatten(0, 1)
 
     def teacher(self, states_YD: Tensor) -> DenseTeacher:
-        """The target's distributions behind its hidden states."""
+        """Return the target's distributions for these hidden states."""
         with torch.no_grad(), torch.autocast(states_YD.device.type, enabled=False):
             after_YD = self._target.after_norm(states_YD.to(self._target.model.dtype))
             if self._logits is not None:
@@ -120,16 +118,18 @@ class HeadsModule(nn.Module):
             return DenseTeacher(after_YD, self._target.weight_VD())
 
     def read_directly(self) -> list[nn.Parameter]:
-        """Parameters that `forward` uses without calling the layer that owns them: ZeRO-3 must gather them for it."""
+        """Return the parameters that `forward` reads without calling their layer, which ZeRO-3 must gather."""
         found = [*(self.heads.projection(k) for k in range(self.num_heads)), self._target.weight_VD()]
-        # one that belongs to a target outside of the module is always there
+        # parameters of a target outside the module are never sharded
         inside = {id(parameter) for parameter in self.parameters()}
         return [p for p in dict.fromkeys(found) if isinstance(p, nn.Parameter) and id(p) in inside]
 
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
-    """What makes logits [..., V] of last hidden states [..., D] where that is no plain matrix. ValueError: these are
-    not the target's own."""
+    """Return a function from last hidden states [..., D] to logits [..., V] for output layers that are no plain matrix.
+
+    Raises ValueError if it does not reproduce the target's logits.
+    """
     scorer = TransformersModel(target)
     token_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
     with torch.no_grad():
@@ -141,15 +141,15 @@ def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
 
 
 class HeadsTask(Task):
-    """Trains heads on a frozen target; see `loop.fit.Task`.
+    """Task that trains heads on a frozen target; see `loop.fit.Task`.
 
-    The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its own positions): Medusa-1 with weights
-    of 1, or 0.8^k (Cai et al. 2024, arXiv 2401.10774, eq. 1, where k counts from 1). Of the objectives cross-entropy
-    learns from the text, all others from the target's own distribution of the same token (self-distillation: section
-    2.3.2 there). `states` are the target's hidden states from disk; `evaluate_fn` is given the heads in evaluations.
+    The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its positions). Medusa-1 uses weights of
+    1 or 0.8^k (arXiv 2401.10774, eq. 1, where k counts from 1). Cross-entropy learns from the text. All other
+    objectives learn from the target's distribution of the same token (self-distillation, section 2.3.2). `states` is a
+    cache of the target's hidden states, and `evaluate_fn` returns further metrics of the heads.
 
-    Raises ValueError: not one weight a head; a target of another hidden size or vocabulary, a cache of other states;
-    what `parse_weights` raises.
+    Raises:
+        ValueError: The weights are invalid, or the heads do not fit the target or the cache.
     """
 
     name = "heads"
@@ -182,7 +182,7 @@ class HeadsTask(Task):
 
     @property
     def other_models(self) -> list[nn.Module]:
-        """Models in memory that are run and not trained."""
+        """Models in memory that are not trained."""
         return [self.target]
 
     def place(self, device: torch.device) -> None:
@@ -194,8 +194,11 @@ class HeadsTask(Task):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """On held-out blocks, for each head k: `head{k}_loss` (nats a token), `head{k}_top1` and `head{k}_top5` (see
-        `LabelHits`); `heldout_loss`, the weighted sum; and what `evaluate_fn(heads)` returns."""
+        """Return held-out metrics and those of `evaluate_fn(heads)`.
+
+        Each head k has `head{k}_loss` (nats per token), `head{k}_top1` and `head{k}_top5` (see `LabelHits`).
+        `heldout_loss` is their weighted sum.
+        """
         assert isinstance(module, HeadsModule)
         device = next(module.parameters()).device
         sums_K4 = torch.zeros(module.num_heads, 4, dtype=torch.float64)
@@ -213,7 +216,7 @@ class HeadsTask(Task):
             for k, (loss, top1, top5) in enumerate(means_K3.tolist()):
                 metrics |= {f"head{k}_loss": loss, f"head{k}_top1": top1, f"head{k}_top5": top5}
         if self._evaluate_fn is not None:
-            with torch.autocast(device.type, enabled=False):  # as the artifact will decode
+            with torch.autocast(device.type, enabled=False):  # decoding does not use autocast either
                 metrics |= self._evaluate_fn(module.heads)
         return metrics
 
@@ -221,13 +224,13 @@ class HeadsTask(Task):
 class EagleModule(HeadsModule):
     """Module for EAGLE-3, whose head k is the k-th drafting step (Li et al. 2025, arXiv 2503.01840, section 3.2).
 
-    Its states are the target's inner and last ones, [Y, S] with S = G + D.
+    Its states [Y, S], S = G + D, are the auxiliary hidden states and the last ones of the target.
     """
 
     heads: EagleHeads  # type: ignore[assignment]
 
     def features(self, batch: Batch, states_YS: Tensor, rows_X: Tensor) -> Tensor:
-        """[X, K, D] what each step makes of the chain that begins at a flattened position."""
+        """Return the features [X, K, D] of the drafting steps that start at each flattened position."""
         given_YG = states_YS[:, : -self.heads.hidden_size].to(self.heads.fc.weight.dtype)
         given_BTG = given_YG.view(*batch.tokens_BT.shape, -1)
         mask_B1TT = batch.attention_mask_B1TT()
@@ -245,7 +248,7 @@ class EagleTask(HeadsTask):
 
 
 def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states: CachedHidden | None) -> None:
-    """Raises ValueError where heads, their weights, the target and the cache of its states do not fit each other."""
+    """Raise ValueError if the heads do not fit their weights, the target or the cache of its states."""
     if len(weights) != heads.num_heads:
         raise ValueError(f"head_weights is {weights}, expected {heads.num_heads} weights, one a head")
     hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]

@@ -1,4 +1,4 @@
-"""Training a target together with its heads (Medusa-2: Cai et al. 2024, arXiv 2401.10774, section 2.2.2).
+"""Joint training of a target and its heads (Medusa-2: Cai et al. 2024, arXiv 2401.10774, section 2.2.2).
 
 Letters: B batch (blocks), T tokens, Y = B · T flattened positions, K heads, D hidden.
 """
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 class Medusa2Module(HeadsModule):
-    """Heads and a target with adapters (LoRA) in its layers, whose forward is the loss of both. Without the adapters
-    the target is the original that it must not go far from."""
+    """Heads and a target with LoRA adapters, whose forward pass returns the loss of both."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class Medusa2Module(HeadsModule):
         **options: Any,
     ) -> None:
         super().__init__(target, heads, head_weights, objective, **options)
-        self.target = target  # part of the module, so that ZeRO-3 spreads its weights as well
+        self.target = target  # part of the module, so that ZeRO-3 also shards its weights
         self.register_state_dict_post_hook(_without_frozen)
         self.register_load_state_dict_pre_hook(_with_frozen)
         self.medusa2 = medusa2
@@ -48,14 +47,14 @@ class Medusa2Module(HeadsModule):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weighted sums and counts [K + 1]: those of the heads as in `HeadsModule`, then the target's own."""
+        """Return weighted sums and counts [K + 1]: those of the heads as in `HeadsModule`, then those of the target."""
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         labels_Y = shifted_labels(labels_BT, documents_BT, 1).flatten()
         count = (labels_Y != IGNORED).sum()
         if self.progress < self.medusa2.alone:
             with self.original():
                 sums_K, counts_K = self.heads_loss(batch, self.frozen_states(batch))
-            # data parallelism waits for a gradient of every weight, were it zero; ZeRO-3, which has none here, does not
+            # DDP needs a gradient for every parameter, even a zero one; empty ZeRO-3 shards are left out
             there = (p.sum() for p in self.adapters() if p.numel())
             own = sum(there, torch.zeros((), device=sums_K.device)) * 0.0
         else:
@@ -74,34 +73,33 @@ class Medusa2Module(HeadsModule):
         return mixture(self._own, after_YD, weight_VD, labels_Y, original)[0]
 
     def original_teacher(self, batch: Batch) -> Any:
-        """What the target said before any of this."""
+        """Return the distributions of the original target."""
         with self.original():
             return self.teacher(self.frozen_states(batch))
 
     def adapters(self) -> Iterator[nn.Parameter]:
-        """What of the target is trained."""
+        """Return the trained parameters of the target."""
         return (parameter for parameter in self.target.parameters() if parameter.requires_grad)
 
     def rate_group(self, parameter: nn.Parameter) -> str:
-        """Which parameters share a learning rate; see `rate`."""
+        """Return the learning rate group of a parameter: "base" for adapters, otherwise ""."""
         return "base" if any(parameter is adapter for adapter in self.adapters()) else ""
 
     def rate(self, group: str) -> float:
-        """Of a group: its learning rate in those of the run. The target's rises with the heads' part of the loss, since
-        AdamW has counted the steps in which the heads were alone."""
+        """Return the factor of a group's learning rate, which rises for the target with the heads' weight."""
         if group != "base":
             return 1.0
         return self.medusa2.rate * self.medusa2.risen(self.progress)
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """Meanwhile the target is without its adapters, and without dropout."""
+        """Disable the target's adapters and dropout within the context."""
         layers = [part for part in self.target.modules() if hasattr(part, "_disable_adapters")]
         assert layers, "the target has no adapters"
         was_training = self.target.training
         self.target.eval()
         for layer in layers:
-            layer._disable_adapters = True  # peft's own switch also turns gradients off, which hooks do not survive
+            layer._disable_adapters = True  # peft's own switch also disables gradients, which breaks hooks
         try:
             yield
         finally:
@@ -110,19 +108,19 @@ class Medusa2Module(HeadsModule):
             self.target.train(was_training)
 
     def gradient_checkpointing_enable(self) -> None:
-        """Recompute the target's activations in the backward pass instead of keeping them."""
+        """Recompute the target's activations in the backward pass instead of storing them."""
         enable = getattr(self.target, "activation_checkpointing_enable", self.target.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
 
 
 def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave out of a state what comes from the target's own files."""
+    """Remove the target's frozen weights from a state dictionary."""
     for name in _frozen_state(module):
         state.pop(prefix + name, None)
 
 
 def _with_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """What a stored state leaves out stays as it is."""
+    """Add the target's frozen weights to a loaded state dictionary."""
     for name, tensor in _frozen_state(module).items():
         state.setdefault(prefix + name, tensor.detach())
 
@@ -133,9 +131,11 @@ def _frozen_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Medusa2Task(HeadsTask):
-    """Trains heads and the adapters that `target` has in its layers; see `HeadsTask` and `Medusa2`. Evaluation adds the
-    target's `base_loss` (nats a token) and `base_overlap` with what it was (Σ min(p, q)). Raises ValueError: as
-    `HeadsTask`; a target without trained parameters, or with an adapter in its projection."""
+    """Task that trains heads and the adapters of `target`; see `HeadsTask` and `Medusa2`.
+
+    Evaluation adds the target's `base_loss` (nats per token) and `base_overlap`, Σ min(p, q) with the original target.
+    Raises ValueError as `HeadsTask`, if the target has no trained parameters, or if its projection has an adapter.
+    """
 
     def __init__(
         self, target: Any, heads: PredictionHeads, heldout: PreparedData | None, medusa2: Medusa2, **options: Any
@@ -160,13 +160,13 @@ class Medusa2Task(HeadsTask):
         return []
 
     def count(self, batch: Batch) -> Tensor:
-        """Trained positions of each head, and of the target, int64 [K + 1]."""
+        """Return the number of supervised positions of each head and of the target, int64 [K + 1]."""
         own = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).sum()
         return torch.cat([super().count(batch), own[None]])
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """As `HeadsTask.evaluate`; and `base_loss`, `base_overlap`."""
+        """Return the metrics of `HeadsTask.evaluate`, `base_loss` and `base_overlap`."""
         assert isinstance(module, Medusa2Module)
         device = next(module.parameters()).device
         loss = overlap = count = 0.0

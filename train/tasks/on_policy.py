@@ -1,5 +1,8 @@
-"""Answers in the drafter's own words, to be scored by the target (DistillSpec: Zhou et al. 2023, arXiv 2310.08461,
-algorithm 1; on-policy distillation: Agarwal et al. 2023, arXiv 2306.13649). Letters: B batch (blocks), T tokens."""
+"""Responses sampled from the drafter and scored by the target (on-policy distillation).
+
+Sources: DistillSpec (Zhou et al. 2023, arXiv 2310.08461, algorithm 1) and GKD (Agarwal et al. 2023, arXiv 2306.13649).
+Letters: B batch (blocks), T tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _ROWS_TOGETHER = 32  # prompts decoded in one batch
 
 @dataclass(slots=True)
 class _Draft:
-    """A document that ends in an answer to be sampled."""
+    """Document that ends in a response to be sampled."""
 
     row: int
     number: int
@@ -36,14 +39,14 @@ class _Draft:
 def rewrite(
     model: Any, batch: Batch, rows: np.ndarray, global_batch: int, seed: Sequence[int], options: OnPolicy
 ) -> Batch:
-    """`batch` with answers sampled from `model` in the chosen rows; of each of their documents one answer, chosen by
-    chance, is replaced, what follows it is cut off, and nothing before it is trained on.
+    """Return a batch in which responses of the chosen rows are sampled from `model`.
 
-    Everything random follows from `seed` and the rows' numbers in the global batch, whatever the number of processes or
-    the micro batch. `model` is put into evaluation mode.
+    In each document of these rows one randomly chosen response is replaced and what follows it is dropped; only the new
+    response is supervised. Random choices depend on `seed` and the row numbers in the global batch, not on the number
+    of processes or the micro batch. `model` is put into evaluation mode.
     """
     rng = np.random.default_rng([*seed, 0])
-    # a share that is no whole number of rows is kept on average
+    # a fractional number of rows is rounded randomly, so that the share holds on average
     chosen = rng.permutation(global_batch)[: int(options.share * global_batch + rng.random())]
     blocks: list[list[Document]] = []
     drafts: list[_Draft] = []
@@ -52,8 +55,8 @@ def rewrite(
         blocks.append([] if row in chosen else documents)
         if row in chosen:
             drafts += _drafts(documents, at, np.random.default_rng([*seed, 1, row]), options.new_tokens)
-    drafts.sort(key=lambda draft: len(draft.prompt))  # rows of one length waste nothing
-    scorer = wrap_model(model, check=False, graphs=False)  # not worth capturing for one step
+    drafts.sort(key=lambda draft: len(draft.prompt))  # prompts of similar length need little padding
+    scorer = wrap_model(model, check=False, graphs=False)  # capturing graphs does not pay off for one step
     for together in _groups(drafts, scorer.max_positions):
         for draft, answer in zip(together, _sample(scorer, together, options), strict=True):
             ids = np.concatenate([draft.prompt, np.array(answer, dtype=draft.prompt.dtype)])
@@ -64,7 +67,7 @@ def rewrite(
 
 
 def _documents(batch: Batch, row: int) -> list[Document]:
-    """The documents of a row, taken out of the block."""
+    """Return the documents of a row."""
     numbers = batch.documents_BT[row].numpy()
     ids, labels = batch.tokens_BT[row].numpy(), batch.labels_BT[row].numpy()
     borders = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
@@ -80,7 +83,7 @@ def _drafts(documents: list[Document], at: int, rng: np.random.Generator, new_to
     for document in documents:
         trained = document.trained.astype(np.int8)
         starts = np.flatnonzero(np.diff(trained, prepend=0) == 1)
-        starts = starts[starts > 0]  # something must come before an answer
+        starts = starts[starts > 0]  # a response needs a prompt
         if len(starts):
             start = int(rng.choice(starts))
             room = min(len(document.ids) - start, new_tokens)
@@ -89,7 +92,7 @@ def _drafts(documents: list[Document], at: int, rng: np.random.Generator, new_to
 
 
 def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
-    """Drafts to decode together, in order: not too many, and the longest prompt leaves the longest answer room."""
+    """Yield groups of drafts to decode in one batch, whose longest prompt and response fit into `positions`."""
     group: list[_Draft] = []
     for draft in drafts:
         needed = len(draft.prompt) + max(other.room for other in [*group, draft])
@@ -103,7 +106,7 @@ def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
 
 @torch.no_grad()
 def _sample(scorer: Any, drafts: list[_Draft], options: OnPolicy) -> list[list[int]]:
-    """An answer to each prompt, not longer than its room."""
+    """Return one response per prompt, cut to its room."""
     sampling = Sampling(temperature=options.temperature)
     method = build_method("autoregressive", Parts(), sampling)
     longest = max(draft.room for draft in drafts)

@@ -1,11 +1,11 @@
-"""PARD: a drafter that drafts several tokens in one forward, at places of tokens that say nothing.
+"""Training for parallel drafting: several tokens per forward pass, at positions of mask tokens (PARD).
 
-Source: PARD (An et al. 2025, arXiv 2504.18583): the distribution j tokens behind the next one is that at the
-j-th of equal mask tokens behind the text. So many tasks for every place of a text cost so many forwards: tokens are
-dropped by chance, the more the further they look, and where one stays all before it do (its conditional drop).
+Source: An et al. 2025, arXiv 2504.18583. The j-th mask token after a prefix predicts the token j places after the
+next one. To reduce the cost, mask tokens are dropped at random, more often for larger j. A mask token is kept
+only with all mask tokens before it (conditional drop).
 
-Letters: B batch (blocks), T tokens, M mask tokens of a block, L = T + M, X = B · L flattened positions, P places that
-have another so far behind them, K tokens that are drafted at once, of lists the mask tokens among them.
+Letters: B batch (blocks), T tokens, M mask tokens of a block, L = T + M, X = B · L flattened positions, P positions
+with a token so many places ahead, K tokens drafted per forward pass (in lists of mask tokens: K − 1).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from ..losses.drafter import IGNORED, shifted_labels
 
 @dataclass(frozen=True)
 class Lengthened:
-    """Blocks with mask tokens behind them."""
+    """Blocks with mask tokens appended."""
 
     batch: MaskedBatch
     labels_X: Tensor
     teacher_rows_X: Tensor
-    """The place, of all B · T of the blocks, whose distribution is that of the label."""
+    """Flattened position, of the B · T of the blocks, at which the teacher predicts the label."""
 
 
 def lengthened(batch: Batch, parallel: Parallel, progress: float) -> Lengthened:
-    """A batch with the mask tokens of this moment of the training: a text has the same ones in whatever batch it is."""
+    """Return the batch with mask tokens appended, sampled for this training progress independently of other rows."""
     rows, length = batch.tokens_BT.shape
     device = batch.tokens_BT.device
     labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
     chance_BT = torch.stack([_chances(row_T, progress) for row_T in batch.tokens_BT.cpu()]).to(device)
     places_T, kept = torch.arange(length, device=device), list[Tensor]()
-    for number, share in enumerate(parallel.shares(), 1):  # the j-th stands j places on, and speaks of the token behind
+    for number, share in enumerate(parallel.shares(), 1):  # mask token j is j places ahead and predicts the next token
         documents_BP, later_BP = batch.documents_BT[:, :-number], batch.documents_BT[:, number:]
         speaks_BP = (documents_BP == later_BP) & (documents_BP != PADDING) & (labels_BT[:, number:] != IGNORED)
         kept.append(F.pad(speaks_BP, (0, number)) & (chance_BT < share))
     kept_KBT = torch.stack(kept)
-    # one behind which others stand stays, though itself it speaks of nothing that is trained on
+    # mask tokens before a kept one are needed as context, even without a label
     needed_KBT = kept_KBT.flip(0).int().cummax(0).values.flip(0).bool()
     most = int(needed_KBT.sum((0, 2)).max())
     number_KBT = torch.arange(1, parallel.tokens, device=device)[:, None, None].expand_as(needed_KBT)
@@ -72,8 +72,11 @@ def lengthened(batch: Batch, parallel: Parallel, progress: float) -> Lengthened:
 
 
 def _visible(batch: Batch, documents_BM: Tensor, end_BM: Tensor, number_BM: Tensor) -> Tensor:
-    """bool [B, L, L]: tokens see those of their text before them and themselves; mask tokens the text up to where they
-    begin, and mask tokens that begin there and come before them."""
+    """Return the attention mask, bool [B, L, L].
+
+    Tokens attend to their document up to themselves, mask tokens to the prefix that they extend and its mask tokens so
+    far.
+    """
     length, masks = batch.tokens_BT.shape[1], end_BM.shape[1]
     places_T = torch.arange(length, device=end_BM.device)
     visible_BLL = torch.zeros(len(end_BM), length + masks, length + masks, dtype=torch.bool, device=end_BM.device)
@@ -89,7 +92,7 @@ def _visible(batch: Batch, documents_BM: Tensor, end_BM: Tensor, number_BM: Tens
 
 
 def _chances(tokens_T: Tensor, progress: float) -> Tensor:
-    """A number from 0 to 1 for each place of a text, its own at each moment of the training."""
+    """Return a pseudorandom number from 0 to 1 per position, which depends on the tokens and the progress."""
     odd_T = 2 * torch.arange(len(tokens_T)) + 1
     seed = int((tokens_T * odd_T).sum()) * 1_000_003 + round(progress * 1e6)
     return torch.rand(len(tokens_T), generator=torch.Generator().manual_seed(seed % 2**63))

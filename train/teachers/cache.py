@@ -1,9 +1,9 @@
-"""Cache of a target's outputs at positions of prepared data, on disk: written file by file, read row by row.
+"""On-disk cache of a target's outputs for prepared data, written file by file and read row by row.
 
-A folder holds `rows-00000.safetensors`, … with the tensors [rows, …] of the kind of cache; `documents.safetensors` with
-`first_row` int64 and `check` uint64, both [documents]; and, when it is finished, a manifest with the size and SHA-256
-of each file. There is a row for every position from which a token of its document at most `reach` places ahead is
-trained on, in the order of the blocks. A file is compared with its SHA-256 when a run first takes rows of it.
+A folder holds `rows-00000.safetensors`, … with tensors [rows, …] according to the kind of cache;
+`documents.safetensors` with `first_row` int64 and `check` uint64, both [documents]; and, once complete, a manifest with
+the size and SHA-256 of each file. There is a row for every position that has a supervised token of its document at most
+`reach` places ahead, in the order of the blocks. A file's SHA-256 is checked when a run first reads rows of it.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, N documents of a batch, D documents of the
 data.
@@ -39,7 +39,7 @@ DOCUMENTS = "documents.safetensors"
 
 
 class Column(NamedTuple):
-    """One tensor of every file: the shape of a row of it, and its type."""
+    """Row shape and dtype of one tensor of every file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,8 +51,10 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """What a cache is made from and holds; two caches with the same `key` hold the same. `target` (where it lies) is
-    not compared; `data` is `loop.checkpoints.data_fingerprint`."""
+    """Description of a cache's contents and origin; two caches with the same `key` hold the same rows.
+
+    `target` (a path or id) is not part of the key. `data` is `loop.checkpoints.data_fingerprint`.
+    """
 
     target: str
     sha256: str
@@ -61,19 +63,19 @@ class Source(ABC):
     manifest: ClassVar[str]
     """Name of the file that describes the cache."""
     size_name: ClassVar[str]
-    """The manifest's key for what `columns` needs to know of the target."""
+    """Manifest key of the target's size that `columns` takes."""
     reach: ClassVar[int]
-    """A position has a row if one of so many tokens after it is trained on; 0: every token has."""
+    """Number of following tokens of which one must be supervised for a position to have a row; 0 stores every token."""
     smaller: ClassVar[str]
-    """Advice for a smaller cache."""
+    """Advice on how to make the cache smaller, for error messages."""
 
     @abstractmethod
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
-        """Load the target; return what makes the rows, and the size for `columns`."""
+        """Load the target; return the function that computes rows, and the size for `columns`."""
 
     @abstractmethod
     def columns(self, size: int) -> dict[str, Column]:
-        """The tensors of a file; `size` is the target's number of tokens, or of hidden dimensions."""
+        """Return the tensors of a file; `size` is the target's vocabulary size or hidden size."""
 
     @property
     def key(self) -> str:
@@ -84,7 +86,7 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of rows: those of the blocks `first_block` … `end_block` - 1."""
+    """File with the rows of the blocks `first_block` … `end_block` - 1."""
 
     number: int
     first_block: int
@@ -98,12 +100,7 @@ class Shard:
 
 
 class RowCache:
-    """Finished cache, opened for reading.
-
-    Raises:
-        ValueError: A damaged manifest, or a missing or damaged file.
-        FileNotFoundError: There is no cache.
-    """
+    """Finished cache, opened for reading. Raises ValueError if a file is missing or damaged."""
 
     def __init__(self, folder: str | os.PathLike[str], source_type: type[Source]) -> None:
         self.folder = Path(folder)
@@ -128,8 +125,7 @@ class RowCache:
         self._first_row_D, self._check_D = (documents.get_tensor(name).numpy() for name in ("first_row", "check"))
 
     def find(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Flattened positions int64 [R] of a batch that have a row, and their rows int64 [R]; None where the cache was
-        made from other documents."""
+        """Return flattened positions and row numbers of a batch, both int64 [R]; None if it is not in the cache."""
         spans = spans_of(batch, self.source.reach)
         if len(spans.number_N) and spans.number_N.max() >= len(self._check_D):
             return None
@@ -141,7 +137,7 @@ class RowCache:
         return positions_R, np.repeat(offset_N, spans.rows_N) + np.arange(len(positions_R))
 
     def gather(self, rows_R: np.ndarray, names: Iterable[str], pin: bool = False) -> dict[str, Tensor]:
-        """Rows [R, …] of these columns, in pinned memory on request; ValueError: a damaged file."""
+        """Return rows [R, …] of these columns, optionally in pinned memory. Raises ValueError if a file is damaged."""
         found = {
             name: torch.empty(len(rows_R), *self.columns[name].shape, dtype=self.columns[name].dtype, pin_memory=pin)
             for name in names
@@ -150,7 +146,7 @@ class RowCache:
             return found
         shard_R = np.searchsorted(self._first_rows, rows_R, "right") - 1
         breaks = (np.diff(rows_R) != 1) | (np.diff(shard_R) != 0)
-        starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])  # of rows that lie side by side
+        starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])  # of runs of adjacent rows
         ends = np.append(starts[1:], len(rows_R))
         for run in np.argsort(shard_R[starts], kind="stable"):
             start, end = int(starts[run]), int(ends[run])
@@ -175,7 +171,7 @@ class RowCache:
 
 
 def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndarray, np.ndarray]:
-    """The cache that was made from a batch's documents, and what `RowCache.find` gives; ValueError: there is none."""
+    """Return the cache of a batch's documents and the result of `RowCache.find`. Raises ValueError if there is none."""
     for cache in caches:
         found = cache.find(batch)
         if found is not None:
@@ -185,7 +181,7 @@ def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndar
 
 
 def kept_positions(batch: Batch, reach: int) -> np.ndarray:
-    """Whether a flattened position has a row, bool [X]: one of the next `reach` tokens of its document is trained."""
+    """Return a mask of the flattened positions that have a row, bool [X]; see `Source.reach`."""
     if not reach:
         every_X: np.ndarray = (batch.documents_BT != PADDING).flatten().cpu().numpy()
         return every_X
@@ -197,7 +193,7 @@ def kept_positions(batch: Batch, reach: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Spans:
-    """The documents of a batch in the order in which they stand: number, rows, and a hash of what decides its rows."""
+    """Documents of a batch in order: number, number of rows, and a hash of what determines its rows."""
 
     blocks: int
     kept_X: np.ndarray
@@ -207,7 +203,7 @@ class Spans:
 
 
 def spans_of(batch: Batch, reach: int) -> Spans:
-    """The documents of a batch; tokens, positions and what is trained make the hash."""
+    """Return the documents of a batch; their hashes depend on tokens, positions and supervised positions."""
     kept_X = kept_positions(batch, reach)
     tokens_X, positions_X, documents_X = (
         tensor.cpu().numpy().reshape(-1) for tensor in (batch.tokens_BT, batch.positions_BT, batch.documents_BT)
@@ -224,19 +220,19 @@ def spans_of(batch: Batch, reach: int) -> Spans:
     return Spans(len(batch.tokens_BT), kept_X, documents_X[starts][real], rows_N, check_N)
 
 
-SHARD_BYTES = 64 << 20  # what a killed writer may lose
+SHARD_BYTES = 64 << 20  # the most that an interrupted writer loses
 _SCANNED_BLOCKS = 128
 
 MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
-"""From a batch and flattened positions int64 [R] of it: the columns' rows [C, …] in that order, in pieces."""
+"""Function from a batch and flattened positions (int64 [R]) to the columns' rows [C, …], in that order and in
+chunks."""
 
 
 class CacheWriter:
-    """Writes a cache file by file; whole files stay when it is killed, and the next writer resumes from them. The
-    manifest comes last. Several processes may each write some of the `shards`, of `shard_bytes` (None: `SHARD_BYTES`).
+    """Writer of a cache, which resumes after complete files. Several processes may write different `shards`.
 
-    Making one looks through the data once: where every row will lie is known before the target has run. `size` is the
-    target's number of tokens, or of hidden dimensions.
+    The constructor scans the data once to determine all row numbers. `size` is the target's vocabulary size or hidden
+    size, `shard_bytes` the size of a file (None: `SHARD_BYTES`). The manifest is written last.
     """
 
     def __init__(
@@ -260,13 +256,13 @@ class CacheWriter:
         self.shards = list(_shards(rows_of_block, max(1, (shard_bytes or SHARD_BYTES) // self.row_bytes)))
 
     def missing_bytes(self) -> int:
-        """Bytes on disk that are still to be written (headers rounded up)."""
+        """Return the number of bytes still to be written (an upper bound)."""
         missing = self.missing()
         rows = sum(shard.rows for shard in missing)
         return rows * self.row_bytes + 1024 * (len(missing) + 2) + 16 * len(self._first_row_D)
 
     def missing(self) -> list[Shard]:
-        """Files that are not there yet, or hold other rows than the plan's."""
+        """Return the shards without a file, or with a file of other rows."""
         return [shard for shard in self.shards if not self._holds(shard)]
 
     def _holds(self, shard: Shard) -> bool:
@@ -286,7 +282,7 @@ class CacheWriter:
         progress: Callable[[int], object] = lambda rows: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Run the target over a shard's blocks, batch by batch from its first, and write its file; False if stopped."""
+        """Run the target over a shard's blocks and write its file. Returns False if it was stopped."""
         file = {
             name: torch.empty((shard.rows, *column.shape), dtype=column.dtype) for name, column in self.columns.items()
         }
@@ -330,7 +326,7 @@ class CacheWriter:
 
 
 def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
-    """Consecutive blocks with at most `most` rows together, or one block with more."""
+    """Yield shards of consecutive blocks with at most `most` rows, or of one block with more."""
     total = np.concatenate([[0], np.cumsum(rows_of_block)])
     first = number = 0
     while first < len(rows_of_block):
@@ -344,7 +340,7 @@ def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep others from writing the same cache (entered in one process). Raises ValueError: another process writes."""
+    """Prevent other processes from writing the same cache. Raises ValueError if one is writing."""
     with sole_writer(folder):
         folder.mkdir(parents=True, exist_ok=True)
         yield

@@ -1,13 +1,13 @@
-"""Teachers: the target itself, or caches on disk of its most likely tokens or of its hidden states.
+"""Teachers: the target itself, or on-disk caches of its most probable tokens or hidden states.
 
-The files of a cache (`cache.RowCache`) hold, of hidden states, `hidden` [rows, D] in bfloat16, float16 or float32. Of
-the most likely tokens they hold `ids` (uint16 where the vocabulary allows, else int32) and `log_probs` (float16), both
-[rows, K], the most likely first, and `log_rest` float16 [rows], the log-probability of all other tokens together.
-Float16 changes p by at most 2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4, and the sum of a row by at most 2⁻¹¹ times its
-entropy in nats, which would drown a small rest: a row that is read is scaled to sum to 1 − rest.
+The files of a hidden-state cache (`cache.RowCache`) hold `hidden` [rows, D] in bfloat16, float16 or float32. Those of a
+top-k cache hold `ids` (uint16 if the vocabulary allows, else int32) and `log_probs` (float16), both [rows, K] in
+descending order, and `log_rest` float16 [rows], the log-probability of all other tokens. Float16 changes p by at most
+2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4, and the sum of a row by at most 2⁻¹¹ times its entropy in nats, which may exceed
+a small rest. Therefore, rows are scaled to sum to 1 − rest when they are read.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, C rows of a chunk, K tokens kept, D hidden
-of the target, of several layers side by side, E hidden of the target, V vocabulary.
+of the target (of several layers concatenated), E hidden of the target, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from ..losses.chunks import DenseTeacher, SparseTeacher
 from .cache import Column, MakeRows, RowCache, Source, look_up
 
 REACH = 16
-"""Head k, counted from 0, learns the token k + 2 places ahead: there are rows for up to 15 heads."""
+"""Number of tokens ahead that a cache covers. Head k, counted from 0, learns the token k + 2 places ahead: up to 15
+heads."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class HiddenSource(Source):
-    """Hidden states as `PackedForward` names them, kept in `dtype`, of a target whose weights are of `target_dtype`;
-    see `Source`. Those of inner layers, to which attention goes back, are kept of every token."""
+    """Source of hidden states as named by `PackedForward`, stored in `dtype`; see `Source`.
+
+    `target_dtype` is the dtype of the target. States of inner layers are stored for every token, since heads attend to
+    them.
+    """
 
     states: str = "after-norm"
     dtype: str = "bfloat16"
@@ -52,7 +56,7 @@ class HiddenSource(Source):
         return f"the hidden states of {self.target} ({self.states}, {self.dtype})"
 
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
-        """Load the target."""
+        """Load the target and return the function that computes its rows, and its hidden size."""
         rows = HiddenRows(load_model(self.target, dtype=self.target_dtype, device=str(device)), self.states, self.dtype)
         return rows, rows.hidden_size
 
@@ -61,17 +65,17 @@ class HiddenSource(Source):
         return 0 if layers_in(self.states) else REACH
 
     def columns(self, size: int) -> dict[str, Column]:
-        """`hidden`, of `size` dimensions."""
+        """Return the column `hidden` with `size` dimensions."""
         return {"hidden": Column((size,), DTYPES[self.dtype])}
 
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time
+_CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits per chunk
 _SUMMED_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class CacheSource(Source):
-    """The `top_k` most likely tokens of a target whose weights are of `dtype`; see `Source`."""
+    """Source of the `top_k` most probable tokens of a target whose weights are of `dtype`; see `Source`."""
 
     top_k: int
     dtype: str = "auto"
@@ -85,12 +89,12 @@ class CacheSource(Source):
         return f"the top {self.top_k} tokens of {self.target}"
 
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
-        """Load the target as a teacher."""
+        """Load the target as a teacher and return the function that computes its rows, and its vocabulary size."""
         teacher = load_teacher(self.target, self.dtype, device)
         return partial(top_rows, teacher, self.top_k), teacher.vocab_size
 
     def columns(self, size: int) -> dict[str, Column]:
-        """`ids`, `log_probs` and `log_rest` for a vocabulary of `size` tokens; ValueError: more are to be kept."""
+        """Return `ids`, `log_probs` and `log_rest` for `size` tokens. Raises ValueError if `top_k` exceeds them."""
         if not 1 <= self.top_k <= size:
             raise ValueError(f"top_k is {self.top_k}, expected 1 … {size}, the size of the target's vocabulary")
         ids = Column((self.top_k,), torch.uint16 if token_dtype(size).itemsize == 2 else torch.int32)
@@ -98,7 +102,7 @@ class CacheSource(Source):
 
 
 class CachedHidden:
-    """A target's hidden states from disk: `caches`, of one target, are of all the data that batches may come from."""
+    """Reader of a target's hidden states; `caches` cover all the data that batches may come from."""
 
     def __init__(self, *caches: RowCache) -> None:
         self._caches = caches
@@ -110,14 +114,16 @@ class CachedHidden:
             "states": self.states,
             "cached_states": source.dtype,
         }
-        """What a resumed run must find unchanged, as JSON."""
+        """Settings that must not change when a run resumes (JSON values)."""
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states [B, T, D] in the type that they are kept in, where the batch is; positions without a row are 0.
-        Raises ValueError: a batch with documents that no cache was made from; a damaged file."""
+        """Return hidden states [B, T, D] in the stored dtype, 0 at positions without a row.
+
+        Raises ValueError if no cache covers the batch's documents, or a file is damaged.
+        """
         cache, positions_R, rows_R = look_up(self._caches, batch)
         device = batch.tokens_BT.device
-        # pinned memory is copied to a GPU while the processor works on; torch keeps it until that is done
+        # pinned memory allows an asynchronous copy to the GPU; torch frees it afterwards
         rows_RD = cache.gather(rows_R, ["hidden"], pin=device.type == "cuda")["hidden"]
         hidden_XD = torch.zeros(batch.tokens_BT.numel(), self.hidden_size, dtype=rows_RD.dtype, device=device)
         hidden_XD[torch.from_numpy(positions_R).to(device)] = rows_RD.to(device, non_blocking=True)
@@ -125,9 +131,7 @@ class CachedHidden:
 
 
 class HiddenRows:
-    """Makes a cache's rows, kept in `dtype`, of a target's hidden states; see `cache.MakeRows`. Raises ValueError:
-    a model that packed blocks are refused for, or whose states before the final norm cannot be had
-    (`forward.PackedForward`)."""
+    """Function that computes rows of a target's hidden states, stored in `dtype`; see `cache.MakeRows`."""
 
     def __init__(self, model: Any, states: str = "after-norm", dtype: str = "bfloat16") -> None:
         self._forward = PackedForward(model.requires_grad_(False).eval(), states)
@@ -136,7 +140,7 @@ class HiddenRows:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
-        """The batch's states, in one piece; ValueError: one that is not finite, in the target or as it is kept."""
+        """Yield the batch's states in one chunk. Raises ValueError if one is not finite after conversion to `dtype`."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
         kept_RD = hidden_RD.to(self._dtype)
@@ -151,7 +155,7 @@ class HiddenRows:
 
 
 def mean_mass(cache: RowCache) -> float:
-    """Return the target's mean probability of the tokens that a cache of top-k tokens holds."""
+    """Return the target's mean probability of the tokens in a top-k cache."""
     rest = 0.0
     for start in range(0, cache.rows, _SUMMED_ROWS):
         rows_R = np.arange(start, min(start + _SUMMED_ROWS, cache.rows))
@@ -162,7 +166,7 @@ def mean_mass(cache: RowCache) -> float:
 def top_rows(
     run: Callable[[Batch], DenseTeacher], top_k: int, batch: Batch, positions_R: Tensor
 ) -> Iterator[dict[str, Tensor]]:
-    """A cache's rows of what a teacher says, chunk by chunk; see `cache.MakeRows` and `top_log_probs`."""
+    """Yield a cache's rows of a teacher's distributions, chunk by chunk; see `cache.MakeRows` and `top_log_probs`."""
     for ids_CK, log_probs_CK in top_log_probs(run(batch), positions_R, top_k):
         rest_C = (1 - log_probs_CK.double().exp().sum(1)).clamp(min=0)
         yield {"ids": ids_CK, "log_probs": log_probs_CK.half(), "log_rest": rest_C.log().half()}
@@ -170,8 +174,10 @@ def top_rows(
 
 @torch.no_grad()
 def top_log_probs(teacher: DenseTeacher, positions_R: Tensor, top_k: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids int64 [C, K] and log-probabilities float32 [C, K] (over the whole vocabulary, at temperature 1) of the most
-    likely tokens, chunk by chunk of positions; ValueError: logits that are not finite."""
+    """Yield ids (int64) and log-probabilities (float32) of the most probable tokens, both [C, K], chunk by chunk.
+
+    Log-probabilities are over the whole vocabulary at temperature 1. Raises ValueError if logits are not finite.
+    """
     weight_VE = teacher.weight_VE
     vocab = teacher.hidden_XE.shape[1] if weight_VE is None else len(weight_VE)
     elements = _CHUNK_ELEMENTS.get(positions_R.device.type, 1 << 23)
@@ -186,31 +192,28 @@ def top_log_probs(teacher: DenseTeacher, positions_R: Tensor, top_k: int) -> Ite
 
 
 class ModelTeacher:
-    """The target in this process: frozen, in evaluation mode, no module that would be wrapped or stored. Raises
-    ValueError: a model that packed blocks are refused for (`forward.make_forward`)."""
+    """Frozen target as a teacher in this process. Raises ValueError if `forward.make_forward` does not support it."""
 
     def __init__(self, model: Any, sha256: str | None = None) -> None:
         self.model = model.requires_grad_(False).eval()
         self.settings: dict[str, Any] = {"target": sha256, "dtype": str(model.dtype)}
-        """What a resumed run must find unchanged, as JSON."""
+        """Settings that must not change when a run resumes (JSON values)."""
         self._forward = make_forward(model)
         self.vocab_size = self._forward.vocab_size
 
     def place(self, device: torch.device | str) -> None:
-        """Move the model."""
+        """Move the model to `device`."""
         self.model.to(device)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> DenseTeacher:
-        """Hidden states [X, E] and projection [V, E], or logits [X, V] and None, of a batch; row x is that of the token
-        after position x. In the model's own precision."""
+        """Return states [X, E] and projection [V, E], or logits [X, V] and None, for the token after each position."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             return DenseTeacher(self._forward(batch).flatten(0, 1), self._forward.weight_VD())
 
 
 class CachedTeacher:
-    """The target's most likely tokens from disk: `caches`, of one target, are of all the data that batches may come
-    from."""
+    """Teacher that reads the target's most probable tokens; `caches` cover all the data that batches may come from."""
 
     def __init__(self, *caches: RowCache) -> None:
         self._caches = caches
@@ -224,11 +227,13 @@ class CachedTeacher:
         }
 
     def place(self, device: torch.device | str) -> None:
-        """Rows lie on disk, and go where the batch is."""
+        """Do nothing: rows are read from disk and moved to the device of each batch."""
 
     def __call__(self, batch: Batch) -> SparseTeacher:
-        """Ids int64 [X, K] and float32 log-probabilities [X, K], the most likely first. Raises ValueError: a batch with
-        documents that no cache was made from; a damaged file."""
+        """Return ids (int64) and log-probabilities (float32), both [X, K] in descending order.
+
+        Raises ValueError if no cache covers the batch's documents, or a file is damaged.
+        """
         cache, positions_R, rows_R = look_up(self._caches, batch)
         ids_RK, log_probs_RK = self._read(cache, rows_R)
         device = batch.tokens_BT.device
@@ -240,7 +245,7 @@ class CachedTeacher:
         return SparseTeacher(ids_XK, log_probs_XK)
 
     def _read(self, cache: RowCache, rows_R: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return ids int64 and log-probabilities float32 of these rows, both [R, K], scaled to sum to 1 − rest."""
+        """Return ids (int64) and log-probabilities (float32) of rows, both [R, K], scaled to sum to 1 − rest."""
         rows = cache.gather(rows_R, cache.columns)
         log_probs_RK = rows["log_probs"].float().numpy()
         sum_R = np.exp(log_probs_RK).sum(1, dtype=np.float64)
@@ -253,6 +258,6 @@ Teacher = ModelTeacher | CachedTeacher
 
 
 def load_teacher(source: str, dtype: str = "auto", device: torch.device | str = "cpu") -> ModelTeacher:
-    """Load the target from a directory or a hub id, ready to teach on `device`."""
+    """Load the target from a directory or a hub id as a teacher on `device`."""
     ref = resolve_model(source)
     return ModelTeacher(load_model(ref.path, dtype=dtype, device=str(device)), ref.sha256)
