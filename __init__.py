@@ -1,3 +1,3 @@
-"""Draftsmith: train what speculative decoding needs, measure what it is worth, export it."""
+"""Draftsmith: train draft models for speculative decoding, benchmark them end to end and export them."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`draftsmith`, `python -m draftsmith` and `accelerate launch -m draftsmith`: the command line."""
+"""Entry point of `draftsmith`, `python -m draftsmith` and `accelerate launch -m draftsmith`."""
 
 import os
 import sys
@@ -11,9 +11,9 @@ _SPINS = "1000"
 def main() -> None:
     """Run the command line.
 
-    Threads of OpenMP that wait at a barrier spin for `GOMP_SPINCOUNT` rounds before they sleep. The default, billions,
-    takes the processor from the thread that they wait for when other processes are busy (`tests/bench/contention.py`).
-    It is read when torch is loaded, so it is set before, unless the user has set a policy.
+    OpenMP threads that wait at a barrier spin for `GOMP_SPINCOUNT` rounds before they sleep. The default of several
+    billion rounds occupies cores that other threads need on a busy machine (`tests/bench/contention.py`). torch reads
+    the variable when it is loaded, so it is set before that, unless the user has set a policy.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = _SPINS

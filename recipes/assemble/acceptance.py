@@ -1,4 +1,4 @@
-"""What training is for: tokens per step by real decoding of a fixed held-out sample, while a recipe trains."""
+"""Measurement of drafters and heads during training, by decoding a fixed sample of held-out prompts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from .data import Prepared
 from .teacher import states_read
 
 _FEW_PARAMETERS = 1_000_000_000
-_LOOK_AHEAD = 16  # more than any tree of a measurement is deep
+_LOOK_AHEAD = 16  # exceeds the depth of every measured tree
 
 Measure = Callable[[Any], dict[str, float]]
 _Row = tuple[str, str, dict[str, Any]]
 
 
 def decodes_fast(target: PreTrainedModel) -> bool:
-    """Whether a target decodes with weights laid out for that: copies of most of them, which a large one has no room
-    for beside the training."""
+    """Return whether a target is small enough for the optimised forward.
+
+    The optimised forward copies most weights, for which a large model leaves no room during training.
+    """
     return sum(weight.numel() for weight in target.parameters()) <= _FEW_PARAMETERS
 
 
@@ -56,7 +58,11 @@ def drafter_measure(
 
 
 def check_measure(recipe: HeadsRecipe) -> None:
-    """Raises ValueError where heads could not be measured as a recipe says, before anything is spent."""
+    """Check that heads can be measured as a recipe says, before anything expensive runs.
+
+    Raises:
+        ValueError: The tree is deeper than the number of heads, or the table cannot be loaded.
+    """
     if not recipe.measure.prompts or recipe.architecture == "eagle3":
         return
     depth = parse_tree(_tree(recipe))[0].max_depth
@@ -67,16 +73,19 @@ def check_measure(recipe: HeadsRecipe) -> None:
 
 
 def _tree(recipe: HeadsRecipe) -> str:
-    """Of the measurement; of a k-configuration no more levels than there are heads."""
+    """Return the tree to measure with; a k-configuration is cut to the number of heads."""
     tree = recipe.measure.tree
     return tree if "," in tree else "x".join(tree.split("x")[: recipe.num_heads])
 
 
 def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
-    """Return a function that measures heads in Medusa decoding and, as `slim_tokens_per_step`, in SLiM's; an EAGLE-3
-    layer in speculative decoding."""
+    """Return a function that measures heads by decoding.
+
+    Medusa heads are measured in Medusa decoding and, if `measure.sequences` is set, in SLiM decoding
+    (`slim_tokens_per_step`). EAGLE-3 heads are measured in speculative decoding.
+    """
     section = recipe.measure
-    # weights laid out for decoding are copies, and `base` changes the target
+    # the optimised forward copies weights, and training with `base` changes them
     fast = recipe.base is None and decodes_fast(target)
     table = None if section.table is None else BigramTable.load(Path(section.table))
     rows: list[_Row] = [("", "medusa", {"tree": _tree(recipe)})]
@@ -86,15 +95,14 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     else:
         scorer = wrap_model(target, fast=fast, states=recipe.states)
         if section.sequences:
-            # With r = 1 a sequence is never likelier than its beginning: of all lengths the shortest would fill the
-            # tree.
+            # Without a table (r = 1), a prefix is never less likely than its sequence, so only full lengths are used.
             without = {"correlation": "none", "lengths": "full"} if table is None else {}
             rows.append(("slim_", "slim-s", {"num_sequences": section.sequences, **without}))
 
     def parts_of(heads: Any) -> Parts:
         if recipe.architecture == "eagle3":
             return Parts(drafter=EagleDrafter(heads))
-        if next(heads.parameters()).dtype != scorer.dtype:  # trained in float32, kept in the target's type
+        if next(heads.parameters()).dtype != scorer.dtype:  # trained in float32, saved in the target's dtype
             heads = copy.deepcopy(heads).to(scorer.dtype)
             attach_projection(heads, target, scorer.device)
         return Parts(heads=heads, table=table)
@@ -113,9 +121,9 @@ def _measure_of(
     rows: Sequence[_Row],
     parts_of: Callable[[Any], Parts],
 ) -> Measure:
-    """Return a function that decodes held-out prompts with a trained module; rows are prefix, method and options."""
+    """Return a function that decodes held-out prompts with each row: prefix of the metrics, method and options."""
     section = recipe.measure
-    # Room for the answer and the look-ahead, in models whose positions are as many as a block has.
+    # Leave room for the answer and the draft tokens if the model has only as many positions as a block.
     longest = min(recipe.data.block_tokens, positions - section.new_tokens - _LOOK_AHEAD)
     source = str(prepared.folder / "heldout.jsonl")
     template = get_template(recipe.data.template, tokenizer, recipe.data.template_options)

@@ -1,4 +1,4 @@
-"""What the recipes of models share: data prepared once, one run of `fit`, one artifact, nothing written over."""
+"""Common parts of the training of drafters and heads: data, training loop settings, run and artifact."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ from .data import NOT_OF_CONVERSATIONS, Prepared, prepare_data, verify_data
 _NO_EFFECT_ON_TABLES = {"out", "count.memory_mb", "count.save_minutes", "data.heldout_limit"} | {
     f"data.{name}" for name in NOT_OF_CONVERSATIONS
 }
-"""Settings that change nothing of a table, so that a finished one serves whatever they are."""
+"""Settings without effect on a table, ignored when a finished table is reused."""
 
 
 def state_folder(out: Path) -> Path:
-    """Where logs and checkpoints of an artifact's training lie."""
+    """Return the directory of the training logs and checkpoints of an artifact."""
     return out.with_name(out.name + ".state")
 
 
 def prepare_once(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, accelerator: Any) -> Prepared:
-    """The main process prepares and verifies, the others then find it done."""
+    """Return the prepared data, which the main process prepares and verifies."""
     on_main(accelerator, lambda: verify_data(prepare_data(recipe.data, tokenizer), tokenizer))
     return prepare_data(recipe.data, tokenizer, quiet=True)
 
 
 _LEAST_PROMPTS = 8
-"""Fewest prompts whose acceptance decides which weights are kept."""
+"""Minimum number of prompts for choosing the best weights by mean acceptance length."""
 
 
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
-    """Return the settings of the loop; with `measured` its evaluations decode, by which the best weights are chosen."""
+    """Return the settings of the training loop.
+
+    If `measured`, evaluations decode, and the best weights can be chosen by mean acceptance length.
+    """
     train = recipe.train
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
@@ -65,7 +68,7 @@ def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe before its first step: what `fit` trains, and what becomes an artifact after the last one."""
+    """Training run of a recipe: the task to train, and the parts of the resulting artifact."""
 
     recipe: DrafterRecipe | HeadsRecipe
     tokenizer: Any
@@ -82,14 +85,14 @@ class Run:
     target_sha256: str | None
     """Hash of the target as it was loaded."""
     measured: bool
-    """Whether evaluations decode, so that the best weights can be chosen by acceptance."""
+    """Whether evaluations decode, so that the best weights can be chosen by mean acceptance length."""
 
     @property
     def out(self) -> Path:
         return Path(self.recipe.out)
 
     def fit(self, accelerator: Any) -> FitResult:
-        """Train; the resolved recipe is written next to the checkpoints before the first step."""
+        """Train the task, after writing the resolved recipe next to the checkpoints."""
         state = state_folder(self.out)
         on_main(accelerator, partial(write_recipe, self.recipe, state / "recipe.yaml"))
         config = fit_config(self.recipe, self.prepared, self.measured)
@@ -121,7 +124,11 @@ class Run:
 
 
 def check_out(out: Path, recipe: TrainingRecipe) -> None:
-    """Refuse to write over what another recipe made; check the hashes of what this one made."""
+    """Check that an output directory is free or holds an intact artifact of this recipe.
+
+    Raises:
+        ValueError: It holds other files, the artifact of another recipe or target, or a damaged artifact.
+    """
     if not out.exists():
         return
     if not (out / "artifact.json").is_file():
@@ -129,7 +136,7 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
             raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
         return
     recorded = load_manifest(out).recipe
-    mine = to_json_safe(recipe.model_dump(mode="json"))  # secrets do not stand in manifests either
+    mine = to_json_safe(recipe.model_dump(mode="json"))  # manifests do not contain secrets either
     ignored = _NO_EFFECT_ON_TABLES if recipe.kind == "table" else set()
     for key, difference in differences(to_json_safe(recorded), mine):
         if key not in ignored:
@@ -144,7 +151,7 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
 
 
 def differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys of what differs, with both values."""
+    """Yield the dotted key of each difference and a description of both values."""
     if isinstance(theirs, dict) and isinstance(mine, dict):
         for name in sorted(theirs.keys() | mine.keys()):
             yield from differences(theirs.get(name), mine.get(name), f"{key}.{name}" if key else name)
@@ -153,7 +160,11 @@ def differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, st
 
 
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str, source: str | None) -> None:
-    """Raise ValueError if a drafter, new or from `source`, has another vocabulary or kind than its target."""
+    """Check that a drafter has the vocabulary size and the model kind of its target.
+
+    Raises:
+        ValueError: The sizes differ, or only one of the models is an encoder-decoder.
+    """
     theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
     if theirs != mine:
         mend = f"set `vocab_size: {theirs}` in `model.config`"

@@ -1,4 +1,4 @@
-"""A drafter from its recipe: model, teacher and measurement put together, trained, and written as an artifact."""
+"""Assembly of the training run of a drafter: model, teacher and measurement."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ _FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_to
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
-    """Load or make the model. Raises ValueError: a template, or kernels, that are not for it."""
+    """Load or create the model to train.
+
+    Raises:
+        ValueError: The model cannot be made, has too few embeddings, or does not fit the template.
+    """
     trained = build_model(complete_section(recipe), recipe.train.seed)
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
@@ -44,10 +48,10 @@ def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
 
 
 def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[], Prepared], accelerator: Any) -> Run:
-    """Load the model of a recipe, prepare the data, then load the teacher and what the drafter is measured with.
+    """Load the model of a recipe, prepare the data, then load the teacher and the measurement.
 
     Raises:
-        ValueError: A mistake in the recipe; those about the model are found before the data is prepared.
+        ValueError: The recipe has a mistake; mistakes about the model are found before the data is prepared.
     """
     trained = trainable(recipe, tokenizer)
     model, prepared = trained.model, prepare()
@@ -59,7 +63,7 @@ def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[]
         trained.save(folder)
         save_vocabulary(model, folder)
         save_tokenizer(tokenizer, folder)
-        if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
+        if recipe.target is not None and not is_adapter(folder):  # adapters use the model's settings
             save_speculation(folder)
 
     return Run(
@@ -116,7 +120,7 @@ def _make_task(
         parallel=parallel,
     )
     task.title = role_of(recipe)
-    # what changes the training, or what its evaluations are compared by
+    # settings that change the training or the meaning of its metrics
     task.settings |= known
     model_settings = recipe.model.model_dump(mode="json", exclude={"attention", "vocabulary"})
     vocabulary = recipe.model.vocabulary
@@ -127,7 +131,7 @@ def _make_task(
 
 
 def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: Prepared, name: str) -> None:
-    """Less than a whole output layer."""
+    """Restrict the output layer of a model to a draft vocabulary."""
     if model.config.is_encoder_decoder:
         raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
     vocab = model.get_output_embeddings().weight.shape[0]
@@ -135,8 +139,13 @@ def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: 
 
 
 def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> Tensor:
-    """Ids of the tokens that are trained on most often, rising; of equally frequent ones the lower ids. Raises
-    ValueError: more tokens than there are."""
+    """Return the ids of the most frequent supervised tokens in ascending order, [tokens].
+
+    Lower ids come first among equally frequent tokens.
+
+    Raises:
+        ValueError: `tokens` is larger than the vocabulary.
+    """
     if tokens > vocab:
         raise ValueError(f"`vocabulary.tokens` is {tokens}, and the model has {vocab}")
     counts = prepared.train.token_counts(trained=True)
@@ -147,8 +156,11 @@ def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> T
 
 
 def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepared) -> Parallel:
-    """What is drafted at once; the model's configuration takes the mask token. Raises ValueError: an encoder-decoder; a
-    token that there is not."""
+    """Return the settings of parallel drafting, and store the mask token in the model's configuration.
+
+    Raises:
+        ValueError: The model is an encoder-decoder, or the mask token is outside the vocabulary.
+    """
     section, vocab = recipe.parallel, model.get_input_embeddings().weight.shape[0]
     assert section is not None
     if model.config.is_encoder_decoder:
@@ -165,8 +177,13 @@ def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepare
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:
-    """The model's section; what a new model's configuration leaves open is its target's, as far as serving asks for
-    it: the same vocabulary, as many positions, the same special tokens."""
+    """Return the model section, with defaults from the target for a new model.
+
+    A drafter is served with the target's vocabulary size, number of positions and special tokens.
+
+    Raises:
+        ValueError: The target cannot be found.
+    """
     section = recipe.model
     if section.config is None or recipe.target is None:
         return section

@@ -1,4 +1,4 @@
-"""Prediction heads from their recipe: target, heads and measurement put together, trained, and written.
+"""Assembly of the training run of prediction heads: target, heads and measurement.
 
 Letters: V vocabulary, D hidden, X positions.
 """
@@ -31,11 +31,11 @@ from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
 from .teacher import open_hidden
 
 BASE = "base"
-"""Folder of the artifact that holds a target trained with its heads."""
+"""Directory in the artifact of a target that is trained jointly with its heads."""
 
 
 def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
-    """Raise ValueError where DeepSpeed, which casts all of a module, would change a target that is trained too."""
+    """Raise ValueError if DeepSpeed would cast a target that is trained too to another dtype."""
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.precision)
     if recipe.base is not None and zero_stage(accelerator) and precision not in (None, task.target.dtype):
         name, cast = (str(dtype).removeprefix("torch.") for dtype in (task.target.dtype, precision))
@@ -43,10 +43,10 @@ def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> Non
 
 
 def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Prepared], accelerator: Any) -> Run:
-    """Prepare the data, load the target, and make heads for it.
+    """Prepare the data, load the target, and create its heads.
 
     Raises:
-        ValueError: A mistake in the recipe.
+        ValueError: The recipe has a mistake.
     """
     prepared, device, ref = prepare(), accelerator.device, resolve_model(recipe.target)
     target = load_trainable(ref.path, decoder=True, device=str(device), dtype=recipe.target_dtype)
@@ -106,8 +106,8 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
         task = Medusa2Task(target, heads, heldout, Medusa2(**numbers), **common)
         task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
     if recipe.hidden.cache is not None and not recipe.measure.prompts:
-        _let_go(target)  # training reads only its embeddings and output layer
-    # what changes the training, or what its evaluations are compared by
+        _let_go(target)  # training uses only its embeddings and output layer
+    # settings that change the training or the meaning of its metrics
     task.settings["target_dtype"] = str(target.dtype)
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
     if recipe.vocabulary is not None:
@@ -118,7 +118,7 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
 
 
 def _let_go(target: Any) -> None:
-    """Drop a decoder's layers, which are most of its memory."""
+    """Drop the layers of a decoder, which take most of its memory."""
     decoder = target.get_decoder()
     for name, layers in [*decoder.named_children()]:
         if isinstance(layers, nn.ModuleList):
@@ -126,7 +126,7 @@ def _let_go(target: Any) -> None:
 
 
 def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | EagleHeads:
-    """Heads that begin as the target's own projection, in float32 (16 bits would lose small changes)."""
+    """Return heads initialised from the target, in float32, since 16 bits would lose small updates."""
     weight_VD = target.get_output_embeddings().weight.detach()
     if recipe.architecture == "eagle3":
         proposed = None
@@ -151,8 +151,11 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
 
 @torch.no_grad()
 def _before_norm(target: Any, prepared: Prepared) -> tuple[float, Tensor]:
-    """Of a held-out block: what makes the states that go into the final norm as large as those after a norm, and [D],
-    what the norm then multiplies each number by, by least squares: heads begin near the target's own projection."""
+    """Return a scale and weights, [D], that approximate the final norm on a held-out block.
+
+    The scale normalises pre-norm hidden states to a root mean square of 1. The weights are the least-squares factors
+    from the scaled states to post-norm states. With both, heads start close to the target's output layer.
+    """
     if not prepared.heldout.blocks:
         raise ValueError("`states: before-norm` needs a held-out block to begin from, and there is none")
     forward = PackedForward(target, "before-norm")

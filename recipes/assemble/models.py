@@ -1,4 +1,4 @@
-"""The model that a recipe trains: an existing one, a part of one, a new one, or low-rank changes to one; and its files.
+"""Creation and saving of the model that a recipe trains: an existing, cut or new model, or a LoRA adapter.
 
 Letters: V vocabulary, D hidden.
 """
@@ -27,28 +27,31 @@ from ...decode.models.loading import load_model
 from ...decode.models.seq2seq import Seq2SeqModel
 from ..schema.training import LoraSection, ModelSection
 
-_ADAPTER_NAME = "default"  # peft's
-_SHARED_BIAS = "relative_attention_bias.weight"  # T5's first layer holds it for all
+_ADAPTER_NAME = "default"  # name that peft gives
+_SHARED_BIAS = "relative_attention_bias.weight"  # stored in T5's first layer for all layers
 
 
 @dataclass(frozen=True, slots=True)
 class TrainableModel:
-    """A model as it is trained, and how it becomes files."""
+    """Model to train, with its LoRA adapter if it has one."""
 
     model: PreTrainedModel
-    """What the task is given: with LoRA, the model whose layers have adapters in them."""
+    """Model that the task trains; with LoRA, its layers contain the adapters."""
     lora: LoraSection | None = None
     adapter: Any = None
-    """peft's wrapper around `model`, where there is one."""
+    """Wrapper of peft around `model`, or None without LoRA."""
 
     def save(self, folder: Path) -> None:
-        """Write what `AutoModelForCausalLM.from_pretrained` and `decode.loading.load_model` read: a whole model, with
-        changes merged into it (after which there is no adapter any more), or the adapter alone."""
+        """Write the files of the model, or of the adapter only.
+
+        Both `AutoModelForCausalLM.from_pretrained` and `decode.models.loading.load_model` can read them. A merged
+        adapter no longer exists separately in memory.
+        """
         if self.lora is None:
             self.model.save_pretrained(folder)
         elif self.lora.export == "adapter":
             self.adapter.save_pretrained(folder, save_embedding_layers=False)
-            (folder / "README.md").unlink()  # peft's card, with its own name for a model
+            (folder / "README.md").unlink()  # the model card of peft
         else:
             self.adapter.merge_and_unload().save_pretrained(folder)
         patch_model(folder)
@@ -62,8 +65,11 @@ class TrainableModel:
         return added if self.lora.export == "adapter" else weights - added
 
     def shapes(self) -> dict[str, Any]:
-        """What an artifact says of the model: vocabulary, parameters of the artifact and those trained, type; of an
-        adapter, the model that it changes."""
+        """Return the entries of the manifest about the model.
+
+        These are the vocabulary size, the model type, and the numbers of saved and of trained parameters; with a draft
+        vocabulary or an adapter also `proposed_tokens` or `base_model`.
+        """
         head = self.model.get_output_embeddings()
         added = {name for name, _ in self.model.named_parameters() if "lora_" in name}
         counted = {name: weight.numel() for name, weight in self.model.named_parameters()}
@@ -80,14 +86,14 @@ class TrainableModel:
 
 
 def build_model(section: ModelSection, seed: int) -> TrainableModel:
-    """Return the model of a recipe on the CPU; `seed` is that of new weights."""
+    """Return the model of a recipe on the CPU; `seed` initialises new weights."""
     torch.manual_seed(seed)
     dtype = getattr(torch, section.dtype)
     attention = None if section.attention == "auto" else section.attention
     if section.source is None:
         model = model_from_config(section, attention).to(dtype)
     elif section.layers:
-        # In the type of the files, and only what is kept in that of the training.
+        # Load in the dtype of the files, and convert only the layers that are kept.
         model = cut_layers(load_trainable(section.source), section.layers, section.source, attention).to(dtype)
     else:
         model = load_trainable(section.source, dtype=dtype, attention=attention)
@@ -98,8 +104,11 @@ def build_model(section: ModelSection, seed: int) -> TrainableModel:
 
 
 def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> PreTrainedModel:
-    """A model to train, or to learn from; options as `load_model` has them. Raises ValueError for an encoder-decoder of
-    another family than T5's, or of any with `decoder`."""
+    """Load a model to train or to learn from, with the options of `load_model`.
+
+    Raises:
+        ValueError: It is an encoder-decoder, and `decoder` is set or it is not of the T5 family.
+    """
     model = load_model(source, **options)
     if model.config.is_encoder_decoder:
         if decoder:
@@ -109,14 +118,18 @@ def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> Pre
 
 
 def check_vocabulary(tokens: int, model: PreTrainedModel, what: str) -> None:
-    """Raises ValueError where a model has no embedding for some of a tokenizer's `tokens`."""
+    """Raise ValueError if a model has fewer embeddings than a tokenizer has `tokens`."""
     rows = model.get_output_embeddings().weight.shape[0]
     if tokens > rows:
         raise ValueError(f"the tokenizer has {tokens} tokens, and {what} has embeddings for {rows}")
 
 
 def model_from_config(section: ModelSection, attention: str | None) -> PreTrainedModel:
-    """A new model; ValueError for fields that its type does not have, or values that make no model."""
+    """Create a model from the configuration of a recipe.
+
+    Raises:
+        ValueError: The model type has no such field, or the values are invalid.
+    """
     settings = dict(section.config or {})
     kind = settings.pop("model_type")
     try:
@@ -127,9 +140,9 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
             raise ValueError(f"unknown field {unknown[0]!r} of {kind}.{did_you_mean(unknown[0], names)}")
         config = AutoConfig.for_model(kind, **settings)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = config.pad_token_id  # T5's own
+            config.decoder_start_token_id = config.pad_token_id  # as in T5
         trains_here = not torch.accelerator.is_available()
-        # float32 weights and, on the host, gradients and both moments of AdamW
+        # bytes per parameter: float32 weights and, on the host, gradients and both moments of AdamW
         check_memory(config, 16 if trains_here else 4, "make the model smaller")
         model = new_model(config, attention)
         if config.is_encoder_decoder:
@@ -140,7 +153,11 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
 
 
 def new_model(config: Any, attention: str | None) -> PreTrainedModel:
-    """The model of a transformers configuration; ValueError where the attention kernel is missing."""
+    """Create the model of a transformers configuration.
+
+    Raises:
+        ValueError: The attention kernel is not available.
+    """
     try:
         return model_class(config).from_config(
             config, **({} if attention is None else {"attn_implementation": attention})
@@ -150,11 +167,17 @@ def new_model(config: Any, attention: str | None) -> PreTrainedModel:
 
 
 def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: str | None = None) -> PreTrainedModel:
-    """A new model of some of a model's layers (from 0, rising); of an encoder-decoder, of both sides' layers.
+    """Return a new model with some layers of a model.
 
-    It is made from the configuration with that many layers, so that it is what loading its files will give. Raises
-    ValueError: a layer that the model (called `name`) does not have; a model whose layers do not stand in one list, or
-    that its configuration does not tell apart."""
+    Args:
+        model: Model to cut; an encoder-decoder loses the same layers on both sides.
+        layers: Ascending indices from 0 of the layers to keep.
+        name: Name of the model in messages.
+        attention: Attention kernel of transformers, or None for its default.
+
+    Raises:
+        ValueError: A layer does not exist, or the model does not store its layers in one list per stack.
+    """
     config = model.config
     depths = {key: getattr(config, key) for key in _depth_keys(config)}
     count = min(depths.values())
@@ -189,7 +212,7 @@ def _depth_keys(config: Any) -> list[str]:
 
 
 def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:
-    """Names of the lists of layers; lists inside layers (experts) are not looked at."""
+    """Return the names of the lists of layers, except for lists inside layers (experts)."""
     found: list[str] = []
     for name, part in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
@@ -199,7 +222,7 @@ def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:
 
 
 def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mapping[str, Tensor]) -> str:
-    """The name in the whole model of a weight of the cut one."""
+    """Return the name in the full model of a weight of the cut model."""
     found = pattern.match(name)
     if found is None:
         return name
@@ -208,7 +231,11 @@ def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mappi
 
 
 def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
-    """Put adapters into a model's linear layers; peft's wrapper around it."""
+    """Add LoRA adapters to the linear layers of a model, and return the wrapper of peft.
+
+    Raises:
+        ValueError: peft is missing, no layer matches a target, or an adapter is to be exported for a cut model.
+    """
     lora, source = section.lora, section.source
     assert lora is not None
     if lora.export == "adapter" and section.layers:

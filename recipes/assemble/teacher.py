@@ -1,4 +1,4 @@
-"""Cached outputs of a recipe's target: the most likely tokens that teach a drafter, or the hidden states of heads."""
+"""Caches of a target's outputs: the most likely tokens for distilling a drafter, or hidden states for heads."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ..session.terminal import bar, log
 from .artifact import prepare_once
 from .data import Prepared
 
-_ENOUGH_MASS = 0.9  # with 0.54 of it a drafter was taught to be worse than it had been (docs/lab-notes/training.md)
+_ENOUGH_MASS = 0.9  # a mass of 0.54 made a drafter worse (docs/lab-notes/training.md)
 
 
 class _Part(NamedTuple):
-    """Training or held-out data, and where the cache of it is."""
+    """Training or held-out data, and the directory of its cache."""
 
     name: str
     data: PreparedData
@@ -48,7 +48,7 @@ class _Part(NamedTuple):
 
 
 def states_read(recipe: HeadsRecipe) -> str:
-    """Return the target's hidden states that heads read, as `PackedForward` names them."""
+    """Return the name of the target's hidden states that heads read, as defined in `PackedForward`."""
     if recipe.architecture == "medusa":
         return recipe.states
     config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
@@ -57,20 +57,23 @@ def states_read(recipe: HeadsRecipe) -> str:
 
 
 def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
-    """Open the cache of a drafter's teacher, for batches of its training and held-out data."""
+    """Open the teacher cache of a drafter, for its training and held-out data."""
     return CachedTeacher(*_opened(recipe, prepared))
 
 
 def open_hidden(recipe: HeadsRecipe, prepared: Prepared) -> CachedHidden:
-    """Open the cache of the hidden states of a recipe, likewise."""
+    """Open the cache of hidden states of a recipe, for its training and held-out data."""
     return CachedHidden(*_opened(recipe, prepared))
 
 
 def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> Path:
-    """Run a recipe's target over its data and keep its outputs; return the directory of the training data's cache.
+    """Run the target of a recipe over its data, and cache its outputs.
 
-    An interrupted run resumes, and a finished cache is reused. Under `accelerate launch` the processes share the work;
-    they need one file system.
+    An interrupted run resumes, and a finished cache is reused. Under `accelerate launch` the processes share the work
+    and need a shared file system.
+
+    Returns:
+        Directory of the cache of the training data.
 
     Raises:
         ValueError: The recipe has no cache or no target, or the disk is too small.
@@ -81,7 +84,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     on_main(state, partial(check_writable, _folder(recipe) / "report.json"))
     parts = _parts(recipe, prepare_once(recipe, tokenizer, state))
     missing = [part for part in parts if not part.done]
-    state.wait_for_everyone()  # all have looked before one writes
+    state.wait_for_everyone()  # every process looks for missing parts before one of them writes
     if missing:
         _write(recipe, missing, state)
     on_main(state, partial(_report, parts))
@@ -89,7 +92,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
 
 
 def _check(recipe: TrainingRecipe) -> DrafterRecipe | HeadsRecipe:
-    """Raise ValueError for a recipe of a table, without target or cache."""
+    """Return a recipe of a drafter or heads; raise ValueError if it has no target or cache."""
     if isinstance(recipe, TableRecipe):
         raise ValueError("--teacher is for recipes of kind 'drafter' or 'heads', and this one is of kind 'table'")
     setting = "teacher.cache" if isinstance(recipe, DrafterRecipe) else "hidden.cache"
@@ -153,7 +156,7 @@ def _write(recipe: DrafterRecipe | HeadsRecipe, parts: Sequence[_Part], state: A
 
 
 def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int, state: Any) -> None:
-    """Write this process's share of the files. Raise Interrupted if a signal came."""
+    """Write this process's share of the files; raise Interrupted if a signal arrived."""
     missing = [(writer, shard) for writer in writers for shard in writer.missing()]
     missing = [each for each in missing if each[1].number % state.num_processes == state.process_index]
     total, done = sum(shard.rows for _, shard in missing), 0
@@ -174,7 +177,7 @@ def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int
 
 
 def _check_disk(part: _Part, writers: Sequence[CacheWriter]) -> None:
-    """Report how large the cache becomes. Raise ValueError where the disk is too small, before anything is written."""
+    """Log the size of the cache; raise ValueError if the disk is too small for it."""
     needed = sum(writer.missing_bytes() for writer in writers)
     size, rows = sum(writer.rows * writer.row_bytes for writer in writers), sum(writer.rows for writer in writers)
     folder = part.folder.parent

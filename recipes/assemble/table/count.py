@@ -1,6 +1,6 @@
-"""Counting of a bigram table: each process counts its share of the corpus, the main process merges all counts.
+"""Counting of a bigram table: each process counts its share of the corpus, and the main process merges the counts.
 
-The counts of a killed run stay in `<out>.state`, from which the same command resumes.
+The counts of an interrupted run stay in `<out>.state`, from which the same command resumes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..data import NOT_OF_CONVERSATIONS, all_reports, data_identity, refuse_none
 
 IDENTITY = "identity.json"
 _NOT_COUNTED = {"clean", "heldout_limit"}
-"""Data options without effect on counts: the cleaning stands in full beside them, and held-out data is not counted."""
+"""Data options left out of the identity: cleaning is recorded in full next to them, held-out data is not counted."""
 
 
 def run_table(recipe: TableRecipe, accelerator: Any) -> None:
@@ -52,7 +52,7 @@ def run_table(recipe: TableRecipe, accelerator: Any) -> None:
     vocab_size = table_vocabulary(recipe, tokenizer)
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     folder = state_folder(Path(recipe.out)) / "count"
-    identity: dict[str, Any] = {}  # of the main process, which alone reads it
+    identity: dict[str, Any] = {}  # filled and used in the main process only
     share = Share(recipe.data, rank, world)
 
     def begin() -> None:
@@ -70,7 +70,7 @@ def run_table(recipe: TableRecipe, accelerator: Any) -> None:
         except (ValueError, OSError):
             if is_main:
                 with suppress(ValueError, OSError):
-                    if not counted_tokens(folder):  # damaged counts stay
+                    if not counted_tokens(folder):  # raises for damaged counts, which are kept
                         _forget(folder)
             raise
 
@@ -92,15 +92,15 @@ def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
 
 
 def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
-    """Lock the folder of counts until the stack is closed.
+    """Lock the directory of counts until the stack is closed.
 
     Raises:
-        ValueError: Another run counts into the folder, or it holds counts of other settings or a damaged file.
+        ValueError: Another run uses the directory, or it holds counts with other settings or a damaged file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stack.enter_context(sole_writer(folder.parent))
     for path in _rank_folders(folder):
-        with sole_writer(path):  # a process of a killed launch may still count
+        with sole_writer(path):  # a process of a killed launch may still be counting
             pass
     file = folder / IDENTITY
     try:
@@ -141,9 +141,9 @@ def counted_tokens(folder: Path) -> int:
 class Share:
     """Conversations that one process counts.
 
-    These are the conversations of its own rows where each row can be judged by itself. Otherwise every process reads
-    the whole corpus and counts each `world`-th conversation. Iterating collects a report of each corpus, the number of
-    conversations to count, and the number of those held out.
+    A process reads its own rows only, if each row can be judged by itself. Otherwise every process reads the whole
+    corpus and counts each `world`-th conversation. Iterating fills the report of each corpus and the numbers of
+    conversations that are counted and held out.
     """
 
     def __init__(self, section: DataSection, rank: int, world: int) -> None:
@@ -199,7 +199,7 @@ def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share
 def count_share(
     recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, advance: Callable[[int, int], None]
 ) -> Iterator[bool]:
-    """Count a share from the position of the counter on; yield True after each batch of tokens."""
+    """Count a share, starting at the position of the counter; yield True after each batch of tokens."""
     options, saved, first = recipe.count, time.monotonic(), pairs.position or 0
     documents = _documents(recipe, tokenizer, islice(share, first, None))
     for batch in pack_documents(documents, first, options.memory_mb):
@@ -283,7 +283,6 @@ def _finish(
 
 
 def _forget(folder: Path) -> None:
-    """Delete the state."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
-        folder.parent.rmdir()  # of a table it holds nothing else
+        folder.parent.rmdir()  # for a table, nothing else is stored there
