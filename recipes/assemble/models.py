@@ -27,7 +27,7 @@ from ...decode.models.loading import load_model
 from ...decode.models.seq2seq import Seq2SeqModel
 from ..schema.training import LoraSection, ModelSection
 
-_ADAPTER_NAME = "default"  # name that peft gives
+_ADAPTER_NAME = "default"  # default name of peft
 _SHARED_BIAS = "relative_attention_bias.weight"  # stored in T5's first layer for all layers
 
 

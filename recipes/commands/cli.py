@@ -48,7 +48,7 @@ def _before(
     if show:
         console().print(__version__)
         raise typer.Exit
-    if context.invoked_subcommand not in (None, "train", "prepare"):  # these may run on several processes
+    if context.invoked_subcommand not in (None, "train", "prepare"):  # these support several processes
         refuse_several(str(context.invoked_subcommand))
 
 
@@ -256,7 +256,10 @@ def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="Ne
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
+    """Run the command line.
+
+    Exit codes: 0 for success, 1 for a failure, 2 for wrong input, 130 or 143 for an interrupt.
+    """
     warnings.showwarning = lambda message, *_: log(f"warning: {message}")
     try:
         app()
@@ -264,7 +267,7 @@ def main() -> None:
         _say_how_to_go_on()
         sys.exit(128 + stopped.signal_number)
     except SystemExit as ended:
-        if ended.code == 128 + signal.SIGINT:  # what typer makes of Ctrl-C where nothing is there to be saved
+        if ended.code == 128 + signal.SIGINT:  # typer's exit code for Ctrl-C in commands without a handler
             _say_how_to_go_on()
         raise
     except TrainingError as error:
@@ -293,5 +296,5 @@ def _say_how_to_go_on() -> None:
 def _fail(message: str, code: int) -> None:
     if os.environ.get("DRAFTSMITH_TRACEBACK"):
         log(traceback.format_exc())
-    log(_ERROR_NUMBER.sub("", message))  # in the words of libraries
+    log(_ERROR_NUMBER.sub("", message))  # the number is noise in messages of libraries
     sys.exit(code)

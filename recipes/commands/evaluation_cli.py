@@ -60,7 +60,7 @@ class Evaluation:
     prompts: Annotated[str | None, typer.Option(help="Prompt set such as spec-bench, or a file or hub id.")] = None
 
     def load(self, command: str, method: list[str] | None = None, out: str | None = None) -> EvaluateRecipe:
-        """Return the recipe with the changes of these arguments."""
+        """Return the recipe after the changes of these arguments."""
         from .evaluation.recipe import evaluate_recipe
 
         given = {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
@@ -76,7 +76,7 @@ def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
     def called(**values: Any) -> None:
         command(Evaluation(**{name: values.pop(name) for name in common}), **values)
 
-    del called.__wrapped__  # typer would read its parameters
+    del called.__wrapped__  # otherwise typer reads the parameters of `command`
     parameters = [*common.values(), *own]
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -191,7 +191,7 @@ def tune(
         served = engine_recipe([*([asked.recipe] if asked.recipe else []), *(asked.overrides or [])], asking)
         export = asked.drafter or asked.heads or ""
         commands = partial(commands_of, export or None, engine, asked.target)
-        commands()  # report what cannot be served first
+        commands()  # raises early if the export cannot be served
         more = shlex.split(engine_options)
         run_tune_lengths(served, engine, commands, max_draft_tokens(export), more, f"serve-{engine}")
         return

@@ -1,4 +1,4 @@
-"""The formats of `draftsmith export`."""
+"""Formats of `draftsmith export`."""
 
 from __future__ import annotations
 

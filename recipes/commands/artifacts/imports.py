@@ -1,4 +1,4 @@
-"""Import of drafters and prediction heads that were made elsewhere, as artifacts, and of GGUF files as models."""
+"""Import of published drafters and prediction heads as artifacts, and of GGUF files as models."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ _PICKLED = "pytorch_model*.bin"
 def import_published(
     source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
 ) -> None:
-    """Import a folder or hub id as a drafter or heads, an artifact unchanged, and a GGUF file as a model.
+    """Import a directory or hub id as an artifact, or a GGUF file as a model.
+
+    An artifact on the hub is downloaded unchanged. Other sources become artifacts of kind drafter or heads.
 
     Args:
-        source: Folder, hub id or GGUF file.
-        out: New folder.
+        source: Directory, hub id or GGUF file.
+        out: New directory.
         target: Target of the drafter or the heads.
-        unpickle: Whether to read pickled weights, of which only tensors are loaded.
+        unpickle: Whether to read pickled weights; only tensors are loaded from them.
         states: Hidden states that Medusa heads read.
     """
     check_new(out)
@@ -83,7 +85,7 @@ def import_published(
 
 
 def import_gguf(file: Path, out: Path) -> None:
-    """Write the model of a GGUF file to a new folder, in float32."""
+    """Write the model of a GGUF file to a new directory, in float32."""
     with atomic_dir(out) as folder:
         convert_gguf(file, folder)
         patch_model(folder)
@@ -92,7 +94,7 @@ def import_gguf(file: Path, out: Path) -> None:
 
 
 def _may_be_model(folder: Path) -> bool:
-    """Return whether a folder has the configuration of a model or an adapter, and not of heads."""
+    """Return whether a directory has the configuration of a model or an adapter, and not of heads."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return is_adapter(folder)
@@ -106,13 +108,13 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
 
     Args:
         source: Name of the model in messages and in the manifest.
-        folder: Folder of its files.
-        out: New folder.
-        target: Target that it drafts for.
-        unpickle: Whether to read pickled weights, of which only tensors are loaded.
+        folder: Directory of its files.
+        out: New directory.
+        target: Target of the drafter.
+        unpickle: Whether to read pickled weights; only tensors are loaded from them.
 
     Raises:
-        ValueError: No target is named, the source is an artifact already, or the two are not a pair.
+        ValueError: No target is named, the source is an artifact already, or the drafter does not fit the target.
     """
     check_new(out)
     if target is None:
@@ -143,7 +145,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
 
 @contextmanager
 def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]:
-    """Yield the folder of a model in safetensors: this one, or a temporary one of a merged adapter or of pickles."""
+    """Yield the directory of a model in safetensors: its own, or a temporary one for an adapter or pickled weights."""
     if not is_adapter(folder) and any(folder.glob(WEIGHTS)):
         yield folder
         return
@@ -164,16 +166,16 @@ def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]
             except UNLOADABLE as error:
                 why = model_files.reason(str(folder), error)
                 raise ValueError(f"no language model could be loaded from {source}: {why}") from error
-        copy_files(folder, whole, _SMALL)  # an adapter's own tokenizer comes before its model's
+        copy_files(folder, whole, _SMALL)  # the tokenizer of an adapter replaces that of its base model
         yield whole
 
 
 def import_heads(
     source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
 ) -> None:
-    """Write an artifact of kind heads from published ones (see `layouts.read_heads` and `read_published`).
+    """Write an artifact of kind heads from published heads (see `layouts.read_heads` and `read_published`).
 
-    The target is by default the whole model in the same folder.
+    The default target is the complete model in the same directory.
     """
     check_new(out)
     if is_published_eagle(find_folder(source, [CONFIG_FILE])):
@@ -189,7 +191,7 @@ def import_heads(
     if target is None and not stored.whole_model:
         named = f"; their config names {stored.base_model!r}" if stored.base_model else ""
         raise ValueError(f"say with --target which model the heads in {source} are for{named}")
-    target = target or source  # heads that were trained together with a model (Medusa-2) belong to it
+    target = target or source  # heads that were trained jointly with a model (Medusa-2) belong to it
     vocab_size = _check_target(target, stored)
     heads = stored.build(vocab_size)
     save_artifact(
@@ -207,7 +209,7 @@ def import_heads(
 
 
 def _import_eagle(source: str, out: Path, target: str | None, states: str | None, *, unpickle: bool) -> None:
-    """EAGLE-3 heads, plain or of speculators, in the form that all engines read alike."""
+    """Write an artifact of kind heads from EAGLE-3 heads, which may be in the format of speculators."""
     if target is None:
         raise ValueError(f"say with --target which model the EAGLE-3 heads in {source} are for")
     if states is not None:
@@ -235,19 +237,19 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
 
 
 def _record_target(target: str) -> dict[str, str | None]:
-    """Return the record of a target, with the hash of one whose weights are in a folder on this machine."""
+    """Return the record of a target, with its hash if its weights are in a local directory."""
     is_here = any(Path(target).glob(WEIGHTS))
     return target_record(target, resolve_model(target).sha256 if is_here else None)
 
 
 def _check_target(target: str, stored: StoredHeads) -> int:
-    """The target's vocabulary size; ValueError where a size differs, or the target cannot be read."""
+    """Return the target's vocabulary size; raise ValueError if the target does not fit the heads."""
     config = load_config(target)
     if config.is_encoder_decoder:
         raise ValueError(f"the target {target} is an encoder-decoder; heads are for decoders")
     text = config.get_text_config(decoder=True)
     sizes = {"hidden_size": stored.hidden_size}
-    # without a projection of their own, the heads' vocabulary is the target's, whatever their config says
+    # heads without their own projection use the target's vocabulary, whatever their config says
     if stored.projection != "target" and stored.vocab_size is not None:
         sizes["vocab_size"] = stored.vocab_size
     for name, size in sizes.items():
@@ -258,7 +260,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
 
 
 def _heads_folder(source: str, unpickle: bool) -> Path:
-    """Return the local folder, or that of a hub id, of which only the files that hold the heads are fetched."""
+    """Return the directory of heads; only the files with the heads are downloaded from the hub."""
     path = here(source)
     if path is not None:
         return path

@@ -1,4 +1,4 @@
-"""Evidence that `draftsmith push` adds to a model card: licences, data, and rows of an evaluation of this artifact."""
+"""Evidence that `draftsmith push` adds to a model card: licences, data sources and evaluation rows of the artifact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from ...session.terminal import log
 def evidence_of(
     artifact: Path, manifest: Manifest, licence: str | None = None, results: Path | None = None
 ) -> Evidence:
-    """Return what a card can show besides the manifest; raise ValueError if the results are of other files."""
+    """Return the evidence for the card of an artifact.
+
+    Raises:
+        ValueError: The results are of other files.
+    """
     licences, datasets = {}, dict[str, None]()
     for found in data_sources(manifest):
         corpus = None if found["hub"] is None else find_corpus(found["hub"])
@@ -37,10 +41,9 @@ def evidence_of(
 
 
 def measured_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]:
-    """Return results with the rows about this artifact, or what it is an export of, and their `certificates`.
+    """Return the results with only the rows that use an artifact, and with their `certificates`.
 
-    Raises:
-        ValueError: The results are of other files.
+    For an export, these are the rows that use the artifact from which it was made.
     """
     results = load_results(path)
     name = _name_in(results["artifacts"], artifact, manifest, path)
@@ -57,7 +60,7 @@ def measured_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any
 
 
 def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, path: Path) -> str:
-    """Return the name of the artifact in results, by the hashes of its files except for the card."""
+    """Return the name of the artifact in results, found by the hashes of its files."""
     mine = (manifest.export or {"of": {name: entry["sha256"] for name, entry in manifest.files.items()}})["of"]
     drafting = {name: one for name, one in evaluated.items() if name != "target"}
     for name, one in drafting.items():
@@ -69,7 +72,7 @@ def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, p
 
 
 def _uses(row: Mapping[str, Any], name: str) -> bool:
-    """Return whether a row is about an artifact, or the baseline."""
+    """Return whether a row uses an artifact, or is the baseline."""
     method = row["method"]
     if method == "autoregressive" or method not in METHODS:
         return bool(method == "autoregressive")

@@ -1,4 +1,4 @@
-"""Commands about publishing: `export`, `push`."""
+"""Commands that publish artifacts: `export` and `push`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def export(
     if to is None:
         raise ValueError(f"say with --to in which format to export {artifact}; `draftsmith export` lists them")
     if target is not None and here(target) is None:
-        hub_place(target)  # what can be no id is not looked for
+        hub_place(target)  # raises if this cannot be a hub id
     artifact = artifact.expanduser()
     folder = out.expanduser() if out else artifact.resolve().with_name(f"{artifact.resolve().name}-{to}")
     options = ExportOptions(target, speculative_tokens, llama_cpp)

@@ -37,7 +37,7 @@ def show(
 
 
 def verify_artifact(place: str) -> bool:
-    """Print everything that is wrong with an artifact; return whether nothing is."""
+    """Print all faults of an artifact, and return whether it has none."""
     from ....checkpoints.artifact.locate import resolve
     from ....checkpoints.verify.inspect import find_faults
 

@@ -1,11 +1,11 @@
-"""The measured checks of `draftsmith doctor TARGET DRAFT --prompts FILE`: why acceptance is lower than in training.
+"""Measured checks of `draftsmith doctor TARGET DRAFT --prompts FILE`, which find where acceptance is lost.
 
-A drafter, heads or a table is measured in up to four stages on the way from its training to real decoding. Little
-changes between two of them, so what is lost there has few causes:
+A drafter, heads or a table is measured in up to four stages between training and real decoding. Few conditions change
+between two stages, so that a loss between them has few possible causes:
 
 - `record`: training metrics of the weights in memory, from the manifest;
-- `files`: the artifact's files on the same held-out blocks, with this evaluation's target;
-- `own`: the target's own answers to this evaluation's prompts, teacher-forced;
+- `files`: the artifact's files on the same held-out blocks, with the target of this evaluation;
+- `own`: the target's own answers to the prompts of this evaluation, teacher-forced;
 - `decoding`: real decoding with a chain: `speculative`, `bpd` or `bigram`.
 """
 
@@ -50,18 +50,18 @@ from ...session.stopping import Stoppable
 from ...session.terminal import log
 
 CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
-"""Method that drafts one token after another from a part."""
+"""Method that drafts a chain of tokens, for each part."""
 
 
 def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]:
-    """Measure an evaluation's drafter, heads or table from training to real decoding.
+    """Measure the drafter, heads or table of an evaluation in all stages from training to real decoding.
 
-    The part is decoded with the options and the temperature of the recipe's first row of its chain method.
+    The options and the temperature are those of the recipe's first row with the chain method of the part.
 
     Returns:
-        Findings, the largest loss first, and as JSON: `part`, `source`, `method`, `options`, `temperature`, `stages`
-        (`value` is the acceptance rate), `gaps` (`interval` of 99 %, over prompts), `training` metrics, the `readings`
-        of EAGLE-3 heads (see `Reading`), and what was `skipped`.
+        Findings, sorted by loss in descending order, and JSON values: `part`, `source`, `method`, `options`,
+        `temperature`, `stages` (`value` is the acceptance rate), `gaps` (with a 99 % `interval` over prompts),
+        `training` metrics, the `readings` of EAGLE-3 heads (see `Reading`), and reasons for `skipped` stages.
 
     Raises:
         ValueError: The recipe does not name exactly one part.
@@ -80,7 +80,7 @@ def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]
 
 
 class _Probe:
-    """Measurement of one part with the chain that drafts from it."""
+    """Measurement of one part with its chain method."""
 
     def __init__(self, case: Case, part: str, signals: Stoppable) -> None:
         self.case, self.part, self.signals, self.target = case, part, signals, case.opened.target
@@ -91,7 +91,7 @@ class _Probe:
         self.folder = Path(place_of(self.source_name, part))
         self.is_eagle = part == "drafter" and is_eagle(self.folder)
         self.by_heads = self.is_eagle or part == "heads"
-        """Whether every position ahead has its own head or drafting step."""
+        """Whether each draft position has its own head or drafting step."""
         self.source = self._source(case.opened.parts)
         self.trained = training_record(self.folder)
         self.skipped: list[str] = []
@@ -110,7 +110,7 @@ class _Probe:
         return eagle_source(heads, self.target)
 
     def run(self) -> tuple[list[Finding], dict[str, Any]]:
-        """Measure every stage that can be measured, and find causes."""
+        """Measure all available stages, and find the causes of losses."""
         case, trained, entry = self.case, self.trained, self.entry
         answers = case.texts(entry.sampling, self.signals.bar)
         own = [Passage(*pair) for pair in zip(case.prompts, answers, strict=True)]
@@ -160,7 +160,7 @@ class _Probe:
         if isinstance(passages, str):
             self.skipped.append(passages)
             return [record]
-        if self.by_heads and self.source.proposed is not None:  # training counts the proposed tokens alone
+        if self.by_heads and self.source.proposed is not None:  # training counts only tokens of the draft vocabulary
             proposed = set(self.source.proposed.tolist())
             passages = [each.judge_only(proposed) for each in passages]
         return [record, self._scored("files", "the artifact's files on the same held-out blocks", passages, measure)]
@@ -185,7 +185,7 @@ class _Probe:
         return decoding_stage(description, attempts, tokens / steps, self.depth if self.by_heads else 0)
 
     def _readings(self, own: Sequence[Passage]) -> list[Reading]:
-        """Measure EAGLE-3 heads fed in every way, on training's blocks or else on the target's answers."""
+        """Measure EAGLE-3 heads with all input conventions, on held-out blocks or else on the target's answers."""
         kept = None if self.trained is None else self.trained.passages()
         texts = kept if isinstance(kept, list) else [passage for passage in own if passage.text]
         with self.signals.bar(f"{self.part}: fed in every way", "documents") as advance:

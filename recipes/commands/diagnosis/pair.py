@@ -1,10 +1,10 @@
-"""Checks of a target/drafter pair: static ones, measured ones, and the comparison of a server with this engine.
+"""Static and measured checks of a target/drafter pair, and the comparison of a server with this engine.
 
 The diagnosis of a pair is one JSON object, which `--json` prints and `--prompts` writes:
 
     {"target", "drafter",
      "findings": [{"severity", "check", "what", …}],              the fields of `Finding`
-     "verdicts": {"vllm": {"reader", "outcome", "reasons"}},      null where there are no static checks
+     "verdicts": {"vllm": {"reader", "outcome", "reasons"}},      null without static checks
      "schema": 5, "kind": "diagnosis", …}                         with --prompts: see `measure_pair`
 """
 
@@ -52,26 +52,26 @@ def check_pair(
     overrides: Sequence[str] = (),
     as_json: bool = False,
 ) -> bool:
-    """Check a target and a draft, and print the findings.
+    """Check a target and a drafter, and print the findings.
 
     Args:
-        target: Folder or hub id of the target.
-        drafter: Folder or hub id of a drafter, heads or a table.
-        fix: Folder of a repaired drafter, which is written and then checked in place of the drafter.
-        prompts: Evaluation set, file or hub id on which acceptance is measured.
-        out: File of the diagnosis if it is measured.
+        target: Directory or hub id of the target.
+        drafter: Directory or hub id of a drafter, heads or a table.
+        fix: New directory for a repaired drafter, which is then checked in place of the drafter.
+        prompts: Evaluation set, file or hub id for the measured checks.
+        out: File of the diagnosis, if it is measured.
         overrides: Changes to the evaluation, of the form `key=value`.
-        as_json: Whether the findings are printed as JSON.
+        as_json: Whether to print the findings as JSON.
 
     Returns:
-        Whether transformers and this engine accept the pair without reservations (for EAGLE-3 heads: all engines), and
+        True if transformers and this engine (for EAGLE-3 heads: all engines) accept the pair without reservations, and
         no fault was measured.
     """
     if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must be a .json file, got {out}")
     if prompts is not None:
         check_writable(out or Path(), folder=out is None)
-    with redirect_stdout(sys.stderr):  # standard output holds results only
+    with redirect_stdout(sys.stderr):  # standard output is for results only
         if fix is not None:
             command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
             sides = (open_side(target, load_tokenizer), open_side(drafter, load_tokenizer))
@@ -98,7 +98,7 @@ def check_pair(
 
 
 def _measure(found: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -> None:
-    """Add the measured findings to a diagnosis, and write it to `out` or beside the recipe's results."""
+    """Add the measured findings to a diagnosis, and write it to `out` or next to the recipe's results."""
     from .measure import measure_pair
 
     findings, about = measure_pair(recipe)
@@ -137,20 +137,23 @@ def _is_sound(found: dict[str, Any], is_eagle: bool) -> bool:
 
 
 def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
-    """Return what keeps `consumer` from decoding well with two models, or None."""
+    """Return the reason why `consumer` cannot use two models without reservations, or None."""
     verdict = _check_files(target, drafter, is_eagle=False).verdicts[consumer]
     return None if verdict.outcome == WORKS else f"{verdict.outcome}: {'; '.join(verdict.reasons)}"
 
 
 def check_server(target: str, files: Sequence[Path]) -> bool:
-    """Compare a server's results with an evaluation's, and print why they differ; return whether they agree.
+    """Compare the results of a server with those of an evaluation, and print the causes of differences.
 
     Args:
-        target: Folder or hub id of the target, whose tokenizer counts the prompts.
+        target: Directory or hub id of the target, whose tokenizer counts the prompt tokens.
         files: Results of `bench` and of `evaluate`, in any order.
 
+    Returns:
+        True if there are no findings.
+
     Raises:
-        ValueError: Not one file of each kind, or no row of `speculative` at the server's temperature.
+        ValueError: There is not one file of each kind, or no row of `speculative` at the server's temperature.
     """
     loaded = {results["kind"]: (path, results) for path in files for results in [load_results(path)]}
     if len(files) != 2 or set(loaded) != {BENCH, EVALUATION}:

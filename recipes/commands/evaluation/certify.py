@@ -29,7 +29,7 @@ from ...session.terminal import console
 from .journal import Journal
 
 LEVEL = 1e-6
-"""Probability of a false alarm anywhere in the certificate."""
+"""Probability of any false alarm in a certificate."""
 TOKENS, BATCH = 4_000, 8
 _TEXTS = TypeAdapter(DecodedBatch)
 
@@ -39,11 +39,16 @@ Certify = Callable[..., Certificate]
 def run_certify(
     recipe: EvaluateRecipe, tokens: int = TOKENS, batch: int = BATCH, out: Path | None = None
 ) -> list[Certificate]:
-    """Certify every method of a recipe, first on a small pair (`stress.py`), then on the recipe's.
+    """Certify every method of a recipe, first on a small pair (`stress.py`), then on the recipe's pair.
 
-    If all rows are at temperature 0, lossless methods are certified at temperature 1 too. The certificate is written
-    after each method, by default next to the results, so that an interrupted run resumes. `tokens` are judged for each
-    method above temperature 0, on the small pair `SHARE` times as many.
+    If all rows are at temperature 0, lossless methods are also certified at temperature 1. The certificate is written
+    after each method, so that an interrupted run resumes.
+
+    Args:
+        recipe: Evaluation whose methods are certified.
+        tokens: Number of tokens to test per method above temperature 0; the small pair tests a multiple of it.
+        batch: Batch size.
+        out: Certificate file (default: next to the results).
     """
     out = out or beside(Path(recipe.out), KIND)
     check_writable(out)
@@ -139,7 +144,7 @@ def _both_ways(entries: list[Entry], parts: Parts) -> list[Entry]:
 
 
 def _distinct(entries: Sequence[Entry]) -> list[Entry]:
-    """Drop entries that decode as an earlier one does, under another label."""
+    """Drop entries that decode like an earlier entry and differ only in their labels."""
     found: dict[str, Entry] = {}
     for entry in entries:
         found.setdefault(json.dumps([entry.method, entry.options, asdict(entry.sampling)], sort_keys=True), entry)

@@ -1,4 +1,4 @@
-"""Finished work of a command on disk, so that a killed or interrupted command resumes."""
+"""Journal of finished work on disk, from which an interrupted command resumes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ _LINE = TypeAdapter(tuple[str, Any])
 
 
 class Journal:
-    """Named results of work in `<out>.state/<name>.jsonl`, below the identity of all work; open for one writer.
+    """Named results in `<out>.state/<name>.jsonl`, after a line with the identity of the work; open for one writer.
 
-    Each line is flushed when its work is done. A half last line, which a killed writer leaves, is cut off, and lines of
-    another identity are dropped. New work is not begun after a signal has arrived. Raises ValueError: another process
-    is writing, or a line that is not the last is damaged.
+    Each result is flushed when it is complete. An incomplete last line is removed, and results of another identity are
+    dropped. No work is started after a signal.
+
+    Raises:
+        ValueError: Another process is writing, or a line other than the last is damaged.
     """
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any], signals: Stoppable | None = None) -> None:
@@ -45,7 +47,7 @@ class Journal:
             log(f"resuming; {len(self._found)} {name} of an earlier process are kept")
 
     def __call__(self, name: str, form: TypeAdapter[Found], work: Callable[[], Found]) -> Found:
-        """Return the result of this name, from the journal or by doing the work."""
+        """Return a named result from the journal, or compute and store it."""
         if name in self:
             return self.known(name, form)
         if self._signals is not None:
@@ -55,11 +57,11 @@ class Journal:
         return found
 
     def each(self, name: str, form: TypeAdapter[Found]) -> Callable[[int, Callable[[], Found]], Found]:
-        """Return the same for numbered work."""
+        """Return a function like `__call__` that takes numbers in place of names."""
         return lambda number, work: self(f"{name} {number}", form, work)
 
     def runs(self, name: str) -> dict[str, Any]:
-        """Return the arguments of `measure` for the finished runs and for keeping others."""
+        """Return the arguments of `measure` that reuse finished runs and store new ones."""
         names = [each for each in self._found if each.startswith(f"{name} [")]
         finished = {RunKey(*json.loads(each.removeprefix(name))): self.known(each, RUN) for each in names}
         return {"finished": finished, "on_run": lambda key, run: self.add(f"{name} {json.dumps(key)}", RUN, run)}
@@ -68,14 +70,14 @@ class Journal:
         return name in self._found
 
     def known(self, name: str, form: TypeAdapter[Found]) -> Found:
-        """Return a result of an earlier process."""
+        """Return a stored result."""
         try:
             return form.validate_python(self._found[name])
         except ValidationError as error:
             raise self._damaged(f"{name!r} has another form") from error
 
     def add(self, name: str, form: TypeAdapter[Found], found: Found) -> None:
-        """Write and flush a result."""
+        """Store a result, and flush it to disk."""
         self._append([name, form.dump_python(found, mode="json")])
 
     def remove(self) -> None:
@@ -120,7 +122,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _differences(before: Any, now: dict[str, Any]) -> str:
-    """List the settings that differ. Raises ValueError: the first line holds no identity."""
+    """Return the names of the settings that differ; raise ValueError if the first line has no identity."""
     old = before.get("identity") if isinstance(before, dict) else None
     if not isinstance(old, dict):
         raise ValueError("its first line holds no identity")

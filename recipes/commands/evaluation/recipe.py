@@ -1,4 +1,4 @@
-"""Recipe and rows of an evaluation, from a file or from the named artifacts alone."""
+"""Recipe and rows of an evaluation, from a recipe file or from artifacts on the command line."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def evaluate_recipe(
     command: str = "evaluate",
     names: Sequence[str] = (),
 ) -> EvaluateRecipe:
-    """Return the recipe of an evaluation with changes.
+    """Return the recipe of an evaluation after changes.
 
     Args:
-        name: File or name of a recipe. Without one, or with a change in its place, `evaluate/all-methods` is run with
-            the given parts, on `spec-bench` and with the tokenizer's chat template unless others are given.
-        overrides: Changes of the form `key.path=value`; they take precedence.
+        name: File or name of a recipe. If it is None or a change, `evaluate/all-methods` is used with the given parts
+            and, by default, with `spec-bench` and the tokenizer's chat template.
+        overrides: Changes of the form `key.path=value`, which take precedence over `given`.
         given: Changes by key; None and False are ignored.
         command: Name of the command in messages.
-        names: Labels or methods of the rows to run, whose baselines are added; by default the recipe's rows or, without
-            a recipe, those of `core_methods`. The change `methods=all` runs every method that the parts allow.
+        names: Labels or methods of the rows to run, whose baselines are added. By default these are the rows of the
+            recipe or, without a recipe, of `core_methods`; `methods=all` selects every method that the parts allow.
 
     Raises:
         ValueError: Neither a recipe nor a target is given.
@@ -61,7 +61,7 @@ def evaluate_recipe(
     if names:
         recipe = recipe.model_copy(update={"methods": chosen_rows(recipe, names)})
     if name is None:
-        if not has_template:  # plain values are checked before the tokenizer is loaded
+        if not has_template:  # after all checks, since it loads the tokenizer
             recipe = recipe.model_copy(update={"template": template_of(recipe.target)})
         more = "" if names else "; methods=all: every method of these artifacts; --method NAME: one"
         log(f"{command}: {', '.join(recipe.labels())}; prompts in the template {recipe.template!r}{more}")
@@ -78,8 +78,11 @@ def chosen_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSect
 
 
 def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
-    """Return rows by label or method, with default options for a method that has none. Raises ValueError: an unknown
-    name, or a method that needs a part that the recipe lacks."""
+    """Return rows by label or method; a method without a row gets its default options.
+
+    Raises:
+        ValueError: A name is unknown, or a method needs a part that the recipe lacks.
+    """
     from ....decode.methods import METHODS, method_config
 
     rows = dict(zip(recipe.labels(), recipe.methods, strict=True))
@@ -105,10 +108,10 @@ def template_of(target: str) -> str:
 
 
 def _direct(changes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the values that make `BASE` a recipe for these artifacts alone."""
+    """Return the values that turn `BASE` into a recipe for the given artifacts only."""
     for part in ("target", *PARTS):
         if part in changes:
-            check_place(changes[part])  # before slow imports
+            check_place(changes[part])  # fails before slow imports
     target = str(changes["target"])
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
     methods = "all" if names else [{"method": name} for name in core_methods(changes)]

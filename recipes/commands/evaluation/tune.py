@@ -1,4 +1,4 @@
-"""`draftsmith tune`: measure the settings of every method, the fastest ones on more and more prompts."""
+"""`draftsmith tune`: search for the fastest settings of each method, with more prompts in each round."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ...session.terminal import console, log
 from .evaluate import evaluate_once
 
 FIRST_PROMPTS, GROWTH = 8, 4
-"""Number of prompts of the first round, and its growth in each round."""
+"""Number of prompts of the first round, and growth factor of each round."""
 
 
 def run_tune(recipe: EvaluateRecipe) -> list[Measurement]:
     """Find the fastest settings of the recipe's methods, and return the measurements of the last round.
 
-    Options of the recipe that are not searched stay fixed. With the baseline alone, every method is tuned for which
-    the recipe has the parts. Each round is an evaluation in a directory next to `recipe.out`, so that an interrupted
+    Options of the recipe that are not searched stay fixed. If the recipe has only the baseline, all methods that its
+    artifacts allow are tuned. Each round is an evaluation in a directory next to `recipe.out`, so that an interrupted
     run resumes. `recipe.yaml` holds the settings of the last round.
     """
     folder = Path(recipe.out).with_suffix(".tune")
@@ -70,7 +70,7 @@ def prompts_of_rounds(prompts: int, batch: int) -> list[int]:
 
 
 def available_in(recipe: EvaluateRecipe) -> Available:
-    """Return what the recipe's artifacts allow to tune."""
+    """Return the parts and features of the recipe's artifacts, which limit the settings to tune."""
     heads, table, parallel = 0, False, False
     if recipe.heads is not None:
         heads = load_manifest(Path(place_of(recipe.heads, "heads"))).shapes["num_heads"]
@@ -83,7 +83,7 @@ def available_in(recipe: EvaluateRecipe) -> Available:
 
 
 def rows_to_tune(recipe: EvaluateRecipe) -> tuple[dict[str, MethodSection], dict[str, str]]:
-    """Return the settings to tune by label, and why rows of the recipe are left out.
+    """Return the settings to tune by label, and the reasons why rows of the recipe are left out.
 
     Raises:
         ValueError: No method can be tuned.

@@ -1,7 +1,7 @@
 """`draftsmith forge`: find the fastest lossless setup for a target within a time budget.
 
-A forge writes recipes and runs them like the commands do. All its state is in the files of finished stages, so that an
-interrupted forge resumes and decides as it would have.
+A forge writes recipes and runs them like the commands do. Its state is stored in the files of finished stages, so that
+an interrupted forge resumes with the same decisions.
 """
 
 from __future__ import annotations
@@ -73,19 +73,24 @@ from .stages import (
     with_heldout,
 )
 
-_TRIED = 16  # training steps that show how long a step takes
-_CERTIFIED = range(1000, 4001)  # tokens of a certificate
-_CERTIFYING = 4  # forwards per token of a certificate, with those of the small pair
-_MAX_LENGTH = 6  # draft tokens with which candidates are compared
+_TRIED = 16  # training steps for measuring the time of a step
+_CERTIFIED = range(1000, 4001)  # number of tokens of a certificate
+_CERTIFYING = 4  # forward passes per certified token, including the small pair
+_MAX_LENGTH = 6  # maximum number of draft tokens when candidates are compared
 
 
 def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
-    """Find the fastest setup; return the decisions and measurements that `forge.json` and `forge.html` hold.
+    """Find the fastest setup, and write `forge.json` and `forge.html`.
 
-    With `plan_only`, a few answers are generated and nothing is trained; the results are in `plan.json`.
+    Args:
+        recipe: Recipe of the forge.
+        plan_only: Generate a few answers, train nothing, and write `plan.json` and `plan.html` instead.
+
+    Returns:
+        The decisions and measurements of the JSON file.
 
     Raises:
-        ValueError: As the recipes that it writes; a folder of another forge; too few prompts.
+        ValueError: The directory belongs to another forge, there are too few prompts, or a stage fails.
     """
     out = Path(recipe.out)
     check_writable(out, folder=True)
@@ -97,7 +102,7 @@ def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
 
 
 class _Forge:
-    """A forge; its methods are in the order in which they run."""
+    """State of a forge; the methods are in the order in which they run."""
 
     def __init__(self, recipe: ForgeRecipe, out: Path) -> None:
         self.recipe, self.out, self.base = recipe, out, base_of(recipe)
@@ -108,17 +113,17 @@ class _Forge:
         batches, temperatures = dict.fromkeys(recipe.batch), dict.fromkeys(recipe.temperature)
         self.workloads = [Workload(*each) for each in itertools.product(batches, temperatures)]
         self.sources = {"prompt lookup": Source("prompt lookup")}
-        """What settings are tuned for, by name."""
+        """Sources of drafts to tune, by name."""
         self.has_table = False
         self.compared: dict[Workload, dict[str, Measurement]] = {each: {} for each in self.workloads}
-        """Given drafters, and candidates after short training."""
+        """Measurements of given drafters, and of candidates after short training."""
         self.rows: dict[str, Row] = {}
         self.tuned: dict[Workload, list[Measurement]] = {each: [] for each in self.workloads}
         self.winners: dict[Workload, Measurement] = {}
         self.verdicts: dict[Workload, dict[str, str]] = {}
 
     def run(self, plan_only: bool) -> dict[str, Any]:
-        """Run all stages."""
+        """Run all stages, and return the results."""
         with self.ledger.stage("corpus"):
             self.questions = prepare_prompts(self.recipe, self.base, self.out)
         with self.ledger.stage("costs"):
@@ -153,7 +158,7 @@ class _Forge:
         return stem if len(self.workloads) == 1 else f"{stem}-{workload.slug}"
 
     def _plan(self, supports_eagle: bool, asked: int, seconds_per_answer: float) -> list[Candidate]:
-        """Choose the candidates that could gain anything, and the number of prompts to compare them with."""
+        """Choose candidates that could be faster than the baseline, and the number of prompts to compare them with."""
         self.section = "Plan: costs, candidates and budget"
         more = self.curve(4) - self.curve(1)
         self._note(f"a forward takes {1e3 * self.curve(1):.1f} ms, {1e3 * more:.1f} ms more with three more tokens")
@@ -163,7 +168,7 @@ class _Forge:
             for batch, (_, reason) in found.items():
                 self._note(reason if len(batches) == 1 else f"batch {batch}: {reason}")
             chosen += [candidate] if any(able for able, _ in found.values()) else []
-        rows = 2 * max(1, len(chosen) + len(self.recipe.drafters))  # each with a baseline
+        rows = 2 * max(1, len(chosen) + len(self.recipe.drafters))  # each row is measured next to a baseline
         self.prompts = {each: self._count_prompts(each, SHARES["measure"], rows) for each in self.workloads}
         self._note(f"{asked:,} of {self.questions.answered:,} prompts are answered")
         parts = {"answers": asked * seconds_per_answer, "certificates": len(self.workloads) * self._certifying()}
@@ -178,7 +183,7 @@ class _Forge:
         return chosen
 
     def _count_prompts(self, workload: Workload, share: float, rows: int) -> int:
-        """Count the prompts with which so many rows can be measured in a share of the budget."""
+        """Return the number of prompts on which `rows` rows can be measured in a share of the budget."""
         seconds, most = share * self.seconds / len(self.workloads), self.questions.held_out // workload.batch
         return workload.batch * count_batches(seconds, rows, self._batch_seconds(workload), most)
 
@@ -187,7 +192,7 @@ class _Forge:
         return workload.batch * self.prefill + self.recipe.new_tokens * self.curve(workload.batch)
 
     def _certified_tokens(self) -> int:
-        """Return the tokens of each certificate that the budget pays for; 0 for no certificate."""
+        """Return the number of tokens per certificate that the budget allows, or 0 for no certificate."""
         share = SHARES["certify"] * self.seconds / len(self.workloads)
         tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
         return tokens if tokens in _CERTIFIED else 0
@@ -256,12 +261,12 @@ class _Forge:
     def _launch(self, stage: DrafterRecipe | HeadsRecipe, file: Path) -> None:
         write_recipe(stage, file)
         gc.collect()
-        torch.cuda.empty_cache()  # the first process is on the same device
+        torch.cuda.empty_cache()  # the first launched process uses the same device
         for words in (("prepare", str(file), "--teacher"), ("train", str(file))):
             run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *words)
 
     def _train_candidates(self, candidates: Sequence[Candidate]) -> None:
-        """Train all candidates for a short time, and the first of each workload for the rest of the time."""
+        """Train all candidates for a short time, and the best one of each workload for the rest of the time."""
         known = {each.name: each for each in candidates}
         if not known:
             self._note("nothing is trained: no candidate could be faster than autoregressive decoding")
@@ -287,7 +292,7 @@ class _Forge:
             self.sources[name] = self._train(known[name], max(trained[name].steps, int(seconds / rates[name])))
 
     def _try_steps(self, known: dict[str, Candidate], most: float) -> tuple[dict[str, float], float]:
-        """Train each candidate for a few steps while there is time; return their seconds per step, and the time."""
+        """Train candidates for a few steps each while there is time; return seconds per step, and the time spent."""
         rates, tried, last = dict[str, float](), 0.0, 0.0
         for name, candidate in known.items():
             if rates and tried + last > most:
@@ -301,9 +306,9 @@ class _Forge:
         return rates, tried
 
     def _training_seconds(self, moment: str, *later: str) -> float:
-        """Return the time for training at a moment, without the shares of what comes later.
+        """Return the time that is left for training at a moment, without the shares of later stages.
 
-        What is spent is written when the moment is first reached, so that a forge that resumes decides the same.
+        The time spent so far is stored at the first call, so that a resumed forge makes the same decisions.
         """
         path, budget = self.out / f"{moment}.json", f"{self.recipe.hours:g} hours"
         spent: dict[str, float] = load_json(path, "spent")["spent"] if path.is_file() else {}
@@ -334,7 +339,7 @@ class _Forge:
             self._serve()
 
     def _tune(self, workload: Workload) -> list[Measurement]:
-        """Measure all settings on a few prompts, and those that may be the fastest on others that chose none."""
+        """Measure all settings on a few prompts, and the fastest ones on other prompts."""
         share, batch_seconds = SHARES["tune"] / 2, self._batch_seconds(workload)
         few, many = workload.batch * MIN_BATCHES, self._count_prompts(workload, share, 1 + MAX_FINALISTS)
         seconds, compared = share * self.seconds / len(self.workloads), self.compared[workload]
@@ -357,7 +362,7 @@ class _Forge:
             return tune_sources(list(self.sources))
         except NotLosslessError:
             raise
-        except ValueError as error:  # given drafters that fit the target, but not the trained ones
+        except ValueError as error:  # given drafters may be incompatible with the trained ones
             if not (own := [name for name in self.sources if name not in self.recipe.drafters]):
                 raise
             self._note(f"given drafters are left out: {error}", workload)
@@ -381,11 +386,11 @@ class _Forge:
             raise NotLosslessError(f"{broken[0]} is not lossless: {beside(Path(recipe.out), KIND)} has the evidence")
 
     def _serve(self) -> None:
-        """Tune the draft lengths of the winners and of what was trained to the end, in the engine that will run it."""
+        """Tune the draft lengths of the winners and of fully trained drafters in the serving engine."""
         self.section = f"Draft lengths in {self.recipe.engine}"
         trained = [name for name, source in self.sources.items() if source.steps]
         for name in dict.fromkeys([*(winner.name for winner in self.winners.values()), *trained]):
-            self._write()  # in case the engine does not start
+            self._write()  # keeps the results if the engine fails to start
             source = self.sources[name]
             artifact = None if source.artifact is None else folder_of(source.artifact)
             given = f"given-{1 + self.recipe.drafters.index(name)}" if name in self.recipe.drafters else "lookup"

@@ -1,4 +1,4 @@
-"""Draft lengths and speedups of a forge's drafters in the serving engine that will run them."""
+"""Measurement of a forge's drafters in the serving engine that will run them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..serving.engines import ENGINES, HOST, commands_of, engine_recipe
 from ..serving.lengths import MAX_TOKENS, max_draft_tokens, run_tune_lengths
 
 ENGINE_FIELDS = ("engine", "engine_options", "llama_cpp")
-"""Fields of a forge that may change when it resumes."""
+"""Fields of a forge that may be changed when it resumes."""
 
 
 def check_engine(recipe: ForgeRecipe) -> None:
@@ -51,7 +51,7 @@ def check_engine(recipe: ForgeRecipe) -> None:
 
 
 def form_for(engine: str, artifact: Path) -> str | None:
-    """Return the form in which an engine reads an artifact; None if it reads none of its kind."""
+    """Return the export format of an artifact for an engine, or None if the engine has none for its kind."""
     kind, eagle = load_manifest(artifact).kind, is_eagle(artifact)
     fitting = [form for form in ENGINES[engine].forms if FORMATS[form].kind == kind]
     fitting = [form for form in fitting if kind != "heads" or form.startswith("eagle3") == eagle]
@@ -59,9 +59,12 @@ def form_for(engine: str, artifact: Path) -> str | None:
 
 
 def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompts: int) -> list[str]:
-    """Export a drafter for the engine, tune its draft length at each temperature and batch, and describe the results.
+    """Export a drafter for the engine, and tune its draft length at each temperature and batch size.
 
     Finished measurements are reused.
+
+    Returns:
+        Lines that describe the results, or the reason why there are none.
     """
     assert recipe.engine is not None
     out, engine = Path(recipe.out), recipe.engine
@@ -96,7 +99,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
 
 
 def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -> str | None:
-    """Write the export of an artifact, or of a model, which is imported first; return why it cannot be written."""
+    """Export an artifact, or a model that is imported first; return the reason if this fails."""
     if (export / MANIFEST_FILE).is_file():
         return None
     assert recipe.engine is not None
@@ -110,13 +113,13 @@ def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -
             return f"{recipe.engine} reads no drafters such as {artifact}"
         checkout = Path(recipe.llama_cpp) if recipe.llama_cpp and recipe.engine == "llama.cpp" else None
         export_artifact(artifact, form, export, FORMATS, ExportOptions(target=target, llama_cpp=checkout))
-    except ValueError as error:  # such as a given drafter with another tokenizer
+    except ValueError as error:  # for example a given drafter with another tokenizer
         return f"{recipe.engine} cannot draft with {artifact}: {error}"
     return None
 
 
 def _free_urls(count: int) -> list[str]:
-    """Return addresses on this machine at which nothing listens."""
+    """Return URLs with unused ports on this machine."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -41,10 +41,10 @@ STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table"
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
-    """Run the unfinished stages and the evaluation; return its results.
+    """Run the unfinished stages and the evaluation, and return the results.
 
     Raises:
-        ValueError: `out` holds a quickstart of other settings.
+        ValueError: `out` holds a quickstart with other settings.
     """
     out, resolved, start = Path(recipe.out), resolve(recipe), time.monotonic()
     check_writable(out, folder=True)
@@ -53,7 +53,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
             check_folder(out / "quickstart.yaml", recipe, ("evaluate",))
         given = resolved.target if isinstance(resolved.target, str) and not (out / "target").is_dir() else None
         if given is not None:
-            find_target(given)  # before anything is made
+            find_target(given)  # fails before any stage runs
         write_recipe(recipe, out / "quickstart.yaml")
         make_corpus(recipe, out / "corpus")
         if given is not None:
@@ -73,8 +73,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 
 
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
-    """The recipe with `{out}` filled in, the seed handed down, and training steps and the target's answers scaled by
-    the minutes asked for."""
+    """Return the recipe with values for its stages: directory, seed, scaled numbers of steps and answers, precision."""
     values = filled(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / recipe.reference_minutes
     trained = [values[name] for name in ("target", "eagle", "drafter", "distilled", "heads")]
@@ -100,7 +99,7 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
 
 
 def filled(value: Any, mark: str, folder: str) -> Any:
-    """Return a value of a recipe with a folder in place of a mark in its strings."""
+    """Replace a placeholder by a directory in all strings of a value."""
     if isinstance(value, str):
         return value.replace(mark, folder)
     if isinstance(value, dict):
@@ -109,7 +108,7 @@ def filled(value: Any, mark: str, folder: str) -> Any:
 
 
 def run_stage(stage: Any) -> None:
-    """Run the recipe of a stage, with the cache of the teacher if it has one; reuse what is finished."""
+    """Run the recipe of a stage, and before it the teacher cache if it has one; finished work is reused."""
     if isinstance(stage, RegenerateRecipe):
         run_regenerate(stage)
         return
@@ -121,7 +120,7 @@ def run_stage(stage: Any) -> None:
 
 
 def find_target(name: str) -> Path:
-    """Return the GGUF file or model folder of a target by its name in a recipe.
+    """Return the GGUF file or model directory of a target by its name in a recipe.
 
     Raises:
         ValueError: It does not exist, or the package that should contain it is not installed.
@@ -130,7 +129,7 @@ def find_target(name: str) -> Path:
 
 
 def make_target(name: str, folder: Path) -> None:
-    """Convert the target's GGUF file to a model folder, or link to its folder."""
+    """Convert the target's GGUF file to a model directory, or link to its directory."""
     found = find_target(name)
     log(f"— target: {found} → {folder}")
     import_gguf(found, folder) if is_gguf(found) else folder.symlink_to(found.resolve())
@@ -175,7 +174,7 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
 
 
 def make_tokenizer(vocab_size: int, corpus: Path, folder: Path) -> None:
-    """A byte-level BPE trained on the corpus."""
+    """Train a byte-level BPE tokenizer on the corpus, and save it."""
     if (folder / "tokenizer_config.json").is_file():
         log(f"— tokenizer: reusing {folder}")
         return
@@ -188,9 +187,12 @@ def make_tokenizer(vocab_size: int, corpus: Path, folder: Path) -> None:
 
 
 def check_folder(file: Path, recipe: QuickstartRecipe | ForgeRecipe, free: Collection[str]) -> None:
-    """Check that a folder's recipe, if there is one, is this one up to the fields `free`.
+    """Check that a directory was made with the same recipe, except for the fields `free`.
 
-    Corpus, tokenizer and target know nothing of recipes, so the folder as a whole must belong to one.
+    Corpus, tokenizer and target do not record their recipe, so a directory belongs to one recipe.
+
+    Raises:
+        ValueError: The recipe `file` in the directory differs.
     """
     if not file.is_file():
         return

@@ -51,10 +51,10 @@ METHODS: dict[Kind | None, tuple[str, ...]] = {
 """Names of the methods that are tuned for each kind of drafter; None is prompt lookup."""
 COSTS_FILE = "costs.json"
 REVERSED_HELDOUT = "heldout-reversed.jsonl"
-"""Held-out prompts in reverse order, so that settings are confirmed on other prompts than those that chose them."""
-_PROBED = 24  # answers that are timed
+"""Held-out prompts in reverse order, so that settings are chosen and confirmed on different prompts."""
+_PROBED = 24  # answers that are generated to measure their time
 _CONTEXT = 200
-_HELD_OUT = 4  # expected number of answers that are held out, at least
+_HELD_OUT = 4  # minimum expected number of held-out answers
 
 
 class Source(NamedTuple):
@@ -62,7 +62,7 @@ class Source(NamedTuple):
 
     name: str
     kind: Kind | None = None
-    """None is prompt lookup."""
+    """Kind of the drafter; None for prompt lookup."""
     artifact: str | None = None
     steps: int = 0
     """Number of training steps."""
@@ -76,7 +76,7 @@ class Source(NamedTuple):
         return [Row(self, *each) for each in interleave(listed)]
 
     def default(self, gamma: int) -> Row:
-        """Return the setting with which candidates are compared."""
+        """Return the setting that compares candidates."""
         if self.kind == "heads":
             return Row(self, "medusa", {"tree": "2x1"})
         return Row(self, "speculative", {"gamma": gamma} | ({"parallel": True} if self.kind == "parallel" else {}))
@@ -96,7 +96,7 @@ class Row(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Sizes of the prompts."""
+    """Numbers and lengths of the prompts."""
 
     answered: int
     """Number of prompts that the target may answer."""
@@ -107,7 +107,7 @@ class Prompts(NamedTuple):
 
 
 class Ledger:
-    """Seconds that each stage took, in all processes of a forge."""
+    """Time that each stage took, in all runs of a forge."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -115,7 +115,7 @@ class Ledger:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of a stage, however it ends."""
+        """Add the time of a stage, even if it fails."""
         began = time.monotonic()
         try:
             yield
@@ -125,20 +125,20 @@ class Ledger:
 
     @property
     def spent(self) -> float:
-        """Seconds of all stages."""
+        """Total time of all stages in seconds."""
         return sum(self.seconds.values())
 
 
 def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Prompts:
-    """Write the target's folder and the prompts; return the sizes of the prompts.
+    """Write the target's directory and the prompts, and return the sizes of the prompts.
 
     Raises:
-        ValueError: Too few prompts, or a folder of another forge.
+        ValueError: There are too few prompts, or the directory belongs to another forge.
     """
     target, corpus = out / "target", out / "corpus"
     if (out / COSTS_FILE).is_file():
         check_folder(out / "forge.yaml", recipe, ("hours", "more_hours", "out", *ENGINE_FIELDS))
-    elif (out / "forge.yaml").is_file():  # too few prompts, or interrupted: another recipe may take the folder
+    elif (out / "forge.yaml").is_file():  # stopped early: another recipe may use the directory
         shutil.rmtree(corpus, ignore_errors=True)
         target.unlink() if target.is_symlink() else shutil.rmtree(target, ignore_errors=True)
     write_recipe(recipe, out / "forge.yaml")
@@ -162,7 +162,7 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
 
 
 def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, Any]:
-    """Measure the target's forwards and answers once; return its shape and these costs."""
+    """Measure the target's forward passes and answers once, and return its shape and these costs."""
     path, answers = out / COSTS_FILE, min(_PROBED, prompts)
     if path.is_file():
         return dict(load_json(path, "seconds_per_answer"))
@@ -179,7 +179,7 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
     with suppress(ValueError):  # EAGLE-3 does not support the target
         EagleHeads.for_target(model.config)
         found["eagle"] = True
-    del model, head, inner  # loaded again for the answers
+    del model, head, inner  # the target is loaded again for the answers
     gc.collect()
     torch.cuda.empty_cache()
     probe = answers_of(base, answers, "probe")
@@ -193,14 +193,18 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
 
 
 def kind_of(drafter: Path) -> Kind:
-    """Return the kind of a given drafter. Raises ValueError if the folder holds no model."""
+    """Return the kind of a given drafter.
+
+    Raises:
+        ValueError: The directory holds no model.
+    """
     if is_eagle(drafter):
         return "eagle"
     return "drafter" if is_adapter(drafter) or mask_token(load_config(drafter)) is None else "parallel"
 
 
 def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
-    """Return the stages of `realpair` for the recipe's target, prompts and folder."""
+    """Return the stages of the recipe `realpair` with the target, prompts and directory of a forge."""
     values: dict[str, Any] = read_extended(find_recipe("realpair"))
     values |= {"out": recipe.out, "target": recipe.target, "seed": recipe.seed}
     own = {"template": recipe.template, "template_options": recipe.template_options}
@@ -217,7 +221,7 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
 
 
 def with_heldout(base: QuickstartRecipe, answers: int) -> QuickstartRecipe:
-    """Return the stages with a larger held-out share if there are few answers, of which none might be held out."""
+    """Return the stages with a larger held-out share if there are few answers, so that some are held out."""
     stages: dict[str, Any] = {}
     for name in ("eagle", "drafter", "heads", "table"):
         stage = getattr(base, name)
@@ -227,7 +231,7 @@ def with_heldout(base: QuickstartRecipe, answers: int) -> QuickstartRecipe:
 
 
 def answers_of(base: QuickstartRecipe, count: int, name: str) -> RegenerateRecipe:
-    """Return the recipe of the target's answers to so many prompts."""
+    """Return the recipe that generates the target's answers to `count` prompts."""
     return base.answers.model_copy(update={"limit": count, "out": f"{base.out}/{name}.jsonl"})
 
 
@@ -238,7 +242,7 @@ def training_of(
     stage = {"eagle": base.eagle, "heads": base.heads}.get(candidate.kind, base.drafter)
     assert stage is not None
     train = stage.train.model_copy(update={"steps": steps, "global_batch": stage.train.global_batch * processes})
-    measure = stage.measure.model_copy(update={"prompts": 0})  # a forge measures by itself
+    measure = stage.measure.model_copy(update={"prompts": 0})  # the forge runs its own evaluations
     changes: dict[str, Any] = {"out": str(out), "train": train, "measure": measure}
     full = {} if vocabulary > DRAFT_VOCABULARY else {"vocabulary": None}
     if isinstance(stage, DrafterRecipe):
@@ -258,7 +262,7 @@ def evaluation_of(
     prompts: int,
     prompts_file: str = "heldout.jsonl",
 ) -> EvaluateRecipe:
-    """Return the evaluation of the baseline and of settings, with all that they draft with, on held-out prompts."""
+    """Return the evaluation of the baseline and the given settings on held-out prompts."""
     values = base.evaluate.model_dump(mode="json")
     drafters = list(dict.fromkeys(row.source.artifact for row in rows if row.source.kind not in (None, "heads")))
     methods: list[dict[str, Any]] = [{"method": "autoregressive"}]
