@@ -10,7 +10,7 @@ from ...checkpoints.artifact.model_ref import is_unchanged
 from ...checkpoints.storage.safe_read import read_document
 from .tables import DASH, Cell, Column, Table, number_cell, render
 
-if TYPE_CHECKING:  # Reports are made without the libraries that decode.
+if TYPE_CHECKING:  # Reports do not import the decoding libraries.
     from ...decode.evaluation.certify.certify import Certificate
 
 SCHEMA = 1
@@ -24,7 +24,11 @@ _COLUMNS = [
 
 
 def load_certificate(path: Path) -> dict[str, Any]:
-    """Load a certificate that `draftsmith certify` wrote. Raises ValueError: another kind of file, or a newer one."""
+    """Load a certificate that `draftsmith certify` wrote.
+
+    Raises:
+        ValueError: The file is of another kind or of a newer version.
+    """
     found = read_document(path, SCHEMA, "draftsmith certify")
     if found.get("kind") != KIND:
         raise ValueError(f"{path} is no certificate, its kind is {found.get('kind')!r}")
@@ -50,7 +54,7 @@ def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any
 def certificates_table(
     title: str, certificates: Sequence[Mapping[str, Any]], stress: Sequence[Mapping[str, Any]]
 ) -> Table:
-    """Return one row per method, and one for all checks of a method on the small pair."""
+    """Return a table with a row per method, and a row for all checks of a method on the small pair."""
     rows = []
     groups = {one["label"]: [other for other in stress if other["label"] == one["label"]] for one in stress}
     for one in [*map(_merge, groups.values()), *certificates]:
@@ -71,7 +75,7 @@ def certificates_table(
 
 
 def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the checks of one method on the small pair: the worst verdict and the least power."""
+    """Merge the checks of one method on the small pair, keeping the worst verdict and the lowest power."""
     worst = max(group, key=lambda one: VERDICTS.index(one["verdict"]))
     sums = {key: sum(one[key] for one in group) for key in ("tokens", "faults", "near_ties")}
     merged = {"label": worst["label"], "verdict": worst["verdict"], "sampling": {"temperature": None}, "bias": {}}

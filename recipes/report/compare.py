@@ -20,19 +20,21 @@ Row = Mapping[str, Any]
 
 
 class Comparison(NamedTuple):
-    """Comparison of results."""
+    """Tables and notes of a comparison of results."""
 
     names: list[str]
     tables: list[Table]
     notes: list[str]
-    """What differs between them, and what that means for the numbers."""
+    """Differences between the results, and their consequences for the numbers."""
 
 
 def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
-    """Compare the methods that all results hold, by label and temperature.
+    """Compare the methods that all results contain, by label and temperature.
 
-    A change is bold if the 95 % intervals of the two values do not overlap. Raises ValueError: no method at the same
-    temperature is in all results.
+    A change is bold if the 95 % intervals of the two values do not overlap.
+
+    Raises:
+        ValueError: No method at the same temperature is in all results.
     """
     held = [{(row["label"], float(row["temperature"])): row for row in result["methods"]} for result in results]
     common = [key for key in held[0] if all(key in rows for rows in held)]
@@ -61,7 +63,7 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
 
 
 def _differences(first: str, name: str, one: Results, other: Results) -> list[str]:
-    """Return the machine, settings, prompts and versions in which two results differ."""
+    """Return notes on the machine, settings, prompts and versions in which two results differ."""
     sides = (one, other)
     about = ("device", "name", "cores", "threads")
     facts: dict[str, list[Any]] = {

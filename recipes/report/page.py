@@ -1,4 +1,4 @@
-"""`report.html`: results of evaluations and benchmarks as one self-contained page without scripts from elsewhere."""
+"""`report.html`: results of evaluations and benchmarks as one self-contained page."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ Results = Mapping[str, Any]
 
 
 def report_beside(results: Path) -> Path:
-    """Return the report of a results file: `report.html` for `results.json`, otherwise `NAME.html` for `NAME.json`."""
+    """Return the path of the report: `report.html` for `results.json`, otherwise `NAME.html` for `NAME.json`."""
     return results.with_name("report.html" if results.name == "results.json" else f"{results.stem}.html")
 
 
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report of results files, by default next to the first, and print how the others differ from it. Raises
-    ValueError: the same results twice."""
+    """Write the report of results files, and print how the others differ from the first.
+
+    Raises:
+        ValueError: The same file is given twice.
+    """
     names, loaded = short_names(paths), [load_results(path) for path in paths]
     comparison = compare(names, loaded) if len(loaded) > 1 else None
     written = write_report(out or report_beside(paths[0]), paths, loaded, comparison)
@@ -61,7 +64,7 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 def write_report(
     out: Path, paths: Sequence[Path], results: Sequence[Results], comparison: Comparison | None = None
 ) -> Path:
-    """Write the page atomically. A certificate next to the results that cannot be read becomes an alert."""
+    """Write the page atomically; a certificate next to the results that cannot be read becomes an alert."""
     names = short_names(paths)
     parts = ["<h1>Speculative decoding, measured</h1>"]
     if comparison is not None:
@@ -86,7 +89,7 @@ def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
 
 
 def write_page(out: Path, title: str, body: str) -> Path:
-    """Write a page atomically; the headings and captions of `body` (HTML) become the contents after its title."""
+    """Write a page atomically, with a table of contents from the headings and captions of `body` (HTML)."""
     links: list[tuple[str, str]] = []
 
     def anchored(found: re.Match[str]) -> str:
@@ -101,7 +104,7 @@ def write_page(out: Path, title: str, body: str) -> Path:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return short names that distinguish the files. Raises ValueError: the same file twice."""
+    """Return short names that distinguish the files; raise ValueError if a file is given twice."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
     names = ["/".join(path.parts[-2:]) for path in paths]
@@ -109,7 +112,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _context(results: Results) -> dict[str, Any]:
-    """Return what the template shows of results."""
+    """Return the values for the template of an evaluation."""
     rows, machine, is_bench = results["methods"], results["machine"], results["kind"] == BENCH
     temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
     groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}
@@ -133,7 +136,7 @@ def _context(results: Results) -> dict[str, Any]:
 
 
 def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the fastest lossless method at a temperature, and those that are not clearly slower."""
+    """Return the fastest lossless method at a temperature, and the methods that are not clearly slower."""
     best = best_lossless(rows)
     if best is None:
         return {"temperature": f"{temperature:g}", "best": None}
@@ -151,7 +154,7 @@ def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return a sentence that says how much faster a server is with drafts, and at which loads it is slower."""
+    """Return a sentence about the best speedup of a server, and the loads at which it is not faster."""
     known = [row for row in rows if row["method"] != BASELINE and row["speedup"] is not None]
     if not known:
         return "There is no baseline to compare with: give --baseline."

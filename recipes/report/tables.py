@@ -1,4 +1,4 @@
-"""Tables as HTML and for the terminal. A missing value is a dash; a cell carries its sort key."""
+"""Tables for HTML and the terminal. Missing values are dashes, and cells carry sort keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 Numbered = tuple[int, Row]
 """Row and its number on the page."""
 DASH = "–"
-_DEPTHS = 12  # shown at most
+_DEPTHS = 12  # maximum number of columns of the table by depth
 
 
 @cache
@@ -32,7 +32,7 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template; texts are escaped, objects with `__html__` such as `Table` are not."""
+    """Render a template; strings are escaped, but not objects with `__html__` such as `Table`."""
     from markupsafe import Markup
 
     return Markup(_environment().get_template(template).render(**values))
@@ -55,7 +55,7 @@ class Cell(NamedTuple):
     note: str = ""
     """Small print below the text, on the page only."""
     style: str = ""
-    """Style on the terminal; `bold` is bold on the page, too."""
+    """Style on the terminal; `bold` is also bold on the page."""
     mark: str = ""
     """Text before the cell, on the page only."""
 
@@ -68,7 +68,7 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     kinds: Sequence[str] = ()
-    """`best`, `slower` or nothing for each row; empty: rows are not distinguished."""
+    """`best`, `slower` or an empty string for each row; empty if rows are not distinguished."""
 
     def __html__(self) -> str:
         return render("table.html", table=self)
@@ -80,7 +80,7 @@ class Table:
         table = RichTable(title=self.caption, **look)
         for column in self.columns:
             heading = f"{column.heading} {column.unit}".strip().replace(" %", "\N{NO-BREAK SPACE}%")
-            if column.numeric:  # is as narrow as it can be without breaking a number or a word
+            if column.numeric:  # as narrow as possible without breaking numbers or words
                 table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
             else:
                 table.add_column(heading, overflow="fold")
@@ -91,7 +91,7 @@ class Table:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """Format a number; anything else, NaN included, is a dash."""
+    """Format a number; other values, including NaN, become a dash."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return DASH
     return f"{value:,.{digits}f}"
@@ -103,7 +103,7 @@ def number_cell(value: Any, digits: int = 2) -> Cell:
 
 
 def interval_cell(pair: Any, digits: int = 2) -> Cell:
-    """Return `1.80–2.10`, or a dash, sorted by its lower end."""
+    """Return a cell such as `1.80–2.10` or a dash, sorted by its lower end."""
     if not pair:
         return Cell(DASH)
     return Cell(f"{number(pair[0], digits)}–{number(pair[1], digits)}", pair[0])
@@ -134,7 +134,7 @@ def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: floa
 
 
 def _lossless(row: Row) -> Cell:
-    """Return whether a method is lossless, and on how many prompts its text was greedy decoding's."""
+    """Return whether a method is lossless, and on how many prompts it wrote the greedy text."""
     same, ties = row.get("identical_to_greedy"), row.get("near_ties")
     seen = f" {same[0]}/{same[1]}" if same and row.get("lossless") else ""
     note = f"{ties} near-tie{'s' * (ties > 1)}" if ties else ""
@@ -142,12 +142,12 @@ def _lossless(row: Row) -> Cell:
 
 
 def _share_cell(pair: Any) -> Cell:
-    """Return `3/4`, or a dash."""
+    """Return a cell such as `3/4`, or a dash."""
     return Cell(f"{pair[0]}/{pair[1]}" if pair else DASH)
 
 
 def speedup_cell(row: Row) -> Cell:
-    """Return the speedup, marked if the row's times are unsteady."""
+    """Return the speedup, marked if the times of the row are unsteady."""
     cell = number_cell(row.get("speedup"))
     if row.get("steady") is not False:
         return cell
@@ -155,7 +155,7 @@ def speedup_cell(row: Row) -> Cell:
 
 
 UNSTEADY = "?"
-"""Mark of a speedup from unsteady times."""
+"""Mark of a speedup with unsteady times."""
 _LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
 _STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
@@ -197,7 +197,7 @@ _BY_CATEGORY = (_metric("prompts", "prompts", 0), *_STEP, _PERPLEXITY, _ROUGE)
 
 
 def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
-    """Return the columns of costs, with FLOPs in a unit that suits the largest."""
+    """Return the columns of costs, with FLOPs in a unit that suits the largest value."""
     most = max((metric_of(row, "flops_per_token.total") or 0 for row in rows), default=0)
     units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
     name, size = next(((name, size) for name, size in units if most >= size), ("kFLOP", 1e3))
@@ -222,7 +222,7 @@ _KINDS = {"best": "fastest lossless method", "slower": "slower than the baseline
 
 
 def best_lossless(rows: Iterable[Row]) -> Row | None:
-    """Return the fastest lossless method except the baseline, of rows with steady times if there are any."""
+    """Return the fastest lossless method except the baseline, if possible among rows with steady times."""
     fit = [row for row in rows if row.get("lossless") and row["method"] != BASELINE and row.get("speedup") is not None]
     return max(fit, key=lambda row: (row.get("steady") is not False, float(row["speedup"])), default=None)
 
@@ -244,7 +244,7 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
 
 
 def kinds_of(rows: Sequence[Row]) -> list[str]:
-    """Return `best` at its temperature, `slower` than the baseline, or nothing for each row."""
+    """Return the kind of each row: `best` at its temperature, `slower` than the baseline, or an empty string."""
     best = [best_lossless(row for row in rows if row["temperature"] == each["temperature"]) for each in rows]
     slower = [row["method"] != BASELINE and (row.get("speedup") or 1) < 1 for row in rows]
     return [
@@ -262,7 +262,7 @@ def method_cell(index: int, row: Row, kind: str = "") -> Cell:
 
 
 def options_text(row: Row) -> str:
-    """Return options as `gamma 4, beams 8`."""
+    """Return the options of a row, such as `gamma 4, beams 8`."""
     return ", ".join(f"{name} {value}" for name, value in (row.get("options") or {}).items())
 
 

@@ -12,7 +12,7 @@ from .errors import describe
 
 
 class Section(BaseModel):
-    """Base of sections, which refuse unknown keys and values of another type."""
+    """Base class of sections, which reject unknown keys and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
@@ -47,22 +47,22 @@ class PlaceSection(Section):
 
 
 class SourceSection(PlaceSection):
-    """One corpus."""
+    """Corpus with its weight in a mixture."""
 
     source: str
     """Local file or folder (.json, .jsonl, .parquet; JSON also with .gz), name of a known corpus
     (`draftsmith prepare --list`), or hub id."""
     weight: float = Field(1.0, gt=0)
-    """How often each row is used in an epoch; 0.25 uses a quarter of the rows."""
+    """Number of uses of each row per epoch; 0.25 uses a quarter of the rows."""
 
 
 class DataSection(PlaceSection):
-    """Source of conversations, and how they become token blocks."""
+    """Source of conversations, and the settings of their token blocks."""
 
     source: str | None = None
-    """A corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` are for it."""
+    """Corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` apply to it."""
     mixture: list[SourceSection] = []
-    """Several corpora instead."""
+    """Several corpora in place of `source`."""
     clean: dict[str, Any] = {}
     """Options of cleaning, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     template: str = "vicuna-v1.1"
@@ -75,7 +75,7 @@ class DataSection(PlaceSection):
     block_tokens: int = Field(2048, ge=8)
     """Length of a training block; longer conversations are split between exchanges."""
     packing: Literal["best-fit", "pad"] = "best-fit"
-    """Fill blocks with whole documents, or pad one document each to the longest of a batch."""
+    """Packing method: fill blocks with whole documents, or pad one document each to the longest of a batch."""
     heldout_source: str | None = None
     """Conversations to evaluate on (default: `heldout_share` of the source)."""
     heldout_share: float = Field(0.01, ge=0, lt=1)

@@ -1,4 +1,4 @@
-"""Faults that pydantic finds in a recipe, told to people."""
+"""Readable messages for the validation errors of pydantic."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from ...checkpoints.storage.messages import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 _BRANCH = "DrafterRecipe]"
-"""The end of what pydantic calls it, as if that were a key, where a name may stand in its place."""
+"""Suffix of the path element that pydantic adds for a recipe in a union with a name; it is not a key."""
 
 
 def checked(model: type[Model], values: Any, under: str = "") -> Model:
-    """A section from its values. Raises ValueError: what is wrong with them, by keys below `under`."""
+    """Validate the values of a section.
+
+    Raises:
+        ValueError: The values are invalid; the message gives the paths of keys, below `under`.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -25,8 +29,10 @@ def checked(model: type[Model], values: Any, under: str = "") -> Model:
 
 
 def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
-    """A fault that pydantic found in a section (whose own path is `under`), for people: with its key's path, and the
-    nearest right name."""
+    """Describe a validation error of a section in words.
+
+    The message gives the path of the key, below `under`, and the closest valid name.
+    """
     path = [*([under] if under else []), *(part for part in map(str, fault["loc"]) if not part.endswith(_BRANCH))]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":
@@ -45,7 +51,7 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
 
 
 def _keys(model: type[BaseModel], under: str) -> Iterator[str]:
-    """Dotted paths of a section's keys and of those of the sections in it."""
+    """Yield the dotted paths of the keys of a section and its subsections."""
     for name, item in model.model_fields.items():
         path = f"{under}.{name}" if under else name
         yield path

@@ -10,28 +10,28 @@ from .data import Section
 
 
 class ForgeRecipe(Section):
-    """Find the fastest lossless setup for a target within a time budget."""
+    """Recipe that finds the fastest lossless setup for a target within a time budget."""
 
     kind: Literal["forge"]
     out: str = "runs/forge"
     """Output directory."""
     target: str
-    """Folder or hub id of the target, or a `.gguf` file."""
+    """Directory or hub id of the target, or a `.gguf` file."""
     hours: float = Field(2.0, gt=0)
     """Approximate time budget in hours."""
     more_hours: float = Field(0.0, ge=0)
-    """Additional hours for the training of the chosen candidates, also of a finished forge."""
+    """Additional hours for training the chosen candidates, also after the forge has finished."""
     template: str = "tokenizer"
-    """Chat template by name; `tokenizer`: the target's own."""
+    """Name of the chat template; `tokenizer`: the target's own."""
     template_options: dict[str, Any] = {}
     """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
     (default: 2024-07-26)."""
     prompts: list[str] = []
-    """Files of prompts representative of the workload; by default made of the documentation of installed packages."""
+    """Files of prompts representative of the workload (default: made from documentation of installed packages)."""
     heldout_share: float = Field(0.05, gt=0, lt=1)
-    """Share of the prompts that is held out for measuring."""
+    """Share of the prompts that is held out for measurements."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Maximum length of prompts for measuring."""
+    """Maximum length of the prompts in measurements."""
     drafters: list[str] = []
     """Existing drafters, tried in addition to trained ones."""
     temperature: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)
@@ -41,15 +41,15 @@ class ForgeRecipe(Section):
     new_tokens: int = Field(64, ge=8)
     """Number of new tokens per prompt when measuring."""
     engine: Literal["vllm", "sglang", "llama.cpp"] | None = None
-    """Serving engine that will run the drafters: they are exported for it, and tuned there."""
+    """Serving engine for which the drafters are exported and tuned."""
     engine_options: str = ""
-    """More arguments of the engine, such as `--dtype float32`."""
+    """Further arguments of the engine, such as `--dtype float32`."""
     llama_cpp: str | None = None
-    """Checkout of llama.cpp, whose converter writes drafters for it."""
+    """Checkout of llama.cpp with the converter that exports drafters."""
     processes: int = Field(1, ge=1)
     """Number of training processes, one per GPU."""
     launch: str = ""
-    """More options of `accelerate launch`, such as `--config_file zero2.yaml`."""
+    """Further options of `accelerate launch`, such as `--config_file zero2.yaml`."""
     seed: int = 0
     """Random seed."""
 

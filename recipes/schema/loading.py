@@ -1,4 +1,4 @@
-"""From a recipe's file and `key=value` overrides to a checked recipe, or one clear message."""
+"""Loading of recipes: from a file and `key=value` overrides to a checked recipe."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ RECIPES: dict[str, type[Section]] = {
 
 SHIPPED = Path(__file__).parents[1]
 _LEFT_OUT = ("", "pairs/", "evaluate/")
-"""Folders that the name of a shipped recipe may leave out."""
+"""Directories that may be omitted from the name of a shipped recipe."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars (1e-3 is a number, no and on are words), and no key twice."""
+    """Loader with YAML 1.2 scalars (1e-3 is a number, no and on are strings) that rejects duplicate keys."""
 
-    # A copy: the resolvers below must not change every other loader of the process.
+    # A copy, so that the resolvers below do not change other loaders of the process.
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -79,19 +79,19 @@ _Loader.add_implicit_resolver(
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Recipes that come with the package, by name (`drafter/vicuna-68m`)."""
+    """Return the files of the shipped recipes by name (`drafter/vicuna-68m`)."""
     found = {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
     return {name: path for name, path in found.items() if not name.startswith("launch/")}
 
 
 def launch_settings() -> dict[str, Path]:
-    """Settings for launching that come with the package, by name (`accelerate/zero2`, `deepspeed/zero2`)."""
+    """Return the files of the shipped launch settings by name (`accelerate/zero2`, `deepspeed/zero2`)."""
     found = sorted(path for path in (SHIPPED / "launch").glob("*/*") if path.suffix in (".yaml", ".json"))
     return {f"{path.parent.name}/{path.stem}": path for path in found}
 
 
 def first_sentence(path: Path) -> str:
-    """What a recipe's head comment says first, after its command."""
+    """Return the first sentence of a recipe's head comment after the command."""
     comment: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         if not line.startswith("#"):
@@ -101,8 +101,11 @@ def first_sentence(path: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe's file by path, or by the name of one that is shipped, without the folder where that may be left out.
-    Raises ValueError: where there is neither, with the nearest right name."""
+    """Return the file of a recipe by its path or by the name of a shipped recipe.
+
+    Raises:
+        ValueError: There is no such recipe; the message gives the closest name.
+    """
     path = Path(name)
     if path.is_file():
         return path
@@ -118,7 +121,11 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ValueError naming file and line where it is none."""
+    """Read the mapping in a YAML file.
+
+    Raises:
+        ValueError: The file is not valid YAML or not a mapping; the message gives the file and line.
+    """
     try:
         loaded = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:
@@ -133,9 +140,14 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_extended(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's mapping over that of the recipe which it `extends`, if it does: sections key by key, all else
-    replaced. The other is named as on the command line, or by its path beside this one; `above` are recipes that extend
-    this one. Raises ValueError: see `read_recipe`; recipes that extend each other."""
+    """Read a recipe, merged into the recipe that it `extends`, if any.
+
+    Sections are merged key by key, and other values are replaced. The extended recipe is named by its path next to this
+    one, or like a recipe on the command line. `above` holds the recipes that extend this one.
+
+    Raises:
+        ValueError: See `read_recipe`; also if recipes extend each other.
+    """
     if path.resolve() in above:
         raise ValueError(f"{path} extends itself, by way of {', '.join(map(str, above))}")
     values = read_recipe(path)
@@ -151,7 +163,7 @@ def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in values.items():
         under = merged.get(key)
-        # weights of objectives are a whole: half of an old mixture is not what anybody means
+        # the weights of objectives are replaced together, not merged
         if isinstance(value, dict) and isinstance(under, dict) and key != "objective":
             value = _merged(under, value)
         merged[key] = value
@@ -159,7 +171,7 @@ def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unshared(value: Any) -> Any:
-    """A copy in which YAML's aliases are values of their own, so that an override changes one of them."""
+    """Return a copy without shared YAML aliases, so that an override changes one place only."""
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value
@@ -172,13 +184,13 @@ def load_recipe(
     given: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """A checked recipe, by its file or a shipped one's name; see `parse_recipe`."""
+    """Return a checked recipe by file or name of a shipped recipe; see `parse_recipe`."""
     path = find_recipe(name)
     return parse_recipe(read_extended(path), str(path), overrides, given=given, kinds=kinds)
 
 
 def load_training(name: str, overrides: Sequence[str] = ()) -> TrainingRecipe:
-    """A checked recipe of `draftsmith train`; see `load_recipe`."""
+    """Return a checked recipe of `draftsmith train`; see `load_recipe`."""
     recipe = load_recipe(name, overrides, kinds=("drafter", "heads", "table"))
     assert isinstance(recipe, TrainingRecipe)
     return recipe
@@ -192,9 +204,18 @@ def parse_recipe(
     given: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """A checked recipe from its mapping, which is changed: by `given` (values by key path), then by `overrides`
-    (`key.path=value`, values in YAML). `where` is its file, for messages; `kinds` are those that the caller can run.
-    Raises ValueError: one message with every fault, each with its key's path and the nearest right name."""
+    """Return a checked recipe from its mapping, which is changed in place.
+
+    Args:
+        values: Mapping of the recipe.
+        where: Name of the recipe in messages, such as its file.
+        overrides: Changes of the form `key.path=value` with values in YAML, applied last.
+        given: Changes by key path, applied first.
+        kinds: Kinds of recipes that the caller can run.
+
+    Raises:
+        ValueError: The recipe has mistakes. One message lists them with the paths of the keys and the closest names.
+    """
     for key, value in (given or {}).items():
         _set(values, key, value)
     for override in overrides:
@@ -214,7 +235,7 @@ def parse_recipe(
     try:
         return typing.cast(Recipe, RECIPES[kind].model_validate(values))
     except ValidationError as error:
-        # where a name may stand in place of a section, one that is at fault is no name either
+        # a wrong section that could be a name is also reported as a wrong name
         faults = [fault for fault in error.errors() if fault["loc"][-1:] != ("str",)]
         told = dict.fromkeys(describe(RECIPES[kind], fault) for fault in faults)
         changed = f" with {' '.join(redacted_words(overrides))}" if overrides else ""
@@ -222,7 +243,7 @@ def parse_recipe(
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set what a dotted path leads to; sections that are not there are made."""
+    """Set the value at a dotted path, creating missing sections."""
     here: Any = values
     *parents, last = path.split(".")
     for depth, key in enumerate(parents, 1):
@@ -243,12 +264,12 @@ def _index(section: dict[str, Any] | list[Any], key: str) -> str | int:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, secrets struck out; running it again repeats the run."""
+    """Return the resolved recipe as YAML without secrets; running it repeats the run."""
     values = recipe.model_dump(mode="json")
     first = {key: values[key] for key in ("kind", "out") if key in values}
     return yaml.safe_dump(to_json_safe(first | values), sort_keys=False, allow_unicode=True)
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe, whole or not at all."""
+    """Write the resolved recipe atomically."""
     atomic_text(path, dump_recipe(recipe))

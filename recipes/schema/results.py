@@ -1,6 +1,6 @@
-"""Check of `results.json`, which `draftsmith evaluate` and `draftsmith bench` write; `docs/results.md` lists its keys.
+"""Schema of `results.json` of `draftsmith evaluate` and `draftsmith bench`; `docs/results.md` lists its keys.
 
-Keys that are not listed here are passed on unchanged.
+Other keys are kept unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Checked(BaseModel):
 
 
 class Row(_Checked):
-    """Row of `methods`: the keys that both commands write."""
+    """Row of `methods` with the keys that both commands write."""
 
     label: str
     method: str
@@ -67,7 +67,7 @@ class LoadRow(Row):
 
 
 class Results(_Checked):
-    """Common part of both files."""
+    """Common part of both files of results."""
 
     kind: str
     created: str
@@ -88,7 +88,7 @@ class Results(_Checked):
 
 
 class EvaluationResults(Results):
-    """File that `draftsmith evaluate` writes."""
+    """Results file of `draftsmith evaluate`."""
 
     artifacts: dict[str, Any]
     prompts_sha256: str
@@ -99,7 +99,7 @@ class EvaluationResults(Results):
 
 
 class BenchResults(Results):
-    """File that `draftsmith bench` writes."""
+    """Results file of `draftsmith bench`."""
 
     models: list[str]
     methods: list[LoadRow]
@@ -109,21 +109,27 @@ _MODELS: dict[str, type[Results]] = {EVALUATION: EvaluationResults, BENCH: Bench
 
 
 def beside(results: Path, name: str) -> Path:
-    """Return the path of a file that belongs to results: `certificate.json` for `results.json`, otherwise
-    `NAME.certificate.json`."""
+    """Return the path of a file next to results: `name.json` for `results.json`, otherwise `STEM.name.json`."""
     return results.with_name(f"{name}.json" if results.stem == "results" else f"{results.stem}.{name}.json")
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Check results and write them atomically. Raises ValueError: they do not fit the schema."""
+    """Check results, and write them atomically.
+
+    Raises:
+        ValueError: The results do not fit the schema.
+    """
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"
     checked(_MODELS[results["kind"]], json.loads(text))
     atomic_text(path, text)
 
 
 def load_results(path: str | os.PathLike[str], kind: str | None = None) -> dict[str, Any]:
-    """Read and check results, of this `kind` if one is given. Raises ValueError, with the file and the key: no such
-    file, damaged, or other contents."""
+    """Read and check results, which must be of `kind` if it is given.
+
+    Raises:
+        ValueError: The file is missing, damaged or of another kind; the message gives the file and the key.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there are no results at {path}")

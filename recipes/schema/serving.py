@@ -22,15 +22,15 @@ class BenchRecipe(Section):
     baseline: str | None = Field(None, pattern=_URL)
     """Base URL of a server of the same model without drafts. The two take turns and are compared by prompt."""
     model: str | None = None
-    """Name of the model on the server; null: the first that it lists."""
+    """Name of the model on the server (default: the first that the server lists)."""
     baseline_model: str | None = None
-    """The same on the baseline; `transformers serve MODEL` lists none and accepts its path only."""
+    """Name of the model on the baseline server. `transformers serve MODEL` lists none and accepts only its path."""
     prompts: str = "spec-bench"
     """Prompts, as in a recipe of kind evaluate."""
     prompts_path: str | None = None
-    """Local copy of the set."""
+    """Local copy of the set, used in place of the hub."""
     groups: list[str] = []
-    """Categories of prompts to use; empty: all."""
+    """Categories of prompts to use (default: all)."""
     limit: int = Field(80, ge=1)
     """Maximum number of prompts."""
     concurrency: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
@@ -53,5 +53,5 @@ class BenchRecipe(Section):
         return self
 
     def sources(self) -> list[str]:
-        """Return all files, folders and hub ids that the recipe names."""
+        """Return all files, directories and hub ids that the recipe names."""
         return [source for source in (self.prompts, self.prompts_path) if source is not None]

@@ -1,4 +1,4 @@
-"""Commands in several launched processes: which of them may run in so many, and how they begin and end."""
+"""Support for commands in several launched processes: who may run, who reports, and how processes end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from datetime import timedelta
 
 _LAST_WAIT, _LAST_WAIT_FAILED = timedelta(seconds=60), timedelta(seconds=3)
 _BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
-"""What torchrun, and `accelerate launch` of one process too, set for their children, and nobody by hand."""
+"""Environment variables that torchrun and `accelerate launch` (even with one process) set for their children."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def launched() -> int:
-    """Processes that a launcher (torchrun, `accelerate launch`) has started, this one included."""
+    """Return the number of processes that a launcher (torchrun, `accelerate launch`) started, at least 1."""
     size = os.environ.get("WORLD_SIZE", "1")
     return int(size) if "RANK" in os.environ and size.isdecimal() else 1
 
 
 def end_with_launcher() -> None:
-    """Have this process get SIGTERM once its launcher is gone, whose other children would otherwise work on."""
+    """Send this process SIGTERM when its launcher has ended, since it would otherwise continue to run."""
     launcher = os.getppid()
 
     def watch() -> None:
@@ -39,8 +39,11 @@ def end_with_launcher() -> None:
 
 
 def run_launched(options: str, *words: str) -> None:
-    """`draftsmith WORDS` in processes that `accelerate launch` starts with these options. Raises ValueError: it fails,
-    and has said why."""
+    """Run `draftsmith WORDS` in processes that `accelerate launch` starts with these options.
+
+    Raises:
+        ValueError: The command fails; it has printed the reason.
+    """
     command = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(options), "-m", "draftsmith", *words]
     with subprocess.Popen(command, stdout=sys.stderr, preexec_fn=end_with_parent) as process:
         status = process.wait()
@@ -49,19 +52,21 @@ def run_launched(options: str, *words: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Have Linux end this process with SIGTERM once its parent is gone, however that ended."""
+    """Make Linux send this process SIGTERM when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that reports, of those that were launched."""
+    """Return whether this process reports: the only one, or the first of those launched."""
     return launched() == 1 or os.environ["RANK"] == "0"
 
 
 def refuse_several(command: str) -> None:
-    """Raise ValueError where several processes were launched for the work of one. Each of them raises it: a launcher
-    kills the others as soon as one has failed, and that may be any."""
+    """Raise ValueError if several processes were launched for a command that runs in one.
+
+    All processes raise it, since a launcher stops the others after the first failure of any process.
+    """
     if launched() > 1:
         raise ValueError(
             f"`draftsmith {command}` runs in one process, and {launched()} were launched: start it without a launcher, "
@@ -71,11 +76,11 @@ def refuse_several(command: str) -> None:
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if there is one: the last thing a launched process does, done or failed.
+    """Leave the process group, if there is one, at the end of a launched process.
 
-    Without it gloo's threads may still free the last message's tensors while Python ends, which aborts the process.
-    Those of gloo wait for each other first: one that closes its connections while another still reads the last message
-    would break that off. A process that failed leaves NCCL's group as it is: NCCL would wait there for the others.
+    Otherwise, threads of gloo may free tensors while Python exits, which aborts the process. Processes with gloo wait
+    for each other first, so that none closes a connection in use. With NCCL, a failed process keeps its group, since
+    leaving it would wait for the other processes.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
@@ -83,7 +88,7 @@ def destroy_process_group() -> None:
     ended = sys.exc_info()[1]
     done = ended is None or (isinstance(ended, SystemExit) and not ended.code)
     if distributed.get_backend() == "gloo":
-        with suppress(RuntimeError):  # one that has ended already, or never comes: nothing is lost by going
+        with suppress(RuntimeError):  # another process has ended or does not respond
             distributed.monitored_barrier(timeout=_LAST_WAIT if done else _LAST_WAIT_FAILED)
         distributed.destroy_process_group()
     elif done:

@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: what this machine has, what is missing, and how to get it."""
+"""`draftsmith doctor`: properties of this machine, missing parts, and how to install them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...checkpoints.storage.messages import install_hint
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
+    """Line of the report."""
 
     name: str
     state: str
@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """Versions, devices, number formats and missing parts of this machine."""
+    """Return the versions, devices, number formats and missing parts of this machine."""
     from ...decode.evaluation.energy import open_meter
 
     rows = [Finding("draftsmith", __version__), Finding("python", platform.python_version())]
@@ -44,28 +44,28 @@ def findings() -> list[Finding]:
     if not gpus:
         rows.append(Finding("cuda", "no device", "models decode and train on the processor"))
     meter, covers = open_meter(gpus or [torch.device("cpu")])
-    with meter or nullcontext():  # closes what was opened: NVML, and threads that sample
+    with meter or nullcontext():  # closes NVML and the sampling threads
         rows.append(Finding("energy", covers if meter else "not counted", "" if meter else covers))
     return rows
 
 
 def _load() -> Finding:
-    """Return how busy the processor was in the last minute: threads of one process wait for each other."""
+    """Return how busy the processor was in the last minute, which slows threads that wait for each other."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     advice = "other processes slow every step down: wait for them, or set OMP_NUM_THREADS=1" if load > cores / 2 else ""
     return Finding("load of the last minute", f"{load:.1f} of {cores} cores", advice)
 
 
 def has_bfloat16(on_cpu: bool = False) -> bool:
-    """Return whether this machine's GPU, or without one its processor, multiplies in bfloat16."""
+    """Return whether the GPU of this machine, or its processor without one, multiplies in bfloat16."""
     if torch.cuda.is_available() and not on_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # of torch 2.12 and later
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.12
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 def _packages() -> dict[str, str]:
-    """Needed and optional packages, and the extra that brings them; none where draftsmith itself is not installed."""
+    """Return required and optional packages with their extras; empty if draftsmith is not installed."""
     found: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         extras = [extra for extra in metadata("draftsmith").get_all("Provides-Extra") or () if extra != "test"]
@@ -77,7 +77,7 @@ def _packages() -> dict[str, str]:
 
 
 def version_of(name: str) -> str | None:
-    """Of an installed package."""
+    """Return the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -85,7 +85,7 @@ def version_of(name: str) -> str | None:
 
 
 def _formats(device: str) -> str:
-    """Return the floating-point types in which a small product works here."""
+    """Return the floating-point types in which a small product works on a device."""
     works = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with suppress(RuntimeError):
@@ -96,7 +96,7 @@ def _formats(device: str) -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Hardware and library versions that numbers were measured with."""
+    """Return the hardware and library versions with which numbers were measured."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
     packages = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed")
     versions = {package: found for package in packages if (found := version_of(package)) is not None}

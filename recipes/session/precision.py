@@ -1,4 +1,4 @@
-"""Choice of the number format for training on this machine."""
+"""Choice of the data type for training on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Recipe = TypeVar("_Recipe", DrafterRecipe | HeadsRecipe, DrafterRecipe | HeadsR
 
 @cache
 def bfloat16_slowdown() -> float:
-    """Measure how many times as long a matrix product takes on this processor in bfloat16 as in float32."""
+    """Return the ratio of the times of a matrix product in bfloat16 and float32 on this processor."""
     seconds = []
     for dtype in (torch.bfloat16, torch.float32):
         tokens, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
@@ -34,8 +34,8 @@ def bfloat16_slowdown() -> float:
 def settle_precision(recipe: _Recipe) -> _Recipe:
     """Return the recipe with `train.precision: auto` resolved for this machine.
 
-    Where bfloat16 is only emulated, `auto` becomes float32, for the target too. A recipe that asks for bfloat16 is kept
-    and a warning is logged.
+    If bfloat16 is only emulated, `auto` becomes float32, for the target too. A recipe with explicit bfloat16 is not
+    changed, but a warning is logged.
     """
     if isinstance(recipe, TableRecipe):
         return recipe
@@ -56,7 +56,7 @@ def settle_precision(recipe: _Recipe) -> _Recipe:
 
 
 def _report_emulation(recipe: DrafterRecipe | HeadsRecipe, dtype: str) -> None:
-    """Log what a recipe's number format costs on a machine that only emulates bfloat16."""
+    """Log the slowdown of a recipe's data type on a machine that only emulates bfloat16."""
     precision = recipe.train.precision
     if not is_first() or (precision in ("no", "fp16") and dtype != "bfloat16"):
         return

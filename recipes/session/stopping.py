@@ -1,4 +1,4 @@
-"""Commands that a signal ends between two steps of their work, with what had been finished kept."""
+"""Interruption of commands by signals between two steps of their work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .terminal import Advance, bar, log
 
 
 class Stoppable(StopSignals):
-    """Signals that come meanwhile and end `what` (for people: "evaluate"); `further`: what then is to be done."""
+    """Handler of signals that end a command between two steps.
+
+    `what` names the command in messages, and `further` says what to do after an interrupt.
+    """
 
     def __init__(self, what: str, further: str = "; the same command resumes from here") -> None:
         super().__init__()
@@ -22,11 +25,11 @@ class Stoppable(StopSignals):
         return self
 
     def __call__(self) -> bool:
-        """Whether one has come."""
+        """Return whether a signal has arrived."""
         return self.received is not None
 
     def check(self, report: bool = True) -> None:
-        """Log and raise Interrupted once one has come."""
+        """Log and raise Interrupted if a signal has arrived."""
         if self.received is not None:
             stopped = f"{self._what}: stopped by signal {self.received}{self._further}"
             if report:
@@ -35,7 +38,7 @@ class Stoppable(StopSignals):
 
     @contextmanager
     def bar(self, title: str, unit: str) -> Iterator[Advance]:
-        """A progress bar that checks at each step."""
+        """Show a progress bar that checks for signals at each step."""
         with bar(title, unit) as advance:
 
             def watched(done: int, total: int, note: str = "") -> None:

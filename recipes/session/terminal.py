@@ -1,4 +1,4 @@
-"""What a person sees: results on standard output, one line a fact and progress on standard error."""
+"""Output of the commands: results on standard output, log lines and progress on standard error."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Terminal(Console):
-    """A console on which all text is text: no markup, no codes of others, and in plain strings no secrets. Styles come
-    as `Text`."""
+    """Console that prints strings literally: no markup, control codes or secrets. Styled text is passed as `Text`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
@@ -38,38 +37,39 @@ class Terminal(Console):
 
 
 def console() -> Terminal:
-    """Standard output, as it is now, so that redirection is noticed; a file is 120 columns wide."""
+    """Return a console for the current standard output; a file is 120 columns wide."""
     return Terminal(width=None if sys.stdout.isatty() else 120)
 
 
 def write_json(text: str) -> None:
-    """A JSON text on standard output, to be read by programs: in it, too, what steers a terminal is escaped."""
+    """Write JSON text to standard output, with control characters escaped."""
     sys.stdout.write("".join(c if pictured(c) == c else json.dumps(c)[1:-1] for c in text))
 
 
 def log(text: str) -> None:
-    """One line about what is going on, on standard error."""
+    """Print a line on standard error."""
     Terminal(stderr=True, soft_wrap=True).print(text)
 
 
 @contextmanager
 def counter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress of work whose amount is not known: `advance(done, second_number)`, a line now and then."""
+    """Show the progress of work of unknown amount in occasional lines; yield `advance(done, unused)`."""
     advance = _lines(title, unit)
     yield lambda done, _: advance(done, 0)
 
 
 class Advance(Protocol):
-    """Reports how much of the work is done, of how much, and what is next."""
+    """Function that reports the finished and the total amount of work, and a note on the next step."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 @contextmanager
 def bar(title: str, unit: str) -> Iterator[Advance]:
-    """Progress of known work: `advance(done, total, note)`. A bar on a terminal, a line now and then elsewhere.
+    """Show the progress of work of known amount, as a bar on a terminal and in occasional lines elsewhere.
 
-    The time left goes by what was done since the first call, so that work of an earlier process is not counted.
+    The remaining time is estimated from the work since the first call, so that the work of an earlier process is
+    excluded.
     """
     if not sys.stderr.isatty():
         yield _lines(title, unit)
@@ -108,7 +108,7 @@ def _lines(title: str, unit: str) -> Advance:
 
 
 def duration(seconds: float) -> str:
-    """A time for people."""
+    """Return a duration in words."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

@@ -1,4 +1,4 @@
-"""What the user typed: recorded in manifests, without secrets."""
+"""Command line as the user typed it, recorded in manifests without secrets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _PROGRAM = "draftsmith"
 
 
 def typed_command(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> str | None:
-    """The command line (by default this process's, with its environment) as one would type it, with the launch of
-    several processes and without secrets. None where it is not draftsmith's, as in a library's use."""
+    """Return the command line as one would type it, or None outside the `draftsmith` program.
+
+    By default it is that of this process, with its environment. It includes the launch of several processes, and no
+    secrets.
+    """
     program, *words = sys.argv if arguments is None else arguments
     environment = os.environ if environment is None else environment
     path = Path(program)

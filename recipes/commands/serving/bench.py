@@ -1,4 +1,4 @@
-"""`draftsmith bench`: speculative decoding of a server under given loads, compared with a server without drafts."""
+"""`draftsmith bench`: measure speculative decoding on a server, compared with a server without drafts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ from ...session.stopping import Stoppable
 from ...session.terminal import console, log
 from .client import Server, check_client, read_counters
 
-_BLOCKS = 4  # into which the prompts of a load are split; the two servers take turns
-_WARM_UP = 4  # requests to each server before a load, at most
-_MIN_IDENTICAL = 0.5  # share of identical greedy texts below which the two servers hardly run the same model
+_BLOCKS = 4  # number of blocks of prompts per load; the two servers take turns
+_WARM_UP = 4  # maximum number of requests to each server before a load
+_MIN_IDENTICAL = 0.5  # minimum share of identical greedy texts before a warning
 
 
 def bench_recipe(
     name: str | None, overrides: Sequence[str] = (), *, concurrency: str | None = None, **given: str | None
 ) -> BenchRecipe:
-    """Return the recipe of a file or name, or one of the given values alone. Raises ValueError for a wrong value."""
+    """Return the recipe of a file or name, or of the given values only.
+
+    Raises:
+        ValueError: A value is invalid.
+    """
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
     values = {"kind": BENCH} if name is None else read_extended(find_recipe(name))
@@ -49,15 +53,23 @@ def bench_recipe(
 
 
 def prompts_of(recipe: BenchRecipe) -> list[Prompt]:
-    """Load the prompts. Raises ValueError: they cannot be sent, or results could not be written."""
+    """Load the prompts.
+
+    Raises:
+        ValueError: The client is missing, the prompts cannot be read, or the results cannot be written.
+    """
     check_writable(Path(recipe.out))
     check_client()
     return load_questions(recipe.prompts, recipe.limit, path=recipe.prompts_path, groups=recipe.groups or None)
 
 
 def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
-    """Measure the servers, print the table, write results and report. Raises ConnectionError: a server does not answer;
-    ValueError: it answered no prompt."""
+    """Measure the servers, print the table, and write the results and the report.
+
+    Raises:
+        ConnectionError: A server does not answer.
+        ValueError: A server answered none of the prompts.
+    """
     out, prompts = Path(recipe.out), prompts_of(recipe)
     with Stoppable("bench", "") as signals:
         results = asyncio.run(_measure(recipe, prompts, signals))
@@ -100,7 +112,7 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stop
 async def _blocks(
     recipe: BenchRecipe, servers: Sequence[Server], concurrency: int, prompts: Sequence[Prompt], signals: Stoppable
 ) -> list[list[Block]]:
-    """Return the blocks of each server under a load. Servers take turns; each block begins with the other one."""
+    """Return the blocks of each server under a load; the server that begins alternates."""
     found: list[list[Block]] = [[] for _ in servers]
     for server in servers:
         await _send(recipe, server, prompts[: min(_WARM_UP, concurrency)], concurrency, lambda: None)
@@ -144,7 +156,7 @@ async def _send(
 
 
 def _warnings(models: Sequence[str | None], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what limits the meaning of the numbers."""
+    """Return warnings about failed requests and differences between the servers."""
     found = []
     if len(set(models)) > 1:
         found.append(f"server and baseline name their models differently: {' and '.join(map(str, models))}")

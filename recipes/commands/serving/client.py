@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server that measures when its answers arrive, and a reader of its draft counters."""
+"""Client of OpenAI-compatible servers, which times their answers and reads their counters of draft tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ _COUNTERS = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "
 
 
 def check_client() -> Any:
-    """Return the package `openai`. Raises ValueError: it is not installed."""
+    """Return the package `openai`.
+
+    Raises:
+        ValueError: It is not installed.
+    """
     try:
         import openai
     except ImportError as error:
@@ -33,7 +37,7 @@ def check_client() -> Any:
 
 
 def open_client(openai: Any, url: str, key: str, timeout: float, retries: int = 0) -> Any:
-    """Return an asynchronous client whose replies end with an OSError beyond `MAX_REPLY_BYTES`."""
+    """Return an asynchronous client that raises OSError for replies larger than `MAX_REPLY_BYTES`."""
 
     class LimitedClient(openai.DefaultAsyncHttpxClient):
         async def send(self, request: Any, *, stream: bool = False, **settings: Any) -> Any:
@@ -52,13 +56,13 @@ def open_client(openai: Any, url: str, key: str, timeout: float, retries: int = 
                 await response.aread()
             return response
 
-    # Without a key, the client would read one from a variable of its own choice.
+    # Without a key, the client would read one from an environment variable.
     settings: dict[str, Any] = {"api_key": key or "none", "base_url": url, "timeout": timeout, "max_retries": retries}
     return openai.AsyncOpenAI(http_client=LimitedClient(base_url=url, timeout=timeout), **settings)
 
 
 class Server:
-    """Connection to one model of a server; `model` None stands for the first that the server lists."""
+    """Connection to a model of a server; the default model is the first that the server lists."""
 
     def __init__(self, url: str, model: str | None, timeout: float, key_variable: str) -> None:
         self._openai = check_client()
@@ -80,7 +84,7 @@ class Server:
         await self._client.close()
 
     async def ask(self, messages: Sequence[dict[str, str]], **settings: Any) -> Reply:
-        """Return the answer, or why there is none."""
+        """Return the answer, or the reason of a failure."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._ask(messages, settings)
@@ -116,20 +120,23 @@ class Server:
         return Reply("".join(texts), tokens, first or 0.0, last, finish == "length", *drafts, read)
 
     def _redacted(self, what: object) -> str:
-        """Return a message on one line without the key, which some servers repeat."""
+        """Return a message on one line without the API key, which some servers repeat."""
         text = str(what).replace(self._key, "…") if self._key else str(what)
         return redacted(" ".join(text.split()))[:300]
 
 
 class _IncompleteError(Exception):
-    """A stream without a complete answer."""
+    """Error of a stream that ended without a complete answer."""
 
 
 def read_counters(url: str, timeout: float = 10.0) -> dict[str, float]:
     """Read the speculative-decoding counters of a server's `/metrics` page.
 
-    vLLM and llama.cpp (with `--metrics`) count since they started. Returns `drafts`, `drafted`, `accepted` and
-    `accepted 0`, `accepted 1` … by position; empty without such a page or counters.
+    vLLM and llama.cpp (with `--metrics`) count from their start.
+
+    Returns:
+        `drafts`, `drafted`, `accepted`, and `accepted 0`, `accepted 1` … by position; empty if the server has no
+        counters.
     """
     try:
         with urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=timeout) as page:
@@ -143,6 +150,6 @@ def read_counters(url: str, timeout: float = 10.0) -> dict[str, float]:
         key = _COUNTERS.get(name)
         if name == "accepted_tokens_per_pos" and position is not None:
             key = f"accepted {position.group(1)}"
-        if key is not None:  # one line for each engine of the server
+        if key is not None:  # summed over the engines of the server
             found[key] = found.get(key, 0.0) + float(value)
     return found

@@ -1,6 +1,6 @@
-"""Start and end a serving engine with an export on this machine, for `draftsmith bench --engine`.
+"""Start and stop of serving engines with an export on this machine, for `draftsmith bench --engine`.
 
-The commands are those of the export's SERVING.md (tests compare them); no command is read from a file.
+The commands equal those in the export's SERVING.md. No command is read from a file.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ...session.terminal import duration, log
 from .bench import bench_recipe, prompts_of, run_bench
 
 HOST = "127.0.0.1"
-_STARTING = 1800  # seconds for reading weights and capturing graphs
+_STARTING = 1800  # seconds to read weights and capture graphs
 _ENDING = 30
-_LINES = 20  # lines of the log that are shown if an engine ends
+_LINES = 20  # lines of the log to show if an engine ends
 _SAY_EVERY = 30  # seconds
 PORT = 8000
 
@@ -49,7 +49,7 @@ class Draft:
     tokens: int
     mixes_attention: bool = False
     parallel: bool = False
-    """Whether one forward drafts all tokens."""
+    """Whether one forward pass drafts all tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Engine:
     """Serving engine that reads exports."""
 
     forms: Mapping[str, str]
-    """Export formats that it reads, and its name of the method for each."""
+    """Names of the speculative method in the engine, by supported export format."""
     command: Callable[[str, Draft | None], list[str]]
-    """Returns the command without host and port that serves a target, with a draft or without."""
+    """Function that returns the command for a target and a draft or None, without host and port."""
     lookup: Callable[[int], list[str]] | None = None
-    """Returns the arguments of its own prompt lookup by the number of draft tokens; None if it has none."""
+    """Function that returns the arguments of the engine's prompt lookup by number of draft tokens, or None."""
 
 
 def _vllm(target: str, draft: Draft | None) -> list[str]:
     command = ["vllm", "serve", target]
     if draft is None:
         return command
-    if draft.mixes_attention:  # vLLM otherwise gives each kind of attention a cache of its own
+    if draft.mixes_attention:  # otherwise vLLM keeps a cache for each kind of attention
         command.append("--disable-hybrid-kv-cache-manager")
     speculative: dict[str, Any] = {"method": ENGINES["vllm"].forms[draft.form], "model": draft.folder}
     speculative |= {"num_speculative_tokens": draft.tokens} | ({"parallel_drafting": True} if draft.parallel else {})
@@ -118,7 +118,7 @@ ENGINES = {
 
 
 class Running(NamedTuple):
-    """Running engine."""
+    """Engine process that was started."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -126,7 +126,7 @@ class Running(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """State of the engine and the end of its log."""
+        """Message with the state of the engine and the end of its log."""
         code = self.process.poll()
         state = "does not answer" if code is None else f"ended with code {code}"
         return "\n".join((f"the engine {state}; the end of {self.log_file}:", *_tail(self.log_file, _LINES)))
@@ -135,10 +135,10 @@ class Running(NamedTuple):
 def commands_of(
     export: Path | str | None, engine: str, target: str | None = None, tokens: int | None = None
 ) -> list[list[str]]:
-    """Return the commands that serve a target with an export, and without.
+    """Return the commands that serve a target with an export, and without it.
 
-    Raises ValueError: an unknown engine, a folder that is no export or one of a format that the engine does not read,
-    or a target that is missing or not readable.
+    Raises:
+        ValueError: The engine is unknown, it cannot read the export, or the target is missing or of the wrong format.
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
@@ -172,10 +172,13 @@ def running(
     signals: Stoppable | None = None,
     **process: Any,
 ) -> Iterator[Running]:
-    """Start a server on the loopback, at any free port by default; yield it once it answers, and end it afterwards.
+    """Start a server on the loopback interface, yield it when it answers, and end it afterwards.
 
-    Raises ConnectionError: the server ended (with the last lines of its log); ValueError: it is not installed, or the
-    port is in use.
+    The default port is any free one.
+
+    Raises:
+        ConnectionError: The server ended; the message has the end of its log.
+        ValueError: The server is not installed, or the port is in use.
     """
     if shutil.which(command[0], path=process.get("env", os.environ).get("PATH")) is None:
         raise ValueError(f"{command[0]} is not on the PATH: install it, or activate the environment that has it")
@@ -219,7 +222,7 @@ def _wait(engine: Running, signals: Stoppable | None) -> None:
 
 
 def _check(engines: Sequence[Running]) -> None:
-    """Raise ConnectionError, with the end of its log, if an engine ended or is not healthy."""
+    """Raise ConnectionError with the end of the log if an engine ended or is not healthy."""
     for engine in engines:
         if not _is_healthy(engine, 30):
             raise ConnectionError(engine.failure)
@@ -254,20 +257,27 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 def started(
     sides: Sequence[Sequence[str]], ports: Sequence[int], more: Sequence[str], stem: str, signals: Stoppable
 ) -> Iterator[list[Running]]:
-    """Start an export's engine and, if there is a second command, that of its baseline; yield them; their logs are
-    `stem`.log and `stem`-baseline.log. They start one after the other, since both take the memory they find."""
+    """Start the engine of an export and, with a second command, of its baseline; yield them.
+
+    Their logs are `stem`.log and `stem`-baseline.log. They start one after the other, since each takes the memory that
+    is free.
+    """
     with ExitStack() as held:
         found = []
         for side, port, name in zip(sides, ports, ("", "-baseline"), strict=False):
             log_file = Path(f"{stem}{name}.log")
             log(f"bench: starting {side[0]}; it writes to {log_file}")
             found.append(held.enter_context(running([*side, *more], log_file, port, signals)))
-        _check(found)  # one that takes all memory ends the other
+        _check(found)  # one engine can take the memory of the other
         yield found
 
 
 def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: str) -> None:
-    """Serve until a signal arrives. Raises ConnectionError: the engine ended by itself."""
+    """Serve until a signal arrives.
+
+    Raises:
+        ConnectionError: The engine ended.
+    """
     with Stoppable("bench", "") as signals, started([command], [port], more, stem, signals) as engines:
         (engine,) = engines
         log(f"bench: serving at {engine.url}/v1")
@@ -279,16 +289,16 @@ def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: s
 
 
 def engine_recipe(overrides: Sequence[str], given: Mapping[str, str | None], port: int = PORT) -> BenchRecipe:
-    """Return the recipe for an engine with drafts and one without, at `port` and the next one unless URLs are given."""
+    """Return the recipe for an engine with drafts and one without, at `port` and the next port by default."""
     urls = {side: given.get(side) or f"http://{HOST}:{port + at}/v1" for at, side in enumerate(("server", "baseline"))}
     return bench_recipe(None, overrides, **{**given, **urls})
 
 
 def measure_engine(recipe: BenchRecipe, sides: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
-    """Start an engine with drafts and one without at the recipe's URLs, measure them and end them."""
+    """Start an engine with drafts and one without at the recipe's URLs, measure them, and end them."""
     assert recipe.baseline is not None
     ports = [_port(recipe.server), _port(recipe.baseline)]
-    prompts_of(recipe)  # raises before an engine is started
+    prompts_of(recipe)  # fails before an engine is started
     with Stoppable("bench") as signals, started(sides, ports, more, stem, signals) as engines:
         try:
             run_bench(recipe)
@@ -298,7 +308,7 @@ def measure_engine(recipe: BenchRecipe, sides: Sequence[Sequence[str]], more: Se
 
 
 def _port(url: str) -> int:
-    """Return the port of a local URL. Raises ValueError: another machine's URL, or one without a port."""
+    """Return the port of a local URL; raise ValueError if the URL is of another machine or has no port."""
     place = urlsplit(url)
     if place.hostname not in (HOST, "localhost") or place.port is None:
         raise ValueError(f"an engine is started on this machine only: {url} must be http://{HOST}:PORT/v1")

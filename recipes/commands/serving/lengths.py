@@ -1,4 +1,4 @@
-"""`draftsmith tune --engine`: how many tokens a serving engine should draft under each load, or none."""
+"""`draftsmith tune --engine`: find the best number of draft tokens of a serving engine under each load."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from .engines import measure_engine
 MAX_TOKENS = 5
 """Maximum number of draft tokens if the export does not limit it."""
 Commands = Callable[[int | None], list[list[str]]]
-"""Commands of the engine with so many draft tokens, and without drafts."""
+"""Function that returns the engine's commands with a number of draft tokens, and without drafts."""
 
 
 def run_tune_lengths(
     recipe: BenchRecipe, engine: str, commands: Commands, most: int, more: Sequence[str], stem: str
 ) -> dict[str, Any]:
-    """Measure, choose, print and write. Measurements are kept next to the results, and reused.
+    """Measure each number of draft tokens, print the best under each load, and write the results.
 
-    Args:
-        most: maximum number of draft tokens.
-        more: more arguments of the engine.
-        stem: path of the engine's log files, without suffix.
+    Measurements are stored next to the results and reused. `most` is the maximum number of draft tokens, `more` are
+    further arguments of the engine, and `stem` is the path of its log files without suffix.
     """
     out = Path(recipe.out)
 
@@ -63,7 +61,7 @@ def run_tune_lengths(
 
 
 def max_draft_tokens(export: Path | str) -> int:
-    """Return the maximum number of draft tokens of an export; Medusa heads draft one token each."""
+    """Return the maximum number of draft tokens of an export; each Medusa head drafts one token."""
     manifest = load_manifest(Path(export).expanduser())
     assert manifest.export is not None
     heads = manifest.shapes.get("num_heads") if manifest.export["format"].startswith("medusa") else None
@@ -71,13 +69,13 @@ def max_draft_tokens(export: Path | str) -> int:
 
 
 def _is_measured(recipe: BenchRecipe) -> bool:
-    """Return whether the results of a recipe are there, at whatever addresses the engine listened."""
+    """Return whether the results of a recipe exist, regardless of the addresses of the servers."""
     path, places = Path(recipe.out), {"server": "", "baseline": ""}
     return path.is_file() and load_results(path, BENCH)["recipe"] | places == recipe.model_dump(mode="json") | places
 
 
 def length_table(results: Mapping[str, Any]) -> Table:
-    """Return the speedup of each number of draft tokens by load."""
+    """Return a table of the speedup by load and number of draft tokens."""
     columns = [Column("load", numeric=False), Column("best", "tokens")]
     columns += [Column(f"{length['tokens']} drafted", "×") for length in results["loads"][0]["lengths"]]
     rows = [

@@ -1,7 +1,7 @@
-"""`draftsmith train --plan`: memory, disk and time that a training recipe needs, and whether they suffice.
+"""`draftsmith train --plan`: memory, disk space and time that a training recipe needs, and whether they suffice.
 
 The models are loaded and their states counted (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 3), so that a
-recipe that cannot fit is refused before it runs. Time is measured on two short steps in a temporary directory.
+recipe that cannot fit is rejected before it runs. Time is measured in two short steps in a temporary directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...session.precision import settle_precision
 from ...session.terminal import console, duration
 from .train import make_run
 
-_SMALL_FILES = 32 << 10  # manifests, the recipe, the log
+_SMALL_FILES = 32 << 10  # bytes of manifests, recipe and log
 _LESS_MEMORY = (
     "a smaller `train.micro_batch`, `train.gradient_checkpointing=true`, `model.dtype=bfloat16`, a cache of the target "
     "(`teacher.cache`, `hidden.cache`) and ZeRO (`draftsmith recipes copy accelerate/zero3 .`) need less"
@@ -42,7 +42,7 @@ _LESS_MEMORY = (
 
 @dataclass(frozen=True)
 class RecipeSize:
-    """Sizes of what a recipe trains and runs."""
+    """Sizes of the models and states of a recipe."""
 
     parameters: int
     trained: int
@@ -96,7 +96,9 @@ class Plan:
 
 
 def plan_recipe(recipe: TrainingRecipe) -> Plan:
-    """Plan a recipe of kind drafter or heads. Under `accelerate launch` all processes call it.
+    """Plan a recipe of kind drafter or heads.
+
+    Under `accelerate launch`, all processes call this function.
 
     Raises:
         ValueError: The run does not fit into memory or onto the disk, or the recipe is for a table.
@@ -167,7 +169,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
-    """Train for two steps of at most two micro batches; the second step is the one that counts."""
+    """Train for two steps of at most two micro batches, and measure the second step."""
     wanted = micro_steps(config.global_batch, config.micro_batch, accelerator.num_processes)
     tried = min(2, wanted)
     size = config.micro_batch * accelerator.num_processes * tried
@@ -195,12 +197,12 @@ def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
 
 
 def _due(steps: int, every: int) -> set[int]:
-    """Return the steps after which a run evaluates: the last, and every so many from 0."""
+    """Return the steps after which a run evaluates: the last one, and multiples of `every`."""
     return {steps} | (set(range(0, steps + 1, every)) if every else set())
 
 
 def _least_free(accelerator: Any) -> int:
-    """Return the smallest free memory of all processes; a machine's memory is shared by those on it."""
+    """Return the smallest free memory of all processes in bytes; processes on a machine share its memory."""
     if accelerator.device.type == "cuda":
         size = int(torch.cuda.mem_get_info(accelerator.device)[0])
     else:
@@ -211,7 +213,7 @@ def _least_free(accelerator: Any) -> int:
 
 
 def _check_memory(parts: dict[str, int], free: int) -> None:
-    """Raise ValueError if training needs more memory than there is."""
+    """Raise ValueError if training needs more memory than is free."""
     if (needed := sum(parts.values())) > free:
         raise ValueError(
             f"training needs at least {gigabytes(needed)} of memory in each process, and {gigabytes(free)} are free "
@@ -220,7 +222,7 @@ def _check_memory(parts: dict[str, int], free: int) -> None:
 
 
 def _kept(config: FitConfig) -> int:
-    """Return the number of checkpoints on disk at once: those kept, one being written, and the best."""
+    """Return the maximum number of checkpoints on disk: those kept, one being written, and the best."""
     saves = _due(config.steps, config.save_every) - {0}
     if config.keep_best is not None and config.evaluate_every:
         saves |= _due(config.steps, config.evaluate_every)
@@ -228,7 +230,7 @@ def _kept(config: FitConfig) -> int:
 
 
 def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
-    """Raise ValueError if a run writes more than there is room for."""
+    """Raise ValueError if a run writes more than there is space for."""
     if sum(disk.values()) > free:
         shown = ", ".join(f"{name} {gigabytes(size)}" for name, size in disk.items())
         raise ValueError(
@@ -246,7 +248,7 @@ def _with_less_evaluation(recipe: Any) -> tuple[Any, int]:
 
 
 def size_of(recipe: DrafterRecipe | HeadsRecipe, run: Run, accelerator: Any) -> RecipeSize:
-    """Return the sizes of a run's models for the processes that were launched."""
+    """Return the sizes of a run's models for the number of launched processes."""
     parameters = list(run.task.module.parameters())
     stored = {id(tensor): tensor for tensor in run.task.module.state_dict(keep_vars=True).values()}.values()
     others = [p for model in run.task.other_models for p in model.parameters()]
@@ -265,9 +267,9 @@ def size_of(recipe: DrafterRecipe | HeadsRecipe, run: Run, accelerator: Any) -> 
             "AdamW's two moments": 8 * trained_count // processes,
             "weights in float32": 4 * trained_count // processes,
         }
-        checkpoint = 4 * _count(stored) + 8 * trained_count  # float32, whatever it was trained in
+        checkpoint = 4 * _count(stored) + 8 * trained_count  # always float32
         zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        if accelerator.device.type != "cpu":  # what is offloaded lies in the machine's memory
+        if accelerator.device.type != "cpu":  # offloaded states are in host memory
             if zero.get("offload_param", {}).get("device") == "cpu":
                 memory.pop("weights")
             if zero.get("offload_optimizer", {}).get("device") == "cpu":

@@ -1,4 +1,4 @@
-"""A corpus's questions in, a target's own conversations out, by the engine or an OpenAI-compatible server."""
+"""`draftsmith regenerate`: replace the answers of a corpus by the target's own, from this engine or a server."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from ..serving.client import check_client, open_client
 
 _RETRIES = 4
 _REACTION = 0.0005
-"""Seconds in which the next questions are asked, once answers are there: so that no row runs idle."""
+"""Seconds to wait after answers for the next questions, so that no row of the batch idles."""
 _MOST_FAILURES_IN_A_ROW = 32
-_STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are TGI's
+_STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are from TGI
 
 
 def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
     """Answer every conversation of the source that is not in `recipe.out`.
 
-    Failures are written to `<out>.errors.jsonl` and tried again by the next run.
+    Failures are written to `<out>.errors.jsonl` and retried by the next run.
 
     Raises:
-        ConnectionError: The server does not answer, or fails at every question.
+        ConnectionError: The server does not answer, or too many questions fail in a row.
     """
     if recipe.template != OWN:
-        get_template(recipe.template)  # a misspelt name is found before anything slow is loaded
+        get_template(recipe.template)  # fails for a misspelt name before models are loaded
     out = Path(recipe.out)
     check_writable(out)
     with Stoppable("regenerate") as stopping, Store(out, _settings(recipe)) as store:
@@ -103,7 +103,7 @@ def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Itera
 
 
 def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:
-    """Return, and log, the number of conversations that are not answered yet."""
+    """Return and log the number of conversations that are not answered yet."""
     report, left = CorpusReport(), 0
     for key, _ in keyed(_read(recipe, report)):
         left += key not in store
@@ -131,7 +131,7 @@ async def _answer_all(
 
 
 class LocalTarget:
-    """Answerer by the engine, in `batch` rows with a random generator each."""
+    """Target that answers questions in this process, in batches with a random generator per row."""
 
     def __init__(self, recipe: RegenerateRecipe) -> None:
         target = str(recipe.target)
@@ -139,7 +139,7 @@ class LocalTarget:
         model = load_model(target, dtype=recipe.dtype, device=device_of(recipe))
         self._template = get_template(recipe.template, self._tokenizer, recipe.template_options)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
-        self._target = wrap_model(model, graphs=False)  # rows join and leave: a graph is of one shape
+        self._target = wrap_model(model, graphs=False)  # graphs have a fixed shape, but rows join and leave
         self._recipe = recipe
         self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         ends = end_ids(self._tokenizer, self._template, model.generation_config, recipe.stop)
@@ -155,7 +155,7 @@ class LocalTarget:
         self._decoding: asyncio.Task[None] | None = None
 
     async def answer(self, question: Question) -> Answer | Failure | None:
-        """Answer a question in a batch with the concurrent ones."""
+        """Answer a question in a batch with concurrent questions."""
         prompt = self._prompt(question.turns)
         if len(prompt) > self._longest:
             new = self._limits.max_new_tokens
@@ -169,7 +169,7 @@ class LocalTarget:
             self._decoding = asyncio.create_task(self._decode(self._pool))
         await asyncio.wait({answered, self._decoding}, return_when=asyncio.FIRST_COMPLETED)
         if not answered.done():
-            self._decoding.result()  # raises what decoding ended with
+            self._decoding.result()  # raises the error of decoding
         return self._read(answered.result())
 
     async def _decode(self, pool: Pool) -> None:
@@ -190,16 +190,16 @@ class LocalTarget:
 
     def _read(self, ids: list[int]) -> Answer:
         stopped = ids[-1] in self._limits.stop_ids
-        # the tokenizer's own template reads special tokens inside an answer, such as the names of channels
+        # the tokenizer's own template parses special tokens inside an answer, such as channel names
         skip = self._template.name != OWN
         text = self._tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=skip)
         if self._template.middle.endswith(" "):
-            text = text.removeprefix(" ")  # the template will write it again
+            text = text.removeprefix(" ")  # the template adds it again
         return Answer(text, "stop" if stopped else "length")
 
 
 class _Server:
-    """Answerer by an OpenAI-compatible server; `spaced`: remove a space before an answer."""
+    """Client of an OpenAI-compatible server; `spaced` removes a leading space of answers."""
 
     def __init__(self, recipe: RegenerateRecipe, server: ServerSection, spaced: bool) -> None:
         openai = self._openai = check_client()
@@ -208,7 +208,7 @@ class _Server:
         self.client = open_client(openai, server.url, self._key, server.timeout, _RETRIES)
         self._settings: dict[str, Any] = {
             "model": server.model,
-            "max_tokens": recipe.max_new_tokens,  # its successor, max_completion_tokens, is known to fewer servers
+            "max_tokens": recipe.max_new_tokens,  # fewer servers support its successor, max_completion_tokens
             "top_p": recipe.top_p,
         }
         if recipe.stop:
@@ -236,7 +236,7 @@ class _Server:
             outcome = Failure(self._in_one_line(error))
         except openai.APIError as error:
             cause = self._in_one_line(error.__cause__ or error)
-            if type(error.__cause__).__name__ == "ConnectError":  # of httpx, or of what openai has in its place
+            if type(error.__cause__).__name__ == "ConnectError":  # of httpx or its replacement
                 raise ConnectionError(f"{url} does not answer ({cause}); the same command resumes") from None
             if isinstance(error, self._refusals) and not self._has_answered:
                 raise ValueError(
@@ -253,7 +253,7 @@ class _Server:
         return outcome
 
     def _read(self, reply: bytes) -> Answer | Failure:
-        """Return the answer of a reply, or why it has none."""
+        """Return the answer in a reply, or the reason why there is none."""
         try:
             found = parse_json(reply.decode())
         except ValueError as error:
@@ -262,7 +262,7 @@ class _Server:
             case {"choices": [{"message": {"tool_calls": [_, *_]}}, *_]}:
                 return Failure("the answer calls tools, which `regenerate` does not offer")
             case {"choices": [{"message": {"content": str() | None} as message, "finish_reason": str() as finish}, *_]}:
-                text = encodable(with_thought(message, message["content"] or ""))  # JSON can contain half an emoji
+                text = encodable(with_thought(message, message["content"] or ""))  # JSON may have unpaired surrogates
             case _:
                 return Failure(f"no answer in the reply: {self._in_one_line(found)}")
         if finish != "length" and finish not in _STOPPED:

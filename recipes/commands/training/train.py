@@ -1,4 +1,4 @@
-"""The kinds of training recipes: from a checked recipe to an artifact on disk."""
+"""`draftsmith train`: run a training recipe and write its artifact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...session.terminal import log
 
 
 def run_train(recipe: TrainingRecipe) -> Path:
-    """Run a training recipe to its artifact, or find that it is there already; the artifact's folder."""
+    """Run a training recipe unless its artifact is complete, and return the directory of the artifact."""
     recipe, out = settle_precision(recipe), Path(recipe.out)
     accelerator = accelerator_for(recipe)
     with ExitStack() as stack:
@@ -53,10 +53,10 @@ def run_train(recipe: TrainingRecipe) -> Path:
 
 
 def make_run(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Run:
-    """Open what a recipe names, and prepare its data; mistakes are found before that where possible.
+    """Load the models of a recipe, and prepare its data.
 
     Raises:
-        ValueError: A mistake in the recipe.
+        ValueError: The recipe has a mistake; most mistakes are found before the data is prepared.
     """
     parse_weights(recipe.objective)
     micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
@@ -70,8 +70,11 @@ def make_run(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Run:
 
 
 def accelerator_for(recipe: TrainingRecipe) -> Any:
-    """accelerate's view of the processes that were launched, with the recipe's precision and trackers. Raises
-    ValueError: a tracker that is not installed; a launch that is not what it says."""
+    """Return the accelerator of the launched processes, with the recipe's precision and trackers.
+
+    Raises:
+        ValueError: A tracker is not installed, or the launch does not have the processes that it should have.
+    """
     if isinstance(recipe, TableRecipe):
         return make_accelerator("no")
     names = list(recipe.train.trackers)
