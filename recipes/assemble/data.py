@@ -32,21 +32,21 @@ from ...data.sources.reading import Part, drawn_name, has_few_ids, hashed_share,
 from ..schema.data import DataSection, SourceSection
 from ..session.terminal import console, counter, log
 
-# fields that do not change prepared blocks
+# fields without effect on prepared blocks
 _WITHOUT_EFFECT = {"cache", "min_clean_share", "min_trained_share"}
 NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing"}
-"""Fields that do not change the conversations."""
+"""Fields without effect on the conversations."""
 _STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
-_BEGIN, _END = "⟦⟧"  # around what is trained, for where there is no colour
+_BEGIN, _END = "⟦⟧"  # around supervised text, for output without colour
 
 
 _HASHED = (f"train/{MANIFEST}", f"heldout/{MANIFEST}", "heldout.jsonl")
-"""Files whose hashes are in report.json; manifests hold the hashes of their arrays."""
+"""Files whose hashes are in report.json; manifests contain the hashes of their arrays."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Blocks to train on, held-out blocks and conversations, and the report on the rows."""
+    """Training blocks, held-out blocks and conversations, and the report on the corpus."""
 
     train: PreparedData
     heldout: PreparedData
@@ -54,7 +54,7 @@ class Prepared:
     report: dict[str, Any]
 
     def summary(self) -> dict[str, Any]:
-        """Return source and counts of the data for the manifest of an artifact."""
+        """Return the source and counts of the data for the manifest of an artifact."""
         manifest = self.train.manifest
         counts = {key: manifest[key] for key in ("rows", "documents", "blocks", "tokens", "trainable_tokens")}
         return {"source": manifest["source"], **counts, "sha256": manifest["sha256"], "corpus": self.report}
@@ -64,7 +64,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -
     """Read, clean, render, split and pack the data of a recipe, or reuse the result of an earlier run.
 
     Raises:
-        ValueError: Nothing is held out, or the share of trained tokens is below its floor.
+        ValueError: Nothing is held out, or the share of supervised tokens is below its minimum.
     """
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")
@@ -87,7 +87,7 @@ def verify_data(prepared: Prepared, tokenizer: Any) -> None:
     """Compare prepared data with its hashes.
 
     Raises:
-        ValueError: A file is missing, damaged, or not the one that was written in its place.
+        ValueError: A file is missing or changed.
     """
     for name, expected in prepared.report["sha256"].items():
         path = prepared.folder / name
@@ -127,9 +127,9 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
 
 
 def colour(document: Rendered, tokenizer: Any) -> Text:
-    """Return the text of a document with trained tokens in green, between marks, and special tokens dim.
+    """Return the text of a document with supervised tokens in green, between marks, and special tokens dim.
 
-    Control characters are shown as their pictures ("␛"), and ids outside the vocabulary are left out.
+    Control characters are shown as symbols ("␛"), and ids outside the vocabulary are left out.
     """
     known = (document.ids >= 0) & (document.ids < vocabulary_size(tokenizer))
     ids, trained = document.ids[known].tolist(), document.trainable()[known]
@@ -194,7 +194,7 @@ def _checked_heldout(
 
 
 def all_reports(parts: Sequence[SourceSection], reports: Sequence[CorpusReport]) -> dict[str, Any]:
-    """Return the counts of all corpora, and of each."""
+    """Return the counts of all corpora together, and of each corpus."""
     total = CorpusReport()
     for corpus in reports:
         total.merge(corpus)
@@ -212,12 +212,12 @@ def training_conversations(
 ) -> Iterator[Conversation]:
     """Yield the clean conversations to train on, always in the same order.
 
-    `hold` is called with those held out. `reports`, one for each corpus, are filled; `shard` selects rows of each
-    corpus.
+    `hold` is called with the held-out conversations. `reports`, one per corpus, are filled. `shard` selects rows of
+    each corpus.
     """
 
     def open_pass(part: SourceSection, report: CorpusReport, by_content: bool, number: int) -> Iterator[Conversation]:
-        # a later pass over the same rows is not counted again
+        # rows are counted in the first pass only
         for conversation in _read_part(section, part, report if number == 0 else CorpusReport(), shard):
             if not is_held_out(section, conversation, by_content=by_content):
                 yield conversation
@@ -229,7 +229,7 @@ def training_conversations(
 
 
 def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
-    """Raise ValueError if no row was kept, with the reasons and what can be done about each."""
+    """Raise ValueError if no row was kept, with the reasons and possible remedies."""
     if not any(report.kept for report in reports):
         parts = zip(section.parts(), reports, strict=True)
         found = "; ".join(f"{part.source}: {report.nothing_kept()}" for part, report in parts)
@@ -253,12 +253,12 @@ def _read_part(
 ) -> Iterator[Conversation]:
     """Read the clean conversations of one corpus of a section."""
     options = part.model_dump(exclude={"weight"}) | {"cleaning": Cleaning(**section.clean), "report": report}
-    # only a chat template shows which tools may be called, and calls
+    # only chat templates render tools and tool calls
     return read_conversations(tools=section.template == OWN, shard=shard, **options)
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
-    """Return whether a corpus has too few different ids to be divided by them."""
+    """Return whether a corpus has too few different ids to draw held-out rows by id."""
     return has_few_ids(_read_part(section, part, CorpusReport()))
 
 
@@ -269,13 +269,13 @@ def is_held_out(section: DataSection, conversation: Conversation, *, by_content:
 
 def _draw(conversation: Conversation, by_content: bool) -> float:
     """Return the number in [0, 1) that decides whether a conversation is held out."""
-    # ShareGPT's parts of one long conversation are called abcdefg_0, abcdefg_1 …: they must fall on one side.
+    # ShareGPT splits long conversations into abcdefg_0, abcdefg_1 …; all parts must get the same number.
     part = None if by_content else re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
     return hashed_share(f"held out {part[1] if part else drawn_name(conversation, by_content=by_content)}")
 
 
 def _with_heldout(section: DataSection) -> DataSection:
-    """Return the section, or one that holds out a single conversation if its share holds out none of several."""
+    """Return the section, with a share that holds out one conversation if its own holds out none of several."""
     least, most = 1.0, 0.0
     if section.heldout_source is not None:
         return section
@@ -293,12 +293,14 @@ def _with_heldout(section: DataSection) -> DataSection:
 
 
 def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
-    """Return what determines the result of a section: hashes of sources, options that are not `ignored`, cleaning,
-    template, tokenizer and the settings of its encoder."""
+    """Return what determines prepared data: sources, options, cleaning, template and tokenizer.
+
+    Sources and the settings of the tokenizer's encoder are represented by hashes; `ignored` options are left out.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     file = Path(section.cache) / "hashes.json"
     known: dict[str, list[Any]] = {}
-    with suppress(FileNotFoundError, ValueError):  # what is damaged is found out again
+    with suppress(FileNotFoundError, ValueError):  # damaged hashes are computed again
         known = load_json(file)
     before = dict(known)
     identity = {
@@ -328,7 +330,7 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
 
 
 def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
-    """Return a file's hash, cached by size and time of change."""
+    """Return the hash of a file, cached by size, modification time and inode."""
     stat, name = path.stat(), str(path.resolve())
     found = known.get(name)
     if found is None or found[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:

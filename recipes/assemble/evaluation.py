@@ -44,7 +44,7 @@ from ..session.machine import machine
 from ..session.terminal import Advance, bar, log
 
 Bar = Callable[[str, str], AbstractContextManager[Advance]]
-"""Opens a progress bar with a title and a unit."""
+"""Function that opens a progress bar with a title and a unit."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,16 @@ class LoadedPair:
     """Files of the target ("target") and of each part ("drafter", "drafter 2", "heads", "table")."""
 
     def artifacts(self) -> dict[str, Any]:
-        """Return the loaded files as results and certificates record them."""
+        """Return the records of the loaded files for results and certificates."""
         return {name: ref.record() for name, ref in sorted(self.refs.items())}
 
 
 def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
-    """Load what a recipe names. Raises ValueError: an unknown method, a missing part, or parts that do not fit."""
+    """Load the target and the parts of a recipe.
+
+    Raises:
+        ValueError: A method is unknown, a part is missing, or the parts do not fit.
+    """
     for row in recipe.methods:
         for part in method_config(row.method, row.options).needs:
             if getattr(recipe, part) is None:
@@ -76,7 +80,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     refs = {"target": resolve_model(recipe.target)}
     tokenizer, model = load_tokenizer(recipe.target), load_target(recipe)
     heads = table = None
-    if recipe.heads is not None:  # first, since they decide which hidden states the target must return
+    if recipe.heads is not None:  # first, since they determine the hidden states that the target must return
         folder = Path(place_of(recipe.heads, "heads"))
         refs["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
@@ -100,7 +104,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
         refs["table"], (made, table) = _open_part(
             recipe.table,
             "table",
-            lambda folder: copy.deepcopy(BigramTable.load(folder)),  # in memory: files may change meanwhile
+            lambda folder: copy.deepcopy(BigramTable.load(folder)),  # copied to memory, since files may change
         )
         fits(made, what=f"the table {recipe.table}")
     parts = Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
@@ -108,7 +112,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
 
 
 def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
-    """Return the target's layers that drafters read. Raises ValueError: two drafters read different ones."""
+    """Return the target's layers that drafters read; raise ValueError if they read different ones."""
     folders = [Path(place_of(source, "drafter")) for source in drafters]
     read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
     if len(read) > 1:
@@ -121,7 +125,7 @@ def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
 def _open_part(
     source: str, kind: str, load: Callable[[Path], Any], place: str | None = None
 ) -> tuple[ModelRef, tuple[Any, Any]]:
-    """Load a part and its manifest, which a drafter may lack (None)."""
+    """Load a part and its manifest, which is None for a drafter that is not an artifact."""
     place = place or place_of(source, kind)
     is_artifact = kind != "drafter" or (Path(place) / MANIFEST_FILE).is_file()
     ref = resolve_model(source, place)
@@ -174,21 +178,25 @@ def _translation(recipe: EvaluateRecipe, source: str, made: Manifest | None, tok
         return None
     try:
         theirs = load_tokenizer(place_of(source, "drafter"))
-    except ValueError:  # without a tokenizer of its own it is assumed to have the target's
+    except ValueError:  # without its own tokenizer, the target's is assumed
         return None
     return None if theirs.get_vocab() == tokenizer.get_vocab() else TextTranslation(tokenizer, theirs)
 
 
 @cache
 def place_of(source: str, kind: str) -> str:
-    """Return the directory of a part, or the id of a drafter on the hub; artifacts on the hub are fetched once."""
+    """Return the directory of a part, or the hub id of a drafter; artifacts on the hub are downloaded once."""
     return model_source(source) if kind == "drafter" else str(resolve(source, kind))
 
 
 def prompts_of(
     recipe: EvaluateRecipe, tokenizer: Any, skipped: SkippedPrompts | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the prompts with their token ids; `skipped` receives the others. Raises ValueError: none is left."""
+    """Return the prompts with their token ids; skipped prompts are added to `skipped`.
+
+    Raises:
+        ValueError: No prompt is left.
+    """
     return load_prompts(
         recipe.prompts,
         get_template(recipe.template, tokenizer, recipe.template_options),
@@ -202,7 +210,7 @@ def prompts_of(
 
 
 def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
-    """Return the device of a recipe, by default a GPU if there is one. Raises ValueError: no such GPU."""
+    """Return the device of a recipe, by default a GPU if there is one; raise ValueError if it is not available."""
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"`device` is {recipe.device!r}, and torch finds no GPU here")
     if recipe.device != "auto":
@@ -224,7 +232,7 @@ def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
 
 
 def other_target(artifact: Path, target: str) -> str | None:
-    """Return the target that an artifact was trained with if it is known to differ from `target`, otherwise None."""
+    """Return the target that an artifact was trained with if it differs from `target`, otherwise None."""
     made_for, base = load_manifest(artifact).target or {}, artifact / "base"
     named, theirs = made_for.get("id"), made_for.get("sha256")
     if (base / "config.json").is_file():
@@ -246,12 +254,12 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Title of tables."""
+        """Title of the tables of results."""
         return f"{self.recipe.target}, {len(self.prompts)} prompts of {self.recipe.prompts}"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Identity of finished runs."""
+        """Identity of the runs, for resuming."""
         return identity_of(self.recipe, self.prompts, self.opened)
 
     def texts(self, sampling: Sampling, bar: Bar = bar) -> list[list[int]]:
@@ -262,7 +270,7 @@ class Case:
 
 
 def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> Case:
-    """Load what a recipe names and its prompts, sorted by length if they are batched."""
+    """Load the parts and prompts of a recipe; the prompts of larger batches are sorted by length."""
     opened, skipped = open_recipe(recipe), SkippedPrompts() if skipped is None else skipped
     found = prompts_of(recipe, opened.tokenizer, skipped)
     template = get_template(recipe.template, opened.tokenizer, recipe.template_options)
@@ -277,17 +285,18 @@ def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> 
 
         encode = prompt_renderer(template, opened.tokenizer)
         found = ask_follow_ups(found, answer, encode, recipe.max_prompt_tokens, skipped)
-    if recipe.batch > 1:  # the prompts of a batch are padded to the longest
+    if recipe.batch > 1:  # prompts of a batch are padded to the longest one
         found = sorted(found, key=lambda each: len(each[1]))
     return Case(recipe, opened, [prompt for prompt, _ in found], [ids for _, ids in found], limits, template)
 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], opened: LoadedPair) -> dict[str, Any]:
-    """Return the identity of finished runs, which are reused only if all of it is the same."""
+    """Return the identity of runs; finished runs are reused only if it is unchanged."""
     settings = recipe.recorded(exclude={"out", "energy", "energy_batches", "energy_runs", "energy_context"})
     settings |= {f"hash of the {name}": ref.sha256 for name, ref in opened.refs.items()}
     return settings | {"prompts read": prompts_digest(prompts), "machine": machine(opened.device)}
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
+    """Return the SHA-256 of the token ids of the prompts."""
     return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()

@@ -188,7 +188,7 @@ class CorpusSection(Section):
 
 
 class ServerSection(Section):
-    """OpenAI-compatible server: `transformers serve`, vLLM, SGLang, TGI, llama.cpp …"""
+    """OpenAI-compatible server, such as `transformers serve`, vLLM, SGLang, TGI or llama.cpp."""
 
     url: str = Field(pattern="^https?://")
     """Base URL of its API, such as http://127.0.0.1:8000/v1."""

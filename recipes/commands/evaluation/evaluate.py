@@ -1,4 +1,4 @@
-"""`draftsmith evaluate`: measure every method of a recipe, and write the table, `results.json` and the report."""
+"""`draftsmith evaluate`: measure every method of a recipe, print the table, and write `results.json` and the report."""
 
 from __future__ import annotations
 
@@ -41,12 +41,15 @@ _ENERGY = TypeAdapter(Energy)
 
 
 class NotLosslessError(ValueError):
-    """Error of a lossless method that wrote other tokens than the target; the results are written."""
+    """Error of a lossless method whose tokens differ from the target's; the results are written before it is raised."""
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Measure every method of the recipe, print the table and write the results; resume an interrupted run. Raises
-    NotLosslessError, after writing, for a lossless method whose output at temperature 0 is not the target's."""
+    """Measure every method of the recipe, print the table and write the results; resume an interrupted run.
+
+    Raises:
+        NotLosslessError: The output of a lossless method at temperature 0 is not the target's; raised after writing.
+    """
     out, skipped = Path(recipe.out), SkippedPrompts()
     check_writable(out)
     case = open_case(recipe, skipped)
@@ -76,11 +79,13 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 
 def evaluate_once(recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Return the results of an evaluation, which is run unless it finished before with the same settings, files,
-    version and machine."""
+    """Return the results of an evaluation, running it only if they are missing or outdated.
+
+    Finished results are reused if settings, files, version and machine are the same.
+    """
     out = Path(recipe.out)
     stamp = out.with_suffix(".stamp.json")
-    # Before decoding: files that change meanwhile were not decoded.
+    # Computed before decoding, since files may change meanwhile.
     identity = identity_of(recipe.recorded(exclude={"out"}), recipe.sources(), recipe)
     if out.is_file() and read_finished(stamp, identity) is not None:
         log(f"{out} had finished already")
@@ -92,7 +97,7 @@ def evaluate_once(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 
 def certify_once(recipe: EvaluateRecipe, tokens: int) -> dict[str, str]:
-    """Return the verdicts of a certificate by row, which is made unless it was before."""
+    """Return the verdicts of a certificate by row, certifying only if they are missing or outdated."""
     stamp = beside(Path(recipe.out), KIND).with_suffix(".stamp.json")
     identity = identity_of([recipe.recorded(exclude={"out"}), tokens], recipe.sources(), recipe)
     if (found := read_finished(stamp, identity)) is None:
@@ -102,14 +107,14 @@ def certify_once(recipe: EvaluateRecipe, tokens: int) -> dict[str, str]:
 
 
 def identity_of(settings: Any, sources: Sequence[str], evaluation: EvaluateRecipe) -> str:
-    """Return the hash of what results depend on: version, settings, files and machine."""
+    """Return a hash of the version, settings, files and machine, on which results depend."""
     states = {source: source_hash(source) for source in sources}
     known = [__version__, settings, states, machine(device_of(evaluation))]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
-    """Read what an earlier run with the same identity left, or None."""
+    """Read the record of an earlier run with the same identity, or return None."""
     try:
         found = load_json(path)
     except (OSError, ValueError):
@@ -118,7 +123,7 @@ def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
 
 
 def _measure(case: Case, kept: Journal, signals: Stoppable) -> tuple[Summary, int]:
-    """Return the rows, and the number of runs that an earlier process finished."""
+    """Return the summary of all methods, and the number of runs that an earlier process finished."""
     opened, recipe, entries, known = case.opened, case.recipe, entries_of(case.recipe), kept.runs("run")
     with signals.bar("evaluating", "runs") as advance:
         runs = measure(
@@ -153,7 +158,7 @@ def _measure(case: Case, kept: Journal, signals: Stoppable) -> tuple[Summary, in
 
 
 def _count_energy(case: Case, kept: Journal, signals: Stoppable) -> dict[str, Energy]:
-    """Return joules per token by label, as far as they can be counted, and log why others cannot."""
+    """Return the energy per token by label; log the reason for methods that cannot be measured."""
     opened, entries = case.opened, entries_of(case.recipe)
     names = {entry.label: f"joules of {entry.label}" for entry in entries}
     found = {label: kept.known(name, _ENERGY) for label, name in names.items() if name in kept}
@@ -183,8 +188,13 @@ def _count_energy(case: Case, kept: Journal, signals: Stoppable) -> dict[str, En
 
 
 def measure_energy(target: LanguageModel, recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Measure the time and, if a counter is available, the energy of the target's forwards by batch size (MJSD, table
-    1). Raises ValueError: more context than the target has positions."""
+    """Measure time and energy of the target's forward passes by batch size (arXiv 2407.09722, table 1).
+
+    Energy is measured only if a counter is available.
+
+    Raises:
+        ValueError: The context is longer than the target's positions.
+    """
     batches, context = recipe.energy_batches, recipe.energy_context
     if context + 1 > target.max_positions:
         raise ValueError(

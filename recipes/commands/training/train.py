@@ -73,7 +73,7 @@ def accelerator_for(recipe: TrainingRecipe) -> Any:
     """Return the accelerator of the launched processes, with the recipe's precision and trackers.
 
     Raises:
-        ValueError: A tracker is not installed, or the launch does not have the processes that it should have.
+        ValueError: A tracker is not installed, or the launch is not supported (see `make_accelerator`).
     """
     if isinstance(recipe, TableRecipe):
         return make_accelerator("no")
