@@ -11,9 +11,9 @@ _SPINS = "1000"
 def main() -> None:
     """Run the command line.
 
-    OpenMP threads that wait at a barrier spin for `GOMP_SPINCOUNT` rounds before they sleep. The default of several
-    billion rounds occupies cores that other threads need on a busy machine (`tests/bench/contention.py`). torch reads
-    the variable when it is loaded, so it is set before that, unless the user has set a policy.
+    By default, OpenMP threads that wait at a barrier spin for billions of rounds (`GOMP_SPINCOUNT`), which takes cores
+    from other threads on a busy machine (`tests/bench/contention.py`). torch reads the variable when it is loaded, so
+    it is set before that, unless the user has set a policy.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = _SPINS

@@ -35,10 +35,7 @@ _Row = tuple[str, str, dict[str, Any]]
 
 
 def decodes_fast(target: PreTrainedModel) -> bool:
-    """Return whether a target is small enough for the optimised forward.
-
-    The optimised forward copies most weights, for which a large model leaves no room during training.
-    """
+    """Return whether memory suffices for the optimised forward of a target, which copies most weights."""
     return sum(weight.numel() for weight in target.parameters()) <= _FEW_PARAMETERS
 
 
@@ -58,11 +55,7 @@ def drafter_measure(
 
 
 def check_measure(recipe: HeadsRecipe) -> None:
-    """Check that heads can be measured as a recipe says, before anything expensive runs.
-
-    Raises:
-        ValueError: The tree is deeper than the number of heads, or the table cannot be loaded.
-    """
+    """Raise ValueError if heads cannot be measured as a recipe says, before anything expensive runs."""
     if not recipe.measure.prompts or recipe.architecture == "eagle3":
         return
     depth = parse_tree(_tree(recipe))[0].max_depth

@@ -49,10 +49,7 @@ _LEAST_PROMPTS = 8
 
 
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
-    """Return the settings of the training loop.
-
-    If `measured`, evaluations decode, and the best weights can be chosen by mean acceptance length.
-    """
+    """Return the settings of the training loop; if `measured`, acceptance can choose the best weights."""
     train = recipe.train
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
@@ -160,11 +157,7 @@ def differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, st
 
 
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str, source: str | None) -> None:
-    """Check that a drafter has the vocabulary size and the model kind of its target.
-
-    Raises:
-        ValueError: The sizes differ, or only one of the models is an encoder-decoder.
-    """
+    """Raise ValueError if a drafter has another vocabulary size or model kind than its target."""
     theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
     if theirs != mine:
         mend = f"set `vocab_size: {theirs}` in `model.config`"

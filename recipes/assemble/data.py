@@ -84,11 +84,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -
 
 
 def verify_data(prepared: Prepared, tokenizer: Any) -> None:
-    """Compare prepared data with its hashes.
-
-    Raises:
-        ValueError: A file is missing or changed.
-    """
+    """Compare prepared data with its hashes; raise ValueError if a file is missing or changed."""
     for name, expected in prepared.report["sha256"].items():
         path = prepared.folder / name
         if not path.is_file() or file_hash(path) != expected:

@@ -35,11 +35,7 @@ _FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_to
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
-    """Load or create the model to train.
-
-    Raises:
-        ValueError: The model cannot be made, has too few embeddings, or does not fit the template.
-    """
+    """Load or create the model; raise ValueError if it does not fit the tokenizer or the template."""
     trained = build_model(complete_section(recipe), recipe.train.seed)
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
@@ -48,11 +44,7 @@ def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
 
 
 def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[], Prepared], accelerator: Any) -> Run:
-    """Load the model of a recipe, prepare the data, then load the teacher and the measurement.
-
-    Raises:
-        ValueError: The recipe has a mistake; mistakes about the model are found before the data is prepared.
-    """
+    """Load the model of a recipe, prepare the data, then load the teacher and the measurement."""
     trained = trainable(recipe, tokenizer)
     model, prepared = trained.model, prepare()
     if recipe.model.vocabulary is not None:
@@ -141,10 +133,7 @@ def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: 
 def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> Tensor:
     """Return the ids of the most frequent supervised tokens in ascending order, [tokens].
 
-    Lower ids come first among equally frequent tokens.
-
-    Raises:
-        ValueError: `tokens` is larger than the vocabulary.
+    Lower ids come first among equally frequent tokens. Raises ValueError if `tokens` exceeds the vocabulary.
     """
     if tokens > vocab:
         raise ValueError(f"`vocabulary.tokens` is {tokens}, and the model has {vocab}")
@@ -159,7 +148,7 @@ def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepare
     """Return the settings of parallel drafting, and store the mask token in the model's configuration.
 
     Raises:
-        ValueError: The model is an encoder-decoder, or the mask token is outside the vocabulary.
+        ValueError: The model is an encoder-decoder, or the mask token is outside its vocabulary.
     """
     section, vocab = recipe.parallel, model.get_input_embeddings().weight.shape[0]
     assert section is not None
@@ -177,13 +166,7 @@ def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepare
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:
-    """Return the model section, with defaults from the target for a new model.
-
-    A drafter is served with the target's vocabulary size, number of positions and special tokens.
-
-    Raises:
-        ValueError: The target cannot be found.
-    """
+    """Return the model section; a new model takes its vocabulary, positions and special tokens from the target."""
     section = recipe.model
     if section.config is None or recipe.target is None:
         return section

@@ -66,11 +66,7 @@ class LoadedPair:
 
 
 def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
-    """Load the target and the parts of a recipe.
-
-    Raises:
-        ValueError: A method is unknown, a part is missing, or the parts do not fit.
-    """
+    """Load the target and the parts of a recipe; raise ValueError if a part is missing or does not fit."""
     for row in recipe.methods:
         for part in method_config(row.method, row.options).needs:
             if getattr(recipe, part) is None:
@@ -192,11 +188,7 @@ def place_of(source: str, kind: str) -> str:
 def prompts_of(
     recipe: EvaluateRecipe, tokenizer: Any, skipped: SkippedPrompts | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the prompts with their token ids; skipped prompts are added to `skipped`.
-
-    Raises:
-        ValueError: No prompt is left.
-    """
+    """Return the prompts with their token ids, add others to `skipped`, and raise ValueError if none is left."""
     return load_prompts(
         recipe.prompts,
         get_template(recipe.template, tokenizer, recipe.template_options),

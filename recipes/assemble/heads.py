@@ -43,11 +43,7 @@ def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> Non
 
 
 def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Prepared], accelerator: Any) -> Run:
-    """Prepare the data, load the target, and create its heads.
-
-    Raises:
-        ValueError: The recipe has a mistake.
-    """
+    """Prepare the data, load the target, and create its heads; raise ValueError if the recipe has a mistake."""
     prepared, device, ref = prepare(), accelerator.device, resolve_model(recipe.target)
     target = load_trainable(ref.path, decoder=True, device=str(device), dtype=recipe.target_dtype)
     check_vocabulary(len(tokenizer), target, recipe.target)
@@ -153,8 +149,8 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
 def _before_norm(target: Any, prepared: Prepared) -> tuple[float, Tensor]:
     """Return a scale and weights, [D], that approximate the final norm on a held-out block.
 
-    The scale normalises pre-norm hidden states to a root mean square of 1. The weights are the least-squares factors
-    from the scaled states to post-norm states. With both, heads start close to the target's output layer.
+    The scale gives pre-norm states a root mean square of 1; the weights are the least-squares factors from them to
+    post-norm states. With both, heads start close to the target's output layer.
     """
     if not prepared.heldout.blocks:
         raise ValueError("`states: before-norm` needs a held-out block to begin from, and there is none")

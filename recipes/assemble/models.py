@@ -42,11 +42,7 @@ class TrainableModel:
     """Wrapper of peft around `model`, or None without LoRA."""
 
     def save(self, folder: Path) -> None:
-        """Write the files of the model, or of the adapter only.
-
-        Both `AutoModelForCausalLM.from_pretrained` and `decode.models.loading.load_model` can read them. A merged
-        adapter no longer exists separately in memory.
-        """
+        """Write the files of the model, with its adapter merged, or of the adapter only."""
         if self.lora is None:
             self.model.save_pretrained(folder)
         elif self.lora.export == "adapter":
@@ -65,11 +61,7 @@ class TrainableModel:
         return added if self.lora.export == "adapter" else weights - added
 
     def shapes(self) -> dict[str, Any]:
-        """Return the entries of the manifest about the model.
-
-        These are the vocabulary size, the model type, and the numbers of saved and of trained parameters; with a draft
-        vocabulary or an adapter also `proposed_tokens` or `base_model`.
-        """
+        """Return the sizes and the type of the model for the manifest; an adapter adds its base model."""
         head = self.model.get_output_embeddings()
         added = {name for name, _ in self.model.named_parameters() if "lora_" in name}
         counted = {name: weight.numel() for name, weight in self.model.named_parameters()}
@@ -106,8 +98,7 @@ def build_model(section: ModelSection, seed: int) -> TrainableModel:
 def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> PreTrainedModel:
     """Load a model to train or to learn from, with the options of `load_model`.
 
-    Raises:
-        ValueError: It is an encoder-decoder, and `decoder` is set or it is not of the T5 family.
+    Raises ValueError for an encoder-decoder if `decoder` is set or it is not of the T5 family.
     """
     model = load_model(source, **options)
     if model.config.is_encoder_decoder:
@@ -125,11 +116,7 @@ def check_vocabulary(tokens: int, model: PreTrainedModel, what: str) -> None:
 
 
 def model_from_config(section: ModelSection, attention: str | None) -> PreTrainedModel:
-    """Create a model from the configuration of a recipe.
-
-    Raises:
-        ValueError: The model type has no such field, or the values are invalid.
-    """
+    """Create a model from the configuration of a recipe; raise ValueError if the configuration is invalid."""
     settings = dict(section.config or {})
     kind = settings.pop("model_type")
     try:
@@ -153,11 +140,7 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
 
 
 def new_model(config: Any, attention: str | None) -> PreTrainedModel:
-    """Create the model of a transformers configuration.
-
-    Raises:
-        ValueError: The attention kernel is not available.
-    """
+    """Create the model of a transformers configuration; raise ValueError if the attention kernel is not available."""
     try:
         return model_class(config).from_config(
             config, **({} if attention is None else {"attn_implementation": attention})
@@ -167,16 +150,9 @@ def new_model(config: Any, attention: str | None) -> PreTrainedModel:
 
 
 def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: str | None = None) -> PreTrainedModel:
-    """Return a new model with some layers of a model.
+    """Return a new model with some `layers` of a model, ascending indices from 0, on both sides of an encoder-decoder.
 
-    Args:
-        model: Model to cut; an encoder-decoder loses the same layers on both sides.
-        layers: Ascending indices from 0 of the layers to keep.
-        name: Name of the model in messages.
-        attention: Attention kernel of transformers, or None for its default.
-
-    Raises:
-        ValueError: A layer does not exist, or the model does not store its layers in one list per stack.
+    Raises ValueError if a layer does not exist, or if the layers are not stored in one list per stack.
     """
     config = model.config
     depths = {key: getattr(config, key) for key in _depth_keys(config)}
@@ -231,11 +207,7 @@ def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mappi
 
 
 def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
-    """Add LoRA adapters to the linear layers of a model, and return the wrapper of peft.
-
-    Raises:
-        ValueError: peft is missing, no layer matches a target, or an adapter is to be exported for a cut model.
-    """
+    """Add LoRA adapters to the linear layers of a model, and return the wrapper of peft."""
     lora, source = section.lora, section.source
     assert lora is not None
     if lora.export == "adapter" and section.layers:

@@ -256,10 +256,7 @@ def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="Ne
 
 
 def main() -> None:
-    """Run the command line.
-
-    Exit codes: 0 for success, 1 for a failure, 2 for wrong input, 130 or 143 for an interrupt.
-    """
+    """Run the command line. Exit codes: 0 for success, 1 for failure, 2 for wrong input, 130 or 143 for interrupts."""
     warnings.showwarning = lambda message, *_: log(f"warning: {message}")
     try:
         app()

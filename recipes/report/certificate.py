@@ -24,11 +24,7 @@ _COLUMNS = [
 
 
 def load_certificate(path: Path) -> dict[str, Any]:
-    """Load a certificate that `draftsmith certify` wrote.
-
-    Raises:
-        ValueError: The file is of another kind or of a newer version.
-    """
+    """Load a file of `draftsmith certify`; raise ValueError if it is of another kind or a newer version."""
     found = read_document(path, SCHEMA, "draftsmith certify")
     if found.get("kind") != KIND:
         raise ValueError(f"{path} is no certificate, its kind is {found.get('kind')!r}")

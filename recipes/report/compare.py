@@ -29,12 +29,9 @@ class Comparison(NamedTuple):
 
 
 def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
-    """Compare the methods that all results contain, by label and temperature.
+    """Compare the methods that all results contain, by label and temperature; raise ValueError if there are none.
 
     A change is bold if the 95 % intervals of the two values do not overlap.
-
-    Raises:
-        ValueError: No method at the same temperature is in all results.
     """
     held = [{(row["label"], float(row["temperature"])): row for row in result["methods"]} for result in results]
     common = [key for key in held[0] if all(key in rows for rows in held)]

@@ -44,11 +44,7 @@ def report_beside(results: Path) -> Path:
 
 
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report of results files, and print how the others differ from the first.
-
-    Raises:
-        ValueError: The same file is given twice.
-    """
+    """Write the report of results files, and print how the others differ from the first."""
     names, loaded = short_names(paths), [load_results(path) for path in paths]
     comparison = compare(names, loaded) if len(loaded) > 1 else None
     written = write_report(out or report_beside(paths[0]), paths, loaded, comparison)

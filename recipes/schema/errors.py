@@ -17,11 +17,7 @@ _BRANCH = "DrafterRecipe]"
 
 
 def checked(model: type[Model], values: Any, under: str = "") -> Model:
-    """Validate the values of a section.
-
-    Raises:
-        ValueError: The values are invalid; the message gives the paths of keys, below `under`.
-    """
+    """Validate the values of a section; raise ValueError with the paths of wrong keys, below `under`."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -29,10 +25,7 @@ def checked(model: type[Model], values: Any, under: str = "") -> Model:
 
 
 def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
-    """Describe a validation error of a section in words.
-
-    The message gives the path of the key, below `under`, and the closest valid name.
-    """
+    """Describe a validation error with the path of the key, below `under`, and the closest valid name."""
     path = [*([under] if under else []), *(part for part in map(str, fault["loc"]) if not part.endswith(_BRANCH))]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":

@@ -101,11 +101,7 @@ def first_sentence(path: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe by its path or by the name of a shipped recipe.
-
-    Raises:
-        ValueError: There is no such recipe; the message gives the closest name.
-    """
+    """Return the file of a recipe by path or shipped name; raise ValueError with the closest name if there is none."""
     path = Path(name)
     if path.is_file():
         return path
@@ -121,11 +117,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file.
-
-    Raises:
-        ValueError: The file is not valid YAML or not a mapping; the message gives the file and line.
-    """
+    """Read the mapping in a YAML file; raise ValueError with the file and line if it is invalid."""
     try:
         loaded = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:
@@ -140,13 +132,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_extended(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a recipe, merged into the recipe that it `extends`, if any.
+    """Read a recipe, merged into the recipe that it `extends`, if any; raise ValueError if recipes extend each other.
 
     Sections are merged key by key, and other values are replaced. The extended recipe is named by its path next to this
     one, or like a recipe on the command line. `above` holds the recipes that extend this one.
-
-    Raises:
-        ValueError: See `read_recipe`; also if recipes extend each other.
     """
     if path.resolve() in above:
         raise ValueError(f"{path} extends itself, by way of {', '.join(map(str, above))}")

@@ -114,22 +114,14 @@ def beside(results: Path, name: str) -> Path:
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Check results, and write them atomically.
-
-    Raises:
-        ValueError: The results do not fit the schema.
-    """
+    """Check results, and write them atomically; raise ValueError if the results do not fit the schema."""
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"
     checked(_MODELS[results["kind"]], json.loads(text))
     atomic_text(path, text)
 
 
 def load_results(path: str | os.PathLike[str], kind: str | None = None) -> dict[str, Any]:
-    """Read and check results, which must be of `kind` if it is given.
-
-    Raises:
-        ValueError: The file is missing, damaged or of another kind; the message gives the file and the key.
-    """
+    """Read and check results, of `kind` if it is given; raise ValueError with the file and key if they are invalid."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there are no results at {path}")

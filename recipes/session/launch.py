@@ -39,11 +39,7 @@ def end_with_launcher() -> None:
 
 
 def run_launched(options: str, *words: str) -> None:
-    """Run `draftsmith WORDS` in processes that `accelerate launch` starts with these options.
-
-    Raises:
-        ValueError: The command fails; it has printed the reason.
-    """
+    """Run `draftsmith WORDS` in processes of `accelerate launch`; raise ValueError if the command fails."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(options), "-m", "draftsmith", *words]
     with subprocess.Popen(command, stdout=sys.stderr, preexec_fn=end_with_parent) as process:
         status = process.wait()
@@ -63,10 +59,7 @@ def is_first() -> bool:
 
 
 def refuse_several(command: str) -> None:
-    """Raise ValueError if several processes were launched for a command that runs in one.
-
-    All processes raise it, since a launcher stops the others after the first failure of any process.
-    """
+    """Raise ValueError, in every process, if several were launched for a command that runs in one."""
     if launched() > 1:
         raise ValueError(
             f"`draftsmith {command}` runs in one process, and {launched()} were launched: start it without a launcher, "

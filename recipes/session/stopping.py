@@ -11,10 +11,7 @@ from .terminal import Advance, bar, log
 
 
 class Stoppable(StopSignals):
-    """Handler of signals that end a command between two steps.
-
-    `what` names the command in messages, and `further` says what to do after an interrupt.
-    """
+    """Handler of signals that end the command `what` between two steps; `further` ends the message."""
 
     def __init__(self, what: str, further: str = "; the same command resumes from here") -> None:
         super().__init__()

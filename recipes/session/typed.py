@@ -14,11 +14,7 @@ _PROGRAM = "draftsmith"
 
 
 def typed_command(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the command line as one would type it, or None outside the `draftsmith` program.
-
-    By default it is that of this process, with its environment. It includes the launch of several processes, and no
-    secrets.
-    """
+    """Return the command line as typed, with the launch and without secrets, or None outside `draftsmith`."""
     program, *words = sys.argv if arguments is None else arguments
     environment = os.environ if environment is None else environment
     path = Path(program)

@@ -92,11 +92,7 @@ def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
 
 
 def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
-    """Lock the directory of counts until the stack is closed.
-
-    Raises:
-        ValueError: Another run uses the directory, or it holds counts with other settings or a damaged file.
-    """
+    """Lock the directory of counts until the stack is closed; raise ValueError if other or damaged counts are in it."""
     folder.mkdir(parents=True, exist_ok=True)
     stack.enter_context(sole_writer(folder.parent))
     for path in _rank_folders(folder):

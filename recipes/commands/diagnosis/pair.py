@@ -143,14 +143,11 @@ def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
 
 
 def check_server(target: str, files: Sequence[Path]) -> bool:
-    """Compare the results of a server with those of an evaluation, and print the causes of differences.
+    """Compare results of a server with those of an evaluation, print findings, and return whether there are none.
 
     Args:
         target: Directory or hub id of the target, whose tokenizer counts the prompt tokens.
         files: Results of `bench` and of `evaluate`, in any order.
-
-    Returns:
-        True if there are no findings.
 
     Raises:
         ValueError: There is not one file of each kind, or no row of `speculative` at the server's temperature.

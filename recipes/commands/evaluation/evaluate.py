@@ -79,10 +79,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 
 def evaluate_once(recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Return the results of an evaluation, running it only if they are missing or outdated.
-
-    Finished results are reused if settings, files, version and machine are the same.
-    """
+    """Return the results of an evaluation, running it only if settings, files, version or machine have changed."""
     out = Path(recipe.out)
     stamp = out.with_suffix(".stamp.json")
     # Computed before decoding, since files may change meanwhile.
@@ -188,13 +185,7 @@ def _count_energy(case: Case, kept: Journal, signals: Stoppable) -> dict[str, En
 
 
 def measure_energy(target: LanguageModel, recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Measure time and energy of the target's forward passes by batch size (arXiv 2407.09722, table 1).
-
-    Energy is measured only if a counter is available.
-
-    Raises:
-        ValueError: The context is longer than the target's positions.
-    """
+    """Measure the time and, if possible, the energy of forward passes by batch size (arXiv 2407.09722, table 1)."""
     batches, context = recipe.energy_batches, recipe.energy_context
     if context + 1 > target.max_positions:
         raise ValueError(

@@ -27,10 +27,7 @@ class Journal:
     """Named results in `<out>.state/<name>.jsonl`, after a line with the identity of the work; open for one writer.
 
     Each result is flushed when it is complete. An incomplete last line is removed, and results of another identity are
-    dropped. No work is started after a signal.
-
-    Raises:
-        ValueError: Another process is writing, or a line other than the last is damaged.
+    dropped. No work is started after a signal. Raises ValueError if another process is writing or the file is damaged.
     """
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any], signals: Stoppable | None = None) -> None:

@@ -78,10 +78,9 @@ def chosen_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSect
 
 
 def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
-    """Return rows by label or method; a method without a row gets its default options.
+    """Return rows by label or method, with default options for a method without a row.
 
-    Raises:
-        ValueError: A name is unknown, or a method needs a part that the recipe lacks.
+    Raises ValueError if a name is unknown, or if a method needs a part that the recipe lacks.
     """
     from ....decode.methods import METHODS, method_config
 

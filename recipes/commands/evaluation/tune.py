@@ -83,11 +83,7 @@ def available_in(recipe: EvaluateRecipe) -> Available:
 
 
 def rows_to_tune(recipe: EvaluateRecipe) -> tuple[dict[str, MethodSection], dict[str, str]]:
-    """Return the settings to tune by label, and the reasons why rows of the recipe are left out.
-
-    Raises:
-        ValueError: No method can be tuned.
-    """
+    """Return the settings to tune by label, and why rows are left out; raise ValueError if no method is left."""
     available, at = available_in(recipe), recipe.temperature
     known, left_out = tunable_methods(available, at), dict[str, str]()
     asked = [(label, row) for label, row in zip(recipe.labels(), recipe.methods, strict=True) if row.method != BASELINE]

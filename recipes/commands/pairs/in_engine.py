@@ -59,13 +59,7 @@ def form_for(engine: str, artifact: Path) -> str | None:
 
 
 def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompts: int) -> list[str]:
-    """Export a drafter for the engine, and tune its draft length at each temperature and batch size.
-
-    Finished measurements are reused.
-
-    Returns:
-        Lines that describe the results, or the reason why there are none.
-    """
+    """Export a drafter for the engine, tune its draft lengths, and return lines that describe the results."""
     assert recipe.engine is not None
     out, engine = Path(recipe.out), recipe.engine
     target = str(gguf_file(recipe.target)) if engine == "llama.cpp" else f"{out}/target"

@@ -120,11 +120,7 @@ def run_stage(stage: Any) -> None:
 
 
 def find_target(name: str) -> Path:
-    """Return the GGUF file or model directory of a target by its name in a recipe.
-
-    Raises:
-        ValueError: It does not exist, or the package that should contain it is not installed.
-    """
+    """Return the GGUF file or model directory of a target; raise ValueError if it does not exist."""
     return gguf_file(name) if is_gguf(name) else folder_of(name)
 
 
@@ -187,12 +183,9 @@ def make_tokenizer(vocab_size: int, corpus: Path, folder: Path) -> None:
 
 
 def check_folder(file: Path, recipe: QuickstartRecipe | ForgeRecipe, free: Collection[str]) -> None:
-    """Check that a directory was made with the same recipe, except for the fields `free`.
+    """Raise ValueError if a directory was made with another recipe, except for the fields `free`.
 
     Corpus, tokenizer and target do not record their recipe, so a directory belongs to one recipe.
-
-    Raises:
-        ValueError: The recipe `file` in the directory differs.
     """
     if not file.is_file():
         return

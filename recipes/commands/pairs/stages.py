@@ -132,8 +132,7 @@ class Ledger:
 def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Prompts:
     """Write the target's directory and the prompts, and return the sizes of the prompts.
 
-    Raises:
-        ValueError: There are too few prompts, or the directory belongs to another forge.
+    Raises ValueError if there are too few prompts, or if the directory belongs to another forge.
     """
     target, corpus = out / "target", out / "corpus"
     if (out / COSTS_FILE).is_file():
@@ -193,11 +192,7 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
 
 
 def kind_of(drafter: Path) -> Kind:
-    """Return the kind of a given drafter.
-
-    Raises:
-        ValueError: The directory holds no model.
-    """
+    """Return the kind of a given drafter; raise ValueError if the directory holds no model."""
     if is_eagle(drafter):
         return "eagle"
     return "drafter" if is_adapter(drafter) or mask_token(load_config(drafter)) is None else "parallel"

@@ -36,11 +36,7 @@ _MIN_IDENTICAL = 0.5  # minimum share of identical greedy texts before a warning
 def bench_recipe(
     name: str | None, overrides: Sequence[str] = (), *, concurrency: str | None = None, **given: str | None
 ) -> BenchRecipe:
-    """Return the recipe of a file or name, or of the given values only.
-
-    Raises:
-        ValueError: A value is invalid.
-    """
+    """Return the recipe of a file or name, or of the given values only; raise ValueError if a value is invalid."""
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
     values = {"kind": BENCH} if name is None else read_extended(find_recipe(name))
@@ -53,11 +49,7 @@ def bench_recipe(
 
 
 def prompts_of(recipe: BenchRecipe) -> list[Prompt]:
-    """Load the prompts.
-
-    Raises:
-        ValueError: The client is missing, the prompts cannot be read, or the results cannot be written.
-    """
+    """Load the prompts; raise ValueError if they cannot be read or the results cannot be written."""
     check_writable(Path(recipe.out))
     check_client()
     return load_questions(recipe.prompts, recipe.limit, path=recipe.prompts_path, groups=recipe.groups or None)
@@ -66,9 +58,7 @@ def prompts_of(recipe: BenchRecipe) -> list[Prompt]:
 def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
     """Measure the servers, print the table, and write the results and the report.
 
-    Raises:
-        ConnectionError: A server does not answer.
-        ValueError: A server answered none of the prompts.
+    Raises ConnectionError if a server does not answer, and ValueError if it answered none of the prompts.
     """
     out, prompts = Path(recipe.out), prompts_of(recipe)
     with Stoppable("bench", "") as signals:

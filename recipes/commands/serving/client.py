@@ -24,11 +24,7 @@ _COUNTERS = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "
 
 
 def check_client() -> Any:
-    """Return the package `openai`.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Return the package `openai`; raise ValueError if it is not installed."""
     try:
         import openai
     except ImportError as error:
@@ -132,11 +128,8 @@ class _IncompleteError(Exception):
 def read_counters(url: str, timeout: float = 10.0) -> dict[str, float]:
     """Read the speculative-decoding counters of a server's `/metrics` page.
 
-    vLLM and llama.cpp (with `--metrics`) count from their start.
-
-    Returns:
-        `drafts`, `drafted`, `accepted`, and `accepted 0`, `accepted 1` … by position; empty if the server has no
-        counters.
+    vLLM and llama.cpp (with `--metrics`) count from their start. Returns `drafts`, `drafted`, `accepted`, and `accepted
+    0`, `accepted 1` … by position; empty if the server has no counters.
     """
     try:
         with urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=timeout) as page:

@@ -137,8 +137,7 @@ def commands_of(
 ) -> list[list[str]]:
     """Return the commands that serve a target with an export, and without it.
 
-    Raises:
-        ValueError: The engine is unknown, it cannot read the export, or the target is missing or of the wrong format.
+    Raises ValueError if the engine is unknown, cannot read the export, or cannot serve the target.
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
@@ -172,13 +171,9 @@ def running(
     signals: Stoppable | None = None,
     **process: Any,
 ) -> Iterator[Running]:
-    """Start a server on the loopback interface, yield it when it answers, and end it afterwards.
+    """Start a server at a free port by default, yield it when it answers, and end it afterwards.
 
-    The default port is any free one.
-
-    Raises:
-        ConnectionError: The server ended; the message has the end of its log.
-        ValueError: The server is not installed, or the port is in use.
+    Raises ConnectionError with the end of the log if the server ended, and ValueError if it cannot be started.
     """
     if shutil.which(command[0], path=process.get("env", os.environ).get("PATH")) is None:
         raise ValueError(f"{command[0]} is not on the PATH: install it, or activate the environment that has it")
@@ -259,8 +254,7 @@ def started(
 ) -> Iterator[list[Running]]:
     """Start the engine of an export and, with a second command, of its baseline; yield them.
 
-    Their logs are `stem`.log and `stem`-baseline.log. They start one after the other, since each takes the memory that
-    is free.
+    They start one after the other, since each takes the free memory. The logs are `stem`.log and `stem`-baseline.log.
     """
     with ExitStack() as held:
         found = []
@@ -273,11 +267,7 @@ def started(
 
 
 def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: str) -> None:
-    """Serve until a signal arrives.
-
-    Raises:
-        ConnectionError: The engine ended.
-    """
+    """Serve until a signal arrives; raise ConnectionError if the engine ended."""
     with Stoppable("bench", "") as signals, started([command], [port], more, stem, signals) as engines:
         (engine,) = engines
         log(f"bench: serving at {engine.url}/v1")

@@ -28,8 +28,8 @@ def run_tune_lengths(
 ) -> dict[str, Any]:
     """Measure each number of draft tokens, print the best under each load, and write the results.
 
-    Measurements are stored next to the results and reused. `most` is the maximum number of draft tokens, `more` are
-    further arguments of the engine, and `stem` is the path of its log files without suffix.
+    Stored measurements are reused. `most` is the maximum number of draft tokens, `more` are further arguments of the
+    engine, and `stem` is the path of its log files without suffix.
     """
     out = Path(recipe.out)
 

@@ -96,9 +96,7 @@ class Plan:
 
 
 def plan_recipe(recipe: TrainingRecipe) -> Plan:
-    """Plan a recipe of kind drafter or heads.
-
-    Under `accelerate launch`, all processes call this function.
+    """Plan a recipe of kind drafter or heads; all launched processes call this function.
 
     Raises:
         ValueError: The run does not fit into memory or onto the disk, or the recipe is for a table.

@@ -53,11 +53,7 @@ def run_train(recipe: TrainingRecipe) -> Path:
 
 
 def make_run(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Run:
-    """Load the models of a recipe, and prepare its data.
-
-    Raises:
-        ValueError: The recipe has a mistake; most mistakes are found before the data is prepared.
-    """
+    """Load the models of a recipe, and prepare its data; raise ValueError if the recipe has a mistake."""
     parse_weights(recipe.objective)
     micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
     if isinstance(recipe, HeadsRecipe):
