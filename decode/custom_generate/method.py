@@ -1,6 +1,6 @@
-"""Methods inside transformers: `model.generate(**inputs, custom_generate=method("speculative", drafter=...))`.
+"""Decoding methods for transformers: `model.generate(**inputs, custom_generate=method("speculative", drafter=...))`.
 
-`generate` prepares ids, mask, processors and criteria as it always does; `request.py` reads them.
+`generate` prepares ids, mask, processors and criteria as usual. `request.py` interprets them.
 
 Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
 """
@@ -46,24 +46,25 @@ def method(
     table: BigramTable | str | Path | None = None,
     **options: Any,
 ) -> CustomGenerate:
-    """A method of decoding for transformers: `model.generate(**inputs, custom_generate=method(...))`.
+    """Return a decoding method for transformers: `model.generate(**inputs, custom_generate=method(...))`.
 
-    Parts that the method does not need are not looked at.
+    Artifacts that the method does not need are ignored.
 
     Args:
-        name: one of `methods.METHODS`.
-        drafter: a model on the target's device, or a folder or hub id, which is loaded now and put there.
-        more_drafters: drafters beside the first, for methods that take several.
-        heads: prediction heads on the target's device and in its dtype, or their folder or hub id.
-        table: bigram counts, or their folder or hub id.
-        options: the method's own settings, such as `gamma=4`.
+        name: One of `methods.METHODS`.
+        drafter: Model on the target's device, or a folder or hub id, which is loaded and moved to that device.
+        more_drafters: Further drafters, for methods that take several.
+        heads: Prediction heads on the target's device and in its dtype, or their folder or hub id.
+        table: Bigram counts, or their folder or hub id.
+        options: Options of the method, such as `gamma=4`.
 
     Raises:
-        ValueError: an unknown method or option, with the nearest right name; a part that is missing or cannot be read.
+        ValueError: A method or option is unknown (the message names the nearest one), or an artifact is missing or
+            cannot be read.
     """
     config = method_config(name, options)
     settings, needs = asdict(config), config.needs
-    settings.pop("drafter", None)  # of several drafters the first one drafts
+    settings.pop("drafter", None)  # the first drafter is used
     given = {"drafter": drafter, "heads": heads, "table": table}
     for part in needs:
         if given[part] is None:
@@ -83,7 +84,7 @@ def method(
 
 @dataclass(frozen=True)
 class CustomGenerate:
-    """What `generate` calls in place of its own loop; `method` makes it.
+    """Decoding loop that `generate` calls instead of its own. Create it with `method`.
 
     Sampling draws one number, its seed, from torch's generator of the target's device.
     """
@@ -94,7 +95,7 @@ class CustomGenerate:
     heads: HeadModule | None
     table: BigramTable | None
     loaded_heads: bool
-    """The heads are nobody else's: they follow the target's device and dtype."""
+    """True if the heads were loaded here, so that they follow the target's device and dtype."""
 
     def __call__(
         self,
@@ -107,14 +108,13 @@ class CustomGenerate:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """[B, T + new] ids as `generate` asks; with `return_dict_in_generate` an output whose `sequences` they are.
+        """Return ids [B, T + new], or an output with these `sequences`, as `generate` does.
 
-        Args:
-            input_ids: [B, T] prompts, padded on the left; an encoder-decoder's start tokens.
-            inputs_tensor: an encoder-decoder's source.
+        `input_ids` are prompts [B, T], padded on the left, or the start tokens of an encoder-decoder, whose source is
+        `inputs_tensor`.
 
         Raises:
-            ValueError: whatever was asked for that this decoder does not do, named; parts that do not fit the target.
+            ValueError: A setting or input is not supported, or the artifacts do not fit the target.
         """
         model_kwargs = held_back(inspect.currentframe()) | model_kwargs
         streamer = model_kwargs.pop("streamer", None)
@@ -152,16 +152,16 @@ class CustomGenerate:
                     given, wanted = (f"{side.dtype} on {side.device}" for side in (weight, target))
                     raise ValueError(f"the heads are {given}, the target is {wanted}: they must be the same")
                 self.heads.to(target.device, target.dtype)
-            # Drop copies of weights, which do not follow writing through `.data`.
+            # Drop copies of weights, since they do not follow writes to `.data`.
             self.heads.train(self.heads.training)
         return Parts(drafters[0] if drafters else None, self.heads, self.table, tuple(drafters[1:]))
 
 
 class _Drafter:
-    """A drafter as it was given: the user's own model, or one that is loaded here and follows the target's device."""
+    """Drafter from the user: a model, or a source that is loaded here and then follows the target's device."""
 
     def __init__(self, source: Any) -> None:
-        source = getattr(source, "_orig_mod", source)  # of torch.compile: the engine has forwards of its own
+        source = getattr(source, "_orig_mod", source)  # unwrap torch.compile, since the engine has its own forwards
         self._loaded = isinstance(source, (str, Path))
         if not self._loaded and not isinstance(source, PreTrainedModel):
             kind = type(source).__name__
@@ -182,7 +182,7 @@ class _Drafter:
 
 
 def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
-    """A part from its folder; the files of an artifact are checked, those from elsewhere have no hashes."""
+    """Load a part from its folder, and check the file hashes if it is an artifact."""
     if (folder / MANIFEST_FILE).is_file():
         return open_artifact(folder, load, kind)[1]
     return load(folder)
@@ -192,14 +192,14 @@ class _CachedTarget(NamedTuple):
     state: list[Any]
     states: str
     scorer: LanguageModel | None
-    """None where it refers to the model, which would then never be freed: it is wrapped anew, unchecked."""
+    """Wrapped model. None if it would keep the model alive, in which case it is wrapped again without checks."""
 
 
 _TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary()
 
 
 def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
-    """The model wrapped: once, and again after its weights have changed or for other states (None: any serve)."""
+    """Return the wrapped model. It is wrapped again if its weights or the requested states (None: any) changed."""
     if model.training:
         raise ValueError(f"the {what} is in training mode, in which forwards differ by chance: call its eval() first")
     state = _state(model)
@@ -216,6 +216,6 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
 
 
 def _state(model: PreTrainedModel) -> list[Any]:
-    """Return the storage, type and version of each weight, which an optimizer step, a load or an assignment changes."""
+    """Return the storage, type and version of each weight, to detect changed weights."""
     versions = [0 if weight.is_inference() else weight._version for weight in model.parameters()]
     return [*versions, *((weight.data_ptr(), weight.dtype) for weight in model.parameters())]

@@ -1,4 +1,4 @@
-"""What a call of transformers' `generate` asks for, in the engine's terms; what has none is refused by name.
+"""Conversion of the arguments of transformers' `generate` to those of the engine. Unsupported ones are rejected.
 
 Shape letters: B batch, T tokens with padding.
 """
@@ -35,7 +35,7 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def held_back(frame: Any) -> dict[str, Any]:
-    """Arguments of the calling `generate` that it does not hand to a callable (transformers 5.17 to 5.23)."""
+    """Return arguments of the calling `generate` that it does not pass to a callable (transformers 5.17 to 5.23)."""
     caller = frame.f_back if frame else None
     if caller is None or caller.f_code is not _GENERATE:
         return {}
@@ -47,9 +47,9 @@ def _refusal(what: str, instead: str) -> ValueError:
 
 
 def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -> None:
-    """ValueError for settings and inputs that would change the output, or that the output would lack.
+    """Raise ValueError for settings and inputs that would change the output, and for outputs that are not supported.
 
-    `synced_gpus` and `assistant_model` are taken out of `inputs`.
+    `synced_gpus` and `assistant_model` are removed from `inputs`.
     """
     sharded = any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in model.parameters())
     if inputs.pop("synced_gpus", None) or sharded:
@@ -75,12 +75,12 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
 
 
 def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
-    """What the processors do; ValueError for one that `warpers.warp` does not apply, or in another order than there."""
+    """Return the warping of the processors, or raise ValueError for others than those of `warpers.warp`."""
     values: list[tuple[str, Any]] = []
     for processor in processors:
         kind = type(processor)
         if kind is LogitNormalization:
-            continue  # probabilities sum to 1 here anyway
+            continue  # probabilities always sum to 1 here
         if kind not in _WARPERS:
             instead = "it warps by temperature, top_k and top_p; unset what asks for it, here or in generation_config"
             raise _refusal(kind.__name__, instead)
@@ -90,14 +90,14 @@ def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
     names = [name for name, _ in values]
     if names != [name for name in _WARPERS.values() if name in names]:
         raise _refusal(", then ".join(names), "temperature, top_k and top_p are applied once each, in this order")
-    # None of them changes which token is the most likely one.
+    # None of them changes the most likely token.
     return Sampling(**{"temperature": 1.0} | dict(values)) if do_sample else Sampling()
 
 
 def prompts_of(
     target: LanguageModel, model: PreTrainedModel, ids_BT: Tensor, source_BT: Tensor | None, inputs: dict[str, Any]
 ) -> list[list[int]]:
-    """Each row without its padding; of an encoder-decoder, the source's rows. ValueError for what they cannot be."""
+    """Return each row without padding, or for an encoder-decoder its source. Raise ValueError for other inputs."""
     mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
     has_source = model.config.is_encoder_decoder
     if has_source:
@@ -121,11 +121,11 @@ def prompts_of(
 
 
 class Replay:
-    """Writes committed tokens down one position of all rows after another, as `generate` itself does.
+    """Writer of committed tokens, one position of all rows at a time, as `generate` does.
 
-    Rows that have ended are padded if there is a criterion with an `eos_token_id`; else, as in `generate`, they go on
-    until the last row ends. `ids_BT` (int64, CPU) holds prompts and what is written, in its first `length` columns.
-    Raises ValueError: a criterion with an `eos_token_id`, and no token to pad with.
+    Rows that have ended are padded if a criterion has an `eos_token_id`. Otherwise they continue until the last row
+    ends, as in `generate`. `ids_BT` (int64, CPU) holds prompts and output in its first `length` columns. Raises
+    ValueError if a criterion has an `eos_token_id` and there is no padding token.
     """
 
     def __init__(self, ids_BT: Tensor, criteria: Sequence[Any], config: Any, streamer: Any) -> None:
@@ -147,7 +147,7 @@ class Replay:
         self._going = [True] * batch
 
     def add(self, new_ids: list[list[int]]) -> bool:
-        """Take what a step committed; False when no row goes on."""
+        """Add the tokens that a step committed, and return whether any row continues."""
         for waiting, new in zip(self._waiting, new_ids, strict=True):
             waiting.extend(new)
         rows = range(len(new_ids))

@@ -1,4 +1,4 @@
-"""Intervals: by bootstrap over whole prompts, and of proportions the exact ones.
+"""Bootstrap confidence intervals over prompts.
 
 Shape letters: P prompts, G groups, R resamples.
 """
@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 RESAMPLES = 2000
 FEWEST = 3
-"""Prompts that an interval needs."""
+"""Minimum number of prompts for an interval."""
 Floats = NDArray[np.float64]
 
 
 def resample_weights(prompts: int, seed: int | Sequence[int] = 0, draws: int = RESAMPLES) -> Floats:
-    """[R, P] how often each prompt is in each resample; the same for the same seed, so that measures are paired."""
+    """Return the count of each prompt in each resample, [R, P]. Equal seeds give equal, and so paired, resamples."""
     rng = np.random.default_rng(seed)
     return rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=draws).astype(np.float64)
 
 
 def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats | None:
-    """[R, G] Σ over / Σ under of each resample, nan where nothing was drawn; None for too few prompts."""
+    """Return Σ over / Σ under of each resample, [R, G], NaN for 0 / 0, or None for too few prompts."""
     if len(over_PG) < FEWEST:
         return None
     weight_RP = resample_weights(len(over_PG), seed)
@@ -32,7 +32,7 @@ def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats
 
 
 def percentile_interval(values_R: Floats | None, level: float = 0.95) -> tuple[float, float] | None:
-    """The middle share of resampled numbers; None where a tenth of them or more are not finite."""
+    """Return the central interval of resampled values, or None if a tenth of them or more are not finite."""
     if values_R is None:
         return None
     finite_R = values_R[np.isfinite(values_R)]

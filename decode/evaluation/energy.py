@@ -1,16 +1,16 @@
-"""Energy counters of devices, and rules for reading them.
+"""Energy counters of devices, and the procedure for reading them.
 
-A counter covers a whole device, whoever uses it: a GPU's board with its memory, or a processor's packages and, where
-the machine counts it, their memory; never fans, disks and power supplies.
+A counter covers a whole device including all processes: a GPU board with its memory, or processor packages and, if the
+machine counts it, their memory. Fans, disks and power supplies are not included.
 
-The rules are those of Yang, Adámek and Armour (arXiv 2312.02741), as in arXiv 2407.09722, appendix B. GPU sensors show
-a mean over a window once per period; those of the A100 and H100 see 25 ms of every 100 ms.
+The procedure follows Yang, Adámek and Armour (arXiv 2312.02741) and arXiv 2407.09722, appendix B. GPU sensors report a
+mean over a window once per period. Those of the A100 and H100 sample 25 ms of every 100 ms.
 
-1. Long windows: at least `Timing.seconds`, many periods. If the sensor does not look all the time, eight pauses of its
-   window's length shift the work against it; their idle energy is subtracted (joules are at most 4 % too high).
-2. Several trials, each after a wait of random length; results are their mean and its standard error.
-3. No transients: work while the power rises is discarded. A window begins and ends at readings at which the counter has
-   just changed, so that both ends lag alike.
+1. Long windows: at least `Timing.seconds`, which spans many periods. If the sensor samples part-time, eight pauses of
+its window's length shift the work against it; their idle energy is subtracted (joules are at most 4 % too high). 2.
+Several trials, each after a wait of random length. Results are their mean and its standard error. 3. No transients:
+work while the power rises is discarded. A window begins and ends when the counter has just changed, so that both ends
+have the same lag.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .profile import raw_forward, synchronise, time_in_turns
 POWERCAP = Path("/sys/class/powercap")
 _PAUSES = 8
 _SILENCE = 2.0
-"""Seconds without a change, and periods too, after which a counter is taken to stand still."""
+"""Minimum seconds without a change after which a counter counts as stuck."""
 
 
 class CounterError(Exception):
-    """A counter that was there cannot be read any more, stands still, or runs backward."""
+    """Error of a counter that can no longer be read, does not change, or decreases."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Timing:
     period: float
     """Maximum time between two changes of the counter."""
     pause: float
-    """Length of the pauses that shift the work against the sensor; 0 for a sensor that looks all the time."""
+    """Length of the pauses that shift the work against the sensor. 0 for a sensor that samples continuously."""
     trials: int = 4
 
 
@@ -67,22 +67,22 @@ class Energy:
     source: str
     """Counter: "nvml" or "rapl"."""
     joules: float
-    """Mean of the trials, idle power included."""
+    """Mean of the trials, including idle power."""
     error: float
     """Standard error of that mean."""
     above_idle: float | None
-    """Joules above those of the idle device; None if there are none, for example if something else ran on it."""
+    """Joules in excess of the idle device. None if negative, for example because other work ran on it."""
     watts: float
     """Mean power while working."""
     idle_watts: float
     seconds: float
-    """Seconds of a unit in the windows."""
+    """Seconds per unit in the windows."""
     trials: list[float]
-    """Joules of a unit by trial."""
+    """Joules per unit of each trial."""
 
 
 class _Window(NamedTuple):
-    """Work until a moment at which the counter has just changed."""
+    """State at the end of a window, at which the counter has just changed."""
 
     at: float
     joules: float
@@ -91,9 +91,10 @@ class _Window(NamedTuple):
 
 
 class EnergyMeter:
-    """Counter read by the rules above.
+    """Counter that is read by the procedure above.
 
-    `joules` returns those of all devices since some moment, and raises CounterError. `clock` and `sleep` define time.
+    `joules` returns the joules of all devices since a fixed moment, or raises CounterError. `clock` and `sleep` define
+    time.
     """
 
     def __init__(
@@ -117,7 +118,10 @@ class EnergyMeter:
         self._close()
 
     def idle_watts(self) -> float:
-        """Return the power while this process is idle, after earlier work has faded. Raises CounterError."""
+        """Return the power while this process is idle, after earlier work has faded.
+
+        Raises CounterError if the counter fails.
+        """
 
         def rest() -> float:
             self._sleep(self.timing.period / 20)
@@ -137,9 +141,9 @@ class EnergyMeter:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Energy:
-        """Return the energy of a unit of work. Raises CounterError.
+        """Return the energy of a unit of work. `seed` determines the random waits.
 
-        `work` does some work, waits for the devices, and returns how many units it did. `seed` is that of the waits.
+        `work` does some work, waits for the devices, and returns the number of units done. Raises CounterError.
         """
         rng, timing = random.Random(seed), self.timing
         trials, times = [], []
@@ -163,7 +167,7 @@ class EnergyMeter:
         begin = changed_at = clock()
         value, units, paused, pauses = self.joules(), 0.0, 0.0, 0
         while True:
-            # Reading the counter takes time from the work, so it is read often only where a window may end.
+            # Reading the counter interrupts the work, so it is read often only when a window may end.
             due = clock() + period * (2.5 if begin + seconds - clock() > 3 * period else 0.1)
             units += work()
             while clock() < due:
@@ -183,9 +187,11 @@ class EnergyMeter:
 
 
 class RaplCounter:
-    """Zones of Linux's power capping interface. `energy_uj` wraps at `max_energy_range_uj`, so it must be read often.
+    """Counter of zones of Linux's power capping interface. `energy_uj` wraps, so it must be read often.
 
-    Raises OSError, ValueError: a file that may not be read, or holds no number.
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file contains no number.
     """
 
     def __init__(self, zones: Sequence[Path]) -> None:
@@ -197,7 +203,7 @@ class RaplCounter:
         return [int((zone / "energy_uj").read_text(encoding="ascii")) for zone in self._zones]
 
     def __call__(self) -> float:
-        """Return joules since the counter was made."""
+        """Return joules since the counter was created."""
         try:
             now = self._read()
         except (OSError, ValueError) as error:
@@ -210,7 +216,7 @@ class RaplCounter:
 def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str]:
     """Return a meter of the GPUs among the devices, or else of the processor, and what it covers.
 
-    Without a counter return None and the reason.
+    Without a counter, return None and the reason.
     """
     kinds = {device.type for device in devices} - {"meta"}
     if "cuda" in kinds:
@@ -221,7 +227,7 @@ def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str
 
 
 def cuda_uuid(device: torch.device) -> str:
-    """Return NVML's name of a device; NVML's order of GPUs differs and includes hidden ones."""
+    """Return NVML's name of a device, since NVML orders GPUs differently and includes hidden ones."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -271,7 +277,7 @@ def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
 def measure_batches(
     model: LanguageModel, batches: Sequence[int], runs: int, context: int, meter: EnergyMeter | None, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure forwards of one new token at several batch sizes, with `context` tokens behind each input.
+    """Measure forwards of one new token at several batch sizes, each input following `context` tokens.
 
     Returns the arguments, the counter's `source` and `idle_watts`, its `failure` if it failed, and by batch size a row
     with the median seconds and the mean joules `_per_run` and `_per_input` and their standard `errors`. Joules contain
@@ -300,7 +306,7 @@ def measure_batches(
 
 
 def batch_row(batch: int, seconds: Sequence[float], energy: Energy | None) -> dict[str, Any]:
-    """Return the row of a batch size from the seconds of its forwards and the energy of one of them."""
+    """Return the row of a batch size from the seconds and the energy of its forwards."""
     error = statistics.stdev(seconds) / len(seconds) ** 0.5 if len(seconds) > 1 else 0.0
     median, joules = statistics.median(seconds), energy.joules if energy else None
     return {

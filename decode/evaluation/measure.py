@@ -31,16 +31,16 @@ from .profile import FirstStep, StepProfile, synchronise
 BASELINE = "autoregressive"
 REFERENCE = "transformers"
 PROFILED = 3
-"""Number of prompts that are decoded again to profile steps and to count energy."""
+"""Number of prompts that are decoded again to profile steps and to measure energy."""
 STEADY = 1.25
-"""Largest `Run.slowdown` of a steady row; undisturbed rows are at 1.03 to 1.10."""
-_MIN_PROMPTS = 4  # for a quartile
+"""Largest `Run.slowdown` of a steady row. Undisturbed rows have 1.03 to 1.10."""
+_MIN_PROMPTS = 4  # minimum for a quartile
 _Job = Callable[[int, Sequence[Sequence[int]], Limits], list["Decoded"]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Method with its settings: one row of the table."""
+    """Method with its settings, which becomes one row of the table."""
 
     label: str
     method: str
@@ -55,11 +55,11 @@ class Decoded(NamedTuple):
     tally: Tally
     seconds: float
     reading: float
-    """Seconds before the first step (prefill); 0 if unknown."""
+    """Seconds before the first step (prefill). 0 if unknown."""
 
 
 class RunKey(NamedTuple):
-    """Entry, prompt and repeat of one run."""
+    """Label, prompt and repeat of one run."""
 
     label: str
     prompt: int
@@ -72,16 +72,16 @@ class Run:
 
     by_prompt: list[list[Decoded]]
     groups: Sequence[int] = ()
-    """Batch of each prompt, whose time its prompts share equally; empty if prompts were decoded one by one."""
+    """Batch of each prompt, whose time its prompts share equally. Empty if prompts were decoded one by one."""
 
     @property
     def ids(self) -> list[list[int]]:
-        """New tokens of each prompt."""
+        """Return the new tokens of each prompt."""
         return [runs[0].ids for runs in self.by_prompt]
 
     @property
     def tallies(self) -> list[Tally]:
-        """Counts of each prompt."""
+        """Return the counts of each prompt."""
         return [runs[0].tally for runs in self.by_prompt]
 
     def select(self, prompts: Sequence[int]) -> Run:
@@ -103,14 +103,14 @@ class Run:
         return [statistics.median(run.seconds for run in runs) for runs in self.by_prompt]
 
     def stepping_seconds(self) -> list[float]:
-        """Return the same without prefill."""
+        """Return the median seconds of each prompt without prefill."""
         return [statistics.median(run.seconds - run.reading for run in runs) for runs in self.by_prompt]
 
     def slowdown(self) -> float | None:
-        """Return the time of the steps over an estimate of their undisturbed time; None if there are too few prompts.
+        """Return the time of the steps relative to an estimate of their undisturbed time, or None for too few prompts.
 
-        Other work on the machine only makes runs longer, and not all alike. With several repeats the undisturbed time
-        is the fastest of each batch, otherwise the lower quartile of the time per step.
+        Other work on the machine only makes runs longer, and by different amounts. With several repeats the undisturbed
+        time is the fastest of each batch, otherwise the lower quartile of the time per step.
         """
         runs = zip(*([run.seconds - run.reading for run in each] for each in self.by_prompt), strict=True)
         times = list(zip(*(map(sum, self.by_batch(each)) for each in runs), strict=True))
@@ -130,7 +130,7 @@ class Run:
 
 
 def are_steady(run: Run, base: Run) -> bool | None:
-    """Return whether the times of an entry and its baseline are steady; None if unknown."""
+    """Return whether the times of an entry and its baseline are steady, or None if that is unknown."""
     if run.unsteady() or base.unsteady():
         return False
     return None if None in (run.slowdown(), base.slowdown()) else True
@@ -158,7 +158,7 @@ def decode_together(
     limits: Limits,
     profile: StepProfile | None = None,
 ) -> list[Decoded]:
-    """Decode prompts in one batch, which share its time equally; prompt b draws from seed + b."""
+    """Decode prompts in one batch, which share its time equally. Prompt b uses the seed `seed + b`."""
     ids: list[list[int]] = [[] for _ in prompts]
     tallies = [Tally() for _ in prompts]
     synchronise(target)
@@ -184,7 +184,7 @@ def sample_texts(
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """Return the target's own continuation of each prompt; prompt b draws from seed + b."""
+    """Return the target's own continuation of each prompt. Prompt b uses the seed `seed + b`."""
     texts: list[list[int]] = []
     method = build_method(BASELINE, Parts(), sampling)
     for first in range(0, len(prompts), batch):
@@ -203,11 +203,11 @@ _NOT_APPLIED = {
     **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
 }
-"""Settings of `transformers.generate` that change greedy text, with the values that do not."""
+"""Settings of `transformers.generate` that change greedy text, with their neutral values."""
 
 
 def not_applied(generation_config: Any) -> dict[str, Any]:
-    """Return the settings that change greedy text in `transformers.generate`, and that no method here applies."""
+    """Return the settings that change greedy text in `transformers.generate` and that no method here applies."""
     found = {name: getattr(generation_config, name, None) for name in _NOT_APPLIED}
     return {name: value for name, value in found.items() if value not in (None, [], {}, _NOT_APPLIED[name])}
 
@@ -254,13 +254,10 @@ def measure(
 ) -> dict[str, Run]:
     """Decode every prompt with every entry `repeats` times, and return the runs by label.
 
-    The order changes from prompt to prompt (`turn`). The tokens of a prompt depend on the seed and its index only: each
-    repeat writes the same.
-
-    Args:
-        reference: Transformers model; decodes greedily as one more row if an entry is greedy.
-        batch: Number of prompts decoded together.
-        finished: Runs of an interrupted evaluation, which are not repeated; `on_run` receives every other run.
+    The order changes from prompt to prompt (`turn`). The tokens of a prompt depend on the seed and its index only, so
+    all repeats give the same tokens. The transformers model `reference` adds a row of greedy decoding if an entry is
+    greedy. Prompts are decoded in batches of `batch`. `finished` contains the runs of an interrupted evaluation, which
+    are not repeated; `on_run` receives every other run.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
     first = warm_ups(prompts, limits, target.device.type, target.supports_any_length)
@@ -268,7 +265,7 @@ def measure(
     keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), batch, repeat)]
 
     missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
-    left = [key for key in keys if key in missing]  # the first key of each batch that is not complete
+    left = [key for key in keys if key in missing]  # first key of each incomplete batch
     for label in dict.fromkeys(key.label for key in left):
         for rows, (prompt, until) in itertools.product(sizes, first):
             jobs[label](0, [prompt] * rows, until)
@@ -293,8 +290,8 @@ def warm_ups(
 ) -> list[tuple[Sequence[int], Limits]]:
     """Return the prompts and limits to decode before timing starts.
 
-    On a GPU these are a prompt of each length that needs a graph of its own, decoded to the limit so that no graph is
-    captured during measurement, and the longest first, whose cache then serves all.
+    On a GPU these are a prompt of each length that needs its own graph, decoded to the limit so that no graph is
+    captured during measurement. The longest comes first, so that all can reuse its cache.
     """
     if device == "cpu":
         return [(prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))]
@@ -328,8 +325,10 @@ def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], referen
 
 
 def turn(count: int, number: int) -> list[int]:
-    """Return the order of `count` jobs at turn `number`, in which each job follows every other equally often over
-    `count` turns, or twice as many if `count` is odd (Williams 1949)."""
+    """Return the order of `count` jobs at turn `number`.
+
+    Over `count` turns (twice as many if odd) each job follows every other equally often (Williams 1949).
+    """
     zigzag = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
     order = [(step + number) % count for step in zigzag]
     return order[::-1] if count % 2 and number // count % 2 else order
@@ -367,8 +366,10 @@ def energy_of(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Energy:
-    """Count the joules per token of an entry over repeated decoding of the first prompts, prefill included. Raises
-    CounterError: the counter failed."""
+    """Measure the joules per token of an entry, with prefill, by repeated decoding of the first prompts.
+
+    Raises CounterError if the counter fails.
+    """
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
 
     def decode_all() -> float:
@@ -403,7 +404,7 @@ def check_capacity(
 
 
 def devices_of(target: LanguageModel, parts: Parts) -> list[torch.device]:
-    """Return the devices of a target and its parts."""
+    """Return the devices of a target and its drafters and heads."""
     models = [target, *filter(None, (parts.drafter, *parts.more_drafters))]
     found = [device for model in models for device in (model.device, *(model.layer_devices or ()))]
     if isinstance(parts.heads, nn.Module):

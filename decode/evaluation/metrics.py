@@ -1,12 +1,11 @@
-"""The metrics, defined once. Every table uses these names.
+"""Definitions of the metrics that all tables use.
 
-- `tokens_per_step` (block efficiency): tokens kept ÷ target forwards, prefill not counted, the extra token counted,
-  tokens cut off by a stop token or the limit not counted.
-- `acceptance_rate`: draft tokens accepted ÷ draft tokens examined; a path's examination ends at its first rejection.
-- `acceptance_at_k`: the same by level: levels where one of the k candidates was accepted ÷ levels examined.
-- `acceptance_by_depth[i]`: of the steps whose path reached depth i, the share that accepted a token there.
-- `speedup`: tokens per second over those of autoregressive decoding by this engine, same prompts, median runs.
-- intervals: 95 %, by bootstrap over prompts (percentiles of 2,000 resamples); None for fewer than 3 prompts.
+- `tokens_per_step` (mean acceptance length τ): tokens kept ÷ target forwards, without the prefill and tokens cut off by
+a stop token or the limit, with the bonus token. - `acceptance_rate` (α): draft tokens accepted ÷ examined. The
+examination of a path ends at its first rejection. - `acceptance_at_k`: levels where one of k candidates was accepted ÷
+levels examined. - `acceptance_by_depth[i]`: share of the steps whose path reached depth i that accepted a token there.
+- `speedup`: tokens per second relative to autoregressive decoding by this engine, same prompts, median runs. -
+intervals: 95 %, by bootstrap over prompts (percentiles of 2,000 resamples); None for fewer than 3 prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SHARES = ("acceptance_rate", "acceptance_at_k", "acceptance_by_depth", "rouge_l"
 
 @dataclass
 class Tally:
-    """Counts over the steps of one row, or of many rows added up."""
+    """Counts over the steps of one row or of several rows."""
 
     tokens: int = 0
     steps: int = 0
@@ -38,12 +37,12 @@ class Tally:
     examined: int = 0
     rejections: int = 0
     iterations: int = 0
-    """Of the engine's loop: each takes one target forward, and those that its proposal takes. 0: not counted."""
+    """Number of iterations of the engine's loop. 0 if not counted."""
     reached: list[int] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
 
     def add_step(self, step: Step, row: int) -> None:
-        """Count one iteration of one row; a row that had ended counts nothing."""
+        """Count one iteration of a row, unless the row had ended before."""
         if not step.active[row]:
             return
         accepted, rejected = int(step.accepted[row]), bool(step.rejected[row])
@@ -63,7 +62,7 @@ class Tally:
 
     @property
     def rounds(self) -> int:
-        """Iterations; of counts without them the target's forwards, as many of every method but beams of the target."""
+        """Return the iterations or, if they were not counted, the target forwards, which differ for beams only."""
         return self.iterations or self.steps
 
     def __add__(self, other: Tally) -> Tally:
@@ -77,7 +76,7 @@ class Tally:
         return Tally(**found)
 
     def metrics(self) -> dict[str, object]:
-        """The metrics of this file by name; None where nothing was examined, and no entries by depth."""
+        """Return the metrics of this module by name. Values without any examined tokens are None."""
         levels = self.accepted + self.rejections
         by_depth = [passed / reached for reached, passed in zip(self.reached, self.passed, strict=True) if reached]
         return {
@@ -90,15 +89,17 @@ class Tally:
 
 
 def total(tallies: Iterable[Tally]) -> Tally:
-    """All counts added up."""
+    """Return the sum of all counts."""
     return sum(tallies, Tally())
 
 
 def speedup_interval(
     tokens: Sequence[float], seconds: Sequence[float], base_tokens: Sequence[float], base_seconds: Sequence[float]
 ) -> tuple[float, Interval | None]:
-    """Throughput over the baseline's on the same prompts, and its 95 % bootstrap interval over prompts, or batches of
-    them (None for fewer than 3)."""
+    """Return the speedup over a baseline on the same prompts or batches, and its 95 % bootstrap interval.
+
+    The interval is None for fewer than 3 prompts.
+    """
     over_P2 = np.array([tokens, base_tokens], dtype=np.float64).T
     under_P2 = np.array([seconds, base_seconds], dtype=np.float64).T
     mine, theirs = over_P2.sum(0) / under_P2.sum(0)
@@ -107,17 +108,16 @@ def speedup_interval(
 
 
 def tokens_per_step_interval(tallies: Sequence[Tally]) -> Interval | None:
-    """95 % bootstrap interval of `tokens_per_step` over prompts, of each of which there is one tally."""
+    """Return the 95 % bootstrap interval of `tokens_per_step` over prompts, each of which has one tally."""
     tokens_P1, steps_P1 = (np.array([[getattr(tally, name)] for tally in tallies]) for name in ("tokens", "steps"))
     return percentile_interval(resampled_ratios(tokens_P1, steps_P1))
 
 
 def impossible(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1.0) -> str | None:
-    """Why a measured entry cannot be true, or None: such an entry is an error of the report, not a row of it.
+    """Return the reason why a measured entry cannot be correct, or None. Such entries are reported as errors.
 
-    A number that is negative or not finite; a share above 1; a perplexity below 1; a speedup whose whole interval lies
-    above the tokens of an iteration, which holds all that a step of plain decoding does: `tokens_per_step` times its
-    target `forwards`; by a tenth for a category: there are many.
+    Numbers must be finite and at least 0, shares at most 1, and perplexities at least 1. The speedup's interval must
+    not lie above the tokens per iteration, `tokens_per_step` times target `forwards` (for categories with 10 % slack).
     """
     for key, number in _numbers(entry):
         if not math.isfinite(number):
@@ -139,7 +139,7 @@ def impossible(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of an entry with its path, but for the method's settings and the categories."""
+    """Yield every number of an entry with its path, except for options and categories."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name not in ("options", "by_category"):

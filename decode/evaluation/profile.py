@@ -1,4 +1,4 @@
-"""Time of a step by phase, time of a proposal's forwards in isolation, and FLOPs of steps.
+"""Time of steps by phase, time of a proposal's forwards in isolation, and FLOPs of steps.
 
 Shape letters: B batch, N nodes, T tokens, M new tokens, S slots that they attend to, H heads, E head width.
 """
@@ -24,30 +24,30 @@ from ..models.products.native import library_products
 from ..proposers.draft_tree import DraftTree
 from ..tree import Tree
 
-_RUNS = 6  # of each forward in isolation, all in turn; medians are taken
+_RUNS = 6  # runs of each forward in isolation; the median is used
 PHASES = ("draft", "score", "verify", "commit", "host")
 
 
 class FirstStep:
-    """Profile that records when the first step begins, after the prompt has been read."""
+    """Profile that records the start of the first step, after the prefill."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before, self.at = before, math.inf
 
     def start(self) -> None:
-        """Begin a step."""
+        """Record the start of the first step."""
         if self.at == math.inf:
             self._before()
             self.at = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """End a phase of the step."""
+        """Ignore the end of a phase."""
 
 
 class StepProfile:
     """Profile of the seconds of each phase of each step.
 
-    On CUDA the phases up to the verdict are timed with events; the commit ends in the step's one synchronisation.
+    On CUDA the phases up to the verdict are timed with events, and the commit ends in the step's only synchronisation.
     `host` is the time between two steps and, on CUDA, the part of a step in which the device was idle.
     """
 
@@ -56,13 +56,13 @@ class StepProfile:
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self.steps: list[float] = []
         self.shares: list[float] = []
-        """Share of each step's time in forwards of the parts given to `timing_forwards`."""
+        """Share of each step's time spent in forwards of the models given to `timing_forwards`."""
         self._ended: float | None = None
         self._marks: list[tuple[str, torch.cuda.Event]] = []
-        self._forwards: list[tuple[Any, Any]] | None = None  # while a step runs: when each began and ended
+        self._forwards: list[tuple[Any, Any]] | None = None  # start and end of each forward of the current step
 
     def start(self) -> None:
-        """Begin a step."""
+        """Record the start of a step."""
         self._started = self._last = time.perf_counter()
         self._between = self._started - self._ended if self._ended is not None else 0.0
         self._forwards = []
@@ -70,7 +70,7 @@ class StepProfile:
             self._marks = [("start", self._event())]
 
     def mark(self, phase: str) -> None:
-        """End a phase of the step."""
+        """Record the end of a phase of the step."""
         now = time.perf_counter()
         if self._cuda:
             self._marks.append((phase, self._event()))
@@ -82,7 +82,7 @@ class StepProfile:
 
     @contextmanager
     def timing_forwards(self, *parts: Any) -> Iterator[None]:
-        """Time every forward of these models and heads within a step too: see `shares`."""
+        """Return a context manager that also times the forwards of these models and heads (see `shares`)."""
         with ExitStack() as changes:
             for part in {id(part): part for part in parts}.values():
                 for name in ("extend", "logits") if isinstance(part, LanguageModel) else ("forward",):
@@ -133,14 +133,14 @@ class StepProfile:
             self.seconds[phase] += seconds
 
     def summary(self) -> dict[str, float]:
-        """Return median microseconds of a step by phase and of the whole step (`step`)."""
+        """Return the median microseconds of each phase and of the whole step (`step`)."""
         medians = {phase: 1e6 * statistics.median(series) for phase, series in self.seconds.items() if series}
         return medians | ({"step": 1e6 * statistics.median(self.steps)} if self.steps else {})
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of the object itself."""
+    """Replace an attribute of an object temporarily."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -150,9 +150,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def time_in_turns(model: LanguageModel, calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Return the seconds of each call in each round, on a model's device; calls take turns, so that they share drift.
+    """Return the seconds of each call in each round. Calls take turns, so that drift affects all alike.
 
-    Each call first runs once without being timed, since other calls have used the caches.
+    Each call first runs once untimed, since other calls have replaced the content of the caches.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
@@ -174,9 +174,9 @@ def synchronise(model: LanguageModel) -> None:
 
 @torch.inference_mode()
 def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: int) -> tuple[float, int]:
-    """Return the time of a proposal's forwards over that of a one-token forward of the target, and their number.
+    """Return the time of a proposal's forwards relative to a one-token forward of the target, and their number.
 
-    Forwards run in isolation after `context` committed tokens; the target scores `nodes` per iteration.
+    Forwards run in isolation after `context` committed tokens. The target scores `nodes` per iteration.
     """
     drafts = Counter[tuple[Any, int]]((model or target, count) for model, count in method.proposer.forwards(nodes))
     calls = {each: isolated_forward(target, *each, context) for each in ((target, 1), *drafts)}
@@ -187,7 +187,7 @@ def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: 
 
 
 def isolated_forward(target: LanguageModel, part: Any, width: int, context: int) -> Callable[[], Any]:
-    """Return a forward of a model after `context` tokens, or of heads on one state, to be timed."""
+    """Return a callable that runs a forward of a model after `context` tokens, or of heads on one hidden state."""
     if isinstance(part, LanguageModel):
         return raw_forward(part, width, context)
     return partial(part, torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device))
@@ -197,13 +197,10 @@ def raw_forward(
     model: LanguageModel, nodes: int, context: int, *, batch: int = 1, seed: int = 0, read: bool = False,
     tree: Tree | None = None,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """Return a forward of `nodes` tokens after `context` committed ones, to be timed.
+    """Return a callable that runs a forward of `nodes` tokens after `context` committed ones.
 
-    Tokens differ, since equal ones would use the same experts of a mixture.
-
-    Args:
-        read: Whether to read the context, since the energy of a product depends on its numbers.
-        tree: Tree whose paths are scored as rows of their own.
+    Tokens differ, since equal ones would select the same experts of a mixture. `read` fills the cache with the context,
+    since the energy of a product depends on its values. With `tree`, its paths are scored as separate rows.
     """
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(model.vocab_size, (batch, context + nodes), generator=generator)
@@ -219,7 +216,7 @@ def raw_forward(
 
 
 class StepFlops(NamedTuple):
-    """FLOPs of one step for one row: two for each multiplication and addition."""
+    """FLOPs of one step for one row. A multiply-add counts as two."""
 
     verification: float
     """FLOPs of the target's forward."""
@@ -227,14 +224,14 @@ class StepFlops(NamedTuple):
     """FLOPs of the proposal's forwards."""
 
     def per_token(self, kept: float) -> dict[str, float]:
-        """Return FLOPs per token for steps that keep `kept` tokens."""
+        """Return FLOPs per token for steps that yield `kept` tokens."""
         total = self.verification + self.drafting
         return {"verification": self.verification / kept, "drafting": self.drafting / kept, "total": total / kept}
 
 
 @torch.inference_mode()
 def measured_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops:
-    """Count the FLOPs of a step after `context` tokens whose tree has `nodes` nodes on average."""
+    """Return the FLOPs of a step after `context` tokens whose tree has `nodes` nodes on average."""
     proposer = method.proposer
     tree = proposer.tree if isinstance(proposer, DraftTree) and proposer.by_path else None
     if tree is not None:
@@ -255,7 +252,7 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
 
 
 def count_flops(call: Callable[[], Any]) -> int:
-    """Return FLOPs of a call by torch's counter, with fused attention on the CPU and packed weights."""
+    """Return the FLOPs of a call by torch's counter, including fused CPU attention and packed weights."""
     unknown = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products,
         torch.ops.mkldnn._linear_pointwise: _packed_products,
@@ -268,11 +265,11 @@ def count_flops(call: Callable[[], Any]) -> int:
 def _attention_products(
     query_BHME: Sequence[int], key_BHSE: Sequence[int], value_BHSE: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Return FLOPs of queries with keys and of weights with values."""
+    """Return the FLOPs of the two products of attention."""
     batch, heads, new, width = query_BHME
     return 2 * batch * heads * new * key_BHSE[2] * (width + value_BHSE[3])
 
 
 def _packed_products(x_XI: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
-    """Return FLOPs of a product with a packed weight, which has no shape."""
+    """Return the FLOPs of a product with a packed weight, which has no shape."""
     return 2 * math.prod(out_shape) * x_XI[-1]

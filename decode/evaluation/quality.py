@@ -1,4 +1,4 @@
-"""Quality of texts: perplexity under the target, ROUGE-L, near-ties with the greedy text.
+"""Quality of texts: perplexity under the target, ROUGE-L, and near-ties with the greedy text.
 
 Shape letters: B batch (1 here), T positions, V vocabulary, D hidden.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..models.base import LanguageModel
 from ..pool import common_prefix
 
-_POSITIONS_AT_ONCE = 256  # Limits the memory of logits for large vocabularies.
+_POSITIONS_AT_ONCE = 256  # limits the memory of logits
 _WORD = re.compile(r"[a-z0-9]+")
 # Near-tie limits as multiples of the dtype's precision at the largest logit.
 _TIE = {torch.float32: 1024, torch.float16: 16, torch.bfloat16: 4}
@@ -23,7 +23,7 @@ _TIE = {torch.float32: 1024, torch.float16: 16, torch.bfloat16: 4}
 
 @torch.inference_mode()
 def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """Return −log p(output | prompt) under the unwarped target, in nats; infinite for an impossible output."""
+    """Return −log p(output | prompt) under the unwarped target, in nats (infinite for an impossible output)."""
     if not output:
         return 0.0
     hidden_BTD = _states(target, prompt, output)
@@ -38,7 +38,7 @@ def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int
 def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
     """Return exp of the mean surprisal per token over all texts (arXiv 2407.09722, eq. 1).
 
-    None without tokens or if a text is impossible; nan if the target gave nan.
+    It is None without tokens or if a text is impossible, and NaN if the target returned NaN.
     """
     loss, count = sum(nats), sum(tokens)
     if math.isnan(loss):
@@ -49,8 +49,8 @@ def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
 def rouge_l(text: str, references: Sequence[str]) -> float | None:
     """Return ROUGE-L, the F-measure of the longest common subsequence of words (Lin 2004).
 
-    Of several references the best counts; None without any. Words are runs of a–z and 0–9 after lower-casing, not
-    stemmed, as in Google's `rouge_score`.
+    The best of several references counts. The result is None without references. Words are runs of a–z and 0–9 after
+    lower-casing, not stemmed, as in Google's `rouge_score`.
     """
     words = _WORD.findall(text.lower())
     return max((_f_measure(words, _WORD.findall(reference.lower())) for reference in references), default=None)
@@ -65,7 +65,7 @@ def _f_measure(words: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence, by a bit-parallel table (Hyyrö 2004)."""
+    """Return the length of the longest common subsequence, by a bit-parallel algorithm (Hyyrö 2004)."""
     indices: dict[str, int] = {}
     for index, word in enumerate(first):
         indices[word] = indices.get(word, 0) | 1 << index
@@ -78,9 +78,9 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 
 @torch.inference_mode()
 def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
-    """Check whether two texts first differ at a near-tie, which forwards of other shapes may round differently.
+    """Return whether two texts first differ at a near-tie, which forwards of other shapes may round differently.
 
-    The limit depends on the dtype only; a certificate of losslessness measures it.
+    The limit depends on the dtype only. Certificates of losslessness measure it.
     """
     index = common_prefix(text, greedy)
     if index == min(len(text), len(greedy)):

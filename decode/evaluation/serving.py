@@ -1,8 +1,8 @@
-"""Metrics of a server that decodes speculatively, from the answers of its clients.
+"""Metrics of a server that uses speculative decoding, measured by its clients.
 
-Times are the client's. The first token of an answer comes from prefill, without a draft, so tokens per step are counted
-after it, as tokens ÷ steps. The number of steps is the engine's count of drafts or, if that is missing or smaller,
-tokens less accepted tokens, which misses what was accepted after the ends of texts.
+Times are measured by the client. The first token of an answer comes from prefill, so tokens per step are counted after
+it, as tokens ÷ steps. The number of steps is the engine's count of drafts or, if that is missing or smaller, tokens
+minus accepted tokens, which ignores tokens accepted after the end of a text.
 
 Shape letters: P prompts, R resamples.
 """
@@ -19,28 +19,28 @@ from .measure import BASELINE
 
 
 class Reply(NamedTuple):
-    """Answer of a server, or the reason why there is none."""
+    """Answer of a server, or the reason for its failure."""
 
     text: str = ""
     tokens: int = 0
-    """New tokens, as the server counts them."""
+    """Number of new tokens reported by the server."""
     first: float = 0.0
     """Seconds until the first text arrived."""
     last: float = 0.0
     """Seconds until the last text arrived."""
     cut: bool = False
-    """Whether the token limit ended the answer."""
+    """True if the token limit ended the answer."""
     drafted: int | None = None
-    """Draft tokens, where the answer reports them (llama.cpp)."""
+    """Number of draft tokens, if the answer reports it (llama.cpp)."""
     accepted: int | None = None
-    """Accepted draft tokens, likewise."""
+    """Number of accepted draft tokens, if reported."""
     prompt_tokens: int | None = None
-    """Tokens of the prompt, as the server counts them."""
+    """Number of prompt tokens reported by the server."""
     failure: str | None = None
 
     @property
     def is_timed(self) -> bool:
-        """Whether the answer says how long a token takes; one that arrived all at once does not."""
+        """Return whether the time per token is known, which requires that the answer did not arrive all at once."""
         return self.failure is None and self.tokens > 1 and self.last > self.first
 
 
@@ -48,10 +48,10 @@ class Block(NamedTuple):
     """Requests that were sent under one load."""
 
     seconds: float
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer."""
     replies: list[Reply]
     counters: dict[str, float]
-    """Counts of the server during the block: `drafts`, `drafted`, `accepted`, and `accepted 0`, … by position."""
+    """Counters of the server during the block: `drafts`, `drafted`, `accepted`, and `accepted 0`, … by position."""
 
 
 def load_rows(
@@ -60,9 +60,10 @@ def load_rows(
     """Return the rows of a server and, if there is one, of its baseline under a load.
 
     Args:
-        concurrency: number of requests in flight.
-        prompts: name and category of each prompt, in the order of the replies.
-        sides: blocks of the server, and of the baseline.
+        concurrency: Number of requests in flight.
+        prompts: Name and category of each prompt, in the order of the replies.
+        sides: Blocks of the server, and of the baseline.
+        temperature: Sampling temperature of the requests.
     """
     names, categories = [name for name, _ in prompts], dict(prompts)
     answers = [
@@ -85,7 +86,7 @@ def load_rows(
 
 
 def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return the metrics of a server under a load; times are None if no request was answered."""
+    """Return the metrics of a server under a load. Times are None if no request succeeded."""
     replies = [reply for block in blocks for reply in block.replies]
     good = [reply for reply in replies if reply.failure is None and reply.tokens]
     failures = [reply.failure for reply in replies if reply.failure is not None]
@@ -110,7 +111,7 @@ def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
 def compare_replies(mine: Mapping[str, Reply], theirs: Mapping[str, Reply], greedy: bool) -> dict[str, Any]:
     """Compare a server's answers with a baseline's to the same prompts.
 
-    The speedup is that of the time per token after the first, with its 95 % interval over prompts; at temperature 0
+    The speedup is that of the time per token after the first, with its 95 % interval over prompts. At temperature 0
     identical texts are counted.
     """
     both = [name for name, reply in mine.items() if name in theirs and reply.is_timed and theirs[name].is_timed]
@@ -129,7 +130,7 @@ def compare_replies(mine: Mapping[str, Reply], theirs: Mapping[str, Reply], gree
 
 
 def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any]:
-    """Return acceptance by the server's own counters, or by its answers; None where neither reports it."""
+    """Return acceptance metrics from the server's counters or its answers, or None if neither reports them."""
     total: dict[str, float] = {}
     for block in blocks:
         for key, value in block.counters.items():

@@ -1,4 +1,4 @@
-"""Rows of `results.json` from runs: metrics of each method over all prompts, by category and by prompt."""
+"""Rows of `results.json`: metrics of each method over all prompts, by category and by prompt."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Summary:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    """Entries whose measurements cannot be true; they have no row."""
+    """Entries whose measurements are impossible. They have no row."""
     broken: list[str] = field(default_factory=list)
-    """Lossless methods whose text differs from greedy decoding's by more than near-ties."""
+    """Lossless methods whose text differs from greedy decoding by more than near-ties."""
     same: list[int] | None = None
-    """[prompts, of how many] that `transformers.generate` decodes to greedy decoding's tokens; None: not run."""
+    """Number of prompts for which `transformers.generate` gives the tokens of greedy decoding, and of all prompts. None
+    if it was not run."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class _Entry:
     rouge: list[float | None]
     flops: StepFlops
     drafting: float
-    """Time of a proposal's forwards in isolation over a one-token forward of the target."""
+    """Time of a proposal's forwards in isolation relative to a one-token forward of the target."""
     share: float
-    """Median share of a step's time that forwards of target, drafter and heads take."""
+    """Median share of a step's time spent in forwards of target, drafter and heads."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ class Summariser:
     """Builder of rows from runs.
 
     Args:
-        limits, seed, batch: Those of the runs; prompts are decoded again to profile steps.
-        text_of: Decoder of token ids, for ROUGE-L; None leaves it out.
-        energies: Joules per token by label, where they were counted.
+        limits, seed, batch: Settings of the runs, since prompts are decoded again to profile steps.
+        text_of: Decoder of token ids for ROUGE-L. None omits it.
+        energies: Joules per token by label, if they were measured.
     """
 
     target: LanguageModel
@@ -78,8 +79,10 @@ class Summariser:
     batch: int = 1
 
     def summarise(self, entries: Sequence[Entry], progress: Callable[[int, int, str], None] | None = None) -> Summary:
-        """Return a row for each entry. Raises ValueError: an entry without an autoregressive one of the same sampling
-        settings."""
+        """Return a row for each entry.
+
+        Raises ValueError if an entry has no autoregressive baseline with the same sampling settings.
+        """
         bases = {entry.sampling: self.runs[entry.label] for entry in entries if entry.method == BASELINE}
         greedy = next((run for sampling, run in bases.items() if sampling.greedy), None)
         summary = Summary()
@@ -95,7 +98,7 @@ class Summariser:
             base = bases[entry.sampling]
             row = self._row(entry, base)
             counts = total(self.runs[entry.label].tallies)
-            # a batch takes as long as its longest text: drafts may gain more where they shorten that one
+            # a batch takes as long as its longest text, so its speedup is not bounded by the tokens per iteration
             forwards = counts.steps / counts.rounds if self.batch == 1 else math.inf
             fault = self._check_text(entry, row, base, summary) or impossible(row, forwards)
             if fault:
@@ -142,7 +145,7 @@ class Summariser:
             "near_ties": 0 if entry.sampling.greedy and method.verifier.lossless else None,
             "cost_ratio": drafting / forwards if forwards else None,
             "phases_us": profile.summary(),
-            # None, never 0, where nothing counted
+            # None instead of 0 if no counter is available
             "joules_per_token": joules.joules if joules else None,
             "energy_source": joules.source if joules else None,
             "energy": asdict(joules) if joules else None,

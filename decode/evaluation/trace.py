@@ -1,6 +1,6 @@
-"""Traces: what each step proposed and what became of each draft token.
+"""Traces of decoding: the proposed, accepted and rejected tokens of each step.
 
-The engine's steps hold counts only; a wrapped verifier records the rest.
+The engine's steps contain counts only. A wrapped verifier records the rest.
 
 Shape letters: B batch, N tree nodes, V vocabulary.
 """
@@ -26,14 +26,14 @@ class TracedStep:
     accepted: tuple[int, ...]
     """Accepted draft tokens, in order."""
     rejected: tuple[int, ...]
-    """Tokens tried and rejected after the accepted ones: in a chain the next one (or all that the verifier examined),
-    in a tree every child of the last accepted node."""
+    """Tokens tried and rejected after the accepted ones: the next token of a chain (or all that the verifier examined),
+    or all children of the last accepted node of a tree."""
     next_id: int | None
-    """Token that the target added; None if a stop token or the limit came first."""
+    """Token added by the target. None if a stop token or the limit came first."""
 
 
 class _Watched(Verifier):
-    """Verifier that remembers the last proposal and verdict of another one."""
+    """Verifier that records the last proposal and verdict of another one."""
 
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
@@ -48,7 +48,7 @@ class _Watched(Verifier):
 def trace(
     target: LanguageModel, method: Method, prompt: Sequence[int], limits: Limits, sampling: Sampling, seed: int = 0
 ) -> list[TracedStep]:
-    """Decode one prompt as `engine.generate` does, and return what became of every draft token that was tried."""
+    """Decode one prompt as `engine.generate` does, and return the accepted and rejected draft tokens of each step."""
     watched = _Watched(method.verifier)
     steps = []
     for step in generate(
@@ -60,7 +60,7 @@ def trace(
 
 
 def _traced(proposal: Proposal, verdict: Verdict, kept: int, rejected: bool, examined: int) -> TracedStep:
-    """Return the step of the first row, which kept `kept` of its new tokens."""
+    """Return the step of the first row, of which `kept` new tokens were kept."""
     tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
     filled = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()

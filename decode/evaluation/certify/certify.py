@@ -1,13 +1,13 @@
-"""Certificates of losslessness: does a method write what the target alone would have written?
+"""Certificates of losslessness: tests that a method's output follows the target's distribution.
 
-Each token that a method wrote is judged by one wide forward of the target over the method's own text (`rescoring.py`),
-so a difference is found wherever it is, and a near-tie does not end the comparison.
+Each token that a method generated is checked against one wide forward of the target over the method's own text
+(`rescoring.py`). Differences are found at every position, and near-ties do not end the comparison.
 
 - At temperature 0 each token must be the target's most likely one, up to near-ties: logits whose order rounding can
-  change between forwards of different shapes.
-- Otherwise the tokens must follow the target's warped distribution (`uniformity.py`), with the vocabulary ordered by
-  token id, by the target's own probabilities, and by what the method's drafter, heads or table prefer over the target.
-  A token outside the support of the warped distribution is a fault by itself.
+change between forwards of different shapes. - Otherwise the tokens must follow the target's warped distribution
+(`uniformity.py`), with the vocabulary ordered by token id, by the target's probabilities, and by the preference of the
+method's drafter, heads or table relative to the target. A token outside the support of the warped distribution is a
+fault by itself.
 
 Shape letters: X tokens, C tokens of a chunk, V vocabulary, D hidden.
 """
@@ -34,34 +34,35 @@ from .rescoring import Rounding, chunks, joint_law, judged, measure_rounding, pr
 from .uniformity import Evidence, Result, detectable_bias, favour, joint_test, transform, uniformity_tests
 
 Verdict = Literal["lossless", "too little text", "undecided", "not lossless", "not claimed"]
-"""lossless: no test rejects, and a bias of `VISIBLE` would have been found. too little text: it would not have been.
-undecided: after all of `MORE` a p-value remains that a correct method has with probability `DOUBT` at most."""
+"""Verdict on a method. lossless: no test rejects, and a bias of `VISIBLE` would have been detected. too little text: it
+might not have been. undecided: after all of `MORE` a p-value remains that a correct method has with probability `DOUBT`
+at most."""
 LOOKS = (0.125, 0.25, 0.5, 1.0)
-"""Shares of the planned tokens at which the tests are made; the level is divided among these and `MORE`."""
+"""Shares of the planned tokens after which the tests are run. The level is divided among these and `MORE`."""
 MORE = (2.0, 4.0, 8.0)
-"""Shares to which a text grows while it is neither clear nor a certain fault."""
+"""Further shares, to which a text is extended while it is neither clear nor a certain fault."""
 DOUBT = 0.01
-"""Probability that any test of a correct method at one look leaves a doubt."""
+"""Probability that the tests of a correct method leave a doubt at one look."""
 VISIBLE = 0.1
-"""Largest detectable bias (`found_99`) with which a method is called lossless."""
+"""Largest detectable bias (`found_99`) with which a method is certified as lossless."""
 EXCUSED = ("near-tie", "edge")
 """Kinds of findings that rounding explains."""
-_LISTED = 20  # Maximum number of findings listed, of faults and of excused ones each.
-_LENGTH, _MAX_CONTINUATIONS = 3, 1000  # Joint laws are tested if all continuations of this length can be enumerated.
+_LISTED = 20  # maximum number of listed faults, and of listed excused findings
+_LENGTH, _MAX_CONTINUATIONS = 3, 1000  # joint laws are tested if all continuations can be enumerated
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Amount of text and significance level. Raises ValueError: less than one token or row."""
+    """Amount of text and significance level. Raises ValueError for less than one token or row."""
 
     tokens: int = 4_000
-    """Tokens to judge for each method. At temperature 0 every prompt is decoded at most once."""
+    """Number of tokens to judge per method. At temperature 0 every prompt is decoded at most once."""
     level: float = 1e-6
     """Probability of a false alarm in any test of one method."""
     batch: int = 1
-    """Rows decoded together."""
+    """Batch size."""
     seed: int = 0
-    """Row r draws from seed + r."""
+    """Base seed. Row r uses seed + r."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.batch) < 1:
@@ -70,23 +71,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class Finding:
-    """Token that is wrong, or that only rounding explains."""
+    """Token that is wrong, or that differs only within rounding."""
 
     kind: Literal["token", "near-tie", "outside", "edge", "length"]
-    """token: not the most likely one. near-tie: the same, within rounding. outside: of probability 0 after warping.
+    """Kind. token: not the most likely one. near-tie: the same, within rounding. outside: probability 0 after warping.
     edge: the same, within rounding. length: the text ends too early or too late."""
     prompt: int
     position: int
     """Index among the new tokens."""
     token: int
     expected: int | None
-    """The target's most likely token."""
+    """Most likely token of the target."""
     margin: float | None
     """Difference between the logits of the expected token and this one."""
 
 
 class DecodedBatch(NamedTuple):
-    """Texts that a method wrote after the next of its prompts."""
+    """Texts that a method generated for consecutive prompts."""
 
     outputs: list[list[int]]
     seconds: float
@@ -101,7 +102,7 @@ class Certificate:
     options: dict[str, Any]
     sampling: dict[str, Any]
     claimed: bool
-    """Whether the method claims to be lossless."""
+    """True if the method claims to be lossless."""
     batch: int
     level: float
     rounding: Rounding
@@ -109,39 +110,40 @@ class Certificate:
     rows: int = 0
     tokens: int = 0
     planned: int = 0
-    """Planned number of tokens; a certain fault ends a text earlier."""
+    """Planned number of tokens. A certain fault ends decoding earlier."""
     faults: int = 0
-    """Number of wrong tokens; `findings` lists the first."""
+    """Number of wrong tokens. `findings` lists the first ones."""
     near_ties: int = 0
     undecided: int | None = None
-    """At temperature 0: places where rounding lets another token pass as well."""
+    """Number of positions at temperature 0 where rounding makes another token acceptable too."""
     findings: list[Finding] = field(default_factory=list)
     tests: list[dict[str, Any]] = field(default_factory=list)
-    """At the last look: order, test, statistic, p_value, level."""
+    """Results of the last look: order, test, statistic, p_value, level."""
     bias: dict[str, Any] = field(default_factory=dict)
-    """estimate, interval (95 %), towards: probability that moved there, at most the mean total variation from the
-    target's distribution. At temperature 0 the share of wrong tokens."""
+    """Estimate, interval (95 %) and direction (`towards`) of the probability that moved, at most the mean total
+    variation from the target's distribution. At temperature 0 this is the share of wrong tokens."""
     power: dict[str, Any] = field(default_factory=dict)
-    """tokens, level, found_80, found_99: smallest bias that so many tokens reveal with this probability."""
+    """Number of tokens, level, and smallest bias that they reveal with 80 and 99 % probability (`found_80`,
+    `found_99`)."""
     seconds: float = 0.0
 
     @property
     def convicted(self) -> bool:
-        """Whether a fault is certain at the plan's level."""
+        """Return whether a fault is certain at the plan's level."""
         return self.faults > 0 or any(test["p_value"] < test["level"] for test in self.tests)
 
     @property
     def doubtful(self) -> bool:
-        """Whether a p-value is one that a correct method rarely has."""
+        """Return whether a p-value is one that a correct method rarely has."""
         return any(test["p_value"] < DOUBT / len(self.tests) for test in self.tests)
 
     @property
     def failed(self) -> bool:
-        """Whether there is reason to doubt a method that claims to be lossless."""
+        """Return whether there is reason to doubt a method that claims to be lossless."""
         return self.verdict in ("not lossless", "undecided")
 
     def add(self, finding: Finding) -> None:
-        """Count a finding, and list it if few of its sort are listed."""
+        """Count a finding, and list it unless enough of its category are listed."""
         excused = finding.kind in EXCUSED
         self.near_ties += excused
         self.faults += not excused
@@ -149,7 +151,7 @@ class Certificate:
             self.findings.append(finding)
 
     def judge(self) -> None:
-        """Set the verdict from what was found."""
+        """Set the verdict from the test results."""
         if self.claimed and self.convicted:
             self.verdict = "not lossless"
         elif self.claimed and self.doubtful:
@@ -176,14 +178,12 @@ def certify_method(
     keep: Keep = lambda _, work: work(),
     progress: Callable[[int, int], None] = lambda done, planned: None,
 ) -> Certificate:
-    """Run a method and judge its text. A method that does not claim to be lossless runs to the end.
+    """Decode with a method and judge its text. Methods that do not claim to be lossless always run to the end.
 
-    Args:
-        method: proposer and verifier (default: those of the entry).
-        reference: judge (default: the target). Another scorer of the same weights tests the target's forward too.
-        rounding: rounding of target and reference under this sampling (default: measured).
-        keep: calls the function that decodes rows from a number on, or returns what it returned in an earlier process.
-        progress: called with the judged and the planned number of tokens.
+    `method` defaults to that of `entry`, `reference` (the judge) to the target, and `rounding` to a measurement under
+    this sampling. Another scorer of the same weights as judge also tests the target's forward. `keep` is called with a
+    row number and the function that decodes from there on, and may return an earlier process's result. `progress`
+    receives the judged and the planned number of tokens.
     """
     method, reference = (
         method or build_method(entry.method, parts, entry.sampling, **entry.options),
@@ -228,16 +228,16 @@ class _Run:
     """Prompt number and output of each sampled row."""
     laws: list[np.ndarray] = field(default_factory=list)
     repeats: int = 0
-    """Number of pairs of successive random numbers that occurred before, in any row."""
+    """Number of repeated pairs of successive random numbers, in any row."""
     start: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        # These generators are independent of those that the text is drawn from.
+        # These generators are independent of those that the text is sampled with.
         self.uniform = np.random.default_rng([self.plan.seed, 1])
         self.spare = np.random.default_rng([self.plan.seed, 2])
 
     def greedy(self) -> None:
-        """Decode every prompt once."""
+        """Decode every prompt once and compare with the most likely tokens."""
         found = self.found
         found.planned, found.undecided = min(self.plan.tokens, len(self.prompts) * self.limits.max_new_tokens), 0
         while found.rows < len(self.prompts) and found.tokens < found.planned and not (found.claimed and found.faults):
@@ -249,9 +249,9 @@ class _Run:
         found.power |= {f"found_{power}": 1 - (1 - power / 100) ** (1 / decided) for power in (80, 99)}
 
     def write(self, numbers: Sequence[int], planned: int) -> list[list[int]]:
-        """Decode these prompts, or return what was decoded before, and check the lengths of the texts.
+        """Decode these prompts, or return the texts that were decoded before, and check their lengths.
 
-        A text ends with its first stop token, or else at the limit, as plain decoding does.
+        A text ends with its first stop token or at the limit, as in autoregressive decoding.
         """
         found, prompts = self.found, [self.prompts[number] for number in numbers]
 
@@ -263,7 +263,7 @@ class _Run:
 
         start = time.monotonic()
         written = self.keep(found.rows, work)
-        self.start += time.monotonic() - start - written.seconds  # Kept texts count with their original time.
+        self.start += time.monotonic() - start - written.seconds  # cached texts count with their original time
         found.rows += len(prompts)
         found.tokens += sum(map(len, written.outputs))
         for number, output in zip(numbers, written.outputs, strict=True):
@@ -293,7 +293,7 @@ class _Run:
         self.found.undecided = (self.found.undecided or 0) + undecided
 
     def sampled(self) -> None:
-        """Decode and test until a look is clear; four neighbouring rows share a prompt, which reveals shared draws."""
+        """Decode and test until a look is clear. Four adjacent rows share a prompt, which reveals shared draws."""
         found = self.found
         found.planned = self.plan.tokens
         for look in LOOKS + MORE:
@@ -318,7 +318,7 @@ class _Run:
             found.power[f"found_{power}"] = detectable_bias(count, level, power / 100, variance / count)
 
     def look(self, tokens: int) -> None:
-        """Make all tests on the first `tokens` tokens."""
+        """Run all tests on the first `tokens` tokens."""
         found = [
             (order, result)
             for order, evidence in self.orders.items()
@@ -358,7 +358,7 @@ class _Run:
             probs_CV = judged(logits_CV, self.sampling)
             self.judge_support(logits_CV, probs_CV, token_C, where[chunk])
             best_CV = torch.zeros_like(probs_CV, dtype=torch.bool).scatter_(1, probs_CV.argmax(-1, keepdim=True), True)
-            # By token id, as tokens are drawn: draws by one random number then lie close to each other.
+            # Sampling inverts the distribution by token id, so equal random numbers give close values in this order.
             ids_V = torch.arange(probs_CV.shape[1], device=probs_CV.device)
             scores = {
                 "token numbers": (-ids_V.expand_as(probs_CV), (2 * ids_V < len(ids_V)).expand_as(probs_CV)),
@@ -377,7 +377,7 @@ class _Run:
     def judge_support(
         self, logits_CV: Tensor, probs_CV: Tensor, token_C: Tensor, where: Sequence[tuple[int, int]]
     ) -> None:
-        """Add a fault for each token of probability 0 after warping, unless rounding might have kept it."""
+        """Add a fault for each token of probability 0 after warping, unless rounding explains it."""
         for index in torch.nonzero(probs_CV.gather(1, token_C[:, None])[:, 0] == 0)[:, 0].tolist():
             logits_V, token, (number, position) = logits_CV[index].float(), int(token_C[index]), where[index]
             kept = within_rounding(logits_V, token, self.sampling, self.found.rounding.near_tie)
@@ -397,7 +397,7 @@ def _positions(numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> list
 
 
 def within_rounding(logits_V: Tensor, token: int, sampling: Sampling, near_tie: float) -> bool:
-    """Check whether top-k and top-p would keep a token if every unwarped logit were off by up to half of `near_tie`."""
+    """Return whether top-k and top-p would keep a token if each logit were off by at most half of `near_tie`."""
     own = logits_V[token]
     if 0 < sampling.top_k < len(logits_V) and own < logits_V.topk(sampling.top_k).values[-1] - near_tie:
         return False

@@ -1,9 +1,9 @@
-"""Finished texts scored again by a model in one forward each, without steps, trees or a cache.
+"""Rescoring of finished texts in one forward each, without steps, trees or a cache.
 
-The judge uses none of this package's code for a forward: forward and warping are those of transformers.
+The judge shares no forward code with this package: forward and warping are those of transformers.
 
-Shape letters: B rows, T positions of a row, X new tokens of all rows one after another, C tokens of a chunk,
-L continuations, V vocabulary, D hidden.
+Shape letters: B rows, T positions of a row, X new tokens of all rows one after another, C tokens of a chunk, L
+continuations, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOKENS_A_FORWARD = 8192
 _NUMBERS_A_CHUNK = 1 << 22
 _WIDTHS = (1, 4, 16, 64)
 _TEXTS, _TOKENS = 4, 64
-"""Number and length of the texts that rounding is measured on."""
+"""Number and length of the texts on which rounding is measured."""
 
 
 class Reading(NamedTuple):
@@ -49,16 +49,16 @@ class Reading(NamedTuple):
     hidden_XD: Tensor
     """State that each new token is predicted from."""
     before_XD: Tensor
-    """State that the token before it was predicted from; zeros if there is none."""
+    """State that the preceding token was predicted from (zeros if there is none)."""
     last_X: Tensor
-    """int64; the token before it."""
+    """Preceding token, int64."""
     prefixes: list[list[int]]
     """All committed tokens of each row except the new ones."""
 
 
 @torch.inference_mode()
 def read_back(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Reading:
-    """Run prompts and outputs through a model; there must be at least one new token in all rows together."""
+    """Run prompts and outputs through a model and return its states. There must be at least one new token."""
     rows = max(1, _TOKENS_A_FORWARD // (max(map(len, prompts)) + max(map(len, outputs))))
     parts = [
         _read_some(model, prompts[start : start + rows], outputs[start : start + rows])
@@ -85,13 +85,13 @@ def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: 
 
 
 def chunks(tokens: int, vocab: int) -> Iterator[slice]:
-    """Return slices of the tokens whose distributions take little memory."""
+    """Return slices of the tokens, each small enough for its distributions to fit into memory."""
     size = max(1, _NUMBERS_A_CHUNK // vocab)
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 class Judge(TransformersModel):
-    """Scorer that runs whole texts as transformers does: causal, with no cache, mask or positions of this package."""
+    """Scorer that runs whole texts through transformers, without the cache, mask or positions of this package."""
 
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
@@ -105,7 +105,7 @@ class Judge(TransformersModel):
 
 
 def judge_of(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:
-    """Return the judge of a transformers model's texts; for an encoder-decoder its usual scorer."""
+    """Return the judge of a transformers model, or the usual scorer for an encoder-decoder."""
     model = bare_model(model)
     return wrap_model(model, check=False) if model.config.is_encoder_decoder else Judge(model, states)
 
@@ -124,7 +124,7 @@ def judged(logits_XV: Tensor, sampling: Sampling) -> Tensor:
 def joint_law(
     model: LanguageModel, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], length: int
 ) -> np.ndarray:
-    """Return the probability of each continuation of `length` tokens, float64 [L]; only token 0 follows a stop."""
+    """Return the probability of each continuation of `length` tokens, float64 [L]. Only token 0 follows a stop."""
     paths = list(itertools.product(range(model.vocab_size), repeat=length))
     hidden_XD = read_back(model, [prompt] * len(paths), paths).hidden_XD
     path_LX = torch.tensor(paths, device=hidden_XD.device)
@@ -143,10 +143,11 @@ def proposers_view(
     reading: Reading,
     vocab: int,
 ) -> Callable[[slice], Tensor] | None:
-    """Return a function from a slice of the tokens to the scores [C, V] that the proposer's part gives each next token.
+    """Return a function from a slice of tokens to scores [C, V] that the proposer's model gives each next token.
 
-    These are the mean of several drafters, the first head, or a one-hot row of the token that prompt lookup finds. They
-    only order the vocabulary. None for proposers without such a part and for drafters that read auxiliary states.
+    These are the mean of several drafters, the first head, or a one-hot row of the token that lookup finds. They only
+    order the vocabulary. Returns None for proposers without such a model and for drafters that read auxiliary hidden
+    states.
     """
     if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree, ParallelChain)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
@@ -166,7 +167,7 @@ def proposers_view(
         rows = zip(reading.prefixes, outputs, strict=True)
         found = [_look_up(prefix, output, proposer, vocab) for prefix, output in rows]
         found_X = torch.from_numpy(np.concatenate(found)).to(reading.last_X.device)
-        # The additional class stands for no match and is cut off.
+        # The additional class, which means no match, is cut off.
         return lambda index: F.one_hot(found_X[index], vocab + 1)[:, :-1].float()
     return None
 
@@ -174,7 +175,7 @@ def proposers_view(
 def _look_up(
     prefix: Sequence[int], output: Sequence[int], proposer: PromptLookup | SuffixTree, missing: int
 ) -> np.ndarray:
-    """Return the token that lookup proposes at the place of each output token, int64 [T]; `missing` without a match."""
+    """Return the token that lookup proposes at the position of each output token, int64 [T], or `missing`."""
     text_S = np.array([*prefix, *output])
     lengths_T = len(prefix) + np.arange(len(output))
     if isinstance(proposer, SuffixTree):
@@ -192,12 +193,12 @@ class Rounding:
 
     dtype: str
     spread: float
-    """Largest difference seen between two logits of one token at one place."""
+    """Largest observed difference between two logits of one token at one position."""
     near_tie: float
     """Largest difference at which two logits count as equal."""
     total_variation: float
-    """Mean total variation between the warped distributions; at temperature 0 the share of places where the most
-    likely token changes. A bias as small as this is explained by rounding."""
+    """Mean total variation between the warped distributions (at temperature 0: share of positions where the most likely
+    token changes). Rounding explains a bias of this size."""
     places: int
     """Number of tokens compared."""
 
@@ -208,8 +209,8 @@ def measure_rounding(
 ) -> Rounding:
     """Compare the target's forwards of several widths with one wide forward by `reference` (default: the target).
 
-    `near_tie` is four times the largest difference seen, at least one unit in the last place of the largest logit, and
-    at most the square root of the dtype's precision times that logit.
+    `near_tie` is four times the largest observed difference, at least one unit in the last place of the largest logit,
+    and at most the square root of the dtype's precision times that logit.
     """
     reference = reference or target
     prompts = list(prompts[:_TEXTS])

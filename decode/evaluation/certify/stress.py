@@ -1,8 +1,8 @@
-"""Certificates on a small pair of six tokens, on which nearly every fault is plain.
+"""Certificates on a small model pair with six tokens, which reveals nearly every fault.
 
-The joint law of its texts can be enumerated, and its parts are right often enough to be accepted and wrong often enough
-to be rejected. Target, drafters, heads and table are made in memory from a fixed seed. Prompts differ in length, so all
-batches are ragged; rows end at several limits and stop tokens.
+The joint law of its texts can be enumerated, and its drafts are often accepted and often rejected. Target, drafters,
+heads and table are made in memory from a fixed seed. Prompts differ in length, so all batches are ragged. Rows end at
+several limits and stop tokens.
 
 Shape letters: X tokens, K heads, V vocabulary, D hidden.
 """
@@ -37,19 +37,20 @@ _VOCAB, _HEADS, _SHARPNESS, _STOP = 6, 4, 2.0, 0
 
 
 class Check(NamedTuple):
-    """One way of decoding on the small pair."""
+    """Decoding settings of one test on the small pair."""
 
     sampling: Sampling
     limits: Limits
     prompts: int
     batch: int
     short: bool = False
-    """Whether drafts have one token or level, so that the token after an accepted draft is found everywhere."""
+    """True if drafts have one token or level, so that the token after an accepted draft occurs at every position."""
     drafter: Literal["near", "distant", "certain", "trimmed"] = "near"
-    """near: the target with a little noise. distant: with much. certain: nearly all probability on one token, often a
-    wrong one. trimmed: without one token of the vocabulary. Methods without a drafter skip all but the first."""
+    """Drafter. near: the target with little noise. distant: with much noise. certain: nearly all probability on one
+    token, often a wrong one. trimmed: without one token of the vocabulary. Methods without a drafter skip all but near.
+    """
     share: float = 6
-    """Number of judged tokens for each token of the plan, above temperature 0."""
+    """Number of judged tokens per token of the plan, above temperature 0."""
 
 
 CHECKS = (
@@ -66,7 +67,7 @@ CHECKS = (
 
 
 class World(NamedTuple):
-    """Target, its judge, and parts for every method."""
+    """Target, judge, and the artifacts for every method."""
 
     target: LanguageModel
     judge: LanguageModel
@@ -83,7 +84,7 @@ def stress_method(
 ) -> Iterator[Certificate]:
     """Judge a method with its options under each of `CHECKS` in which it claims to be lossless.
 
-    The level of the plan is that of all checks together.
+    The level of the plan applies to all checks jointly.
     """
     given = {name: value for name, value in entry.options.items() if name != "drafter"}
     config = method_config(entry.method, given)
@@ -132,7 +133,7 @@ def _sizes(options: Options) -> tuple[int, int]:
 
 @cache
 def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", drafter: str = "near") -> World:
-    """Make the small pair: drafters are the target with noise on its weights; table and heads come from its texts."""
+    """Return the small pair: drafters are the target plus weight noise; table and heads are fitted to its texts."""
     model = _llama(vocab, 0, 0.0).to(device)
     target, judge = wrap_model(model, check=False), judge_of(model)
     models = [_llama(vocab, seed, 0.1 if drafter in ("near", "trimmed") else 1.0).to(device) for seed in (1, 2)]
@@ -155,7 +156,7 @@ def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", dr
 
 
 def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
-    """Return a random model of two layers; models of different seeds differ by the noise only."""
+    """Return a random model of two layers. Models with different seeds differ by the noise only."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.random.fork_rng(devices=[]):
         config = LlamaConfig(vocab_size=vocab, **sizes, num_key_value_heads=1, max_position_embeddings=128)
@@ -172,7 +173,7 @@ def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
 
 
 class FittedHeads(torch.nn.Module):
-    """Heads fitted by least squares: head k predicts the token k + 2 places after the state's own token."""
+    """Heads fitted by least squares. Head k predicts the token k + 2 positions after the token of the state."""
 
     def __init__(self, target: LanguageModel, texts: list[list[int]], num_heads: int) -> None:
         super().__init__()

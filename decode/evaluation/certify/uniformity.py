@@ -1,10 +1,10 @@
-"""Exact tests that a text follows the distributions that it should have been drawn from.
+"""Exact tests that a text follows the distributions that it should be sampled from.
 
 Let p be the distribution that a token y should follow given all tokens before it, and F its cumulative sum in any order
-of the vocabulary that is fixed before y is drawn. With V uniform on [0, 1), u = F(before y) + V p(y) is uniform on
-[0, 1), and the u of successive tokens are independent (Rosenblatt's transform, 1952, made continuous by V). This holds
-if and only if the text follows p. Tokens must not be grouped by the step that wrote them: for a correct method only all
-tokens together follow p.
+of the vocabulary that is fixed before y is drawn. With V uniform on [0, 1), u = F(before y) + V p(y) is uniform on [0,
+1), and the u of successive tokens are independent (Rosenblatt's transform, 1952, made continuous by V). This holds if
+and only if the text follows p. Tokens must not be grouped by step, because for a correct method only all tokens jointly
+follow p.
 
 Shape letters: X tokens of the text, V vocabulary, L continuations, D dimensions of a grid.
 """
@@ -23,7 +23,7 @@ from scipy.stats import chi2, chisquare, norm
 from torch import Tensor
 
 TESTS = ("bins", "kolmogorov-smirnov", "neighbours", "next neighbours", "two apart", "rows", "favoured")
-_PER_CELL = 50  # Below this expected count the chi-square approximation fails far out in its tail.
+_PER_CELL = 50  # Below this expected count the chi-square approximation fails in its tail.
 _PER_CONTINUATION = 20  # Continuations with a smaller expected count are merged.
 _MAX_BINS, _MAX_SIDES = 50, 8
 _MAX_LAG = 256
@@ -43,11 +43,11 @@ class Evidence:
     """Statistics of texts under one order of the vocabulary, in the order in which rows were requested."""
 
     rows: list[np.ndarray] = field(default_factory=list)
-    """float64 [3, tokens] each: u; the excess 1{y in S} - p(S) for the set S of favoured tokens, with mean 0 if the
-    text follows p; and its variance p(S) (1 - p(S))."""
+    """Statistics of each row, float64 [3, tokens]: u; the excess 1{y in S} - p(S) for the set S of favoured tokens,
+    with mean 0 if the text follows p; and its variance p(S) (1 - p(S))."""
 
     def first(self, tokens: int) -> Evidence:
-        """Return the first `tokens` tokens, so that the content of rows does not decide how many are tested."""
+        """Return the first `tokens` tokens, so that the content of rows does not determine how many are tested."""
         kept = Evidence()
         for row in self.rows:
             if tokens <= 0:
@@ -58,12 +58,12 @@ class Evidence:
 
     @property
     def joined(self) -> np.ndarray:
-        """Statistics [3, X] of all rows."""
+        """Return the statistics [3, X] of all rows."""
         return np.concatenate([*self.rows, np.zeros((3, 0))], 1)
 
     @property
     def bias(self) -> float:
-        """Mean probability that moved to the favoured tokens; at most the mean total variation from p."""
+        """Return the mean probability that moved to the favoured tokens, at most the mean total variation from p."""
         excess_X = self.joined[1]
         return float(excess_X.sum()) / max(1, len(excess_X))
 
@@ -72,9 +72,10 @@ def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: T
     """Return u [X] float64 of each token, with the vocabulary ordered by descending score, then by token id.
 
     Args:
-        probs_XV: float64 distributions that the tokens should follow; each sums to 1.
-        scores_XV: any numbers that were known before the tokens.
-        uniform_X: float64 in [0, 1), drawn for this purpose only.
+        probs_XV: Distributions that the tokens should follow, float64. Each sums to 1.
+        scores_XV: Any numbers that were known before the tokens.
+        token_X: Token ids.
+        uniform_X: Numbers in [0, 1), float64, drawn for this purpose only.
     """
     own_X1 = token_X[:, None]
     score_X1 = scores_XV.gather(1, own_X1)
@@ -92,7 +93,7 @@ def favour(probs_XV: Tensor, favoured_XV: Tensor, token_X: Tensor) -> tuple[Tens
 
 
 def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Result]:
-    """Apply all of `TESTS` to the hypothesis that the text follows p; each p-value is valid by itself.
+    """Apply all of `TESTS` to the hypothesis that the text follows p. Each p-value is valid by itself.
 
     - bins: chi-square of u over equal bins.
     - kolmogorov-smirnov: the largest distance D of the distribution function of u from the diagonal,
@@ -105,8 +106,8 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
       (Freedman 1975). It is the most sensitive to a bias towards the favoured tokens.
 
     Args:
-        evidence: tokens to test.
-        rng: draws the partner of a row's last token if it has none. Omitting that token would favour texts that
+        evidence: Tokens to test.
+        rng: Draws the partner of a row's last token if it has none. Omitting that token would favour texts that
             continue.
     """
     uniform_X, excess_X, variance_X = evidence.joined
@@ -163,7 +164,7 @@ def test_rows(rows: Sequence[np.ndarray]) -> Result:
 
 
 def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) -> Result:
-    """Test by chi-square the continuations after each prompt against their probabilities [L]."""
+    """Test the continuations after each prompt against their probabilities [L] by chi-square."""
     statistic, freedom = 0.0, 0
     for law_L, found in zip(laws, outcomes, strict=True):
         observed_L, expected_L = np.bincount(found, minlength=len(law_L)), law_L / law_L.sum() * len(found)
@@ -181,21 +182,21 @@ def martingale_p(total: float, variance: float) -> float:
     if size < 1e-9:
         return 1.0
     if variance <= 0:
-        return 0.0 if size > 1e-3 else 1.0  # Without variance, a deviation beyond rounding is a fault.
+        return 0.0 if size > 1e-3 else 1.0  # Without variance, any deviation beyond rounding is a fault.
     ratio = size / variance
     return min(1.0, 2 * math.exp(-variance * ((1 + ratio) * math.log1p(ratio) - ratio)))
 
 
 def detectable_bias(tokens: int, level: float, power: float, variance: float = 0.25) -> float:
-    """Return the smallest bias that the test `favoured` detects with probability `power`; 1 if none.
+    """Return the smallest bias that the test `favoured` detects with probability `power`, or 1 if there is none.
 
     A bias of b moves, averaged over contexts, probability b to the favoured tokens.
 
     Args:
-        tokens: number of tokens tested.
-        level: p-value below which the test rejects.
-        power: probability of detection.
-        variance: mean of p(S) (1 - p(S)), at most 1/4.
+        tokens: Number of tokens tested.
+        level: P-value below which the test rejects.
+        power: Probability of detection.
+        variance: Mean of p(S) (1 - p(S)), at most 1/4.
     """
     if not tokens:
         return 1.0

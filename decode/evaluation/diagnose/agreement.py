@@ -1,7 +1,7 @@
-"""How well drafts agree with the target at every token of given texts.
+"""Agreement of drafts with the target at every token of given texts (teacher forcing).
 
-Shape letters: T predicted tokens of all passages (in what EAGLE-3 reads: those of a text but the last), C tokens of a
-chunk, X new tokens, K depth, P passages, V vocabulary, R proposed tokens, D hidden, G the inner layers' states.
+Shape letters: T predicted tokens of all passages (for EAGLE-3: input tokens of one text), C tokens of a chunk, X new
+tokens, K depth, P passages, V vocabulary, R proposed tokens, D hidden, G auxiliary hidden states.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MEASURES = ("hit", "overlap", "agree", "accepted")
 
 
 class Passage(NamedTuple):
-    """A text, and what it follows."""
+    """Text and the prompt that precedes it."""
 
     prompt: Sequence[int]
-    """Token ids, at least one; what the encoder reads, where there is one."""
+    """Token ids, at least one. Encoder-decoders read them with the encoder."""
     text: Sequence[int]
-    """The tokens that are predicted."""
+    """Tokens that are predicted."""
     judged: Sequence[bool] | None = None
-    """Which of them are judged. None: all."""
+    """Mask of the tokens that are judged. None judges all."""
 
     def judge_only(self, ids: set[int]) -> Passage:
         """Return the passage with judgement restricted to some tokens."""
@@ -50,28 +50,28 @@ class Passage(NamedTuple):
 
 
 Drafts = Callable[[slice], list[tuple[Tensor, Tensor]]]
-"""Of a slice of the predicted tokens, for each head: unwarped logits [C, V], and what is drafted at temperature 0,
-int64 [C]; the k-th as said k positions before."""
+"""Function from a slice of the predicted tokens to unwarped logits [C, V] and draft tokens at temperature 0, int64 [C],
+of each head. Head k predicts k positions ahead."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Something that drafts."""
+    """Source of draft tokens: a draft model, heads, or a table."""
 
     read: Callable[[Sequence[Passage], Reading], Drafts]
-    """Given passages, and the target's reading of them."""
+    """Returns the drafts for passages and the target's reading of them."""
     depth: int = 1
-    """K: how many tokens it speaks of at once, each position ahead by a head of its own."""
+    """Number of tokens predicted jointly (K), each by a separate head."""
     draws: bool = True
-    """Whether drafts are drawn from its distributions. Heads propose their most likely token, whatever the chance."""
+    """True if draft tokens are sampled. Heads always propose their most likely token."""
     proposed: Tensor | None = None
-    """The ids of the only tokens that it proposes; None: all, or not known."""
+    """Ids of the tokens that can be proposed. None if all can, or if they are unknown."""
     behind: bool = False
-    """Whether it needs a state of the target before the one that the target predicts the token from."""
+    """True if it needs the target's state before the one that the target predicts the token from."""
 
 
 def drafter_source(model: LanguageModel) -> Source:
-    """A draft model."""
+    """Return the source of a draft model."""
 
     def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
         prompts, texts = [passage.prompt for passage in passages], [passage.text for passage in passages]
@@ -82,7 +82,7 @@ def drafter_source(model: LanguageModel) -> Source:
 
 
 def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
-    """Prediction heads on the target's states."""
+    """Return the source of prediction heads on the target's hidden states."""
     depth = heads.num_heads
 
     def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
@@ -99,7 +99,7 @@ def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
 
 
 def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
-    """EAGLE-3 heads, each step from what the one before it made. The target gives the layers that they read."""
+    """Return the source of EAGLE-3 heads. The target must return the auxiliary states that they read."""
 
     def made(passage: Passage) -> Tensor:
         given_1TG, _, ids_1T = given_states(target, passage)
@@ -113,8 +113,7 @@ def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
 
 
 def given_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a text but its last token: the states [1, T, G] of the layers that the target gives, its last ones [1, T, D],
-    and the token ids [1, T]."""
+    """Return the auxiliary states [1, T, G], final states [1, T, D] and ids [1, T] of a text without its last token."""
     (start,), cache = target.begin([passage.prompt], len(passage.text))
     ids_1T = torch.tensor([[*start, *passage.text[:-1]]], device=target.device)
     states_1TS = target.extend(cache, ids_1T)
@@ -122,27 +121,30 @@ def given_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tenso
 
 
 def chains(heads: EagleHeads, given_1TG: Tensor, ids_1T: Tensor, new: int, behind: bool = False) -> Tensor:
-    """[X, K, D] what EAGLE-3 heads make of each of the `new` tokens that end a text, as said k positions before, from
-    states and tokens of all but the last. `behind`: beside a state they read the token one place earlier."""
+    """Return the states [X, K, D] of EAGLE-3 heads for the last `new` tokens, as predicted k positions before.
+
+    Inputs are states and tokens of all positions but the last. With `behind`, heads read the token one position
+    earlier.
+    """
     count = ids_1T.shape[1]
     mask_11TT = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids_1T.device).tril()
     positions_1T = torch.arange(count, device=ids_1T.device)[None]
     read_1T = F.pad(ids_1T[:, :-1], (1, 0)) if behind else ids_1T
     (made_TKD,) = heads.features(given_1TG.to(heads.fc.weight.dtype), read_1T, positions_1T, mask_11TT)
     steps_K = torch.arange(heads.num_heads, device=ids_1T.device)
-    # step k at position t speaks of token t + 2 + k
+    # step k at position t predicts token t + 2 + k
     place_XK = count - new - 1 + torch.arange(new, device=ids_1T.device)[:, None] - steps_K
     return made_TKD[place_XK.clamp(min=0), steps_K]
 
 
 def draft_logits(heads: EagleHeads, made_XD: Tensor) -> Tensor:
-    """[..., V] logits of all tokens; those that are never proposed have minus infinity."""
+    """Return logits [..., V] of all tokens, with minus infinity for those that are never proposed."""
     logits_XR = made_XD @ heads.projection().to(made_XD).T
     return logits_XR if heads.proposed is None else widen(logits_XR, heads.proposed, heads.vocab_size)
 
 
 def table_source(proposer: TableChain, device: torch.device) -> Source:
-    """A table of counts, as `ngrams.TableChain` drafts from it."""
+    """Return the source of a table of counts, which drafts as `ngrams.TableChain` does."""
     table = proposer.source.drafts(proposer.table, device)
 
     def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
@@ -157,34 +159,34 @@ def _with_best(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Scores:
-    """What was found at every predicted token y. Row k is of what was drafted k positions before."""
+    """Agreement at every predicted token y. Row k contains the drafts from k positions before."""
 
     measures: dict[str, NDArray[np.float32]]
-    """[K, T] each. hit: 1 where the source's most likely token is y. overlap: Σ min(p, q), unwarped, the chance that a
-    draft is accepted at temperature 1 (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5). agree: 1 where target and
-    source have the same most likely token. accepted: the chance that a draft is accepted as decoding warps, Σ min(p,
-    q); of a token that is not drawn, p of it."""
+    """Measures by name, [K, T] each. hit: 1 if the source's most likely token is y. overlap: Σ min(p, q), unwarped, the
+    acceptance probability at temperature 1 (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5). agree: 1 if target
+    and source have the same most likely token. accepted: acceptance probability under the warping of decoding, Σ min(p,
+    q), or p of the draft token if it is not sampled."""
     valid_KT: NDArray[np.bool_]
-    """Whether the token is judged, and something was drafted there k positions before."""
+    """True if the token is judged and something was drafted for it k positions before."""
     passage_T: NDArray[np.int64]
-    """Number of the passage."""
+    """Number of the passage of each token."""
     passages: int
-    """P."""
+    """Number of passages (P)."""
 
     def sums(self, name: str) -> tuple[Floats, Floats]:
-        """A measure by passage, [P] each: its sum, and how many tokens it is over."""
+        """Return the sum of a measure and the number of tokens by passage, [P] each."""
         value_KT = self.measures[name] * self.valid_KT
         sums = (value_KT.sum(0, dtype=np.float64), self.valid_KT.sum(0))
         over_P, under_P = (np.bincount(self.passage_T, each_T, self.passages) for each_T in sums)
         return over_P.astype(np.float64), under_P.astype(np.float64)
 
     def mean(self, name: str) -> float | None:
-        """Over all tokens; None where there are none."""
+        """Return the mean of a measure over all tokens, or None without tokens."""
         over_P, under_P = self.sums(name)
         return float(over_P.sum() / under_P.sum()) if under_P.sum() else None
 
     def by_depth(self, name: str) -> list[float | None]:
-        """The mean of each row."""
+        """Return the mean of each row."""
         pairs = zip(self.measures[name], self.valid_KT, strict=True)
         return [float(row_T[valid_T].mean(dtype=np.float64)) if valid_T.any() else None for row_T, valid_T in pairs]
 
@@ -197,8 +199,10 @@ def score(
     sampling: Sampling,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Read passages with the target and with a source of drafts, the text given, and compare them at every token.
-    Raises ValueError for no token at all."""
+    """Read passages with the target and a source of drafts by teacher forcing, and compare them at every token.
+
+    Raises ValueError if there is no token to predict.
+    """
     if not any(passage.text for passage in passages):
         raise ValueError(f"{len(passages)} passages without any token to predict")
     measures, valid = [], []
@@ -217,7 +221,7 @@ def score(
 
 
 def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
-    """Passages together of about `_TOKENS_AT_ONCE` tokens: their states are held at a time."""
+    """Yield groups of passages with about `_TOKENS_AT_ONCE` tokens, whose states are held in memory at a time."""
     sizes = np.cumsum([len(passage.prompt) + len(passage.text) for passage in passages])
     for _, group in groupby(zip(sizes // _TOKENS_AT_ONCE, passages, strict=True), lambda pair: pair[0]):
         yield [passage for _, passage in group]
@@ -226,7 +230,7 @@ def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
 def _measure(
     target: LanguageModel, source: Source, passages: Sequence[Passage], reading: Reading, sampling: Sampling
 ) -> NDArray[np.float32]:
-    """The measures of `Scores` one after another, each [K, T]."""
+    """Return the measures of `Scores`, stacked, each [K, T]."""
     token_T = torch.tensor([token for passage in passages for token in passage.text])
     drafts, parts = source.read(passages, reading), []
     for span in chunks(len(token_T), target.vocab_size):
@@ -249,11 +253,11 @@ def _measure(
 
 
 def _valid(passages: Sequence[Passage], starts: Sequence[Sequence[int]], source: Source) -> NDArray[np.bool_]:
-    """[K, T] which tokens are judged, of those for which something was drafted k positions before."""
+    """Return the mask [K, T] of judged tokens for which something was drafted k positions before."""
     parts = []
     for passage, start in zip(passages, starts, strict=True):
         index_T = np.arange(len(passage.text))
-        # What is drafted for a token comes from a state k + 1 positions before the one that the target reads it from.
+        # Drafts for a token come from a state k + 1 positions before the one that the target predicts it from.
         earliest = 1 if source.behind and len(start) < 2 else 0
         judged_T = np.ones(len(index_T), dtype=bool) if passage.judged is None else np.asarray(passage.judged, bool)
         parts.append(judged_T & (index_T - np.arange(source.depth)[:, None] >= earliest))

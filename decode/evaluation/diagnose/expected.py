@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from ....checkpoints.pairs.sides import Finding
 
-_TOLERANCE = 0.05  # of tokens per step on the same prompts; near-ties and the ends of texts explain less
+_TOLERANCE = 0.05  # of tokens per step; near-ties and ends of texts explain less
 
 
 class Expected(NamedTuple):
-    """Prediction of one row of an evaluation's results."""
+    """Prediction from one row of an evaluation's results."""
 
     label: str
     gamma: int
@@ -24,12 +24,12 @@ class Expected(NamedTuple):
     by_depth: list[float]
     """Acceptance rate by depth."""
     prompt_tokens: dict[str, int]
-    """Prompt lengths as this engine encodes them."""
+    """Prompt lengths in this engine's encoding."""
     measured: dict[str, tuple[int, int]]
-    """Tokens and steps of each prompt's text; empty where the server's texts may have other lengths."""
+    """Tokens and steps of each prompt's text. Empty if the server's texts may have other lengths."""
 
     def tokens_per_step(self, gamma: int, prompts: Iterable[str]) -> float:
-        """Return what these prompts reached with as many draft tokens, or what the acceptance rates predict."""
+        """Return the tokens per step of these prompts, or for another `gamma` the prediction from acceptance rates."""
         texts = [self.measured[prompt] for prompt in prompts if prompt in self.measured]
         if texts and gamma == self.gamma:
             tokens, steps = map(sum, zip(*texts, strict=True))
@@ -38,14 +38,14 @@ class Expected(NamedTuple):
 
 
 def expected_of(row: Mapping[str, Any], prompt_tokens: dict[str, int], same_length: bool) -> Expected:
-    """Return the prediction of a row; `same_length`: its texts have the server's token limit."""
+    """Return the prediction of a row. `same_length` means that its texts have the server's token limit."""
     texts = row["by_prompt"] if same_length else []
     measured = {text["prompt"]: (text["tokens"], text["steps"]) for text in texts if text["steps"]}
     return Expected(row["label"], draft_length(row), row["acceptance_by_depth"], prompt_tokens, measured)
 
 
 def draft_length(row: Mapping[str, Any]) -> int:
-    """Return the draft tokens per step; the acceptance by depth leaves out depths that were never reached."""
+    """Return the draft tokens per step, since the acceptance by depth omits depths that were never reached."""
     return int(row["options"].get("gamma", len(row["acceptance_by_depth"])))
 
 

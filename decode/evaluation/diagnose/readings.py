@@ -1,5 +1,6 @@
-"""Agreement of EAGLE-3 heads with their target when they are fed otherwise than their config says: as engines would
-feed them, and as the usual mistakes of training would have them fed.
+"""Agreement of EAGLE-3 heads with their target for inputs other than those of their config.
+
+These are the inputs that engines would use, and those of common training mistakes.
 
 Shape letters: P passages, T tokens of a text but its last, X new tokens, K steps, D hidden, G auxiliary hidden states.
 """
@@ -30,31 +31,31 @@ from .agreement import Passage, chains, draft_logits, given_states
 from .stages import make_finding
 
 _MIN_TEXTS, _MIN_DIFFERENCE, _FALSE_ALARMS = 8, 0.005, 0.01
-"""Texts and difference that a finding needs, and how often chance may produce one, all readings together."""
+"""Minimum number of texts and difference for a finding, and probability of a false finding over all readings."""
 _MIN_SECOND_STEP = 0.5
-"""Share of the first step's agreement that the second keeps in heads that learned to read their own states: 0.90 in
-the real pair, 0.18 in heads that learned a single step."""
+"""Share of the first step's agreement that the second step should reach. It is 0.90 for heads that learned to read
+their own states, and 0.18 for heads that learned a single step."""
 
 
 class Reading(NamedTuple):
-    """One way of feeding heads, and how well they agree with the target when fed so."""
+    """Inputs of heads, and the resulting agreement with the target."""
 
     layers: tuple[int, ...]
     normed: bool
     who: list[str]
-    """Engines that feed heads so, and descriptions of the reading."""
+    """Engines that use these inputs, and descriptions of the reading."""
     base: float | None = None
-    """Base of the rotary positions; None: the config's."""
+    """Base of the rotary positions. None uses the config's."""
     behind: bool = False
-    """Whether embeddings are those of the token before, as in training without shifted tokens."""
+    """True if embeddings are those of the previous token, as in training without shifted tokens."""
     by_step: tuple[float, ...] = ()
-    """Agreement of each step's most likely token with the target's, teacher-forced."""
+    """Share of positions where each step's most likely token is the target's, teacher-forced."""
     agrees: float = 0.0
-    """The same over all steps."""
+    """The same share over all steps."""
     apart: float = 0.0
     """Standard error of the difference from the config's reading on the same texts."""
     dropped: tuple[float, float] = (0.0, 0.0)
-    """How far the second step's agreement is below half of the first's, and the standard error of that."""
+    """Amount by which the second step's agreement is below half of the first's, and its standard error."""
     texts: int = 0
     """Number of texts."""
 
@@ -72,9 +73,9 @@ class Reading(NamedTuple):
 
 
 def readings(config: dict[str, Any], target: Any) -> list[Reading]:
-    """Return every way in which heads of this config may be fed from a target of this configuration.
+    """Return all inputs that heads of this config may receive from a target of this configuration.
 
-    The config's own reading comes first, then those of engines and of the usual mistakes.
+    The config's own reading comes first, then those of engines and of common mistakes.
     """
     count = target.num_hidden_layers
     named, normed = layers_named(config, count), bool(config.get(NORMED))
@@ -119,12 +120,15 @@ def _rotary(heads: EagleHeads, base: float | None) -> LlamaRotaryEmbedding:
 def agreements(
     model: Any, folder: Path, passages: Sequence[Passage], progress: Callable[[int, int], None]
 ) -> list[Reading]:
-    """Return every reading with its agreement on given texts. Raises ValueError: no text at all."""
+    """Return every reading with its agreement on given texts.
+
+    Raises ValueError if there is no token to predict.
+    """
     if not any(passage.text for passage in passages):
         raise ValueError(f"{len(passages)} passages without any token to predict")
     ways = readings(read_json(folder / CONFIG_FILE), model.config)
     layers = sorted({layer for way in ways for layer in way.layers})
-    target = TransformersModel(model, aux_layers=layers)  # which leaves the weights as they are laid out
+    target = TransformersModel(model, aux_layers=layers)  # this wrapper does not change the layout of the weights
     heads, judged_P = attached_heads(folder, model, target), list[Floats]()
     rotary = [_rotary(heads, way.base) for way in ways]
     counts_WP: list[list[Floats]] = [[] for _ in ways]
@@ -180,14 +184,14 @@ def better(found: Sequence[Reading]) -> Reading | None:
 
 
 def _is_significant(difference: float, error: float, texts: int, tried: int) -> bool:
-    """Return whether a difference is larger than chance explains, by Student's t with a Bonferroni correction."""
+    """Return whether a difference is significant, by Student's t with a Bonferroni correction."""
     if texts < _MIN_TEXTS:
         return False
     return difference > max(_MIN_DIFFERENCE, float(student_t.isf(_FALSE_ALARMS / tried, texts - 1)) * error)
 
 
 def reading_findings(found: Sequence[Reading], depth: int) -> list[Finding]:
-    """Return what the readings of heads that draft `depth` tokens point to."""
+    """Return the findings from the readings of heads that draft `depth` tokens."""
     best, faults = better(found), []
     if best is not None:
         lost, error = best.agrees - found[0].agrees, float(student_t.isf(0.005, best.texts - 1)) * best.apart

@@ -1,4 +1,4 @@
-"""Stages on the way from training to real decoding, the acceptance lost between them, and what that points to.
+"""Stages between training and decoding, the acceptance lost between them, and its likely causes.
 
 Shape letters: P prompts or documents, R resamples.
 """
@@ -17,9 +17,9 @@ from ..bootstrap import Floats, percentile_interval, resampled_ratios
 from ..trace import TracedStep
 from .agreement import Scores
 
-_LEVEL = 0.99  # of the intervals of losses: there are several, and none should raise a false alarm
-_MIN_LOSS = 0.02  # acceptance that must be lost before a cause is named
-_EXACT, _ROUNDED = 0.01, 0.02  # tolerance of repeated training metrics, in float32 and in 16 bits
+_LEVEL = 0.99  # of the intervals of losses, high because there are several
+_MIN_LOSS = 0.02  # minimum loss of acceptance for which a cause is reported
+_EXACT, _ROUNDED = 0.01, 0.02  # tolerance of reproduced training metrics, in float32 and in 16 bits
 CAUSES = {
     "export": (
         "on the same held-out blocks the files compute something else than the weights in memory",
@@ -55,14 +55,14 @@ NO_FAULTS = ("text", "drafting")
 
 
 def make_finding(cause: str, lost: float | None, interval: list[float] | None, numbers: str = "") -> Finding:
-    """Return a finding of one of `CAUSES` with the acceptance that it costs; None if that was not measured."""
+    """Return a finding of one of `CAUSES` with the acceptance that it costs, or None if that was not measured."""
     what, advice = CAUSES[cause]
     is_fault = cause not in NO_FAULTS
     return Finding(cause, what + numbers, advice=advice, is_fault=is_fault, lost=lost, interval=interval)
 
 
 class DraftAttempt(NamedTuple):
-    """Draft token that decoding verified."""
+    """Draft token that was verified during decoding."""
 
     position: int
     """Index in the text, from 0."""
@@ -75,7 +75,7 @@ class DraftAttempt(NamedTuple):
 def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
     """Return the verified draft tokens of steps in order, without those beyond the end of the text.
 
-    Of several candidates in a tree it is the accepted one, or the first if all were rejected.
+    For several candidates of a tree this is the accepted one, or the first if all were rejected.
     """
     attempts, start = [], 0
     for step in steps:
@@ -89,7 +89,7 @@ def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
 
 @dataclass(frozen=True)
 class Stage:
-    """One measurement: `record`, `files`, `own` or `decoding`."""
+    """Measurement of one stage: `record`, `files`, `own` or `decoding`."""
 
     key: str
     description: str
@@ -107,7 +107,7 @@ class Stage:
 
 
 def scored_stage(key: str, description: str, scores: Scores, measure: str) -> Stage:
-    """Return the stage of scored passages; `measure` of `Scores` is its value."""
+    """Return the stage of scored passages, with `measure` of `Scores` as its value."""
     depths = scores.by_depth(measure) if len(scores.valid_KT) > 1 else []
     sums = scores.sums(measure)
     return Stage(key, description, scores.mean(measure), depths, int(sums[1].sum()), sums)
@@ -116,7 +116,7 @@ def scored_stage(key: str, description: str, scores: Scores, measure: str) -> St
 def decoding_stage(
     description: str, attempts: Sequence[Sequence[DraftAttempt]], tokens_per_step: float, depths: int
 ) -> Stage:
-    """Return the stage of real decoding: the share of accepted draft tokens, also for each of the first `depths`."""
+    """Return the stage of decoding: the share of accepted draft tokens, in total and for the first `depths` depths."""
     good_P = np.array([sum(each.accepted for each in row) for row in attempts], dtype=np.float64)
     all_P = np.array([len(row) for row in attempts], dtype=np.float64)
     value = float(good_P.sum() / all_P.sum()) if all_P.sum() else None
@@ -130,7 +130,7 @@ def decoding_stage(
 def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     """Return the acceptance `lost` from each stage (`before`) to the next one that has a value (`after`).
 
-    `interval` is of 99 %, over prompts, or None for too few prompts and for training's own mean.
+    `interval` is the 99 % interval over prompts, or None for too few prompts or if a stage is a mean from training.
     """
     found = []
     for before, after in pairwise(stage for stage in stages if stage.value is not None):
@@ -145,7 +145,7 @@ def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _resampled(stage: Stage) -> Floats | None:
-    """Return resampled values; stages of the same prompts resample the same ones, so differences are paired."""
+    """Return resampled values. Stages of the same prompts use the same resamples, so that differences are paired."""
     if stage.sums is None:
         return None
     over_P, under_P = stage.sums
@@ -162,7 +162,7 @@ def stage_findings(
         stages: Measured stages in order.
         other_target: Whether the artifact was trained for another target.
         other_template: Whether it was trained with another template.
-        rounds: Whether something was measured in 16 bits.
+        rounds: Whether a measurement used 16 bits.
     """
     by_key, found = {stage.key: stage for stage in stages}, []
     if "record" in by_key and "files" in by_key:
@@ -180,7 +180,7 @@ def stage_findings(
 
 
 def _changed_metrics(record: Stage, files: Stage, tolerance: float) -> str:
-    """Return the training metrics that the files do not reproduce: `acceptance 0.812 → 0.640`."""
+    """Return the training metrics that the files do not reproduce, such as `acceptance 0.812 → 0.640`."""
     pairs = {"acceptance": (record.value, files.value)}
     if record.by_depth and files.by_depth:
         depths = zip(record.by_depth, files.by_depth, strict=False)

@@ -1,4 +1,4 @@
-"""Training metrics, data and template that an artifact's manifest records."""
+"""Training metrics, data and template recorded in an artifact's manifest."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class TrainingRecord:
     folder: Path
     manifest: Manifest
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the weights in memory, measured by training."""
+    """Metrics that training measured with the weights in memory."""
 
     @property
     def is_rounded(self) -> bool:
-        """Whether training measured in 16 bits."""
+        """Return whether training measured in 16 bits."""
         return str((self.manifest.recipe.get("train") or {}).get("precision", "no")) != "no"
 
     def has_other_template(self, template: Template, tokenizer: Any) -> bool:
-        """Return whether conversations were rendered with another template, as far as the manifest records it."""
+        """Return whether training rendered conversations with another template, as far as the manifest records it."""
         saved = (self.manifest.data.get("source") or {}).get("template")
         if not isinstance(saved, dict) or set(saved) != {each.name for each in fields(Template)}:
             return False
@@ -44,7 +44,7 @@ class TrainingRecord:
         return bool(before != now)
 
     def passages(self) -> list[Passage] | str:
-        """Return the held-out documents that training measured on, or why they are not available."""
+        """Return the held-out documents that training measured on, or the reason why they are not available."""
         measured = (self.manifest.recipe.get("measure") or {}).get("blocks")
         if not self.metrics or not measured:
             return f"training measured nothing of {self.folder} on held-out blocks"
@@ -71,7 +71,7 @@ def training_record(folder: Path) -> TrainingRecord | None:
 
 
 def block_passages(data: PreparedData, blocks: int) -> list[Passage]:
-    """Return the documents of the first blocks; their supervised tokens are judged."""
+    """Return the documents of the first blocks, with their supervised tokens as judged tokens."""
     passages = []
     for block in range(blocks):
         batch = data.batch([block])

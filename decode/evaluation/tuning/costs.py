@@ -1,4 +1,4 @@
-"""Measured seconds of a model's forwards by their number of tokens."""
+"""Measured latency of a model's forwards by number of tokens."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a forward by its number of nodes, non-decreasing and linear between measurements."""
+    """Seconds of a forward by number of nodes, non-decreasing and linear between measurements."""
 
     nodes: tuple[int, ...]
     seconds: tuple[float, ...]
 
     @classmethod
     def through(cls, nodes: Sequence[int], seconds: Sequence[float]) -> Curve:
-        """Fit the nearest non-decreasing curve to measured seconds (isotonic regression)."""
+        """Fit a non-decreasing curve to measured seconds by isotonic regression."""
         return cls(tuple(nodes), tuple(float(value) for value in isotonic_regression(seconds).x))
 
     def __call__(self, nodes: float) -> float:
-        """Return the seconds for a number of nodes; beyond the last point the last line continues."""
+        """Return the seconds for a number of nodes, extrapolating the last segment."""
         if nodes > self.nodes[-1] and len(self.nodes) > 1:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
             return self.seconds[-1] + slope * (nodes - self.nodes[-1])
@@ -37,8 +37,8 @@ class Curve:
 
 @torch.inference_mode()
 def measure_forwards(model: LanguageModel, context: int, nodes: Sequence[int] = NODES, runs: int = 24) -> Curve:
-    """Time forwards of each number of nodes after `context` tokens, in turns to share drift."""
+    """Time forwards of each number of nodes after `context` tokens, in turns so that drift affects all alike."""
     calls = [raw_forward(model, count, context) for count in nodes]
     seconds = time_in_turns(model, calls, runs)
-    # The lower quartile, since other processes only ever make a measurement longer.
+    # The lower quartile is used because other processes can only increase the time.
     return Curve.through(nodes, np.quantile(np.array(seconds), 0.25, axis=1))

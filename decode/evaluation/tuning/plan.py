@@ -1,4 +1,4 @@
-"""The plan of a search for drafters: what could be trained for a target, how fast it could be, what a budget pays for.
+"""Plan of a search for drafters: possible candidates, their potential speedup, and the training that a budget allows.
 
 With draft tokens accepted at rates α_1, α_2, …, a step with γ draft tokens yields 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens.
 It costs a forward of the target over γ + 1 tokens of each sequence, and the drafting.
@@ -25,7 +25,7 @@ MIN_ANSWERS, MIN_STEPS = 20, 32
 MIN_BATCHES = 4
 """Minimum number of batches to measure a method with."""
 EVALUATION_OVERHEAD = 2.0
-"""Time of an evaluation relative to the tokens that it decodes: prefill, repeated rows, profiles."""
+"""Time of an evaluation (prefill, repeated rows, profiles) relative to the time of the tokens that it decodes."""
 OPTIMISTIC_ACCEPTANCE: dict[Kind, tuple[float, ...]] = {
     "drafter": (0.95, 0.95, 0.95, 0.95, 0.95),
     "parallel": (0.95, 0.9, 0.85, 0.8),
@@ -34,30 +34,30 @@ OPTIMISTIC_ACCEPTANCE: dict[Kind, tuple[float, ...]] = {
 }
 """Optimistic acceptance rates by depth."""
 EXPECTED_ACCEPTANCE = 0.65
-"""Acceptance rate after little training, for which draft lengths are chosen before they are tuned."""
-_WORTH = 1.02  # minimum optimistic speedup of a candidate that is trained
+"""Acceptance rate after little training, used to choose draft lengths before they are tuned."""
+_WORTH = 1.02  # minimum optimistic speedup of a trained candidate
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter, or heads, that can be trained."""
+    """Drafter or heads that can be trained."""
 
     name: str
     kind: Kind
     layers: tuple[int, ...]
     """Layers of the target from which a drafter is initialised."""
     cost: float
-    """Cost of a draft token in one-token forwards of the target; of a parallel draft, the cost of all its tokens."""
+    """Cost of a draft token in one-token forwards of the target. For parallel drafts, the cost of all tokens."""
 
     @property
     def slug(self) -> str:
-        """Name for files."""
+        """Return the name for files."""
         return f"{self.kind}-{len(self.layers)}" if self.layers else self.kind
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes that decide the cost of a model."""
+    """Sizes that determine the cost of a model."""
 
     layers: int
     layer_parameters: float
@@ -66,12 +66,12 @@ class ModelShape:
 
     @property
     def parameters(self) -> float:
-        """Number of parameters that a forward reads."""
+        """Return the number of parameters that a forward reads."""
         return self.layers * self.layer_parameters + self.vocabulary * self.hidden
 
 
 def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bool) -> list[Candidate]:
-    """List what could be trained: drafters cut from the target's ends, a parallel one, EAGLE-3, Medusa heads."""
+    """List the trainable candidates: pruned drafters, a parallel one, EAGLE-3 and Medusa heads."""
     last, head = shape.layers - 1, min(draft_vocabulary, shape.vocabulary) * shape.hidden
     found = []
     for layers in ((0, last), (0, 1, last - 1, last)):
@@ -80,7 +80,7 @@ def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bo
             found.append(Candidate(f"{len(layers)}-layer drafter", "drafter", layers, cost))
     if found:
         found.append(Candidate(f"{found[-1].name}, parallel (PARD)", "parallel", found[-1].layers, found[-1].cost))
-    if supports_eagle:  # its layer reads twice the width, and projects the target's hidden states
+    if supports_eagle:  # its layer has twice the input width and projects the target's hidden states
         cost = (1.3 * shape.layer_parameters + head) / shape.parameters
         found.append(Candidate("EAGLE-3", "eagle", (), cost))
     blocks = 3 * (2 * shape.hidden**2 + head)
@@ -106,7 +106,7 @@ def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) ->
 
 
 def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
-    """Return the candidates whose minimum training fits into a time, and why others are left out, the slowest first."""
+    """Return the candidates whose minimum training fits into a time, and the reason for dropping the slowest."""
     known = sorted(step_seconds, key=lambda name: step_seconds[name])
     while known and MIN_STEPS * (sum(map(step_seconds.__getitem__, known)) + step_seconds[known[-1]]) > seconds:
         known.pop()
@@ -116,10 +116,10 @@ def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> 
 
 
 def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) -> int:
-    """Return the number of batches with which so many rows can be measured in a time."""
+    """Return the number of batches on which so many rows can be measured in a time."""
     return min(most, max(MIN_BATCHES, int(seconds / (EVALUATION_OVERHEAD * rows * batch_seconds))))
 
 
 def count_rows(seconds: float, batch_seconds: float, least: int) -> int:
-    """Return the number of rows besides the baseline that can be measured on a minimum of batches in a time."""
+    """Return the number of rows besides the baseline that can be measured in a time, on a minimum of batches."""
     return max(least, int(seconds / (EVALUATION_OVERHEAD * MIN_BATCHES * batch_seconds)) - 1)

@@ -15,7 +15,7 @@ SAME_WHEN_GREEDY = {
     "specinfer": "speculative",
     "relaxed-uno": "relaxed-opt",
 }
-"""Methods that do the same as another method at temperature 0."""
+"""Methods that equal another method at temperature 0."""
 TYPICAL = "medusa, typical"
 PARALLEL = "speculative, parallel"
 VARIANTS: dict[str, tuple[str, Options]] = {
@@ -64,15 +64,15 @@ GRIDS: dict[str, Grid] = {
 
 @dataclass(frozen=True)
 class Available:
-    """Artifacts of an evaluation, as far as they decide what can be tuned."""
+    """Artifacts of an evaluation that determine the methods to tune."""
 
     parts: frozenset[str]
-    """Of `drafter`, `heads` and `table`."""
+    """Subset of `drafter`, `heads` and `table`."""
     num_heads: int = 0
     has_texts: bool = False
-    """Whether the table keeps texts for suffix decoding."""
+    """True if the table contains texts for suffix decoding."""
     is_parallel: bool = False
-    """Whether the drafter was trained to draft all tokens with one forward (PARD)."""
+    """True if the drafter was trained to draft all tokens with one forward (PARD)."""
 
 
 def tunable_methods(available: Available, temperature: float) -> list[str]:

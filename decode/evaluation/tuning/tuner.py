@@ -1,6 +1,6 @@
-"""The tuner: measure all settings on a few prompts, then those that may be the fastest on more (successive halving).
+"""Tuner: measure all settings on a few prompts, then the possibly fastest ones on more (successive halving).
 
-A setting is measured with this engine, or, for draft lengths, with a serving engine.
+A setting is measured with this engine or, for draft lengths, with a serving engine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """Conditions under which decoding should be fast."""
+    """Batch size and temperature to optimise for."""
 
     batch: int
-    """Number of sequences decoded together; for a serving engine, concurrent requests."""
+    """Batch size, or concurrent requests of a serving engine."""
     temperature: float
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Workload:
 
     @property
     def slug(self) -> str:
-        """Name for files."""
+        """Return the name for files."""
         return f"{self.batch}-{str(self.temperature).removesuffix('.0')}"
 
 
@@ -61,7 +61,7 @@ class Measurement:
 
     @classmethod
     def of_row(cls, row: Row) -> Measurement:
-        """Read a row of an evaluation."""
+        """Return the measurement of a row of an evaluation."""
         interval = tuple(row["speedup_interval"] or (row["speedup"], row["speedup"]))
         about = {key: row[key] for key in ("label", "method", "options", "perplexity", "tokens_per_step", "speedup")}
         return cls(interval=interval, is_steady=row["steady"] is not False, is_lossless=row["lossless"], **about)
@@ -75,12 +75,12 @@ def tune(
     measure: Callable[[Sequence[str], int, int], Sequence[Measurement]],
     prompts: Sequence[int],
 ) -> list[Measurement]:
-    """Return the measurements of the last round, the fastest first.
+    """Return the measurements of the last round in descending order of speedup.
 
     Args:
-        labels: unique labels of all settings.
-        measure: measures settings in a round, counted from 1, on a number of prompts.
-        prompts: number of prompts of each round.
+        labels: Unique labels of all settings.
+        measure: Measures settings in a round, counted from 1, on a number of prompts.
+        prompts: Number of prompts of each round.
     """
     measured: list[Measurement] = []
     for number, count in enumerate(prompts, 1):
@@ -93,7 +93,7 @@ def tune(
 def select_survivors(ranked: Sequence[Measurement], most: int) -> list[Measurement]:
     """Select at most `most` lossless settings that may be the fastest, and the frontier of each lossy method.
 
-    Disturbed measurements are included, since those that are selected are repeated.
+    Disturbed measurements are included, since selected settings are measured again.
     """
     lossless = [each for each in ranked if each.is_lossless]
     selected = [each for each in lossless if each.interval[1] >= lossless[0].interval[0]][:most]
@@ -138,8 +138,8 @@ def tune_lengths(measure: Callable[[int], Sequence[Row]], most: int) -> dict[int
     """Measure draft lengths of a serving engine from 1 on, until a longer draft is slower under every load.
 
     Args:
-        measure: returns a row of `bench` for each load.
-        most: maximum number of draft tokens.
+        measure: Returns a row of `bench` for each load.
+        most: Maximum number of draft tokens.
     """
     found: dict[int, Sequence[Row]] = {}
     for tokens in range(1, most + 1):
