@@ -1,4 +1,4 @@
-"""Artifacts on disk: a folder of files and `artifact.json`, written whole or not at all, checked when read."""
+"""Artifacts on disk: a folder of files and `artifact.json`, written atomically and checked when read."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def save_artifact(
 ) -> Manifest:
     """Write an artifact to `out` atomically, replacing another artifact there.
 
-    `write` fills an empty folder, `card` is the text of README.md (default: made from the manifest). The others are
-    fields of `Manifest`; secrets are removed.
+    `write` fills an empty folder, `card` is the text of README.md (default: generated from the manifest). The others
+    are fields of `Manifest`; secrets are removed.
 
     Raises:
-        ValueError: Values that JSON cannot hold, file names that are not portable, or an `out` that holds other files.
+        ValueError: Values cannot be stored as JSON, file names are not portable, or `out` holds other files.
     """
     assert kind in KINDS, kind
     check_replaceable(out)
@@ -64,7 +64,7 @@ def save_artifact(
         assert any(unfinished.iterdir()), "write left no files"
         assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
         if card is None:
-            from .card import model_card  # loading an artifact does not import what writes cards
+            from .card import model_card  # not needed for loading artifacts
 
             card = model_card(manifest, out.name)
         (unfinished / CARD_FILE).write_text(card, encoding="utf-8")
@@ -75,8 +75,7 @@ def save_artifact(
 
 
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
-    """An artifact's manifest; the other files are not looked at. Raises ValueError: none, a damaged one, another
-    `kind`."""
+    """Load an artifact's manifest only. Raises ValueError if it is missing, damaged or of another `kind`."""
     manifest = _read_manifest(directory)
     if kind is not None and manifest.kind != kind:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
@@ -103,7 +102,7 @@ def _read_manifest(directory: Path) -> Manifest:
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
-    """Check every file but hidden ones at the top. Raises ValueError: what `load_manifest` raises; `file_faults`."""
+    """Check all files with `file_faults` and return the manifest. Raises ValueError on faults, as `load_manifest`."""
     manifest = load_manifest(directory, kind)
     if faults := file_faults(directory, manifest):
         more = [f"and {len(faults) - _FAULTS_SHOWN} faults more"] if len(faults) > _FAULTS_SHOWN else []
@@ -112,12 +111,12 @@ def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
 
 
 def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
-    """Verify an artifact and load it."""
+    """Verify an artifact, and return its manifest and the result of `load`."""
     return verify_artifact(directory, kind), load(directory)
 
 
 def file_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return a sentence for each file that differs from the manifest; the model card may be edited or removed."""
+    """Return a sentence for each file that differs from the manifest. The model card may be edited or removed."""
     listed = set(manifest.files) - {CARD_FILE}
     hidden = {name for name in files_of(directory) if name.startswith(".")} - listed
     present = set(files_of(directory)) - hidden - {MANIFEST_FILE, CARD_FILE}
@@ -150,7 +149,7 @@ def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: 
     Args:
         manifest: Manifest of the artifact.
         vocab_size: Vocabulary size of the target.
-        tokenizer_fingerprint: Fingerprint of the target's tokenizer, if it is known.
+        tokenizer_fingerprint: Fingerprint of the target's tokenizer, if known.
         what: Name of the artifact in the message.
     """
     if manifest.vocab_size != vocab_size:
@@ -168,8 +167,7 @@ def check_new(out: Path) -> None:
 
 
 def check_replaceable(out: Path) -> None:
-    """Raises ValueError where something else than an artifact stands, which must not be written over, and where nothing
-    can be written."""
+    """Raise ValueError if `out` holds other files than an artifact, or cannot be written."""
     check_writable(out, folder=True)
     if out.is_dir() and not (out / MANIFEST_FILE).is_file() and any(out.iterdir()):
         raise ValueError(f"{out} holds other files and no artifact; it is not written over")

@@ -1,6 +1,6 @@
 """Model card (README.md) of an artifact, rendered from its manifest and from evidence by `card.md.j2`.
 
-The template escapes all texts and leaves out folders of this machine.
+The template escapes all texts and removes local folders.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class Evidence:
-    """Facts about an artifact that its manifest does not hold."""
+    """Facts about an artifact that are not in its manifest."""
 
     licence: str | None = None
     base_model: str | None = None
-    """Hub id of the model that it is made from or for."""
+    """Hub id of the model that it was derived from or trained for."""
     datasets: tuple[str, ...] = ()
     """Hub ids of its data."""
     licences: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
         "datasets": [line(each) for each in known.datasets],
         "tags": ["speculative-decoding", "draftsmith", *tags],
     }
-    head = {key: value for key, value in head.items() if value}  # lines: a text of others could end the block
+    head = {key: value for key, value in head.items() if value}  # single lines, so that no value can end the block
     template = environment(Path(__file__).parent).get_template("card.md.j2")
     return template.render(
         manifest=manifest,
@@ -77,7 +77,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
 
 
 def base_model(manifest: Manifest) -> str | None:
-    """Return the hub id of the model that an artifact is made from or for, unless it is a folder on this machine."""
+    """Return the hub id of the model that an artifact was derived from or trained for, unless it is a local folder."""
     source = (manifest.recipe.get("model") or {}).get("source") if manifest.kind == "drafter" else None
     for found in (source, (manifest.target or {}).get("id")):
         name = found.partition("@")[0] if isinstance(found, str) and not Path(found).exists() else ""
@@ -104,7 +104,7 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _target(known: Mapping[str, Any]) -> str:
-    """Return the arguments with which transformers loads the target."""
+    """Return the arguments for loading the target with transformers."""
     name, revision = str(known.get("id", "the-target")), known.get("revision")
     if revision is None or not _HUB_NAME.fullmatch(name):
         return python(public(name))

@@ -1,8 +1,8 @@
-"""Settings of models and tokenizers as transformers 5 and the versions before it read them.
+"""Compatibility of model and tokenizer settings with versions of transformers before 5.
 
-Of a tokenizer that transformers 5 writes, versions before it refuse another name of the class and special tokens as a
-list under another key; some look for the chat template in the settings alone. Of a model they pass over the base and
-scaling of rotary positions, which lie under another key, and run it with their own.
+Older versions reject tokenizers of transformers 5 because of another class name and a list of special tokens under
+another key, and some read the chat template from the settings only. They ignore the base and scaling of rotary
+positions, which are stored under another key, and use defaults.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 def patch_model(folder: Path) -> None:
-    """Write rotary positions of `config.json` also where older readers look. Raises ValueError: it cannot be read."""
+    """Add the rotary settings of `config.json` under their older keys. Raises ValueError if it cannot be read."""
     path = folder / MODEL_FILE
     if not path.is_file():
         return
     config = read_json(path)
     rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:  # others have one for each type of layer
+    if isinstance(rope, dict) and "rope_theta" in rope:  # other models have settings per layer type
         write_config(path, config | _rotary(config.get("model_type"), rope))
 
 
@@ -42,14 +42,13 @@ def _rotary(model_type: Any, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """`save_pretrained`, for older readers too."""
+    """Save a tokenizer with `save_pretrained` and `patch_tokenizer`."""
     tokenizer.save_pretrained(folder)
     patch_tokenizer(folder)
 
 
 def patch_tokenizer(folder: Path) -> None:
-    """Rewrite the `tokenizer_config.json` beside a `tokenizer.json` where older readers would refuse it; newer ones
-    load the same from it. Raises ValueError: a file that cannot be read."""
+    """Rewrite a `tokenizer_config.json` that older versions reject. Raises ValueError if a file cannot be read."""
     path, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
     if not (folder / "tokenizer.json").is_file() or not path.is_file():
         return
@@ -60,7 +59,7 @@ def patch_tokenizer(folder: Path) -> None:
     if isinstance(mended.get("extra_special_tokens"), list):
         more = mended.pop("extra_special_tokens")
         mended["additional_special_tokens"] = [*mended.get("additional_special_tokens", []), *more]
-    if template.is_file():  # which comes first, where both are read
+    if template.is_file():  # takes precedence if both exist
         try:
             mended["chat_template"] = read_text(template)
         except ValueError as error:

@@ -1,6 +1,6 @@
-"""Where an artifact lies: a folder, or a repository of the hub at a revision, which is fetched and verified.
+"""Resolution of artifacts: a local folder, or a repository of the hub at a revision, which is downloaded and verified.
 
-Who asks is known by huggingface_hub's own store alone; what lies in its cache needs no network.
+Credentials come from huggingface_hub's own store. Files in its cache need no network.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ SETTINGS_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _MODEL_FILES = ("model*.safetensors", ADAPTER_FILE, DRAFT_VOCABULARY, *SETTINGS_FILES)
 _METHOD_FILES = (*_MODEL_FILES, *(f"{part}/*.safetensors" for part in ("drafter-*", "heads", "table")))
 _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,), "None": _METHOD_FILES}
-"""Files to download from repositories without an artifact, by kind; "None": a model or a saved method. No pickles."""
+"""Files to download from repositories without an artifact, by kind ("None": a model or saved method). No pickles."""
 
 
 def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
-    """Return the folder of an artifact, or of what others publish in its place.
+    """Return the folder of an artifact or of a published model, heads or table.
 
-    A folder on this machine is returned as it is. Of `user/name[@revision]` on the hub an artifact is downloaded and
-    verified; without `artifact.json` only the files of a `kind` are downloaded.
+    A local folder is returned as it is. An artifact on the hub (`user/name[@revision]`) is downloaded and verified.
+    From a repository without `artifact.json`, only the files of `kind` are downloaded.
 
     Raises:
-        ValueError: No such folder, repository or revision; one that is gated or out of reach; a folder with a
-            `revision`; a damaged artifact, or one of another kind.
+        ValueError: There is no such folder, repository or revision, access is denied, the hub cannot be reached, a
+            folder is combined with `revision`, or the artifact is damaged or of another kind.
     """
     folder = here(place)
     if folder is not None:
@@ -49,13 +49,13 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
 
 @cache
 def model_source(place: str, *, weights: bool = True) -> str:
-    """Return the path or hub id that transformers loads a model from, found once in a process.
+    """Return the path or hub id that transformers loads a model from; cached per process.
 
-    A GGUF file is converted. `user/name@revision` and artifacts on the hub are downloaded; without `weights` only
-    configuration and tokenizer. Other hub ids are left to transformers.
+    GGUF files are converted. `user/name@revision` and artifacts on the hub are downloaded, without `weights` only their
+    configuration and tokenizer. Other hub ids are returned unchanged.
 
     Raises:
-        ValueError: What `resolve` raises; a path at which there is nothing.
+        ValueError: `resolve` raises it, or there is nothing at a path.
     """
     if split_revision(place)[1] is not None:
         return str(resolve(place) if weights else find_folder(place, SETTINGS_FILES))
@@ -67,7 +67,7 @@ def model_source(place: str, *, weights: bool = True) -> str:
     try:
         folder = fetch(place, [MANIFEST_FILE])
     except ValueError:
-        return place  # transformers knows other places, and has its own words for what it does not find
+        return place  # left to transformers, which reports its own errors
     return str(fetch_artifact(place, folder)) if (folder / MANIFEST_FILE).is_file() else place
 
 
@@ -77,7 +77,7 @@ def fetch_model(place: str) -> Path:
 
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
-    """The folder itself, or that of the fetched files of a hub id; ValueError where there is neither."""
+    """Return the folder itself, or that of the downloaded files of a hub id. Raises ValueError if there is none."""
     folder = here(source)
     if folder is None:
         repo, revision = hub_place(source)
@@ -88,7 +88,7 @@ def find_folder(source: str, files: Sequence[str]) -> Path:
 
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
-    """The folder in the hub's cache with the files that fit. Raises ValueError: not there, gated or out of reach."""
+    """Download files from the hub and return their folder in its cache. Raises ValueError if they are unavailable."""
     from huggingface_hub import snapshot_download
 
     named = repo if revision is None else f"{repo} at {revision}"
@@ -97,10 +97,13 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
 
 
 def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
-    """All files of the artifact whose manifest lies in a snapshot, verified. Raises ValueError: `fetch`; damage."""
+    """Download and verify all files of an artifact, given the snapshot with its manifest.
+
+    Raises ValueError on errors.
+    """
     manifest = load_manifest(folder, kind)
     names = [glob.escape(name) for name in (MANIFEST_FILE, *manifest.files)]
-    folder = fetch(repo, names, folder.name)  # the snapshot's commit: the branch may have moved on
+    folder = fetch(repo, names, folder.name)  # the snapshot's commit, since the branch may have changed
     try:
         verify_artifact(folder, kind)
     except ValueError as error:
@@ -113,7 +116,7 @@ def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
 
 @contextmanager
 def hub_errors(what: str, repo: str) -> Iterator[None]:
-    """The hub client's errors as ValueErrors that begin with `what`, without tokens; a full disk's as they are."""
+    """Convert the hub client's errors to ValueErrors that start with `what`, without tokens; re-raise file errors."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
@@ -122,7 +125,7 @@ def hub_errors(what: str, repo: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, HfHubHTTPError):
             raise
-        cause = error.__cause__  # the hub's answer, which the client may wrap
+        cause = error.__cause__  # the hub's response, which the client may wrap
         answer = cause if isinstance(cause, HfHubHTTPError) and not isinstance(error, OSError) else error
         text = f"{what} {_reason(answer, repo)}"
         raise ValueError(redacted(text.replace(get_token() or REDACTED, REDACTED))) from error

@@ -1,4 +1,4 @@
-"""The record in an artifact, `artifact.json`: what it is, what it was made from, and the hash of every file."""
+"""Manifest of an artifact, `artifact.json`: its kind, its origin and the hash of every file."""
 
 from __future__ import annotations
 
@@ -27,55 +27,54 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class Manifest:
-    """`artifact.json`. Dictionaries hold plain JSON values only."""
+    """Contents of `artifact.json`. Dictionaries hold plain JSON values only."""
 
     kind: str
-    """drafter, heads, table or target."""
+    """One of drafter, heads, table or target."""
     vocab_size: int
-    """Tokens that the artifact knows: V of its tensors."""
+    """Vocabulary size V of its tensors."""
     tokenizer_fingerprint: str | None
-    """What `tokenizer_fingerprint` gives for the tokenizer it was made with."""
+    """Result of `tokenizer_fingerprint` for its tokenizer."""
     target: dict[str, Any] | None
-    """The model it was made for: id, revision, sha256."""
+    """Target model: id, revision, sha256."""
     shapes: dict[str, Any]
     """Sizes by name."""
     recipe: dict[str, Any]
-    """The resolved recipe, without secrets."""
+    """Resolved recipe, without secrets."""
     data: dict[str, Any]
-    """Where the data came from: source, rows, tokens, sha256."""
+    """Origin of the data: source, rows, tokens, sha256."""
     training: dict[str, Any]
-    """What training reported."""
+    """Results of the training."""
     evaluation: dict[str, Any] | None
-    """What measuring it reported."""
+    """Results of the evaluation."""
     versions: dict[str, str | None]
-    """Python and the libraries it was made with; null where one was not installed."""
+    """Versions of Python and libraries at creation; null if not installed."""
     files: dict[str, dict[str, Any]]
-    """Path in the folder to sha256 (hex) and bytes, of every file but `artifact.json` itself."""
+    """SHA-256 (hex) and bytes of every file except `artifact.json`, by relative path."""
     created: str | None = None
-    """When it was written: UTC, ISO 8601."""
+    """Creation time: UTC, ISO 8601."""
     command: str | None = None
-    """The command that made it."""
+    """Command that created it."""
     export: dict[str, Any] | None = None
-    """What an export is: its format, which programs read it, whether this package does (`native`), and the hashes of
-    the artifact's files (`of`). None in artifacts."""
+    """Description of an export: its format, its readers, whether this package loads it (`native`), and the hashes of
+    the artifact's files (`of`). None for artifacts."""
     schema: int = SCHEMA_VERSION
-    """Version of this record's form."""
+    """Schema version of the manifest."""
 
     @property
     def role(self) -> str:
-        """The kind, for people: a language model that was made for no target is one itself, though its recipe is that
-        of drafters."""
+        """Displayed kind: a drafter without a target is a target."""
         return "target" if self.kind == "drafter" and self.target is None else self.kind
 
     def to_json(self) -> str:
-        """The text of `artifact.json`."""
+        """Return the text of `artifact.json`."""
         values = asdict(self)
         ordered = {"schema": values.pop("schema")} | values
         return json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read what `to_json` wrote. Raises ValueError: not JSON, an unknown schema, missing or wrong fields."""
+        """Parse a text of `to_json`. Raises ValueError if it is no JSON, has another schema, or fields are wrong."""
         values = parse_json(text)
         if values.get("schema") != SCHEMA_VERSION:
             raise ValueError(f"its schema version is {brief(values.get('schema'))}, expected {SCHEMA_VERSION}")
@@ -104,8 +103,10 @@ def _check_types(values: dict[str, Any]) -> None:
 
 
 def to_json_safe(value: Any) -> Any:
-    """A value as JSON can hold it, `without_secrets`: paths become text, tuples and sets lists, array scalars numbers,
-    and numbers that are not finite null. Raises ValueError: a value that has no plain form."""
+    """Convert a value to plain JSON without secrets. Raises ValueError if that is not possible.
+
+    Paths become text, tuples and sets lists, array scalars numbers, and numbers that are not finite null.
+    """
     return without_secrets(_plain(value))
 
 
@@ -128,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Python's and the libraries' versions; None where one is not installed."""
+    """Return the versions of Python and the libraries; None for those that are not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:

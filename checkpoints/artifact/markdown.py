@@ -31,22 +31,22 @@ def environment(folder: Path) -> jinja2.Environment:
 
 
 def text(value: Any) -> str:
-    """Return a value as one line of Markdown that shows that very text, without folders of this machine."""
+    """Return a value as one escaped line of Markdown, without local folders."""
     return _MARKED.sub(r"\\\1", html.escape(line(public(str(value))), quote=False))
 
 
 def public(value: str) -> str:
-    """Return a text without the folders of a machine: `/home/me/runs/a.json` becomes `a.json`."""
+    """Return a text without local folders: `/home/me/runs/a.json` becomes `a.json`."""
     return _PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], value)
 
 
 def line(value: Any) -> str:
-    """Return a text on one line, without secrets; characters that cannot be seen are left out."""
+    """Return a text on one line, without secrets and unprintable characters."""
     return "".join(one for one in " ".join(redacted(str(value)).split()) if one.isprintable())
 
 
 def span(value: str) -> str:
-    """Return a text as code within a line of Markdown."""
+    """Return a text as inline code in Markdown."""
     ticks = "``" if "`" in value else "`"
     space = " " if "`" in value else ""
     return f"{ticks}{space}{line(value)}{space}{ticks}"
@@ -58,12 +58,12 @@ def python(value: str) -> str:
 
 
 def shell(value: str) -> str:
-    """Return a model's name as an argument in bash, which is never an option."""
+    """Return a model's name as an argument in bash that cannot be taken for an option."""
     return shlex.quote(f"./{value}" if value.startswith("-") else value)
 
 
 def number(value: Any) -> str:
-    """Return a number as people read it, and anything else as text."""
+    """Return a number in readable form, and anything else as text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else text(value)

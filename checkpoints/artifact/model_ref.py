@@ -1,4 +1,4 @@
-"""References to models and artifacts: where their files lie, and the hashes by which they are told apart."""
+"""References to models and artifacts: the location of their files, and the hashes that identify them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .locate import fetch_model, model_source
 
 _SETTINGS = (CONFIG_FILE, "generation_config.json", ADAPTER_CONFIG, DRAFT_VOCABULARY, *TOKENIZER_FILES)
 _DESCRIPTIONS = ("README.md", "recipe.yaml")
-_READERS = 8  # files at a time; hashing lets other threads run
+_READERS = 8  # threads; hashing releases the GIL
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ModelRef:
     """Reference to a model, adapter, heads or table, resolved to its files."""
 
     source: str
-    """Folder, GGUF file or hub id as the recipe names it."""
+    """Folder, GGUF file or hub id as named by the recipe."""
     path: str
     """Folder that the files are loaded from, or the hub id that transformers downloads."""
     revision: str | None
@@ -40,11 +40,11 @@ class ModelRef:
     sha256: str | None
     """Hash of `files`; None for a model that is not on this machine."""
     files: dict[str, str]
-    """SHA-256 by name of the files that decide what the model computes: configuration, weights and tokenizer, of an
+    """SHA-256 by name of the files that determine the model's outputs: configuration, weights and tokenizer, for an
     adapter also its base model's. For an artifact: all files but its descriptions."""
 
     def record(self) -> dict[str, Any]:
-        """Return the reference as results and certificates store it, without the path."""
+        """Return the reference as stored in results and certificates, without the path."""
         return {name: value for name, value in asdict(self).items() if name != "path"}
 
 
@@ -53,7 +53,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
 
     Args:
         source: Folder, GGUF file, or `user/name[@revision]` on the hub, which is downloaded.
-        path: Folder of the files, where it is known already.
+        path: Folder of the files, if known.
 
     Raises:
         ValueError: There is no such model, or a file differs from the artifact's manifest.
@@ -78,7 +78,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
 
 
 def source_hash(source: str) -> Any:
-    """Return the hash of a model or an artifact, else those of a file or of all files in a folder."""
+    """Return the hash of a model or an artifact, otherwise those of a file or of all files in a folder."""
     folder = Path(source)
     if any((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)):
         return resolve_model(source).sha256
@@ -87,14 +87,14 @@ def source_hash(source: str) -> Any:
 
 
 def target_record(source: str, sha256: str | None = None) -> dict[str, str | None]:
-    """Return a target as manifests name it: id, hash and, where one was named, the revision by its commit."""
+    """Return a target as stored in manifests: id, hash and, if a revision was given, its commit."""
     name, revision = split_revision(source)
     commit = {} if revision is None else {"revision": Path(model_source(source, weights=False)).name}
     return {"id": name, **commit, "sha256": sha256}
 
 
 def is_unchanged(record: dict[str, Any]) -> bool:
-    """Return whether the files that a `ModelRef.record` describes are the same now, or are not on this machine."""
+    """Check that the files of a `ModelRef.record` are unchanged or are not on this machine."""
     folder = here(str(record["source"]))
     if folder is None or record["sha256"] is None:
         return True
@@ -127,7 +127,10 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that transformers would load; raise ValueError if there are none or one is lost."""
+    """Return the safetensors files that transformers would load.
+
+    Raises ValueError if there are none or one is missing.
+    """
     whole, index = (directory / name for name in WHOLE_FILES)
     if whole.is_file():
         return [whole]
@@ -145,8 +148,8 @@ def weight_files(directory: Path) -> list[Path]:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return the SHA-256 (hex) of a tokenizer's vocabulary, sorted by id, and of its special tokens' ids.
 
-    Two tokenizers with the same fingerprint give every id the same text. Padding that reuses another special token
-    does not change it.
+    Two tokenizers with the same fingerprint have the same text for every id. Padding with another special token does
+    not change it.
     """
     pairs = sorted((int(number), token) for token, number in tokenizer.get_vocab().items())
     special = sorted({int(number) for number in tokenizer.all_special_ids})

@@ -1,13 +1,13 @@
-"""EAGLE-3 heads: one decoder layer that drafts token by token from hidden states of a target's inner layers.
+"""EAGLE-3 heads: one decoder layer that drafts autoregressively from auxiliary hidden states of a target.
 
-Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), sections 3.1 and 3.2; tensors, config and the order of norms as
-serving engines read them. At position t the layer reads g_t, which `fc` makes of the target's states behind token t,
-and the embedding of token t + 1, and speaks of token t + 2; what it made is g of the next draft token. Embeddings and
-output rows are the target's, and stay.
+Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), sections 3.1 and 3.2; tensors, config and the order of norms follow
+serving engines. At position t the layer reads g_t, which `fc` computes from the target's states at token t, and the
+embedding of token t + 1. It predicts token t + 2, and its output is g of the next draft token. Embeddings and output
+rows are the target's, and are frozen.
 
-Letters: B batch (blocks), T tokens, K steps, A keys of steps after the first, D hidden, G the states that are read
-(3 · D), C two of D side by side, H heads, J heads of keys, U heads to one of keys, E width of a head, V vocabulary,
-R proposed tokens.
+Letters: B batch (blocks), T tokens, K steps, A keys of steps after the first, D hidden, G auxiliary hidden states
+(3 · D), C two states of size D concatenated, H heads, J key heads, U query heads per key head, E head size,
+V vocabulary, R tokens of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .layouts import EAGLE
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = "norm_before_residual"
-"""The config's keys for the layers that are read, and for heads whose residual stream begins behind `hidden_norm`."""
+"""Config keys of the layers that are read, and of heads whose residual stream starts after `hidden_norm`."""
 HEAD = "lm_head.weight"
 _LIKE_THE_TARGET = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
@@ -40,7 +40,7 @@ _LIKE_THE_TARGET = (
 
 
 class _Attention(nn.Module):
-    """Projections of attention that reads an embedding and a state side by side."""
+    """Projections of attention over an embedding and a hidden state, concatenated."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Mlp(nn.Module):
 
 
 class _Norm(nn.RMSNorm):
-    """RMSNorm of what autocast may have made narrower than its weight."""
+    """RMSNorm in the dtype of its input, which autocast may have narrowed."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
@@ -81,18 +81,18 @@ class _Layer(nn.Module):
 
 
 class EagleHeads(nn.Module):
-    """EAGLE-3's layer for a target, whose embeddings and output rows `attach` hands over.
+    """EAGLE-3 layer for a target, whose embeddings and output rows are set by `attach`.
 
     Args:
-        config: a Llama's, of one layer, with the target's sizes.
-        layers: the target's layers whose residual streams it reads: what goes into them, counted from 0.
-        proposed: the ids of the only tokens that it proposes, int64 [R], rising; None: all.
-        num_heads: steps of drafting that it is trained for.
+        config: Llama configuration of one layer, with the target's sizes.
+        layers: Target layers whose inputs are read, counted from 0.
+        proposed: Ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
+        num_heads: Number of drafting steps in training.
     """
 
     projection_kind = "target"
     own_head: Tensor | None = None
-    """Output rows [R, D] as the files have them, which need not be the target's."""
+    """Output rows [R, D] from the files, which may differ from the target's."""
 
     def __init__(
         self, config: LlamaConfig, layers: Sequence[int], proposed: Tensor | None = None, num_heads: int = 3
@@ -100,7 +100,7 @@ class EagleHeads(nn.Module):
         super().__init__()
         self.config, self.layers, self.num_heads = config, tuple(layers), num_heads
         self.normed = bool(getattr(config, NORMED, False))
-        """Whether the residual stream begins behind `hidden_norm`."""
+        """True if the residual stream starts after `hidden_norm`."""
         hidden = config.hidden_size
         self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
         self.midlayer = _Layer(config)
@@ -110,14 +110,16 @@ class EagleHeads(nn.Module):
         if proposed is not None and not proposed.is_meta:
             check_tokens(proposed, self.vocab_size)
         self.register_buffer(TOKENS, None if proposed is None else proposed.long(), persistent=False)
-        self._attached: tuple[Tensor, Tensor] | None = None  # a module takes a bare parameter for its own
+        self._attached: tuple[Tensor, Tensor] | None = None  # a tuple, which is not registered
 
     @classmethod
     def for_target(
         cls, config: Any, layers: Sequence[int] | None = None, proposed: Tensor | None = None, num_heads: int = 3
     ) -> Self:
-        """New ones, in float32. Without `layers` they read those that engines read (`default_layers`). Raises
-        ValueError: a target of another form than Llama's, or without these layers."""
+        """Return new float32 heads for a target; by default they read `default_layers`.
+
+        Raises ValueError if the target is not of Llama type or lacks these layers.
+        """
         count = config.num_hidden_layers
         layers = list(default_layers(count) if layers is None else layers)
         if not layers or not all(0 <= layer < count for layer in layers) or layers != sorted(set(layers)):
@@ -131,33 +133,32 @@ class EagleHeads(nn.Module):
 
     @property
     def states(self) -> str:
-        """The name of what it reads of a target in training, the last hidden states included."""
+        """Name of the hidden states that training reads, including the last ones."""
         return "-".join(["layers", *map(str, self.layers)])
 
     @property
     def states_size(self) -> int:
-        """Numbers of a position in these."""
+        """Size of these hidden states per position."""
         return (len(self.layers) + 1) * self.hidden_size
 
     @property
     def proposed(self) -> Tensor | None:
-        """The ids of the only tokens that are proposed, int64 [R], rising; None: all."""
+        """Ids of the draft vocabulary, int64 [R], ascending; None for all tokens."""
         return getattr(self, TOKENS)
 
     @property
     def embedding(self) -> Tensor:
-        """The target's embeddings [V, D]."""
+        """Embeddings of the target [V, D]."""
         assert self._attached is not None, "hand over the target's weights first: heads.attach"
         return self._attached[0]
 
     def projection(self, step: int = 0) -> Tensor:
-        """What features are multiplied with for logits: output rows [R, D] of the proposed tokens."""
+        """Return the output rows [R, D] of the draft vocabulary."""
         assert self._attached is not None, "hand over the target's weights first: heads.attach"
         return self._attached[1]
 
     def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
-        """Take the target's embeddings, and its output layer unless `own_head` is there. They are no parameters of
-        this, and stay where they are."""
+        """Set the target's embeddings and, without `own_head`, its output layer. They do not become parameters."""
         expected = [self.vocab_size, self.hidden_size]
         for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
             if list(weight.shape) != expected:
@@ -171,8 +172,7 @@ class EagleHeads(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
-        """Begin as the target's own layer behind the last one that is read, with its final norm, where its layers have
-        a Llama's parts; what reads embeddings stays as it is."""
+        """Initialise from the target's final norm and the layer after the last one that is read, if of Llama type."""
         decoder, hidden = target.get_decoder(), self.hidden_size
         theirs, mine = decoder.layers[max(self.layers)], self.midlayer
         if not hasattr(theirs.self_attn, "q_proj") or not hasattr(theirs.mlp, "gate_proj"):
@@ -191,11 +191,10 @@ class EagleHeads(nn.Module):
         return self
 
     def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:
-        """[B, T, K, D] of which `projection` makes logits: k steps of drafting from each position
-        ("training-time test").
+        """Return the inputs of `projection` [B, T, K, D] for K drafting steps from each position (training-time test).
 
-        Step k at position t reads the embedding of token t + 1 + k, and what step k − 1 made; it attends to the first
-        step's keys up to t, as `mask_B1TT` (bool) has them, and to its own steps'. It speaks of token t + 2 + k.
+        Step k at position t reads the embedding of token t + 1 + k and the output of step k − 1. It attends to the keys
+        of the first step according to `mask_B1TT` (bool) and to those of its own steps. It predicts token t + 2 + k.
         """
         layer, made = self.midlayer, []
         states_BTD, after_BT = self.fc(given_BTG), tokens_BT
@@ -233,8 +232,7 @@ class EagleHeads(nn.Module):
 
 
 def default_layers(count: int) -> list[int]:
-    """The layers that engines read of a target of so many: 2, the middle one, and the last but two; fewer of less than
-    six."""
+    """Return the layers that engines read by default: 2, the middle one and the last but two, without duplicates."""
     return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
 
 
@@ -246,7 +244,7 @@ def _attend_beside(
     keys: list[Tensor],
     values: list[Tensor],
 ) -> Tensor:
-    """Attention to all keys that the mask shows, and to the keys of each query's own position in lists."""
+    """Attend to all keys that the mask allows, and to the listed keys of each query's own position."""
     groups = query_BHTE.shape[1] // key_BJTE.shape[1]
     query_BJUTE = query_BHTE.unflatten(1, (-1, groups)) * query_BHTE.shape[-1] ** -0.5
     shared_BJUTT = query_BJUTE @ key_BJTE[:, :, None].mT
@@ -254,7 +252,7 @@ def _attend_beside(
     own_BJTAE = torch.stack(keys, 3)
     own_BJUTA = torch.einsum("bjute,bjtae->bjuta", query_BJUTE, own_BJTAE)
     shares = torch.cat((shared_BJUTT, own_BJUTA), -1).softmax(-1)
-    # halves of one cut, whose gradients are laid side by side again; those of two slices would each be padded
+    # gradients of `split` are concatenated, whereas those of two slices would each be padded
     of_all, of_own = shares.split((key_BJTE.shape[2], len(keys)), -1)
     attended_BJUTE = of_all @ value_BJTE[:, :, None]
     attended_BJUTE = attended_BJUTE + torch.einsum("bjuta,bjtae->bjute", of_own, torch.stack(values, 3))
@@ -262,8 +260,10 @@ def _attend_beside(
 
 
 def save_eagle(heads: EagleHeads, directory: Path) -> None:
-    """Write `model.safetensors` and the `config.json` that serving engines read: one layer under the name `midlayer`,
-    layer ids in both of the forms in use, output rows of the proposed tokens, and ids as offsets (`d2t`)."""
+    """Write `model.safetensors` and the `config.json` of serving engines.
+
+    The layer is named `midlayer`, layer ids have both forms in use, and draft tokens are stored as offsets (`d2t`).
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = dict(heads.state_dict())
@@ -281,20 +281,20 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
         "architectures": [EAGLE],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "tie_word_embeddings": False,  # SGLang would take the embeddings for the output layer
+        "tie_word_embeddings": False,  # otherwise SGLang uses the embeddings as the output layer
         "dtype": str(held["fc.weight"].dtype).removeprefix("torch."),
-        # without rows of its own null, or SGLang would leave its output layer as it was made
+        # null without own rows, otherwise SGLang leaves its output layer uninitialised
         "draft_vocab_size": len(held[HEAD]) if HEAD in held else None,
         NORMED: heads.normed,
         LAYER_IDS: [*heads.layers],
-        # SGLang counts a layer's output where others count its input
+        # SGLang counts the outputs of layers, other engines their inputs
         "eagle_config": {LAYER_IDS: [layer - 1 for layer in heads.layers]},
     }
     (directory / CONFIG_FILE).write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 
 
 def eagle_layers(directory: Path) -> list[int]:
-    """The target's layers that heads in a folder read. Raises ValueError: its config does not say it."""
+    """Return the target layers that heads in a folder read. Raises ValueError if the config does not list them."""
     layers = read_json(Path(directory) / CONFIG_FILE).get(LAYER_IDS)
     named = isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)
     if not named or sorted(set(layers)) != layers:  # type: ignore[arg-type]
@@ -303,8 +303,10 @@ def eagle_layers(directory: Path) -> list[int]:
 
 
 def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
-    """Heads from the folder that `save_eagle` writes, in evaluation mode, without the target's weights. Raises
-    ValueError: a tensor that is missing, of another shape, or holds numbers that are NaN or infinite."""
+    """Load heads from a folder of `save_eagle` in evaluation mode, without the target's weights.
+
+    Raises ValueError if a tensor is missing, has another shape, or is not finite.
+    """
     directory = Path(directory)
     stored, config = load_file(directory / WHOLE_FILES[0]), LlamaConfig.from_pretrained(directory)
     heads = filled(EagleHeads(config, eagle_layers(directory), proposed_in(stored)), stored, directory)
@@ -312,13 +314,13 @@ def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
 
 
 def proposed_in(stored: Mapping[str, Tensor]) -> Tensor | None:
-    """The ids of proposed tokens, from the offsets that tensors by name hold (`d2t`); None: all."""
+    """Return the ids of the draft vocabulary, given tensors with its offsets (`d2t`); None for all tokens."""
     offsets_R = stored.get(TOKENS)
     return None if offsets_R is None else offsets_R.long() + torch.arange(len(offsets_R))
 
 
 def filled(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> EagleHeads:
-    """Heads with the tensors of a folder, in their type. Raises ValueError as `load_eagle` does."""
+    """Return heads with the tensors of a folder, in their dtype. Raises ValueError as `load_eagle` does."""
     weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
     heads = heads.to(next(iter(weights.values())).dtype)
     try:

@@ -1,4 +1,4 @@
-"""Prediction heads as files: the folder that serving engines read, and loading from every published layout."""
+"""Files of prediction heads: writing for serving engines, and loading from every published layout."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def save_heads(
         heads: Heads to save.
         directory: Folder to write to.
         base_model_name_or_path: Name of the target.
-        state: Tensors of the heads where the module does not hold them, as with ZeRO-3.
+        state: Tensors of the heads if the module does not hold them, as with ZeRO-3.
 
     Raises:
-        ValueError: A tensor is missing, has another shape, has no values or some that are not finite.
+        ValueError: A tensor is missing, has another shape, or has no values or some that are not finite.
     """
     found = heads.state_dict() if state is None else dict(state)
     _check_complete(heads, found)
@@ -50,12 +50,12 @@ def save_heads(
 def engine_config(heads: PredictionHeads, base_model_name_or_path: str) -> dict[str, Any]:
     """Return the `config.json` of heads as serving engines read it.
 
-    It names no `architectures`. Readers drop every bias without `medusa_fc_bias`. The number of heads has both names in
+    It has no `architectures`. Without `medusa_fc_bias`, engines ignore biases. Both names of the number of heads are in
     use. FasterDecoding's `version` is "1" with own projections and "2" with the target's.
     """
     return {
         "model_type": "medusa",
-        "base_model_name_or_path": split_revision(base_model_name_or_path)[0],  # engines know no other names
+        "base_model_name_or_path": split_revision(base_model_name_or_path)[0],  # engines know no revisions
         "medusa_num_heads": heads.num_heads,
         "num_medusa_heads": heads.num_heads,
         "medusa_num_layers": heads.num_layers,
@@ -76,8 +76,8 @@ def load_heads(
 ) -> PredictionHeads:
     """Load heads in evaluation mode from any of the layouts of `read_heads`, whose errors it raises.
 
-    Sizes are those of the tensors; of the config only `states` and `scale` are used, with a warning where it disagrees.
-    `lm_head` [V, D] is the target's output projection, for heads that reuse it; it can also be attached later.
+    Sizes are those of the tensors; contradicting entries of the config cause a warning. `lm_head` [V, D] is the
+    target's output projection, for heads that reuse it; it can also be attached later.
     """
     stored = read_heads(Path(directory), unpickle=unpickle)
     for disagreement in stored.disagreements:
@@ -91,7 +91,7 @@ def load_heads(
 
 
 def _check_complete(heads: PredictionHeads, state: Mapping[str, Tensor]) -> None:
-    """Refuse to save what would be no heads."""
+    """Raise ValueError if tensors are missing, unexpected, of another shape or not finite."""
     vocab_size = heads.vocab_size if heads.knows_vocab_size else None
     sizes = (heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Reading of prediction heads from the layouts of FasterDecoding and from ours.
+"""Reading of prediction heads in the layouts of FasterDecoding and of this package.
 
 Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank.
 """
@@ -31,12 +31,12 @@ _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueErr
 
 
 EAGLE = "LlamaForCausalLMEagle3"
-"""The architecture that the config of EAGLE-3 heads names."""
+"""Architecture in the config of EAGLE-3 heads."""
 
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """Tensors and sizes of heads in files, checked against each other."""
+    """Tensors and sizes of heads in files, checked for consistency."""
 
     path: Path
     """File that holds them, or its index."""
@@ -46,24 +46,24 @@ class StoredHeads:
     num_layers: int
     hidden_size: int
     vocab_size: int | None
-    """Rows of the projections; for heads without projections the config's, if it names one."""
+    """Rows of the projections; for heads without projections the config's value, if any."""
     projection: str
     rank: int
     states: str
     scale: float
     """Factor of the hidden states, from the config (default: 1)."""
     base_model: str | None
-    """Target that the config names."""
+    """Target in the config."""
     disagreements: list[str]
     """Entries of the config that contradict the tensors."""
 
     @property
     def whole_model(self) -> bool:
-        """Whether a model is in the same folder or files, as heads that were trained together with it have."""
+        """True if the folder also holds a model, as for heads that were trained jointly with it."""
         return any((self.path.parent / name).is_file() for name in WHOLE_FILES)
 
     def build(self, vocab_size: int | None = None) -> PredictionHeads:
-        """Return the heads as a module, in the widest type of the tensors, which are copied.
+        """Return the heads as a module, with copies of the tensors in their widest dtype.
 
         `vocab_size` is the target's, for heads that reuse its projection (default: the config's).
         """
@@ -78,7 +78,7 @@ class StoredHeads:
 
 
 def is_eagle(directory: Path) -> bool:
-    """Return whether a folder holds EAGLE-3 heads, by its config; raise ValueError for one that cannot be read."""
+    """Check by its config if a folder holds EAGLE-3 heads. Raises ValueError if the config cannot be read."""
     path = directory / CONFIG_FILE
     return path.is_file() and EAGLE in (read_json(path).get("architectures") or [])
 
@@ -91,11 +91,11 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 
     Args:
         directory: Folder of the heads.
-        unpickle: Whether to read `.pt`, of which only tensors are loaded.
-        states: Hidden states that the heads read, in place of the config's.
+        unpickle: Allow reading `.pt`, from which only tensors are loaded.
+        states: Hidden states that the heads read, overriding the config.
 
     Raises:
-        ValueError: A file or tensor is missing, or differs from what is expected.
+        ValueError: A file or tensor is missing, or is not as expected.
     """
     directory = Path(directory)
     if is_eagle(directory):
@@ -145,14 +145,14 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 
 
 def _find(directory: Path) -> Path | None:
-    """The file to read, or the index of several."""
+    """Return the file to read, or the index of several, if any."""
     if directory.is_file():
         raise ValueError(f"{directory} is a file; heads are read from the folder that holds them")
     return next((directory / name for name in _ORDER if (directory / name).is_file()), None)
 
 
 def holds_heads(directory: Path) -> bool:
-    """Return whether `read_heads` finds heads; raise ValueError for unreadable files."""
+    """Check if `read_heads` finds heads. Raises ValueError if files are unreadable."""
     path = _find(directory)
     if path is None or path.name not in WHOLE_FILES:
         return path is not None
@@ -164,7 +164,7 @@ def _is_of_heads(name: str) -> bool:
 
 
 def _read_inside(path: Path) -> dict[str, Tensor]:
-    """The heads' tensors of a whole model, without their prefix."""
+    """Return the heads' tensors in a model's files, without their prefix."""
     tensors: dict[str, Tensor] = {}
     if path.suffix != ".json":
         tensors = _read(path, _is_of_heads)
@@ -182,7 +182,7 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
 
 
 def shards_of_heads(index: Path) -> dict[str, list[str]]:
-    """Names of heads' tensors by shard. ValueError: no index, or one that names files outside its folder."""
+    """Return the names of heads' tensors by shard. Raises ValueError if the index is invalid."""
     shards: dict[str, list[str]] = {}
     for name, shard in sorted(shards_of(index, _is_of_heads).items()):
         shards.setdefault(shard, []).append(name)
@@ -193,7 +193,7 @@ def _read(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]
     try:
         with safe_open(path, framework="pt") as opened:
             names = set(opened.keys())
-            # safetensors' `save_model` writes shared tensors once, and in the metadata under which other names
+            # safetensors' `save_model` writes shared tensors once, and their other names into the metadata
             aliases = {name: kept for name, kept in (opened.metadata() or {}).items() if kept in names}
             every = {name: name for name in names} | {name: kept for name, kept in aliases.items() if name not in names}
             return {name: opened.get_tensor(kept) for name, kept in every.items() if wanted is None or wanted(name)}
@@ -202,23 +202,23 @@ def _read(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickled file; raise ValueError if it holds anything else."""
+    """Return the tensors of a pickled file. Raises ValueError if it holds anything else."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _UNREADABLE as error:
-        # torch's own message ends in the advice to load anything
+        # torch's own message recommends loading without `weights_only`
         raise ValueError(f"{path} is not a pickled file of tensors alone; it was not loaded") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a {type(loaded).__name__}, expected tensors by name")
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, expected a dense tensor")
-    # copies: several names may share their memory, which is that of the file
+    # copied, because names may share memory, which is mapped from the file
     return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in loaded.items()}
 
 
 def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, int]]:
-    """The kind of projection and the sizes of the tensors; ValueError for the first that is extra, missing or unfit."""
+    """Return the kind of projection and the sizes. Raises ValueError for the first extra, missing or unfit tensor."""
     if not tensors:
         raise ValueError(f"{path} holds no tensors")
     places, tails = set[tuple[int, int]](), set[tuple[int, str]]()
@@ -241,7 +241,7 @@ def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, in
     parts = {part for layer, part in tails if layer == num_layers}
     kind = "target" if not parts else "own" if parts == {"weight"} else "low-rank"
     form = f"it has tensors of {num_heads} heads with {num_layers} blocks each"
-    for name in _names(num_heads, num_layers, kind):  # up to the first: a name alone may promise millions of blocks
+    for name in _names(num_heads, num_layers, kind):  # stops at the first one, since indices may be huge
         if name not in tensors:
             raise ValueError(f"{path} lacks {name}: {form}")
     if extra := sorted(tensors.keys() - set(_names(num_heads, num_layers, kind))):
@@ -265,7 +265,7 @@ def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, in
 
 
 def _names(num_heads: int, num_layers: int, kind: str) -> Iterator[str]:
-    """Of all tensors of heads."""
+    """Yield the names of all tensors of heads."""
     tails = {"own": ("weight",), "low-rank": ("up.weight", "down.weight"), "target": ()}[kind]
     for k in range(num_heads):
         for layer in range(num_layers):
@@ -274,7 +274,7 @@ def _names(num_heads: int, num_layers: int, kind: str) -> Iterator[str]:
 
 
 def _disagreements(config: dict[str, Any], found: dict[str, Any], path: Path) -> list[str]:
-    """One sentence for each key of the config that contradicts the tensors."""
+    """Return one sentence for each config entry that contradicts the tensors."""
     names = {"medusa_num_heads": "num_heads", "num_medusa_heads": "num_heads", "medusa_num_layers": "num_layers"}
     names |= {key: key for key in ("hidden_size", "vocab_size", "projection", "rank")}
     return [

@@ -1,7 +1,7 @@
-"""Prediction heads: small networks on a target's hidden state that guess the tokens after the next one.
+"""Prediction heads: small networks on a target's hidden state that predict the tokens after the next one.
 
-Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank, F what a projection reads (D or R),
-X any leading shape, P tokens that are proposed.
+Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank, F input size of a projection (D or R),
+X any leading shape, P tokens of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..storage.draft_vocabulary import TOKENS, check_tokens, widen
 PROJECTIONS = ("own", "low-rank", "target")
 STATES = ("after-norm", "before-norm")
 STACK_LIMIT = 1 << 26
-"""Most elements of all weights that are stacked for decoding; stacking doubles the memory that they take."""
+"""Maximum number of elements in weights that are stacked for decoding, which doubles their memory."""
 
 _SVD_ROWS = 4096
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b) with W and b zero at first, so that the block begins as the identity."""
+    """Residual block x + SiLU(W x + b), with W and b initialised to zero, so that it starts as the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ResidualBlock(nn.Module):
 
 
 class LowRankProjection(nn.Module):
-    """A projection through R numbers: `up` [V, R] times `down` [R, D], without bias."""
+    """Projection of rank R: `up` [V, R] times `down` [R, D], without bias."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -52,31 +52,34 @@ class LowRankProjection(nn.Module):
 
 @dataclass(frozen=True)
 class _Stacks:
-    """Copies of the heads' weights, side by side and transposed for `bmm`."""
+    """Copies of the heads' weights, stacked and transposed for `bmm`."""
 
     state: list[Any]
-    """Where the originals lay, and how often each had been written."""
+    """Addresses and versions of the original weights."""
     blocks: list[tuple[Tensor, Tensor]]
-    """Of each residual block the weights [K, D, D] and biases [K, 1, D]."""
+    """Weights [K, D, D] and biases [K, 1, D] of each residual block."""
     tails: list[Tensor]
-    """What follows the blocks: [K, D, V]; for low-rank heads [K, D, R] and [K, R, V]; nothing for the target's."""
+    """Projections [K, D, V]; for low-rank heads [K, D, R] and [K, R, V]; empty for the target's."""
 
 
 class PredictionHeads(nn.Module):
-    """K heads, each L residual blocks and a projection without bias; head k at position t speaks of token t + 2 + k.
+    """K heads of L residual blocks and a projection without bias; head k at position t predicts token t + 2 + k.
 
-    Source: SLiM, section 3.3, first paragraph; with the tensor names of Medusa-1, `{k}.{l}.linear.weight`,
-    `{k}.{l}.linear.bias` and `{k}.{L}.weight`.
+    Source: SLiM, section 3.3. Tensor names are those of Medusa-1: `{k}.{l}.linear.weight`, `{k}.{l}.linear.bias` and
+    `{k}.{L}.weight`.
 
     Args:
-        vocab_size: V; None where heads of projection "target" do not know it yet.
-        projection: "own", a matrix [V, D] a head; "low-rank", `{k}.{L}.up.weight` [V, R] and `{k}.{L}.down.weight`
-            [R, D]; "target", none: all share the target's (FasterDecoding's version 2), which `attach` hands over.
+        num_heads: K.
+        num_layers: L.
+        hidden_size: D.
+        vocab_size: V; None if it is unknown before `attach`, with projection "target".
+        projection: "own", a matrix [V, D] per head; "low-rank", `{k}.{L}.up.weight` [V, R] and `{k}.{L}.down.weight`
+            [R, D]; "target", the target's projection (FasterDecoding's version 2), set by `attach`.
         rank: R of low-rank heads, else 0.
-        states: what the heads read: the target's last hidden states "after-norm", or "before-norm".
-        scale: what hidden states are multiplied with first; those before the norm can be many times larger.
-        proposed: the ids of the only tokens that heads of projection "target" speak of, int64 [P], rising: `d2t` among
-            their tensors. Most of their work is then P of V rows; None: all tokens.
+        states: Hidden states of the target that the heads read: "after-norm" or "before-norm".
+        scale: Factor of the hidden states; those before the norm can be much larger.
+        proposed: Ids of the draft vocabulary, int64 [P], ascending, stored as `d2t`; only with projection "target".
+            None for all tokens.
     """
 
     def __init__(
@@ -136,9 +139,11 @@ class PredictionHeads(nn.Module):
         dtype: torch.dtype | None = None,
         scale: float = 1.0,
     ) -> Self:
-        """Heads that all begin as the target's own projection, on its device and, without a `dtype`, of its type: own
-        projections as copies of it, low-rank ones as its best approximation of their rank (see `best_factors`); with
-        "target" the weight itself is attached."""
+        """Return heads initialised to the target's projection, on its device and, without `dtype`, in its dtype.
+
+        Own projections are copies of it, and low-rank ones its best approximation (see `best_factors`). With "target"
+        the weight itself is attached.
+        """
         vocab_size, hidden_size = lm_head_weight_VD.shape
         with torch.device("meta"):
             heads = cls(num_heads, num_layers, hidden_size, vocab_size, projection, rank, states, scale)
@@ -160,29 +165,28 @@ class PredictionHeads(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """V. Raises ValueError where heads that reuse the target's projection do not know it yet."""
+        """Vocabulary size V. Raises ValueError if the target's projection, which determines it, is not attached."""
         if self._vocab_size is None:
             raise ValueError(_UNATTACHED)
         return self._vocab_size
 
     @property
     def states_size(self) -> int:
-        """Numbers that it reads of a position."""
+        """Size of the hidden states per position."""
         return self.hidden_size
 
     @property
     def knows_vocab_size(self) -> bool:
-        """Whether there is a `vocab_size` to ask for."""
+        """True if `vocab_size` is known."""
         return self._vocab_size is not None
 
     @property
     def proposed(self) -> Tensor | None:
-        """The ids of the only tokens that are proposed, int64 [P], rising; None: all."""
+        """Ids of the draft vocabulary, int64 [P], ascending; None for all tokens."""
         return getattr(self, TOKENS, None)
 
     def propose(self, ids_P: Tensor | None) -> Self:
-        """Speak of these tokens alone, or of all. ValueError: ids that do not rise, or that the vocabulary lacks; heads
-        that do not share the target's projection."""
+        """Set the draft vocabulary, or None for all tokens. Raises ValueError for invalid ids and own projections."""
         if ids_P is not None:
             if self.projection_kind != "target":
                 raise ValueError(
@@ -196,14 +200,14 @@ class PredictionHeads(nn.Module):
         return self
 
     def attach(self, lm_head_weight_VD: Tensor) -> Self:
-        """Hand over the target's output projection [V, D], which heads of projection "target" share with it.
+        """Attach the target's output projection [V, D], which heads of projection "target" share.
 
-        It is no parameter of the heads and not in their state dict, and it stays where it is when they move. Features
-        are cast to its type. ValueError for heads with a projection of their own, and for a weight of another shape.
+        It is neither a parameter nor in the state dict, and stays on its device when the heads move. Features are cast
+        to its dtype. Raises ValueError if the heads have their own projections or the shape differs.
         """
         if self.projection_kind != "target":
             raise ValueError(f"heads with {self.projection_kind} projections take none of the target's")
-        shape = list(getattr(lm_head_weight_VD, "ds_shape", lm_head_weight_VD.shape))  # ZeRO-3 hides the true one
+        shape = list(getattr(lm_head_weight_VD, "ds_shape", lm_head_weight_VD.shape))  # shape before ZeRO-3's sharding
         expected = [self._vocab_size if self._vocab_size is not None else "V", self.hidden_size]
         if len(shape) != 2 or shape[1] != expected[1] or expected[0] not in ("V", shape[0]):
             raise ValueError(f"the target's output projection is {shape}, the heads expect {expected}".replace("'", ""))
@@ -220,12 +224,10 @@ class PredictionHeads(nn.Module):
         return head
 
     def _tail(self, k: int) -> Any:
-        """Head k's projection."""
         return self._head(k)[self.num_layers]
 
     def projection(self, k: int) -> Tensor:
-        """What head k's features are multiplied with: its own [V, D] or [V, R], or the target's [V, D], of which
-        the rows of the proposed tokens."""
+        """Return the weight of head k's projection: its own [V, D] or [V, R], or (proposed) rows of the target's."""
         if self.projection_kind == "own":
             return self._tail(k).weight
         if self.projection_kind == "low-rank":
@@ -242,22 +244,21 @@ class PredictionHeads(nn.Module):
         return self._rows[1]
 
     def multiply_by(self, product: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
-        """Outside of training multiply with the target's projection, which they share, by what `product` makes of it:
-        rows [X, D] to rows [X, V]."""
+        """Use `product(weight)`, a function from [X, D] to [X, V], for the shared projection outside of training."""
         if self.projection_kind == "target" and (self._product is None or self._product[0] != self._projection_state()):
             self._product = self._projection_state(), product(self.projection(0))
 
     def _projection_state(self) -> Any:
-        """Where the target's projection lies, and how often it has been written."""
+        """Return address, device and version of the target's projection."""
         weight_VD = self.projection(0)
         return weight_VD.data_ptr(), weight_VD.device, None if weight_VD.is_inference() else weight_VD._version
 
     def head_forward(self, k: int, hidden_XD: Tensor) -> Tensor:
-        """[..., D] hidden states to head k's logits [..., V]; minus infinity for tokens that are not proposed."""
+        """Return head k's logits [..., V] of hidden states [..., D]; −∞ for tokens outside the draft vocabulary."""
         features_XF = self._features(k, hidden_XD)
         if self.projection_kind == "target":
             return self._through_target(features_XF)
-        tail = self._tail(k)  # called as a layer, not read: ZeRO-3 gathers its weight then
+        tail = self._tail(k)  # called as a layer, so that ZeRO-3 gathers its weight
         return tail.up(features_XF) if self.projection_kind == "low-rank" else tail(features_XF)
 
     def _features(self, k: int, hidden_XD: Tensor) -> Tensor:
@@ -278,16 +279,18 @@ class PredictionHeads(nn.Module):
         return logits_XP if ids_P is None else widen(logits_XP, ids_P.to(logits_XP.device), self.vocab_size)
 
     def features(self, hidden_XD: Tensor) -> Tensor:
-        """[..., D] hidden states to what each head projects, [..., K, D]; low-rank: [..., K, R], after `down`. Head k's
-        logits are features[..., k, :] times `projection(k)`, transposed."""
+        """Return the inputs of the projections [..., K, D] of hidden states [..., D]; [..., K, R] for low-rank heads.
+
+        Head k's logits are features[..., k, :] @ `projection(k)`.T.
+        """
         return torch.stack([self._features(k, hidden_XD) for k in range(self.num_heads)], -2)
 
     def forward(self, hidden_XD: Tensor) -> Tensor:
-        """[..., D] hidden states, cast to the heads' type, to logits [..., K, V].
+        """Return logits [..., K, V] of hidden states [..., D], which are cast to the heads' dtype.
 
         In evaluation mode without gradients all heads run as one batched product over stacked copies of the weights,
-        unless the copies would be larger than `STACK_LIMIT`; the target's projection is not copied. The copies follow
-        every change made through the parameters, and are dropped by `train()`, `eval()` and `to()`.
+        unless these exceed `STACK_LIMIT`. The target's projection is not copied. The copies are updated after changes
+        of the parameters, and dropped by `train()`, `eval()` and `to()`.
         """
         assert hidden_XD.shape[-1] == self.hidden_size
         hidden_XD = hidden_XD.to(next(self.parameters()).dtype)
@@ -300,7 +303,7 @@ class PredictionHeads(nn.Module):
         return self._stacked_forward(hidden_XD)
 
     def _stacked_forward(self, hidden_XD: Tensor) -> Tensor:
-        """Logits [..., K, V]; for the target's projection, which is not stacked, features [..., K, D]."""
+        """Return logits [..., K, V], or features [..., K, D] for the target's projection, which is not stacked."""
         stacks = self._stacks()
         found_KXF = self._scaled(hidden_XD).reshape(1, -1, self.hidden_size).expand(self.num_heads, -1, -1)
         for weight_KDD, bias_K1D in stacks.blocks:
@@ -340,11 +343,11 @@ class PredictionHeads(nn.Module):
 
 @torch.no_grad()
 def best_factors(weight_VD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best approximation of a matrix by one of rank R: float64 factors up [V, R] and down [R, D].
+    """Return the best approximation of a matrix by one of rank R: float64 factors up [V, R] and down [R, D].
 
-    This is the truncated singular value decomposition, so no product of such factors comes closer in the Frobenius norm
-    (Eckart and Young, 1936), but for about 1e-7 of the largest singular value: the right singular vectors come from the
-    D x D matrix of the columns' products. The rows of `down` are orthonormal, the largest singular value's first.
+    This is the truncated singular value decomposition, which is optimal in the Frobenius norm (Eckart and Young, 1936),
+    up to about 1e-7 of the largest singular value, because the right singular vectors are computed from the D x D Gram
+    matrix. The rows of `down` are orthonormal, in descending order of singular values.
     """
     columns_DD = torch.zeros(weight_VD.shape[1], weight_VD.shape[1], dtype=torch.float64, device=weight_VD.device)
     for rows_XD in weight_VD.split(_SVD_ROWS):
@@ -360,5 +363,5 @@ _UNATTACHED = (
 
 
 def _transposed(weights: list[Tensor]) -> Tensor:
-    """K matrices, each transposed, side by side."""
+    """Return the stacked transposes of K matrices."""
     return torch.stack([weight.detach().mT for weight in weights])

@@ -1,6 +1,6 @@
-"""EAGLE-3 heads as others publish them, in the plain form of serving engines or in that of speculators.
+"""EAGLE-3 heads as published, in the form of serving engines or of speculators.
 
-Which layers a config means, and what each engine makes of it, is in `pairs/eagle.py`.
+`pairs/eagle.py` describes which layers a config means to each engine.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ SPECULATORS = "speculators_model_type"
 _EMBEDDINGS = "embed_tokens.weight"
 _LEFT_OUT = re.compile(r"t2d|.*rotary_emb\.inv_freq")
 _STRANGE = ("mask_hidden", "fc_norm", "layers.1.", "q_norm", "k_norm", "bias")
-"""Parts of names of tensors that other forms have: P-EAGLE, EAGLE-3.1, several layers, layers of other families."""
+"""Parts of tensor names of unsupported forms: P-EAGLE, EAGLE-3.1, several layers, layers of other families."""
 
 
 def is_published_eagle(directory: Path) -> bool:
-    """Whether a folder holds EAGLE-3 heads, ours or in a form that others use. Raises ValueError: a config that cannot
-    be read."""
+    """Check if a folder holds EAGLE-3 heads in any form. Raises ValueError if the config cannot be read."""
     path = directory / CONFIG_FILE
     config = read_json(path) if path.is_file() else {}
     return EAGLE in (config.get("architectures") or []) or config.get(SPECULATORS) == "eagle3"
 
 
 def layers_named(config: Mapping[str, Any], count: int) -> list[int]:
-    """The layers that heads of a published config were trained on, what goes into them, for a target of `count`: the
-    ids beside the sizes; else those in `eagle_config`, which are counted as SGLang does; else those that engines take.
-    Raises ValueError: ids that are none."""
+    """Return the layers (by their inputs) that heads of a published config were trained on, for a target of `count`.
+
+    These are the ids at the top level, else those in `eagle_config`, which count as SGLang does, else the default of
+    engines. Raises ValueError if ids are invalid.
+    """
     nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
     named = config.get(LAYER_IDS) or (nested and [layer + 1 for layer in nested if type(layer) is int])
     layers = named or default_layers(count)
@@ -50,9 +51,10 @@ def layers_named(config: Mapping[str, Any], count: int) -> list[int]:
 def read_published(
     directory: Path, target: Any, embedding_VD: Tensor | None = None, *, unpickle: bool = False
 ) -> EagleHeads:
-    """EAGLE-3 heads of a folder for a target of this configuration, and, where they are known, of these embeddings,
-    which published copies must equal. Raises ValueError: what the layer computes differs from EAGLE-3's, or the target
-    is another."""
+    """Return the EAGLE-3 heads of a folder for a target with this configuration and, if given, these embeddings.
+
+    Raises ValueError if the layer differs from EAGLE-3's, or published embeddings differ from the target's.
+    """
     config = read_json(directory / CONFIG_FILE)
     inner = config.get("transformer_layer_config") if SPECULATORS in config else config
     if not isinstance(inner, dict):
@@ -83,7 +85,7 @@ def read_published(
 
 
 def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
-    """By the names of `EagleHeads`."""
+    """Return the tensors by their names in `EagleHeads`."""
     whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
     if whole.is_file():
         found = load_file(whole)
@@ -102,7 +104,7 @@ def _shorter(found: re.Match[str]) -> str:
 
 
 def _check_embeddings(theirs_VD: Tensor | None, mine_VD: Tensor | None, directory: Path) -> None:
-    """Raises ValueError: embeddings of their own, which differ from the target's by more than rounding."""
+    """Raise ValueError if published embeddings differ from the target's by more than rounding."""
     if theirs_VD is None or mine_VD is None:
         return
     if theirs_VD.shape == mine_VD.shape:

@@ -1,7 +1,7 @@
-"""Upload of artifacts to the hub as one commit that is planned and shown first, and download of verified artifacts.
+"""Upload of artifacts to the hub in one planned commit, and download of verified artifacts.
 
-The hub gets the artifact's files, with a new model card (README.md), whose hash is in the uploaded `artifact.json`. The
-account is that of huggingface_hub's stored token.
+The upload has a new model card (README.md), whose hash is in the uploaded `artifact.json`. The account is that of
+huggingface_hub's stored token.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Plan:
     repo: str
     message: str
     account: str | None
-    """Account of the stored token; without one nothing can be pushed."""
+    """Account of the stored token. Pushing requires one."""
     private: bool
-    """Whether the repository is or will be private."""
+    """True if the repository is or will be private."""
     parent: str | None
     """Head of the repository's main branch; None if there is no repository yet."""
     files: dict[str, CommitOperationAdd]
@@ -58,19 +58,19 @@ class Plan:
 
 
 def is_on_hub(repo: str) -> bool:
-    """Return whether there is a model of this name; raise ValueError if the hub cannot be reached."""
+    """Check if there is a model of this name. Raises ValueError if the hub cannot be reached."""
     with hub_errors(f"{repo} on the hub", repo):
         return HfApi().repo_exists(repo)
 
 
 def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, private: bool = False) -> Plan:
-    """Check an artifact and the repository, and return the commit to make; nothing is changed.
+    """Check an artifact and the repository, and return the commit to make without making it.
 
     Args:
         artifact: Folder of the artifact.
         repo: Repository, `user/name`.
-        card: Function that makes README.md of the manifest.
-        private: Whether the repository must be private.
+        card: Function that returns README.md for the manifest.
+        private: Require a private repository.
 
     Raises:
         ValueError: The artifact is damaged, a text in it holds a token, the repository is public, or the hub cannot be
@@ -96,7 +96,7 @@ def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, pri
 
 
 def push(plan: Plan) -> str:
-    """Make the commit of a plan, unless it changes nothing, and return its name.
+    """Make the commit of a plan, unless it changes nothing, and return its id.
 
     Raises:
         ValueError: No token is stored, or the hub refuses; nothing is published then.
@@ -138,7 +138,7 @@ def pull(source: str, out: Path) -> tuple[Manifest, str]:
 
 
 def _find_repository(repo: str) -> Any:
-    """Return the hub's description of a repository; None if there is none that the account can see."""
+    """Return the hub's description of a repository; None if the account cannot see one."""
     with hub_errors(f"{repo} on the hub", repo):
         try:
             return HfApi().model_info(repo, timeout=_TIMEOUT)
@@ -149,7 +149,7 @@ def _find_repository(repo: str) -> Any:
 
 
 def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> dict[str, CommitOperationAdd]:
-    """Return the artifact's files by name, with a new card and the manifest that has its hash."""
+    """Return the artifact's files by name, with a new card and a manifest with its hash."""
     manifest = verify_artifact(artifact)
     readme = card(manifest).encode()
     entries = manifest.files | {CARD_FILE: {"sha256": hashlib.sha256(readme).hexdigest(), "bytes": len(readme)}}

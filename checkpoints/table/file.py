@@ -39,7 +39,7 @@ def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: In
     key_dtype(vocab_size)
     if unigram_V.shape != (vocab_size,):
         raise ValueError(f"unigram is {list(unigram_V.shape)}, expected one count for each of {vocab_size} tokens")
-    # Room for the header of any number of entries: its length must not depend on what is yet to come.
+    # Room for the header of any number of entries, which is unknown yet.
     room = len(_header(vocab_size, 10**18, 0))
     row_ptr, entries = np.zeros(vocab_size + 1, dtype=np.int64), 0
     with atomic_file(path) as out, TemporaryFile(dir=path.parent) as counts:
@@ -79,7 +79,7 @@ def _header(vocab_size: int, entries: int, room: int) -> bytes:
 
 
 def check_counts(keys_P: NDArray[Any], counts_P: NDArray[Any], vocab_size: int) -> None:
-    """Raise ValueError, naming the pair, where a count is larger than a table can hold."""
+    """Raise ValueError, naming the pair, if a count exceeds `MAX_COUNT`."""
     worst = int(counts_P.argmax())
     if int(counts_P[worst]) > MAX_COUNT:
         left, right = divmod(int(keys_P[worst]), vocab_size)

@@ -20,14 +20,14 @@ _PIECE = 1 << 17
 
 
 def key_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the type of keys x V + y: uint32 where V² ≤ 2³², else uint64."""
+    """Return the dtype of keys x V + y: uint32 if V² ≤ 2³², else uint64."""
     if not 1 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {MAX_VOCAB}")
     return np.dtype(np.uint32 if vocab_size**2 <= 2**32 else np.uint64)
 
 
 def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: int, first: int = 0) -> None:
-    """Raise ValueError unless tokens and starts of documents, numbered from `first`, are those of the vocabulary."""
+    """Raise ValueError unless tokens and starts of documents, numbered from `first`, are valid for the vocabulary."""
     size = len(tokens_T) if tokens_T.ndim == 1 else -1
     if size < 0 or (size and tokens_T.dtype.kind not in "iu"):
         shape = f"{tokens_T.dtype} {list(tokens_T.shape)}"
@@ -36,7 +36,7 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
         raise ValueError(f"{len(starts_D)} documents start at {starts_D[:1]} to {starts_D[-1:]} in {size} tokens")
     if not size:
         return
-    # Negative numbers are large unsigned ones, so that one pass finds both.
+    # Negative numbers are large as unsigned ones, so that one pass finds both.
     unsigned_T = tokens_T.view(np.dtype(f"u{tokens_T.dtype.itemsize}").newbyteorder(tokens_T.dtype.byteorder))
     if int(unsigned_T.max()) >= vocab_size:
         index = int(np.flatnonzero(unsigned_T >= vocab_size)[0])
@@ -45,12 +45,12 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
 
 
 def inner_ends(starts_D: NDArray[Any], size: int) -> Ints:
-    """Return the ascending indices of tokens whose right neighbour belongs to another document, int64 [C]."""
+    """Return the ascending indices of tokens whose next token belongs to another document, int64 [C]."""
     return np.unique(starts_D[(starts_D > 0) & (starts_D < size)].astype(np.int64)) - 1
 
 
 def write_keys(tokens_T: NDArray[Any], vocab_size: int, out_T: NDArray[Any]) -> None:
-    """Write the keys of all T - 1 pairs of neighbours into `out_T`; the tokens must be in the vocabulary."""
+    """Write the keys of all T - 1 adjacent pairs into `out_T`; the tokens must be in the vocabulary."""
     dtype = key_dtype(vocab_size)
     for start in range(0, len(out_T), _PIECE):
         keys_P = out_T[start : start + _PIECE]
@@ -62,12 +62,12 @@ def write_keys(tokens_T: NDArray[Any], vocab_size: int, out_T: NDArray[Any]) -> 
 def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
     """Return the run of at most 2³² − 1 keys in any order, which are overwritten.
 
-    `cross_document` of the keys are 0 in place of pairs across documents. They are subtracted from the count of key 0,
-    which is cheaper than leaving them out.
+    `cross_document` keys are 0 in place of pairs across documents. They are subtracted from the count of key 0, which
+    is cheaper than removing them.
     """
     keys_T.sort()
     size, entries, before = len(keys_T), 0, -1
-    counts_T = np.empty(size, dtype=np.uint32)  # memory that is never touched costs nothing
+    counts_T = np.empty(size, dtype=np.uint32)  # untouched memory is not allocated
     for start in range(0, size, _PIECE):
         end = min(start + _PIECE, size)
         keys_P = keys_T[start:end]
@@ -79,7 +79,7 @@ def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
             after = entries + len(last_P)
             np.subtract(last_P[1:], last_P[:-1], out=counts_T[entries + 1 : after], casting="unsafe")
             counts_T[entries] = last_P[0] + start - before
-            # Never beyond what has been read: there are no more keys than tokens before them.
+            # This never overwrites unread keys, since there are at most as many entries as keys read.
             keys_T[entries:after] = keys_P[last_P]
             entries, before = after, int(last_P[-1]) + start
     skip = 0
@@ -92,8 +92,8 @@ def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
 def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 << 18) -> Iterator[Run]:
     """Yield the merged run in consecutive parts: ascending keys of `key_dtype`, and counts int64.
 
-    Runs may consist of anything that returns arrays for slices, such as files. `chunk` entries are merged at a time in
-    about 60 bytes each; the default fits the processor's cache.
+    Runs may consist of anything that returns arrays for slices, such as files. `chunk` entries are merged at a time and
+    need about 60 bytes each; the default fits a CPU's cache.
     """
     dtype = key_dtype(vocab_size)
     sides = [run for run in runs if len(run[0])]
@@ -105,7 +105,7 @@ def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 
         for number, ((keys, _), start) in enumerate(zip(sides, starts, strict=True)):
             if quota := -(-size * (len(keys) - start) // left):
                 windows.append((number, keys[start : start + quota]))
-        # The least of the windows' last keys: up to it, everything of every run lies in its window.
+        # Up to the smallest of the windows' last keys, the windows hold all entries of the runs.
         pivot = min(keys_P[-1] for _, keys_P in windows)
         parts = []
         for number, keys_P in windows:
@@ -122,7 +122,7 @@ def _merged(parts: list[Run], dtype: np.dtype[Any]) -> Run:
     if len(parts) == 1:
         return parts[0][0].astype(dtype), parts[0][1].astype(np.int64)
     keys_E = np.concatenate([keys for keys, _ in parts])
-    order_E = np.argsort(keys_E, kind="stable")  # which sees ascending runs, and merges them
+    order_E = np.argsort(keys_E, kind="stable")  # timsort merges the ascending runs
     keys_E = keys_E[order_E]
     counts_E = np.concatenate([counts.astype(np.int64) for _, counts in parts])[order_E]
     last_E = np.append(np.flatnonzero(keys_E[1:] != keys_E[:-1]), len(keys_E) - 1)
@@ -130,13 +130,13 @@ def _merged(parts: list[Run], dtype: np.dtype[Any]) -> Run:
 
 
 def rows_and_columns(keys_E: NDArray[Any], vocab_size: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the left and the right tokens of keys, in the type of the keys."""
+    """Return the left and right tokens of keys, in the dtype of the keys."""
     rows_E = keys_E // keys_E.dtype.type(vocab_size)
     return rows_E, keys_E - rows_E * keys_E.dtype.type(vocab_size)
 
 
 def add_left_counts(sums_V: Ints, part: Run) -> None:
-    """Add the number of pairs that each token is the left of, in a non-empty part of a run, to `sums_V`."""
+    """Add each token's number of pairs on the left, in a non-empty part of a run, to `sums_V`."""
     keys_E, counts_E = part
     rows_E, _ = rows_and_columns(keys_E, len(sums_V))
     first_R = np.concatenate(([0], np.flatnonzero(rows_E[1:] != rows_E[:-1]) + 1))

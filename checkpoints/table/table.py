@@ -1,4 +1,4 @@
-"""Bigram tables: exact counts of neighbouring tokens and the correlation r that SLiM prunes trees with.
+"""Bigram tables: exact counts of adjacent tokens, and the correlation r that SLiM prunes trees with.
 
 Shape letters: V vocabulary, E entries (distinct pairs), X any shape, T tokens, R rows (a flattened X), W widest row.
 """
@@ -27,19 +27,19 @@ from .texts import TextStore
 __all__ = ["TABLE_FILE", "TENSORS", "BigramTable", "check_add_k"]
 
 TENSORS = {"row_ptr": torch.int64, "col": torch.int32, "count": torch.int32, "unigram": torch.int64}
-"""Names and types of the tensors of `table.safetensors`."""
+"""Names and dtypes of the tensors of `table.safetensors`."""
 CHUNK = 1 << 20
-_NARROW_VOCAB = 2**16 - 1  # x V + y − 2³¹ fits 31 bits and a sign, and leaves one number free for the end
+_NARROW_VOCAB = 2**16 - 1  # x V + y − 2³¹ fits int32, with one number left for the end
 
 
 class BigramTable:
-    """Counts of neighbouring tokens as a sparse V x V matrix in compressed rows (CSR).
+    """Counts of adjacent tokens as a sparse V x V matrix in compressed rows (CSR).
 
     Args:
         row_ptr: int64 [V + 1]; row x holds the entries row_ptr[x] .. row_ptr[x + 1] - 1.
         col: int32 [E]; right token of each entry, ascending within a row.
-        count: int32 [E]; number of times that the pair was seen, at least 1.
-        unigram: int64 [V]; number of times that each token was seen, in a pair or not.
+        count: int32 [E]; count of the pair, at least 1.
+        unigram: int64 [V]; count of each token, in a pair or not.
 
     Raises:
         ValueError: The tensors contradict each other.
@@ -48,7 +48,7 @@ class BigramTable:
     device = torch.device("cpu")
     """Device of `look_up`. The counts themselves stay on the CPU."""
     texts: TextStore | None = None
-    """Part of the counted texts, for suffix decoding."""
+    """Sample of the counted texts, for suffix decoding."""
 
     def __init__(self, row_ptr: Tensor, col: Tensor, count: Tensor, unigram: Tensor) -> None:
         _check_csr(*map(np.asarray, (row_ptr, col, count, unigram)))
@@ -58,10 +58,10 @@ class BigramTable:
 
     @classmethod
     def load(cls, directory: Path) -> BigramTable:
-        """Load the table in a directory and the texts beside it; the entries stay memory-mapped.
+        """Load the table in a directory and its texts; the entries stay memory-mapped.
 
         Raises:
-            ValueError: A file is missing, damaged or contradicts itself.
+            ValueError: A file is missing, damaged or inconsistent.
         """
         table = cls.read(Path(directory) / TABLE_FILE)
         table.texts = TextStore.load(directory, table.vocab_size)
@@ -69,7 +69,7 @@ class BigramTable:
 
     @classmethod
     def read(cls, path: Path, prefix: str = "") -> BigramTable:
-        """Read a table from a safetensors file in which its names begin with `prefix`."""
+        """Read a table from a safetensors file whose tensor names start with `prefix`."""
         if not path.is_file():
             raise ValueError(f"there is no table at {path}")
         try:
@@ -96,7 +96,7 @@ class BigramTable:
 
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> BigramTable:
-        """Count the pairs of neighbours within each document (integers [T]), in memory."""
+        """Count the adjacent pairs within each document (integers [T]), in memory."""
         key_dtype(vocab_size)
         arrays = [np.zeros(0, dtype=np.int64)]
         for number, document in enumerate(documents):
@@ -121,7 +121,7 @@ class BigramTable:
 
     @cached_property
     def left_counts(self) -> Tensor:
-        """int64 [V]: number of pairs that each token is the left of."""
+        """Number of pairs with each token on the left, int64 [V]."""
         sums_V, row_ptr = np.zeros(self.vocab_size, dtype=np.int64), self.row_ptr.numpy()
         rows_R = np.flatnonzero(np.diff(row_ptr))
         if len(rows_R):
@@ -130,7 +130,7 @@ class BigramTable:
 
     @cached_property
     def right_counts(self) -> Tensor:
-        """int64 [V]: number of pairs that each token is the right of."""
+        """Number of pairs with each token on the right, int64 [V]."""
         sums_V = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, self.entries, CHUNK):
             part = slice(start, start + CHUNK)
@@ -163,13 +163,13 @@ class BigramTable:
     def look_up(self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor, add_k: float = 0.0) -> Tensor:
         """Return log r(x, y) of token pairs, r = p(x, y) / (p(x, ·) p(·, y)) with p = n(x, y) / n.
 
-        The natural logarithm, float32 of the broadcast shape. Source: SLiM, section 3.3, eq. (5), with the marginals
-        of the pair counts. With `add_k` p(y | x) is (n(x, y) + k) / (n(x, ·) + k V).
+        The result is the natural logarithm, float32 of the broadcast shape. Source: SLiM, section 3.3, eq. (5), with
+        the marginals of the pair counts. With `add_k`, p(y | x) is (n(x, y) + k) / (n(x, ·) + k V).
 
         Args:
             x_X: Left tokens, int64, on this table's device. They must be in the vocabulary.
             y_X: Right tokens, likewise.
-            log_unseen: log r of pairs without an entry, no dimensions; not used with `add_k`.
+            log_unseen: log r of pairs without an entry, a scalar; ignored with `add_k`.
             add_k: Number added to each count; 0 for no smoothing.
         """
         return self.correlation(add_k).look_up(x_X, y_X, log_unseen)
@@ -214,7 +214,7 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
         if len(values) and (int(values.min()) < least or (most is not None and int(values.max()) > most)):
             expected = f"at least {least}" if most is None else f"{least} to {most}"
             raise ValueError(f"{name} holds {int(values.min())} to {int(values.max())}, expected {expected}")
-    # Columns can only fall where a row begins, so that there are few places to look up.
+    # Columns may only decrease at row starts, so that few positions need a search.
     falls = np.flatnonzero(col_E[1:] <= col_E[:-1]) + 1
     inside = falls[row_ptr[np.searchsorted(row_ptr, falls)] != falls]
     if len(inside):
@@ -223,9 +223,10 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
 
 
 def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[float, Tensor]:
-    """Return the number of pseudo-counts of each row and their distribution over tokens, float64 [V].
+    """Return the number of pseudo-counts per row and their distribution over tokens, float64 [V].
 
-    With `add_k` k of each token; else `prior` of the unigram distribution with one observation of each token added.
+    With `add_k` there are k of each token, otherwise `prior` with the unigram distribution after adding one to each
+    count.
     """
     vocab = table.vocab_size
     if add_k:
@@ -237,8 +238,8 @@ def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[floa
 class Correlation:
     """Lookup of log r, r = p(y | x) / p(y), by binary search in the sorted keys of the pairs.
 
-    p(y) is the marginal of the pair counts, in which a token that was never on the right counts as seen once. A key is
-    x V + y, or x V + y − 2³¹ in 32 bits where that fits: smaller keys make the search faster, which is bound by memory.
+    p(y) is the marginal of the pair counts, at least one count per token. A key is x V + y, or x V + y − 2³¹ in 32 bits
+    if that fits, because smaller keys make the memory-bound search faster.
     """
 
     def __init__(self, table: BigramTable, device: torch.device, add_k: float) -> None:
@@ -254,7 +255,7 @@ class Correlation:
             self._left_V = (torch.full_like(log_p_V, weight).log() + log_scale_V).float().to(device)
             self._right_V = (spread_V.log() - log_p_V).float().to(device)
         log_r_E, keys_E = torch.zeros(table.entries + 1), torch.empty(table.entries + 1, dtype=self._dtype)
-        keys_E[-1] = torch.iinfo(self._dtype).max  # so that every search ends on an entry
+        keys_E[-1] = torch.iinfo(self._dtype).max  # sentinel, so that every search ends on an entry
         for first, end in table.chunks():
             start, stop = int(table.row_ptr[first]), int(table.row_ptr[end])
             x_E, y_E = table.rows_of(first, end), table.col[start:stop].long()
@@ -276,10 +277,10 @@ class Correlation:
 
 
 class NextToken:
-    """Distributions over the next token, p(y | x) = (n(x, y) + c u(y)) / (n(x, ·) + c).
+    """Distributions of the next token, p(y | x) = (n(x, y) + c u(y)) / (n(x, ·) + c).
 
-    c is `prior` and u the unigram distribution with one observation added to every token (`unigram_V`, float32 [V]);
-    with `add_k` c u(y) is k. No token is impossible.
+    c is `prior`, and u is the unigram distribution after adding one to each count (`unigram_V`, float32 [V]). With
+    `add_k`, c u(y) is k. All probabilities are positive.
     """
 
     def __init__(self, table: BigramTable, device: torch.device, prior: float, add_k: float = 0.0) -> None:
@@ -319,9 +320,9 @@ class NextToken:
         mass_RV.scatter_add_(1, self._col[entry_RW].long(), torch.where(inside_RW, share_RW, 0.0))
 
     def most_likely(self, x_X: Tensor) -> Tensor:
-        """Return the most likely token after each of the tokens, int64 [...]; the lowest of equals.
+        """Return the most probable token after each of the tokens, int64 [...]; ties go to the lowest id.
 
-        The first call computes it for all tokens, so that a greedy draft costs one gather per token.
+        The first call computes it for all tokens, so that a greedy draft takes one gather per token.
         """
         if self._best_V is None:
             self._best_V = self._compute_best().to(self._device)

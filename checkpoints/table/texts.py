@@ -18,7 +18,7 @@ from ..storage.safe_read import UNREADABLE
 
 TEXTS_FILE = "texts.safetensors"
 CONTEXT = 8
-"""Number of preceding tokens that positions are sorted by; longer contexts are not matched."""
+"""Number of preceding tokens by which positions are sorted, and the maximum length of a match."""
 _BETWEEN = -1
 Ids = NDArray[np.int32]
 
@@ -27,8 +27,8 @@ class TextStore:
     """Concatenated texts, and their positions sorted by the preceding tokens, the nearest first.
 
     Args:
-        ids_T: int32, -1 before each text and `CONTEXT` times at the beginning and at the end.
-        places_N: int32, every position that has a token and one before it in the same text.
+        ids_T: int32, −1 before each text and `CONTEXT` times at the start and the end.
+        places_N: int32, all positions of tokens with a preceding token in the same text.
     """
 
     def __init__(self, ids_T: Ids, places_N: Ids) -> None:
@@ -36,7 +36,7 @@ class TextStore:
 
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[np.int32]]) -> Self:
-        """Build the store of some texts."""
+        """Build the store from tokenized texts."""
         parts = [np.full(CONTEXT, _BETWEEN, dtype=np.int32)]
         for ids in documents:
             parts += [ids.astype(np.int32), np.array([_BETWEEN], dtype=np.int32)]
@@ -47,7 +47,7 @@ class TextStore:
         return cls(ids_T, places_N[np.lexsort(before)])
 
     def matches(self, context: Sequence[int] | NDArray[Any]) -> tuple[int, Ids]:
-        """Return the length of the longest suffix of a context that precedes some positions, and these positions."""
+        """Return the length of the longest suffix of `context` in the texts, and the positions after its matches."""
         low, high, length = 0, len(self.places_N), 0
         for back in range(1, 1 + min(CONTEXT, len(context))):
             token = context[-back]
@@ -59,7 +59,7 @@ class TextStore:
         return length, self.places_N[low:high] if length else self.places_N[:0]
 
     def _bisect(self, low: int, high: int, back: int, token: int) -> int:
-        """Return the first position from `low` on whose token `back` places before it is not below `token`."""
+        """Return the first position from `low` on whose token `back` places earlier is at least `token`."""
         ids_T, places_N = self.ids_T, self.places_N
         while low < high:
             middle = (low + high) // 2
@@ -75,10 +75,10 @@ class TextStore:
 
     @classmethod
     def load(cls, directory: Path, vocab_size: int) -> Self | None:
-        """Load the texts in a directory, if there are any.
+        """Load the texts in a directory, or return None if there are none.
 
         Raises:
-            ValueError: The file is damaged, or holds tokens outside the vocabulary or positions outside the texts.
+            ValueError: The file is damaged, or tokens or positions are out of range.
         """
         path = Path(directory) / TEXTS_FILE
         if not path.is_file():
