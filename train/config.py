@@ -82,7 +82,7 @@ class FitConfig:
 class Medusa2:
     """Settings for training a target jointly with its heads (Medusa-2: arXiv 2401.10774, section 2.2.2)."""
 
-    alone: float = _limited(0.3, ge=0, lt=1)
+    heads_only: float = _limited(0.3, ge=0, lt=1)
     """Share of the run in which only the heads are trained."""
     warmup: float = _limited(0.2, ge=0, lt=1)
     """Share of the run, after the first stage, over which the weight of the heads' loss rises from 0."""
@@ -97,13 +97,13 @@ class Medusa2:
 
     def heads_part(self, progress: float) -> float:
         """Return the weight of the heads' losses: 1 in the first stage, then a sine ramp up to `heads_weight`."""
-        return 1.0 if progress < self.alone else self.heads_weight * math.sin(math.pi / 2 * self.risen(progress))
+        return 1.0 if progress < self.heads_only else self.heads_weight * math.sin(math.pi / 2 * self.risen(progress))
 
     def risen(self, progress: float) -> float:
         """Return the completed share of the second stage's warm-up, from 0 to 1."""
-        if progress < self.alone:
+        if progress < self.heads_only:
             return 0.0
-        return 1.0 if not self.warmup else min(1.0, (progress - self.alone) / self.warmup)
+        return 1.0 if not self.warmup else min(1.0, (progress - self.heads_only) / self.warmup)
 
 
 @dataclass(frozen=True)

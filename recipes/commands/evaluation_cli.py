@@ -154,7 +154,7 @@ def certify(
     asked: Evaluation,
     tokens: Annotated[int, typer.Option(help="Tokens to test for each method at temperatures above 0.")] = 4_000,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 8,
-    out: Annotated[Path | None, typer.Option(help="Certificate file (default: beside the results).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Certificate file (default: next to the results).")] = None,
     method: Methods = None,
 ) -> None:
     """Test that methods are lossless.
@@ -203,7 +203,7 @@ def tune(
 
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results files; the others are compared with the first.")],
-    out: Annotated[Path | None, typer.Option(help="Page to write (default: report.html beside the first).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Page to write (default: report.html next to the first).")] = None,
 ) -> None:
     """Write results as one HTML page, and compare files.
 

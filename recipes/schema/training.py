@@ -104,7 +104,7 @@ class ModelSection(Section):
         if self.layers and (self.source is None or min(self.layers) < 0 or self.layers != sorted(set(self.layers))):
             raise ValueError(f"`layers` is {self.layers}: give layers of `source`, rising from 0, each once")
         if self.lora is not None and (self.config is not None or self.freeze_embeddings):
-            raise ValueError("`lora` changes a model of `source`, whose embeddings it leaves alone by itself")
+            raise ValueError("`lora` needs a model of `source`, and does not train its embeddings: remove `config` and `freeze_embeddings`")
         return self
 
 
@@ -269,8 +269,8 @@ class BaseSection(_Medusa2):
     def _anchored(self) -> BaseSection:
         if not self.label_weight + self.kl_weight:
             raise ValueError("`label_weight` and `kl_weight` are both 0: the target would drift from the original")
-        if self.alone + self.warmup > 1:
-            raise ValueError(f"`alone` and `warmup` are {self.alone} and {self.warmup} of the run, together at most 1")
+        if self.heads_only + self.warmup > 1:
+            raise ValueError(f"`heads_only` + `warmup` must be at most 1, got {self.heads_only} + {self.warmup}")
         return self
 
 

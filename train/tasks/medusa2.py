@@ -51,7 +51,7 @@ class Medusa2Module(HeadsModule):
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         labels_Y = shifted_labels(labels_BT, documents_BT, 1).flatten()
         count = (labels_Y != IGNORED).sum()
-        if self.progress < self.medusa2.alone:
+        if self.progress < self.medusa2.heads_only:
             with self.original():
                 sums_K, counts_K = self.heads_loss(batch, self.frozen_states(batch))
             # DDP needs a gradient for every parameter, even a zero one; empty ZeRO-3 shards are left out

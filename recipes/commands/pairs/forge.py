@@ -179,7 +179,7 @@ class _Forge:
         passes = 2 * EVALUATION_OVERHEAD * MIN_BATCHES * (1 + MAX_FINALISTS)
         least = self.ledger.spent + passes * sum(map(self._batch_seconds, self.workloads))
         if least > self.seconds:
-            self._note(f"{duration(self.seconds)} are too few: measuring alone takes about {duration(least)}")
+            self._note(f"{duration(self.seconds)} are too few: measuring takes about {duration(least)}")
         return chosen
 
     def _count_prompts(self, workload: Workload, share: float, rows: int) -> int:

@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "too many heads cached": ("heads", ["hidden.cache=c", "num_heads=16"], ["`hidden.cache`", "15", "16"]),
     "cached and trained": ("heads", ["hidden.cache=c", "base={}"], ["`hidden.cache`", "`base`"]),
     "unanchored": ("heads", ["base={label_weight: 0, kl_weight: 0}"], ["`label_weight`", "`kl_weight`"]),
-    "too long a warm-up": ("heads", ["base={alone: 0.9, warmup: 0.5}"], ["0.9", "0.5"]),
+    "too long a warm-up": ("heads", ["base={heads_only: 0.9, warmup: 0.5}"], ["0.9", "0.5"]),
     "no baseline": ("evaluate", ["methods=[{method: speculative}]"], ["`autoregressive`", "0"]),
     "no baseline there": ("evaluate", ["methods=[{method: autoregressive}, {method: mjsd, temperature: 1}]"], ["1"]),
     "one label twice": ("evaluate", ["methods=[{method: autoregressive}, {method: autoregressive}]"], ["`label`"]),

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 
 HEADS = 2
-SETTINGS = Medusa2(alone=0.5, warmup=0.25, heads_weight=0.2, rate=0.5)
+SETTINGS = Medusa2(heads_only=0.5, warmup=0.25, heads_weight=0.2, rate=0.5)
 
 
 def make_task(worker: ModuleType, medusa2: Medusa2 = SETTINGS, trained: bool = False) -> Medusa2Task:
@@ -44,7 +44,7 @@ def adapters(task: Medusa2Task) -> dict[str, torch.Tensor]:
 def test_the_heads_part_is_whole_alone_then_rises_as_a_sine_to_its_weight():
     parts = [SETTINGS.heads_part(progress) for progress in (0.0, 0.49, 0.5, 0.625, 0.75, 1.0)]
     assert parts == pytest.approx([1, 1, 0, 0.2 * math.sin(math.pi / 4), 0.2, 0.2])
-    assert Medusa2(alone=0, warmup=0).heads_part(0) == 0.2
+    assert Medusa2(heads_only=0, warmup=0).heads_part(0) == 0.2
 
 
 def test_the_loss_is_that_of_the_heads_the_labels_and_the_divergence_from_the_original(worker: ModuleType):
@@ -92,7 +92,7 @@ def test_the_target_is_untouched_while_the_heads_are_alone(worker: ModuleType, t
     task.module.zero_grad()
     fit(task, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "a")  # 0.5 of five: three steps
     assert any(not torch.equal(before[name], value) for name, value in adapters(task).items())
-    alone = make_task(worker, Medusa2(alone=0.99, warmup=0))
+    alone = make_task(worker, Medusa2(heads_only=0.99, warmup=0))
     fit(alone, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "b")
     assert all(torch.equal(before[name], value) for name, value in adapters(alone).items())
 
