@@ -1,4 +1,4 @@
-"""Tiny real models and tokenizers that every test builds for itself: nothing is downloaded."""
+"""Fixtures with tiny random models and tokenizers; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny models gain nothing from more, and several test runs share a machine
+    torch.set_num_threads(1)  # tiny models gain nothing from more threads, and test runs may share a machine
 
 
 @pytest.fixture(scope="session")
 def make_llama() -> Callable[..., LlamaForCausalLM]:
-    """A function that builds a random Llama: `make_llama(vocab_size=16, seed=1, num_hidden_layers=2, ...)`."""
+    """Return a function that builds a random Llama: `make_llama(vocab_size=16, seed=1, num_hidden_layers=2, ...)`."""
 
     def build(vocab_size: int = 64, seed: int = 0, sharpness: float = 1.0, **overrides: object) -> LlamaForCausalLM:
         settings = {
@@ -39,7 +39,7 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
         torch.manual_seed(seed)
         model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
         with torch.no_grad():
-            for parameter in model.parameters():  # the default init is so small that every distribution is flat
+            for parameter in model.parameters():  # with the default initialisation, all distributions would be flat
                 if parameter.dim() == 2:
                     parameter.normal_(0.0, sharpness * parameter.shape[1] ** -0.5)
         return model
@@ -49,7 +49,7 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
 
 @pytest.fixture
 def make_eagle() -> Callable[..., EagleHeads]:
-    """A function that builds random EAGLE-3 heads for a target of two layers: `make_eagle(model, proposed=ids)`."""
+    """Return a function that builds random EAGLE-3 heads for a two-layer model: `make_eagle(model, proposed=ids)`."""
 
     def build(model: LlamaForCausalLM, proposed: torch.Tensor | None = None) -> EagleHeads:
         torch.manual_seed(3)
@@ -64,7 +64,7 @@ def make_eagle() -> Callable[..., EagleHeads]:
 
 @pytest.fixture
 def shared_data() -> Path:
-    """The folder of real data; the test is skipped where there is none."""
+    """Return the directory of real data; skip the test if it does not exist."""
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("DRAFTSMITH_SHARED", default))
     if not folder.is_dir():
@@ -73,7 +73,7 @@ def shared_data() -> Path:
 
 
 class RandomHeads(torch.nn.Module):
-    """Prediction heads of random weights: they propose nonsense, which a lossless method must not mind."""
+    """Prediction heads with random weights, whose draft tokens are arbitrary."""
 
     def __init__(self, num_heads: int, hidden_size: int, vocab_size: int, seed: int = 5) -> None:
         super().__init__()
@@ -87,20 +87,20 @@ class RandomHeads(torch.nn.Module):
 
 @pytest.fixture
 def make_heads() -> type[RandomHeads]:
-    """`make_heads(num_heads, hidden_size, vocab_size)`: heads that any method accepts."""
+    """Return the class of heads that any method accepts: `make_heads(num_heads, hidden_size, vocab_size)`."""
     return RandomHeads
 
 
 @pytest.fixture(scope="session")
 def load_script() -> Callable[[Path], ModuleType]:
-    """Loads a Python file that is also run as a process of its own: a worker, a benchmark."""
+    """Return a function that imports a Python file that is also run as a script, such as a worker or benchmark."""
 
     def load(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses look for their module
+        sys.modules[spec.name] = module  # dataclasses look for their module there
         spec.loader.exec_module(module)
         return module
 
@@ -109,13 +109,13 @@ def load_script() -> Callable[[Path], ModuleType]:
 
 @pytest.fixture(scope="session")
 def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    """The module of the hub's stand-in."""
+    """Return the module of the local stand-in for the hub."""
     return load_script(Path(__file__).with_name("checkpoints") / "hub_stand_in.py")
 
 
 @pytest.fixture
 def hub(stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A hub that this process's client asks, logged in."""
+    """Yield a local hub to which the client of this process is logged in."""
     with stand_in.running_hub() as started:
         stand_in.point_client(started.url, tmp_path / "home", monkeypatch, stand_in.TOKEN)
         yield started

@@ -1,7 +1,7 @@
-"""Closed forms of the papers: what refusals and over-acceptance make of two distributions.
+"""Closed forms from papers: rejection and over-acceptance for two given distributions, in double precision.
 
-In double precision. In formulas p is the target's and q the drafter's distribution, as in the multi-candidate paper
-(Yin's paper has the letters the other way round).
+In formulas, p is the target's and q the drafter's distribution, as in arXiv 2401.06706 (arXiv 2411.00841 swaps the
+letters).
 
 Shape letters: V vocabulary, X any leading shape.
 """
@@ -19,16 +19,16 @@ _TINY = 1e-300
 
 
 def total_variation(target_XV: Floats, draft_XV: Floats) -> Floats:
-    """TV(p, q) = ½ Σ |p - q|, [...]; D_LK of arXiv 2211.17192 (definition 3.2, lemma 3.3)."""
+    """Return TV(p, q) = ½ Σ |p - q|, [...]; D_LK of arXiv 2211.17192 (definition 3.2, lemma 3.3)."""
     return np.asarray(np.abs(target_XV - draft_XV).sum(-1) / 2)
 
 
 def refusals(target_XV: Floats, draft_XV: Floats, candidates: int) -> tuple[Floats, Floats]:
-    """Algorithm 1 of the multi-candidate paper (with replacement), by its recursion: p¹ = p, pᵐ⁺¹ = [pᵐ - q]+.
+    """Apply the recursion of Algorithm 1 of arXiv 2401.06706 (with replacement): p¹ = p, pᵐ⁺¹ = [pᵐ - q]+.
 
     Returns:
-        The probability that all `candidates` are refused, Π TV(pᵐ, q), [...], and the distribution that the token is
-        drawn from then, pᵏ⁺¹, [..., V]. Where nothing can be left the last distribution with a mass is given.
+        The probability that all `candidates` are rejected, Π TV(pᵐ, q), [...], and the distribution of the next token
+        in that case, pᵏ⁺¹, [..., V]. If its mass is zero, the last distribution with a mass is returned.
     """
     left_XV, refused_X1 = np.asarray(target_XV, dtype=np.float64), np.ones((*np.shape(target_XV)[:-1], 1))
     for _ in range(candidates):
@@ -40,22 +40,22 @@ def refusals(target_XV: Floats, draft_XV: Floats, candidates: int) -> tuple[Floa
 
 
 class OverAccepted(NamedTuple):
-    """What acceptance with b = min(1, (p + ε)/q) makes of one pair of distributions."""
+    """Results of acceptance with b = min(1, (p + ε)/q) for one pair of distributions."""
 
     accept_V: Floats
-    """b, [V]."""
+    """Acceptance probabilities b, [V]."""
     rejection: float
-    """Σ (1 - b) q."""
+    """Probability of rejection, Σ (1 - b) q."""
     loss: float
-    """Loss*(b): the smallest bias (total variation from the target) that b allows."""
+    """Loss*(b): minimum bias (total variation from the target) that b allows."""
     optimal_V: Floats
-    """The output of Decoding-OPT, which draws from [p - b q]+ after a refusal: its bias is `loss`."""
+    """Output of Decoding-OPT, which samples from [p - b q]+ after a rejection; its bias is `loss`."""
     simple_V: Floats
-    """The output of Decoding-UNO, which draws from p after a refusal."""
+    """Output of Decoding-UNO, which samples from p after a rejection."""
 
 
 def over_acceptance(target_V: Floats, draft_V: Floats, epsilon: float) -> OverAccepted:
-    """Rejections, smallest bias and outputs of over-acceptance (arXiv 2411.00841, theorem 4).
+    """Return rejection, minimum bias and outputs of over-acceptance (arXiv 2411.00841, theorem 4).
 
     Loss*(b) = ½ Σ |p - bq| - ½ Σ (1 - b) q.
     """

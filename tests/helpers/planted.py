@@ -1,7 +1,7 @@
-"""Faults planted in the real code, for the certificate to find: `planted.yaml`, and those that no edit says.
+"""Faults planted in the real code, which the certificate should find.
 
-A row of it: what is wrong, the method (with its options at their defaults), the function, then pieces of its source and
-what stands in their place.
+A row of `planted.yaml` holds a description, the method (with default options), a function, and pairs of source
+fragments: the original and its replacement. Faults that cannot be expressed as such edits are functions of this module.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from draftsmith.decode.tree import Tree
 
 
 class Fault(NamedTuple):
+    """Fault of a kind, with the method that it affects and a function that plants it."""
+
     kind: str
     name: str
     method: str
@@ -32,12 +34,12 @@ class Fault(NamedTuple):
 
 
 def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Replaces pieces of a function's source, for whoever has imported it."""
+    """Return a function that replaces source fragments of a function, for all modules that imported it."""
     module, _, name = function.partition(":")
     found = reduce(getattr, name.split("."), importlib.import_module(f"draftsmith.decode.{module}"))
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(tree, "_k_ary", cache(tree._k_ary.__wrapped__))  # trees keep the masks that they made
+        patch.setattr(tree, "_k_ary", cache(tree._k_ary.__wrapped__))  # a fresh cache, since trees store their masks
         source = textwrap.dedent(inspect.getsource(found))
         for old, new in zip(pieces[::2], pieces[1::2], strict=True):
             assert old in source, f"{function} has no {old!r}"
@@ -51,7 +53,7 @@ def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch],
 
 
 def stale_probs(patch: pytest.MonkeyPatch) -> None:
-    """The verifier gets the distributions of the drafter's step before."""
+    """Give the verifier the distributions of the drafter's previous step."""
     propose = DraftTree.propose
 
     def changed(self: DraftTree, context: Context) -> Any:
@@ -65,7 +67,7 @@ def stale_probs(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_masks(patch: pytest.MonkeyPatch) -> None:
-    """Trees of one size share the mask of the first of them."""
+    """Use the mask of the first tree for all trees of the same size."""
     bias, kept = Tree.bias, dict[Any, Any]()
 
     def changed(self: Tree, start: int, stop: int) -> Any:
@@ -75,7 +77,7 @@ def stale_masks(patch: pytest.MonkeyPatch) -> None:
 
 
 def pairs_of_draws(patch: pytest.MonkeyPatch) -> None:
-    """Every second call gives the numbers of the call before."""
+    """Return the numbers of the previous call in every second call."""
     uniform = Rng.uniform
 
     def changed(self: Rng, *shape: int) -> Any:

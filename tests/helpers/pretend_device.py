@@ -1,37 +1,38 @@
-"""A pretended CUDA device: real arithmetic on the CPU, the device discipline of CUDA. Needs no GPU and no CUDA build.
+"""Simulated CUDA device: arithmetic on the CPU with the device rules of CUDA. It needs no GPU and no CUDA build.
 
     from helpers.pretend_device import PretendCuda
-    with PretendCuda() as cuda:                # a mix of devices raises, as CUDA does
+    with PretendCuda() as cuda:                # mixed devices raise, as with CUDA
         model = build_model().to("cuda")
         x = torch.arange(4, device="cuda") + 1 # x.device is cuda:0, x.is_cuda, x.numpy() raises
         cuda.reset(); work(model, x)
         print(cuda.syncs, cuda.launches)
 
-How. Every tensor stays an ordinary CPU tensor; memory that is "on cuda" is known by its storage (`PretendCuda.tag`).
-A `TorchFunctionMode` sees what Python calls: it answers `.device` and `.is_cuda`, moves tensors to and fro, and knows
-what a caller said of devices. A `TorchDispatchMode` below autograd sees every operation that is really done, backward
-passes included: it checks devices, notes what waits, and tags what comes out. `torch.cuda`'s streams, events, pinned
-memory and counters, and generators, are stood in for; `decode.models.graphs.CudaGraphs` by `PretendGraphs`.
+Every tensor is an ordinary CPU tensor. Memory "on cuda" is identified by its storage (`PretendCuda.tag`). A
+`TorchFunctionMode` intercepts Python calls: it answers `.device` and `.is_cuda`, moves tensors, and interprets `device`
+arguments. A `TorchDispatchMode` below autograd sees every executed operation, including backward passes: it checks
+devices, records synchronisations, and tags outputs. Streams, events, pinned memory, counters and generators of
+`torch.cuda` are replaced; `decode.models.graphs.CudaGraphs` is replaced by `PretendGraphs`.
 
-What it finds
- - a CPU tensor that meets a CUDA one (without dimensions it is allowed where CUDA allows it: pointwise operations);
- - host synchronisations (`syncs`), each with the line of the watched package that caused it:
+It finds:
+ - operations on a CPU tensor and a CUDA tensor (0-dimensional CPU tensors are allowed where CUDA allows them: in
+   pointwise operations);
+ - host synchronisations (`syncs`), each with the line of the package that caused it:
      read       .item(), bool(), int(), float(), `if tensor`
      copy-back  .cpu(), .tolist(), .to("cpu"), copy_ to the CPU
-     send       a blocking copy to the device: torch.tensor(list, device="cuda"), .to("cuda") without non_blocking, an
-                index on the CPU into a tensor on the device (CUDA copies, then waits for the stream)
-     shape      a size that the device must tell: nonzero, boolean-mask indexing, masked_select, unique,
+     send       a blocking copy to the device: torch.tensor(list, device="cuda"), .to("cuda") without non_blocking, a
+                CPU index into a tensor on the device (CUDA copies it, then waits for the stream)
+     shape      a size that depends on data: nonzero, boolean-mask indexing, masked_select, unique,
                 repeat_interleave by a tensor, equal
      wait       synchronize() of the device, a stream or an event
- - copies called non_blocking from memory that is not pinned (`unpinned`): staged by the driver, no wait;
- - kernel launches by operation (`launches`): views and allocations not counted, attention and RMSNorm as one. From
-   below for operations that take several kernels (sort, topk, cumsum, index_put_);
- - in a capture whatever a capture forbids: synchronisations, sends, random numbers of a generator that the graph was
-   not told of. What a replay gets wrong (changed numbers of the host, moved memory) shows as wrong results: a replay
+ - non_blocking copies from memory that is not pinned (`unpinned`), which the driver stages without a wait;
+ - kernel launches by operation (`launches`), without views and allocations; attention and RMSNorm count as one. The
+   count is a lower bound for operations with several kernels (sort, topk, cumsum, index_put_);
+ - operations that a capture forbids: synchronisations, sends, and random numbers of a generator that is not registered
+   with the graph. Other errors of a replay (changed host values, moved memory) appear as wrong results, since a replay
    repeats the recorded operations on the same memory.
 
-What it cannot find: speed, races between streams, numerical differences of CUDA's kernels, which attention kernel is
-chosen, lack of memory, what C++ does without the dispatcher.
+It cannot find: speed, races between streams, numerical differences of CUDA kernels, the choice of attention kernels,
+lack of memory, and C++ code that bypasses the dispatcher.
 """
 
 from __future__ import annotations
@@ -69,23 +70,23 @@ NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift", "lift_fresh",
     "_local_scalar_dense", "is_pinned", "set_", "resize_", "_unsafe_view", "record_stream", "_reshape_alias",
 }  # fmt: skip
-TAKES_A_SCALAR = {  # from the CPU, besides pointwise operations
+TAKES_A_SCALAR = {  # accept a scalar on the CPU, like pointwise operations
     "where", "masked_fill", "masked_fill_", "fill_", "fill", "lerp", "_fused_adamw_", "_fused_adam_", "_foreach_add_",
     "_foreach_mul_", "_foreach_div_", "index_put_", "index_put",
 }  # fmt: skip
 ONE_KERNEL = (nn.functional.scaled_dot_product_attention, nn.functional.rms_norm)
 WHOLE = {"linear", "matmul", "softmax", "log_softmax", "rms_norm", "scaled_dot_product_attention", "layer_norm"}
-"""Made of other operations, but a kernel or two on a GPU."""
+"""Composite operations that take one or two kernels on a GPU."""
 LIKE = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided"}
 
 
 class DeviceError(RuntimeError):
-    """What CUDA would have refused."""
+    """Error that CUDA would have raised."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Something that happened, and the line that caused it."""
+    """Event and the line that caused it."""
 
     kind: str
     operation: str
@@ -96,33 +97,34 @@ class Found:
 
 
 class PretendCuda:
-    """The context; see the module."""
+    """Context with a simulated CUDA device; see the module."""
 
     def __init__(self) -> None:
         self.recording: list[tuple[Any, Any, Any, Any]] | None = None
         self.caller_is_on_device = False
-        """Python called with tensors on the device and named none: what C++ makes on the way belongs there too."""
+        """Whether a call has tensors on the device and names no device, so that new tensors of its C++ code belong
+        there."""
         self.inside_one_kernel = False
         self._tags: dict[int, StorageWeakRef] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Clear all records."""
         self.syncs: list[Found] = []
         self.unpinned: list[Found] = []
         self.launches: Counter[str] = Counter()
 
-    # what lies where
+    # location of tensors
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on the pretended device."""
+        """Return whether a tensor is on the simulated device."""
         with torch._C.DisableTorchFunction():
             reference = self._tags.get(_storage(tensor))
         return reference is not None and not reference.expired()
 
     def tag(self, tensor: Tensor) -> Tensor:
-        """Say that it does."""
+        """Mark a tensor as being on the device."""
         with torch._C.DisableTorchFunction():
             if tensor.layout == torch.strided:
                 self._tags[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
@@ -132,7 +134,7 @@ class PretendCuda:
         return tensor
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Say that its memory is pinned."""
+        """Mark the memory of a tensor as pinned."""
         self._pinned[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return tensor
 
@@ -156,7 +158,7 @@ class PretendCuda:
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
-        for kept in (tree._chain, tree._k_ary):  # with their copies on the device
+        for kept in (tree._chain, tree._k_ary):  # they hold copies on the device
             kept.cache_clear()
 
     def _stands_in(self) -> dict[str, Any]:
@@ -204,10 +206,10 @@ class PretendCuda:
             "torch.get_autocast_dtype": lambda device="cpu": kind("cpu" if device == "cuda" else device),
         }
 
-    # what is noted
+    # records
 
     def where(self) -> str:
-        """The innermost line of the watched package that led here; else the innermost one that is not torch's."""
+        """Return the innermost line of the package on the stack, or else the innermost line outside torch."""
         frame: FrameType | None = sys._getframe(1)
         other = "?"
         while frame is not None:
@@ -220,25 +222,25 @@ class PretendCuda:
         return other
 
     def wait(self, kind: str, operation: str) -> None:
-        """Note that the host waits; raises where a capture is under way."""
+        """Record that the host waits; raise DeviceError during a capture."""
         found = Found(kind, operation, self.where())
         self.syncs.append(found)
         if self.recording is not None:
             raise DeviceError(f"operation not permitted when stream is capturing: {found}")
 
     def mix(self, what: str) -> None:
-        """Devices meet."""
+        """Raise the error for mixed devices."""
         raise DeviceError(f"expected all tensors to be on the same device: {self.where()}: {what}")
 
     def launch(self, name: str) -> None:
-        """Count a kernel."""
+        """Count a kernel launch."""
         if not self.inside_one_kernel:
             self.launches[name] += 1
 
-    # every operation
+    # operations
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Check it, do it, tag what comes out."""
+        """Check and execute an operation, and tag its outputs."""
         name = func._schema.name.split("::")[1]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         held = [self.holds(tensor) for tensor in tensors]
@@ -251,7 +253,7 @@ class PretendCuda:
             on_device = held[0] if name == "copy_" else any(held)
         if not on_device and not any(held):
             return func(*args, **kwargs)
-        if name not in WHOLE and _is_made_of_others(func):  # in inference mode these come undivided
+        if name not in WHOLE and _is_made_of_others(func):  # inference mode does not decompose these
             with _Operations(self):
                 return func.decompose(*args, **kwargs)
         self._check(func, name, args, kwargs, tensors, held, on_device)
@@ -281,7 +283,7 @@ class PretendCuda:
                 self._note_copy(to_device=held[0], source=args[1], waits=not (len(args) > 2 and args[2]))
             return
         if name == "_to_copy" or name.endswith("_like") or name.startswith("new_"):
-            return  # of copies between devices `_Calls` knows
+            return  # `_Calls` handles copies between devices
         if name == "_local_scalar_dense":
             self.wait("read", "item, bool, int or float")
             return
@@ -341,7 +343,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """What Python asks for, before C++ looks at devices."""
+    """Handler of Python calls, before C++ checks devices."""
 
     def __init__(self, owner: PretendCuda) -> None:
         super().__init__()
@@ -412,7 +414,7 @@ class _Calls(TorchFunctionMode):
             owner.caller_is_on_device, owner.inside_one_kernel = before, one
 
     def _to(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """`Tensor.to` in all its forms."""
+        """Implement all forms of `Tensor.to`."""
         owner, non_blocking, copy = self._owner, kwargs.pop("non_blocking", False), kwargs.pop("copy", False)
         there = owner.holds(tensor)
         device: Any = {Tensor.cuda: CUDA, Tensor.cpu: CPU}.get(func)
@@ -452,7 +454,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Untracked:
-    """Meanwhile an operation is neither counted nor does its output inherit a place."""
+    """Context in which operations are neither counted nor tagged."""
 
     def __init__(self, owner: PretendCuda) -> None:
         self._owner = owner
@@ -469,7 +471,7 @@ _TorchGenerator, _Autocast = torch.Generator, torch.autocast
 
 
 class _Generator(_TorchGenerator):
-    """A CPU generator that says where it was asked for."""
+    """CPU generator that reports the device for which it was requested."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return super().__new__(cls, "cpu") if torch.device(device).type == "cuda" else _TorchGenerator(device)
@@ -484,9 +486,9 @@ class _Generator(_TorchGenerator):
 
 @dataclass
 class PretendGraphs:
-    """`decode.models.graphs.Capture` on a pretended device: a recording of operations, replayed on the same memory.
+    """Replacement for `decode.models.graphs.Capture`: a recording of operations, replayed on the same memory.
 
-    Like a CUDA graph a replay repeats every number of the host and every address; it is counted as one launch.
+    Like a CUDA graph, a replay repeats all host values and addresses. It counts as one launch.
     """
 
     owner: PretendCuda
@@ -502,7 +504,7 @@ class PretendGraphs:
             output = run()
         finally:
             recorded, owner.recording = owner.recording, None
-        owner.launches = launches  # a capture launches nothing
+        owner.launches = launches  # a capture launches no kernels
         with _Untracked(owner):
             for each in tree_leaves(output):
                 each.fill_(torch.nan if each.is_floating_point() else 0)

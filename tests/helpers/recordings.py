@@ -1,4 +1,4 @@
-"""Recorded forwards that stand in for CUDA graphs where there is no device."""
+"""Recorded forward passes that stand in for CUDA graphs on machines without a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recorder(TorchDispatchMode):
-    """Remembers operations with the tensors they read and wrote, and repeats them on these."""
+    """Recorder of operations and their tensors, which it can repeat in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Recordings:
-    """Stands in for `CudaGraphs` where there is no device; counts what it is asked for."""
+    """Replacement for `CudaGraphs` without a device, which counts its calls."""
 
     def __init__(self) -> None:
         self.warmed = self.captured = self.replayed = 0
@@ -46,7 +46,7 @@ class Recordings:
         self.captured += 1
         with Recorder() as recorder:
             output = run()
-        for each in tree_leaves(output):  # a capture computes nothing yet
+        for each in tree_leaves(output):  # the capture of a graph computes no values
             each.fill_(torch.nan if each.is_floating_point() else 0)
 
         def replay() -> Any:
@@ -58,5 +58,6 @@ class Recordings:
 
 
 def graphed(model: LanguageModel, **options: int) -> tuple[GraphedModel, Recordings]:
+    """Return a model with recorded forward passes, and the recordings."""
     recordings = Recordings()
     return GraphedModel(model, recordings, **({"stride": 16} | options)), recordings

@@ -1,4 +1,4 @@
-"""Parts of every kind on a device, and texts that methods decode with them."""
+"""Models and other parts of every kind on a device, and decoding with them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
 LIMITS = Limits(24)
 ROWS = {" ".join([name, *options.values()]): (name, options) for name, options in method_variants() if name != "beam"}
-"""Variants of methods by label, but `beam`, whose one step is a whole text."""
+"""Variants of methods by label, except `beam`, which decodes a whole text in one step."""
 
 
 def with_eagle(make_llama: Any, make_eagle: Any, device: str) -> tuple[Any, Parts]:
-    """A target, and EAGLE-3's layer as its drafter."""
+    """Return a target with an EAGLE-3 drafter."""
     model = make_llama(VOCAB).to(device)
     heads = make_eagle(model).to(device)
     drafter = EagleDrafter(heads)
@@ -34,7 +34,7 @@ def with_eagle(make_llama: Any, make_eagle: Any, device: str) -> tuple[Any, Part
 
 
 def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
-    """A target, and parts of every kind; the same on every device."""
+    """Return a target with parts of every kind, with the same weights on every device."""
     models = [make_llama(VOCAB, seed=seed, num_hidden_layers=layers) for seed, layers in ((0, 2), (1, 1), (2, 1))]
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, VOCAB, 3000).astype(np.int32)]
@@ -49,8 +49,14 @@ def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
 def decode(
     target: Any, parts: Parts, name: str, batch: int, temperature: float, cuda: PretendCuda | None, **options: Any
 ) -> Any:
-    """Texts and how many draft tokens each step kept, and of the steps of a warm method what each waited for and
-    launched. Texts alone would be the target's own whatever is drafted."""
+    """Decode prompts with a method.
+
+    The numbers of accepted tokens are returned too, since the texts alone would be the target's with any drafts.
+
+    Returns:
+        The texts with the numbers of accepted draft tokens per step, and the synchronisations and launches of later
+        steps.
+    """
     sampling, seen, kept = Sampling(temperature), [], []
     rng = Rng.for_rows(3, batch, target.device)
     texts: list[list[int]] = [[] for _ in range(batch)]
