@@ -1,11 +1,11 @@
-"""What the certificate finds: faults planted in the real code, and runs of the code as it is.
+"""Detection rate and false alarms of the certificate, with faults planted in the real code.
 
     python tests/bench/certificate.py [--quick] [--clean 200] [--start 0]
 
-Each fault of `tests/helpers/planted.yaml` is planted by itself, and its method certified on the small
-pair at the defaults, in the seconds of one core (processor time) that are given. A run of the code as it is takes the
-methods in turn, each with seeds of its own; one that is not called lossless is a false alarm. `--quick`: every eighth
-fault, two clean runs. The last line is one JSON object.
+Each fault of `tests/helpers/planted.yaml` is planted separately, and its method is certified on the small pair with the
+default settings. The time is processor time on one core. Clean runs certify the unchanged methods in turn, each with
+different seeds; a verdict other than lossless is a false alarm. `--quick` runs every eighth fault and two clean runs.
+The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benches run in processes of their own, each of which loads no more than it needs (`common.own_process`)."""
+"""Functions that benchmarks run in separate processes (`common.own_process`), each with only the imports it needs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def prepare_limited(megabytes: int, corpus: str, tokenizer_folder: str, out: str
 
 
 def count_zipf(name: str, tokens: int) -> dict[str, float]:
-    """Count so many tokens of Zipf's law to a finished table. They are drawn by a small table of ranks, since drawing
-    exactly takes far longer than counting."""
+    """Count `tokens` tokens of Zipf's law to a finished table.
+
+    They are drawn with a table of ranks, since exact sampling takes far longer than counting.
+    """
     import numpy as np
     from draftsmith.train.table.counting import PairCounter
     from draftsmith.train.table.run_files import merge_counts

@@ -1,4 +1,4 @@
-"""What the benches share: shared data, command line, random models, times in turns. Needs no pydantic."""
+"""Common parts of the benchmarks: shared data, command line, random models and timing. Does not need pydantic."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ def random_llama(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights, made on the device; sizes: hidden, MLP, layers, heads, vocabulary and, where they
-    are fewer, heads of keys."""
+    """Return a Llama with random weights, created on the device.
+
+    `sizes` are hidden, MLP, layers, heads, vocabulary and, optionally, key-value heads.
+    """
     hidden, intermediate, layers, heads, vocabulary, *fewer = sizes
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,

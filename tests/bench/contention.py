@@ -1,10 +1,10 @@
-"""Training and decoding beside busy processes: how long OpenMP's threads spin before they sleep.
+"""Throughput of training and decoding next to busy processes, by the OpenMP spin count.
 
     python tests/bench/contention.py [--pair runs/quickstart] [--rounds 3] [--busy 1]
 
-Tokens per second of training steps and of greedy decoding with all threads, in processes of their own, quiet and beside
-`--busy` processes that count, for each setting in turn; medians, and the shares of the quiet speed that libgomp's
-default has. The last line is one JSON object.
+Measures tokens per second of training steps and of greedy decoding with all threads, without other processes and next
+to `--busy` busy ones. Each measurement runs in a separate process, and the settings are interleaved. Prints medians and
+their ratio to the speed of the default setting on a quiet machine. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Preparing data: against the raw tokenizer, in bounded memory, how full blocks are, and what packing is worth.
+"""Data preparation: time compared with the tokenizer only, peak memory, packing density, and the benefit of packing.
 
     python tests/bench/data.py [--quick] [--parts throughput training limited] [--corpus FILE] [--tokenizer FOLDER]
         [--megabytes 400]
 
-By default the ShareGPT sample of the shared data with LLaMA's tokenizer; without them the documentation of installed
-packages with a BPE trained on it. `prepare_vs_tokenizer`: the time of the fastest tokenizer for the vocabulary on all
-cores (`tokenizers`' encode_batch_fast, sentencepiece's encode of a list), all messages in memory, over that of
-preparing the same conversations from their file; in turn, the median of the ratios. `peak_mb`: the largest resident
-size of a process that prepares a corpus ten times larger than the memory it may allocate (RLIMIT_DATA, --megabytes;
-not with --quick). Packed and padded batches train a 12 x 192 Llama. The last line is one JSON object.
+The default corpus is the ShareGPT sample of the shared data with LLaMA's tokenizer; without them, it is the
+documentation of installed packages with a BPE trained on it. `prepare_vs_tokenizer` is the time to prepare
+conversations from their file, divided by the time of the fastest tokenizer for the vocabulary on all cores with all
+messages in memory (`encode_batch_fast` of tokenizers or list encoding of sentencepiece); runs are interleaved, and the
+median ratio is reported. `peak_mb` is the peak resident size of a process that prepares a corpus ten times larger than
+the memory that it may allocate (RLIMIT_DATA, `--megabytes`; not with `--quick`). Packed and padded batches train a 12 x
+192 Llama. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Decoding speed: this engine against transformers and against what the hardware can give.
+"""Decoding speed of this engine, compared with transformers and with the limits of the hardware.
 
     python tests/bench/decode.py [--quick] [--pair runs/quickstart] [--gamma 4]
 
-Needs a trained pair (`make quickstart`); models of real shapes: shapes.py. Batch 1, all runs in turns prompt by prompt,
-medians of each prompt's runs. Speeds hold the reading of the prompt; efficiency is the share of the steps that their
-forwards take. The assistant of transformers is the same drafter with the same constant number of draft tokens and no
-confidence threshold; `published` is the published loop with transformers and its caches. The last line is one JSON
-object.
+Needs a trained pair (`make quickstart`); shapes.py measures models of real shapes. Batch size 1; runs are interleaved
+prompt by prompt, and medians over the runs of each prompt are reported. Speeds include the prefill. Efficiency is the
+share of a step that is spent in forward passes. The assistant of transformers is the same drafter with the same
+constant number of draft tokens and no confidence threshold; `published` is the published loop with transformers and its
+caches. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -147,8 +147,10 @@ def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, to
 
 @torch.inference_mode()
 def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, runs: int) -> tuple[float, float]:
-    """Seconds that finding the top 40 posteriors takes for 4 heads x top 10, over those of a one-token forward, in
-    turns of twenty calls; and the same with the tree's topology and tokens for the verification included."""
+    """Return the time to find the top 40 posteriors for 4 heads x top 10, over that of a one-token forward pass.
+
+    The second value also includes the topology and tokens of the tree. Calls are interleaved in groups of twenty.
+    """
     proposer = PrunedHeadTree(heads, table, 40, (10,) * 4, 0.01, 4)
     generator = torch.Generator().manual_seed(0)
     root_B1 = torch.randint(target.vocab_size, (1, 1), generator=generator)

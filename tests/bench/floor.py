@@ -1,12 +1,13 @@
-"""How near a model's forward is to what the memory allows: by rows, with ragged rows, and when it reads a prompt.
+"""Forward passes compared with the limits of memory bandwidth and compute: by number of rows, ragged rows, and prefill.
 
     python tests/bench/floor.py FOLDER [--runs 40] [--context 300] [--dtypes float32 bfloat16] [--startup]
 
-On a CPU. The floor of few rows is the time in which the machine reads the weights that a forward needs, as fast as it
-sums a tensor of half a GiB; that of a prompt is its products at the rate of a large one. Forwards of a chain of tokens
-behind `--context` cached ones; all in turns, medians; DRAFTSMITH_NATIVE=0: without our compiled functions.
-`ragged_share`: the rate of sixteen rows of different lengths over that of sixteen of their mean length. `--startup`:
-seconds of commands that decode nothing. The last line is one JSON object.
+Runs on a CPU. The lower bound for few rows is the time to read the weights of a forward pass at the rate of summing a
+tensor of half a GiB; for a prompt, it is the time of its matrix products at the rate of a large one. Forward passes
+process a chain of tokens after `--context` cached tokens; runs are interleaved, and medians are reported.
+DRAFTSMITH_NATIVE=0 disables the compiled functions. `ragged_share` is the rate of sixteen rows of different lengths
+over that of sixteen rows of their mean length. `--startup` also measures commands that do not decode. The last line is
+one JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A quickstart's pair, which some benches measure."""
+"""Target/drafter pair of a quickstart, which several benchmarks measure."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Run the papers' recipes on a trained pair and check what the papers claim of their tables.
+"""Run the papers' recipes on a trained pair, and check the claims of the papers' tables.
 
     python tests/bench/papers.py [--pair runs/quickstart] [--only slim/heads …] [--limit 24] [--tokens 48] [--quick]
     python tests/bench/papers.py --out tests/bench/results/papers-cpu.json
 
-The pair replaces models and prompts of each recipe of `recipes/evaluate/`: the first drafter is that before
-distillation, the second the distilled one, the third the target itself; rows that need more heads than the pair has are
-left out. A claim is a predicate over the rows' metrics. It has `held` where 95 % of the bootstrap resamples of the
-prompts (paired between rows) agree with it, `not held` where at most 5 % do; else it is `noise`.
+The pair replaces the models and prompts of each recipe of `recipes/evaluate/`. The first drafter is the one before
+distillation, the second the distilled one, and the third the target itself. Rows that need more heads than the pair has
+are left out. A claim is a predicate over the metrics of rows. It is `held` if at least 95 % of the bootstrap resamples
+of the prompts (paired between rows) satisfy it, `not held` if at most 5 % do, and `noise` otherwise.
 
 Shape letters: P prompts, R resamples, the first of which is the sample itself.
 """

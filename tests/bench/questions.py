@@ -1,11 +1,11 @@
-"""Questions of many kinds, of which `make realpair` can train a pair for general use.
+"""Corpus of varied questions, on which `make realpair` can train a pair for general use.
 
     python tests/bench/questions.py questions.jsonl [--limit 2600]
     make realpair ARGS='out=runs/general corpus.megabytes=0 corpus.files=[questions.jsonl]'
 
-From the data that the benches share, without the prompts that pairs are measured on: instructions, first turns of
-conversations, questions of fact, texts to summarise, questions after passages that may answer them, and problems of
-arithmetic made by pattern. The last line is one JSON object.
+The questions come from the shared data of the benchmarks, without the prompts on which pairs are measured:
+instructions, first turns of conversations, factual questions, texts to summarise, questions on a passage, and
+arithmetic problems from templates. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--rows 'medusa*']
 
-Runs `draftsmith evaluate` with all lossless methods and MJSD; "eagle" rows draft with the pair's EAGLE-3 layer. The
-evaluation resumes from `--work` (default: PAIR/bench). `--quick`: two prompts of 16 tokens. The last line is one JSON
-object, which `--out` also writes to a file.
+Runs `draftsmith evaluate` with all lossless methods and MJSD; "eagle" rows draft with the pair's EAGLE-3 heads. The
+evaluation resumes from `--work` (default: PAIR/bench). `--quick` uses two prompts and 16 tokens. The last line is one
+JSON object, which `--out` also writes to a file.
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
 
 
 def title_of(options: argparse.Namespace, temperature: float) -> str:
-    """Of results: the temperature, the type of a target that is not its folder's, of drafters that is not the
-    target's."""
+    """Return the title of results: temperature, and data types of target and drafters that are not the default."""
     known = None if options.dtype == "auto" else f"target {options.dtype}"
     return ", ".join(filter(None, [f"T={temperature:g}", known, options.drafter_dtype]))
 

@@ -1,11 +1,11 @@
-"""How near a replayed forward on a GPU is to the time in which its weights can be read, and which kernels take it.
+"""Replayed forward passes on a GPU, compared with the time to read their weights, and the kernels that they run.
 
     python tests/bench/replays.py 7b 8b 68m [--rows 1 5 16 64] [--context 256 2048] [--kernels] [--dtype bfloat16]
 
-Models of real shapes with random weights, one text. `floor`: the weights' bytes at the rate at which a gibibyte is
-summed. `us`: of a replay with logits, device time between events; medians. `host_us`: until such a forward is queued.
-`--kernels`: the device's kernels by the time they take in a forward. DRAFTSMITH_NATIVE=0: without kernels of ours. The
-last line is one JSON object.
+Models have real shapes and random weights; the batch size is 1. `floor` is the time to read the bytes of the weights at
+the rate of summing one GiB. `us` is the median device time of a replay with logits, measured with events. `host_us` is
+the time until such a forward pass is queued. `--kernels` prints the kernels of a forward pass by their time.
+DRAFTSMITH_NATIVE=0 disables the project's own kernels. The last line is one JSON object.
 """
 
 from __future__ import annotations

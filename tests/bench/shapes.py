@@ -1,12 +1,12 @@
-"""Decoding with models of real shapes and random weights, on any device: what a step costs, and where its time goes.
+"""Time of a decoding step for models of real shapes with random weights, by phase and on any device.
 
     python tests/bench/shapes.py 7b-68m 13b-160m 8b-1b [--device cuda] [--dtype bfloat16] [--batch 1 4 16]
                                  [--context 256 2048] [--graphs] [--peer]
 
-A fixed pattern stands in for agreement. Beside the microseconds of each phase stand those in which the device was at
-work: the rest are gaps. With `--graphs` forwards are replayed as well as run, on CUDA; with `--peer`
-transformers' assisted generation drafts as many tokens with the same models, and its step is set against ours: models
-of random weights keep none of them. The last line is one JSON object. Needs no pydantic.
+A fixed pattern of accepted tokens replaces verification. The table shows the microseconds of each phase and those in
+which the device was busy; the difference is idle time. With `--graphs`, forward passes on CUDA are also replayed. With
+`--peer`, assisted generation of transformers drafts as many tokens with the same models, and the times of its steps are
+compared; with random weights it accepts none of them. The last line is one JSON object. Does not need pydantic.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ SPAN = "draftsmith phase: "
 
 
 class BusyProfile:
-    """Microseconds in which each phase of a step kept the device busy: CUDA's kernels and copies, on a CPU torch's
-    operators. It synchronises after each phase, so that clocks are of no use."""
+    """Profile of the time in which each phase keeps the device busy. It synchronises, so wall times are not valid."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._cuda = torch.device(device).type == "cuda"

@@ -1,26 +1,27 @@
-"""Tables: how fast pairs are counted, in what memory, and what a finished table costs to load and to ask.
+"""Bigram tables: speed and memory of counting, and the latency of loading a finished table and of lookups.
 
     python tests/bench/table.py [--quick] [--parts count zipf load lookup text]
 
-`count`: a `PairCounter` is fed a stream of Zipf's law (exponent 1) from memory, at three vocabularies, in documents of
-1,000 and of 20 tokens; millions of tokens a second, the best of three. `count_mtok_per_sec`: from the first `add` to
-the last run on the disk, at 32,000 tokens and documents of 1,000; `with_table` goes on to the finished file; `by_cpu`:
-tokens by processor time, doubled.
+`count`: a `PairCounter` counts a stream from memory that follows Zipf's law (exponent 1), for three vocabularies, in
+documents of 1,000 and of 20 tokens; millions of tokens per second, best of three. `count_mtok_per_sec` covers the time
+from the first `add` to the last run on disk for 32,000 tokens and documents of 1,000. `with_table` also covers the
+merge to the finished file. `by_cpu` divides by half the processor time, for two threads.
 
-`zipf`: 10 million, 100 million and a billion tokens (not with --quick), each to a finished file in a process of its
-own: seconds, and `peak_mb`, its largest resident size.
+`zipf`: 10 million, 100 million and one billion tokens (not with `--quick`) are counted to a finished file, each in a
+separate process; seconds, and its peak resident size `peak_mb`.
 
-`load`: bytes of a file of ten million entries, seconds until `BigramTable.load` has read and checked it (from the page
-cache, and with the file's pages dropped from it), and what the process holds afterwards that the system could not drop.
+`load`: bytes of a file with ten million entries, seconds until `BigramTable.load` has read and checked it (with and
+without its pages in the page cache), and the memory that the process then holds apart from mapped files.
 
-`lookup`: microseconds of SLiM's look-up of 4 x 10 x 10 pairs for a batch of 8, of a table of one and of ten million
-entries: `warm`, the same pairs again; without a name, other pairs every time; `cold`, other pairs, and the processor's
-caches overwritten in between. Also one row of the `bigram` drafter's distributions, and the greedy draft's look-up.
+`lookup`: microseconds of SLiM's lookup of 4 x 10 x 10 pairs at batch size 8, in tables of one and of ten million
+entries. `warm` repeats the same pairs, the unnamed value uses other pairs each time, and `cold` also overwrites the
+processor's caches in between. Also one row of distributions for `bigram`, and the lookup of a greedy draft.
 
-`text_vs_tokenizer`: the tokens per second of the whole recipe over conversations from their file, artifact and report
-included, over those of the fastest tokenizer for the vocabulary on all cores (all messages in memory); in turn, the
-median of the ratios. The recipe has the template's tokens besides: `text_time_vs_tokenizer` divides the times alone, as
-`prepare_vs_tokenizer` of data.py does, `text_cpu_vs_tokenizer` the processor times. The last line is one JSON object.
+`text_vs_tokenizer`: tokens per second of the whole recipe from the file of conversations to the artifact, over those of
+the fastest tokenizer for the vocabulary on all cores with all messages in memory; interleaved, median of the ratios.
+The recipe also counts the template's tokens, so `text_time_vs_tokenizer` divides only the times, as
+`prepare_vs_tokenizer` of data.py does, and `text_cpu_vs_tokenizer` the processor times. The last line is one JSON
+object.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Published chat templates: which ones prompts and training documents can be rendered with.
+"""Published chat templates: which of them can render prompts and training documents.
 
     python tests/bench/templates.py [FOLDER ...]
 
-The templates are those of trl 1.16 and axolotl 0.19 without trl's `_training` variants, out of the unpacked wheels in
-FOLDER or else fetched from the package index. Each gets a small tokenizer with its special tokens; two exchanges are
-rendered and compared with `apply_chat_template`. Prints a Markdown table; the last line is one JSON object.
+The templates are those of trl 1.16 and axolotl 0.19, without the `_training` variants of trl. They are read from the
+unpacked wheels in FOLDER, or downloaded from the package index. Each template gets a small tokenizer with its special
+tokens. Two exchanges are rendered and compared with `apply_chat_template`. Prints a Markdown table; the last line is
+one JSON object.
 """
 
 from __future__ import annotations

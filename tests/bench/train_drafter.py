@@ -1,12 +1,12 @@
-"""Training a drafter of the 68M shape: against the Hugging Face Trainer, the memory of the loss, what a teacher costs.
+"""Training of a drafter of 68M shape: speed against the Hugging Face Trainer, memory of the loss, cost of a teacher.
 
     python tests/bench/train_drafter.py [--quick] [--parts trainer loss teacher] [--rounds 3]
 
-Corpus and tokenizer are those of data.py. Both sides train on the same documents, rendered once, with the same labels,
-AdamW and float32, batch 4, in turns: here packed into blocks of 2,048 tokens by `fit`, there one to a row, padded to
-the longest of a batch, by `Trainer.train`. Tokens per second count what is no padding; `vs_hf_trainer` is the ratio of
-the totals. `loss_memory_ratio`: the most memory above inputs and gradients that chunked cross entropy needs over that
-of full logits, each in a process of its own. The last line is one JSON object.
+Corpus and tokenizer are those of data.py. Both sides train on the same rendered documents and labels with AdamW,
+float32 and batch size 4; runs are interleaved. `fit` packs documents into blocks of 2,048 tokens, and `Trainer.train`
+pads one document per row to the longest of its batch. Tokens per second exclude padding; `vs_hf_trainer` is the ratio
+of the totals. `loss_memory_ratio` is the peak memory of chunked cross entropy beyond inputs and gradients, divided by
+that of full logits, each in a separate process. The last line is one JSON object.
 """
 
 from __future__ import annotations

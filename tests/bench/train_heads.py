@@ -1,20 +1,20 @@
-"""The loss of prediction heads: memory and time against logits of all heads at once; on a GPU, a whole step.
+"""Loss of prediction heads: memory and time compared with logits of all heads at once; on a GPU, a complete step.
 
     python tests/bench/train_heads.py [--quick] [--hidden 768 4096] [--rounds 3]
     python tests/bench/train_heads.py --gpu-shape [--rounds 10]
 
-Four heads over 2 x 2,048 tokens with a vocabulary of 32,000, float32, random numbers. `naive`: logits [B, T, K, V],
-`F.cross_entropy` for each head (`F.kl_div` with soft targets: forward KL to the target's distributions), autograd.
-Memory is the most that forward and backward take above inputs and the parameters' gradients, each side in a process of
-its own that has run products of this size before, for which libraries keep memory by thread; `loss_memory_ratio`
-divides it by the naive logits alone, `..._to_naive` by what naive takes; `..._without_features_gradient` leaves that
-gradient out. Times: both sides and the bare matrix products in turns;
-`time_ratio` is the median of fused / naive, `products_ratio` of products / naive, which nothing exact can go below.
-Keys of the larger shapes end in their hidden size.
+Four heads, 2 x 2,048 tokens, a vocabulary of 32,000, float32 and random numbers. `naive` computes logits [B, T, K, V],
+`F.cross_entropy` for each head (`F.kl_div` with soft targets: forward KL to the target's distributions) and autograd.
+Memory is the peak of forward and backward pass beyond inputs and parameter gradients. Each side runs in a separate
+process that has run products of this size before, since libraries keep memory per thread. `loss_memory_ratio` divides
+it by the naive logits, and `..._to_naive` by the memory of `naive`; `..._without_features_gradient` leaves that
+gradient out. Times of both sides and of the matrix products only are interleaved. `time_ratio` is the median of fused /
+naive; `products_ratio` is that of products / naive, a lower bound for exact methods. Keys of the larger shapes end in
+their hidden size.
 
 `--gpu-shape`: a Llama of the 7B shape with random weights in bfloat16 and four heads of one block in float32, trained
-on 2 x 2,048 tokens a step under autocast with AdamW: tokens/s, peak memory, the target's share of a step. The last
-line is one JSON object.
+on 2 x 2,048 tokens per step under autocast with AdamW: tokens/s, peak memory, and the target's share of a step. The
+last line is one JSON object.
 """
 
 from __future__ import annotations

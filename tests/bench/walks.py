@@ -1,8 +1,8 @@
-"""Count the files that three commands pass through, and the calls back into a higher room.
+"""Count the files that three commands pass through, and their calls into a higher package.
 
     python tests/bench/walks.py
 
-Each command runs on tiny random models. A climb is a call from a room into a room above it, such as a callback.
+Each command runs on tiny random models. A climb is a call from a package into one above it, such as a callback.
 """
 
 from __future__ import annotations
