@@ -271,7 +271,7 @@ def _draw(conversation: Conversation, by_content: bool) -> float:
 
 
 def _with_heldout(section: DataSection) -> DataSection:
-    """Return the section, with a share that holds out one conversation if its own holds out none of several."""
+    """Return the section, with a larger held-out share if none of several conversations would be held out."""
     least, most = 1.0, 0.0
     if section.heldout_source is not None:
         return section
@@ -289,7 +289,7 @@ def _with_heldout(section: DataSection) -> DataSection:
 
 
 def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
-    """Return what determines prepared data: sources, options, cleaning, template and tokenizer.
+    """Return the values that determine prepared data: sources, options, cleaning, template and tokenizer.
 
     Sources and the settings of the tokenizer's encoder are represented by hashes; `ignored` options are left out.
     """

@@ -138,7 +138,7 @@ class EvaluateRecipe(_Decoding):
         return [source for source in (*named, self.prompts, self.prompts_path) if source is not None]
 
     def asks_every_turn(self) -> bool:
-        """Whether later questions of a conversation are asked too."""
+        """Return whether later questions of a conversation are asked too."""
         corpus = find_corpus(self.prompts)
         return self.turns == "all" or (self.turns == "auto" and corpus is not None and corpus.every_turn)
 

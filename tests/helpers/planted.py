@@ -24,7 +24,7 @@ from draftsmith.decode.tree import Tree
 
 
 class Fault(NamedTuple):
-    """Fault of a kind, with the method that it affects and a function that plants it."""
+    """Fault in a method, and a function that plants it."""
 
     kind: str
     name: str

@@ -137,8 +137,8 @@ def counted_tokens(folder: Path) -> int:
 class Share:
     """Conversations that one process counts.
 
-    A process reads its own rows only, if each row can be judged by itself. Otherwise every process reads the whole
-    corpus and counts each `world`-th conversation. Iterating fills the report of each corpus and the numbers of
+    A process reads only its own rows, unless cleaning or a limit depends on other rows. Then every process reads the
+    whole corpus and counts each `world`-th conversation. Iterating fills the report of each corpus and the numbers of
     conversations that are counted and held out.
     """
 

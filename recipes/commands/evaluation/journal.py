@@ -67,7 +67,7 @@ class Journal:
         return name in self._found
 
     def known(self, name: str, form: TypeAdapter[Found]) -> Found:
-        """Return a stored result."""
+        """Return a result that an earlier process stored; raise ValueError if it does not fit `form`."""
         try:
             return form.validate_python(self._found[name])
         except ValidationError as error:

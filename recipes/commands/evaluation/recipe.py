@@ -19,7 +19,7 @@ BASELINE = "autoregressive"
 
 
 def core_methods(parts: Container[str]) -> list[str]:
-    """Return the baseline and the usual method of each part."""
+    """Return the baseline and the default method of each available part."""
     usual = {"drafter": "speculative", "heads": "medusa", "table": "slim-ss" if "heads" in parts else "bigram"}
     return [BASELINE, *([method for part, method in usual.items() if part in parts] or ["prompt-lookup"])]
 

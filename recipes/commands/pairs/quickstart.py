@@ -1,6 +1,6 @@
-"""The pipeline of a target/drafter pair: corpus, tokenizer, target, answers, drafters, heads, table, evaluation.
+"""Pipeline of a target/drafter pair: corpus, tokenizer, target, answers, drafters, heads, table and evaluation.
 
-Each stage is a recipe of its own. Finished stages are reused. `draftsmith forge` runs the same stages.
+Each stage is a separate recipe. Finished stages are reused. `draftsmith forge` runs the same stages.
 """
 
 from __future__ import annotations

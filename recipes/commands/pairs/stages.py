@@ -76,7 +76,7 @@ class Source(NamedTuple):
         return [Row(self, *each) for each in interleave(listed)]
 
     def default(self, gamma: int) -> Row:
-        """Return the setting that compares candidates."""
+        """Return the setting with which candidates are compared."""
         if self.kind == "heads":
             return Row(self, "medusa", {"tree": "2x1"})
         return Row(self, "speculative", {"gamma": gamma} | ({"parallel": True} if self.kind == "parallel" else {}))
