@@ -104,7 +104,10 @@ class ModelSection(Section):
         if self.layers and (self.source is None or min(self.layers) < 0 or self.layers != sorted(set(self.layers))):
             raise ValueError(f"`layers` is {self.layers}: give layers of `source`, rising from 0, each once")
         if self.lora is not None and (self.config is not None or self.freeze_embeddings):
-            raise ValueError("`lora` needs a model of `source`, and does not train its embeddings: remove `config` and `freeze_embeddings`")
+            raise ValueError(
+                "`lora` needs a model of `source`, and does not train its embeddings: remove `config` and "
+                "`freeze_embeddings`"
+            )
         return self
 
 
