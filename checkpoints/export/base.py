@@ -1,4 +1,4 @@
-"""Exports of artifacts in the formats of other programs. Each is read back and compared with its artifact.
+"""Exports of artifacts to the formats of other programs, each checked by a round trip.
 
 An export is an artifact of the same kind with `export` in its manifest, so it can be verified and pushed. Its
 SERVING.md is rendered from `serving/`.
@@ -30,12 +30,12 @@ _INHERITED = (
     *("kind", "vocab_size", "tokenizer_fingerprint", "target", "shapes"),
     *("recipe", "data", "training", "evaluation", "command"),
 )
-"""What an export's manifest has of its artifact's."""
+"""Manifest fields that an export copies from its artifact."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """An artifact that is exported; its files have been checked."""
+    """Artifact to export, whose files have been checked."""
 
     folder: Path
     manifest: Manifest
@@ -43,23 +43,23 @@ class Source:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Choices of the user. A format takes those that it names; another that is given is refused."""
+    """Options of an export. A format takes those that it names; others are refused."""
 
     target: str | None = None
-    """Folder or hub id of the target that is served with it; by default the one that the manifest names."""
+    """Folder or hub id of the target to serve it with (default: the one in the manifest)."""
     speculative_tokens: int | None = None
-    """Tokens to draft a step, where the format stores or recommends a number."""
+    """Number of draft tokens per step, for formats that store or recommend one."""
     llama_cpp: Path | None = None
-    """A checkout of llama.cpp, for its converter."""
+    """Checkout of llama.cpp, for its converter."""
 
     def given(self) -> list[str]:
-        """Names of the options that differ from their defaults."""
+        """Return the names of the options that differ from their defaults."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @dataclass(frozen=True)
 class Format:
-    """Form of an artifact that another program reads, with the functions that write and compare it."""
+    """Format of another program, with the functions that write and compare it."""
 
     name: str
     kind: str
@@ -69,25 +69,25 @@ class Format:
     readers: str
     """Programs that read it, with their versions."""
     write: Callable[[Source, Path, ExportOptions], None]
-    """Fills an empty folder. Raises ValueError if the artifact does not fit the format."""
+    """Function that fills an empty folder. Raises ValueError if the artifact does not fit the format."""
     compare: Callable[[Source, Path, ExportOptions], list[str]]
-    """Reads the folder back as its readers would and compares tensors and outputs with the artifact. Returns a line for
-    each thing that is equal. Raises ValueError for a difference."""
+    """Function that reads the folder as its readers would, compares tensors and outputs with the artifact, and returns
+    a line for each equal item. Raises ValueError for a difference."""
     values: Callable[[Source, Path, ExportOptions], dict[str, Any]] = lambda source, folder, options: {}
-    """Values for its template in `serving/`, in addition to `folder`, `target` and `tokens`."""
+    """Function that returns values for its template in `serving/`, besides `folder`, `target` and `tokens`."""
     options: tuple[str, ...] = ()
     """Names of the `ExportOptions` that it takes."""
     native: bool = False
-    """Whether this package loads it like an artifact."""
+    """True if this package loads it like an artifact."""
 
 
 def option_name(name: str) -> str:
-    """Return an option as it is typed."""
+    """Return an option as typed on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def target_name(source: Source, options: ExportOptions) -> str | None:
-    """Folder or hub id of the target: the user's choice, else the one in the manifest, if it names one."""
+    """Return the folder or hub id of the target: the user's choice, else the one in the manifest, or None."""
     if options.target:
         return options.target
     known = source.manifest.target or {}
@@ -96,7 +96,7 @@ def target_name(source: Source, options: ExportOptions) -> str | None:
 
 
 def needed_target(source: Source, options: ExportOptions, why: str) -> str:
-    """Return the target's name; raise ValueError, with the reason `why`, if user and manifest do not name it."""
+    """Return the target's name. Raises ValueError, with the reason `why`, if neither user nor manifest names it."""
     name = target_name(source, options)
     if name is None:
         raise ValueError(f"{source.folder} does not name its target, and {why}: say which it is with --target")
@@ -106,10 +106,12 @@ def needed_target(source: Source, options: ExportOptions, why: str) -> str:
 def export_artifact(
     artifact: Path, form: str, out: Path, formats: Mapping[str, Format], options: ExportOptions | None = None
 ) -> list[str]:
-    """Write an artifact in another form to `out`, whole or not at all; a line for each thing that was found equal.
+    """Write an artifact in another format to `out` atomically, and return a line for each item found equal.
 
-    Raises ValueError: an unknown form or option, or one for another kind; an artifact that is damaged or does not fit;
-    an `out` that holds something else; an export that differs from its artifact."""
+    Raises:
+        ValueError: The format or an option is unknown or unsuitable, the artifact is damaged or does not fit, `out`
+            holds something else, or the export differs from its artifact.
+    """
     options, artifact, out = options or ExportOptions(), Path(artifact), Path(out)
     if form not in formats:
         raise ValueError(f"unknown format {form!r}.{did_you_mean(form, formats)} Known: {', '.join(sorted(formats))}")
@@ -140,7 +142,7 @@ def export_artifact(
 
 
 def check_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
-    """ValueError where tensors read back from a folder are not the artifact's: names, types, values."""
+    """Raise ValueError if tensors read from a folder differ from the artifact's in names, dtypes or values."""
     if names := sorted(set(found) ^ set(expected)):
         raise ValueError(f"the tensors read back from {folder} are not those of the artifact: {', '.join(names[:3])}")
     for name, tensor in expected.items():
@@ -165,7 +167,7 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
 
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:
-    """An export replaces an earlier export in the same form, and nothing else."""
+    """Raise ValueError unless `out` is new or an earlier export in the same format."""
     check_writable(out, folder=True)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
@@ -180,9 +182,9 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
 def _serving_text(
     source: Source, folder: Path, chosen: Format, options: ExportOptions, name: str, findings: list[str]
 ) -> str:
-    """SERVING.md of an export that lies in `folder` and will be called `name`."""
+    """Return SERVING.md of an export in `folder` that will be called `name`."""
     named = target_name(source, options)
-    target, revision = (None, None) if named is None else split_revision(named)  # engines take bare names
+    target, revision = (None, None) if named is None else split_revision(named)  # engines take names without a revision
     values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}
     values |= {"tokens": options.speculative_tokens or SPECULATIVE_TOKENS}
     values |= {"proposed": source.manifest.shapes.get("proposed_tokens"), "vocab": source.manifest.vocab_size}
@@ -192,5 +194,5 @@ def _serving_text(
 
 
 def _in_json(value: str) -> str:
-    """As it stands within double quotes of JSON, within a shell's single quotes."""
+    """Escape a value for a JSON string within single quotes of a shell."""
     return json.dumps(value)[1:-1].replace("'", "\\u0027")

@@ -1,6 +1,6 @@
-"""Drafters as assistants of transformers and as draft models of vLLM and SGLang, with LoRA adapters merged.
+"""Exports of drafters as assistants of transformers and as draft models of vLLM and SGLang, with LoRA adapters merged.
 
-Letters: B sequences, T tokens, V vocabulary, R tokens that are proposed.
+Letters: B sequences, T tokens, V vocabulary, R tokens of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .base import ExportOptions, Format, Source, check_same_tensors, needed_targ
 from .target import check_drafter, check_vocabulary, compare_tokenizers, has_tokenizer
 
 _OURS = (MANIFEST_FILE, "README.md", "recipe.yaml")
-"""Files of an artifact that its export has its own of, or none."""
+"""Files of an artifact that are not copied to its export."""
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Of logits, as a share of the largest: what merging an adapter into weights of a type may change by rounding."""
+"""Tolerances of logits relative to the largest, for the rounding of merged adapters in each dtype."""
 
 
 def load_drafter(folder: Path, *, merged: bool = True) -> Any:
-    """The model in a folder, an adapter in it `merged` or beside the weights; see `load_language_model`."""
+    """Load the model in a folder, with an adapter `merged` or separate; see `load_language_model`."""
     load = partial(load_language_model, dtype="auto")
     return with_adapter(folder, load, merged=merged) if is_adapter(folder) else load(folder)
 
 
 def load_merged(source: Source) -> Any:
-    """The model of an artifact as other programs shall read it: an adapter merged, an output layer padded."""
+    """Load an artifact's model as exported: with an adapter merged and a padded output layer."""
     model = load_drafter(source.folder)
     if (ids_R := proposed_tokens(source)) is not None:
         _pad(model, ids_R)
@@ -56,13 +56,12 @@ def load_merged(source: Source) -> Any:
 
 
 def proposed_tokens(source: Source) -> Tensor | None:
-    """The ids that an artifact's drafter proposes, int64 [R]; None: all."""
+    """Return the ids of an artifact's draft vocabulary, int64 [R]; None for all tokens."""
     return read_vocabulary(source.folder, source.manifest.vocab_size)
 
 
 def _pad(model: Any, ids_R: Tensor) -> None:
-    """Untie a model's output layer, and give the tokens that it never proposes rows that are never the likeliest (see
-    `arrange_rows`), whoever reads them. As training leaves them, which does not look at them, they may be."""
+    """Untie a model's output layer, and fill untrained rows so that they are never the most probable."""
     head, kept = model.get_output_embeddings(), ids_R.tolist()
     rows: list[int | None] = [None] * len(head.weight)
     for number in kept:
@@ -73,12 +72,12 @@ def _pad(model: Any, ids_R: Tensor) -> None:
 
 
 def drafter_config(source: Source) -> Any:
-    """The configuration of the drafter, or of the model that its adapter is for."""
+    """Return the configuration of the drafter, or of its adapter's base model."""
     return load_config(base_of(source.folder) if is_adapter(source.folder) else source.folder)
 
 
 def stored_types(folder: Path) -> set[str]:
-    """Types of a model's tensors as safetensors names them: F32, F16, BF16 …"""
+    """Return the dtypes of a model's tensors by their names in safetensors, such as F32."""
     types = set[str]()
     for path in set(folder.glob("*.safetensors")) - {folder / DRAFT_VOCABULARY}:
         types |= {dtype for dtype, _ in check_safetensors(path).values()}
@@ -86,7 +85,10 @@ def stored_types(folder: Path) -> set[str]:
 
 
 def write_whole(source: Source, folder: Path) -> None:
-    """Write the model's files, with an adapter merged; raise ValueError for own code, other weights, a bad adapter."""
+    """Write the model's files, with an adapter merged.
+
+    Raises ValueError for custom code, other weights, a bad adapter.
+    """
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
             raise ValueError(f"{source.folder / name} is code of the model's own, which is not exported")
@@ -112,7 +114,7 @@ def write_whole(source: Source, folder: Path) -> None:
 
 @torch.no_grad()
 def random_logits(model: Any) -> Tensor:
-    """[B, T, V] in float32, for random ids that are always the same."""
+    """Return float32 logits [B, T, V] of fixed pseudorandom ids."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids_BT = torch.randint(vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     more = {"decoder_input_ids": ids_BT} if model.config.is_encoder_decoder else {}
@@ -121,7 +123,7 @@ def random_logits(model: Any) -> Tensor:
 
 
 def compare_whole(source: Source, folder: Path) -> list[str]:
-    """Compare the model read back with the artifact's, merged if it is an adapter: tensors, logits, tokenizer."""
+    """Compare tensors, logits and tokenizer of the written model with the artifact's, merged if it is an adapter."""
     made, expected = load_drafter(folder), load_merged(source).state_dict()
     check_same_tensors(made.state_dict(), expected, folder)
     merged = ", with the adapter merged" if is_adapter(source.folder) else ""
@@ -133,8 +135,10 @@ def compare_whole(source: Source, folder: Path) -> list[str]:
 
 
 def _compare_logits(source: Source, made: Any, folder: Path) -> Iterator[str]:
-    """ValueError for logits that differ, of a merged model by more than rounding; of a padded one, for a likeliest
-    token that is never proposed."""
+    """Yield a line for each equality of logits. Raises ValueError if they differ by more than rounding.
+
+    A padded model must never have a most probable token outside the draft vocabulary.
+    """
     mine = load_drafter(source.folder, merged=False)
     mine_BTV, made_BTV = random_logits(mine), random_logits(made)
     tokens = f"logits of {mine_BTV.shape[0] * mine_BTV.shape[1]} random tokens"
@@ -188,8 +192,7 @@ ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM"),
     *("GPTNeoXForCausalLM", "GPT2LMHeadModel", "GemmaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"),
 )
-"""Of small decoders, those that vLLM and SGLang both run: with modules of their own, but for GPT-NeoX in SGLang, which
-takes that of transformers."""
+"""Small decoders that vLLM and SGLang both run, with their own modules except for GPT-NeoX in SGLang."""
 DTYPES = ("F32", "F16", "BF16")
 
 
@@ -197,11 +200,11 @@ def _write_draft_model(source: Source, folder: Path, options: ExportOptions) -> 
     write_whole(source, folder)
     if problems := _problems(folder):
         raise ValueError(f"{source.folder} is no draft model for vLLM and SGLang: {'; '.join(problems)}")
-    (folder / DRAFT_VOCABULARY).unlink(missing_ok=True)  # vLLM takes what is in any safetensors file for weights
+    (folder / DRAFT_VOCABULARY).unlink(missing_ok=True)  # vLLM loads all safetensors files as weights
 
 
 def _problems(folder: Path) -> list[str]:
-    """What the engines mind in the drafter alone."""
+    """Return why the engines would refuse the drafter."""
     config, found = load_config(folder), []
     named = config.architectures
     architecture = named[0] if isinstance(named, list) and named else "not given"

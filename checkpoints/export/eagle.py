@@ -1,4 +1,4 @@
-"""EAGLE-3 heads for serving engines, each of which reads their config in its own way (`pairs/eagle.py`)."""
+"""Export of EAGLE-3 heads for serving engines, which read their config in different ways (`pairs/eagle.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .target import load_tokenizer
 
 
 def eagle_of(source: Source) -> EagleHeads:
-    """An artifact's EAGLE-3 heads. Raises ValueError: it holds other heads, or not all that an engine needs."""
+    """Load an artifact's EAGLE-3 heads. Raises ValueError if it holds other heads, or they are incomplete."""
     if not is_eagle(source.folder):
         raise ValueError(f"{source.folder} holds heads side by side, no EAGLE-3 layer: export them as medusa")
     heads = load_eagle(source.folder)
@@ -29,7 +29,7 @@ def eagle_of(source: Source) -> EagleHeads:
 
 
 def steps_of(source: Source, options: ExportOptions) -> int:
-    """Tokens a step that EAGLE-3 heads draft: as many as they were trained for, unless the user says otherwise."""
+    """Return the number of draft tokens: the user's choice, or the number of steps in training."""
     return options.speculative_tokens or int(source.manifest.shapes.get("num_heads", SPECULATIVE_TOKENS))
 
 
@@ -38,7 +38,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 
 
 def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]) -> list[str]:
-    """How some engines read EAGLE-3 heads beside their target, a line each. Raises ValueError: one of them refuses."""
+    """Return a line per engine on how it reads EAGLE-3 heads. Raises ValueError if one refuses them."""
     target = needed_target(source, options, "engines count its layers")
     diagnosis = examine_eagle(open_side(target, load_tokenizer), str(source.folder), source.folder)
     lines = []

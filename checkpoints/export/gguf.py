@@ -1,4 +1,4 @@
-"""Drafters and EAGLE-3 heads as GGUF files for llama.cpp, written by its own converter and read back here."""
+"""Export of drafters and EAGLE-3 heads as GGUF files by llama.cpp's own converter, with a round-trip check."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _NOT_OF_GPT2 = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("byte_fallback", "ignore_merges"),
 )
-"""Settings of a BPE; in GPT-2's they are empty."""
+"""Settings of a BPE that are empty for GPT-2."""
 _UNFINISHED = ".model"
 _PIECES = "tokenizer.model"
 _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpt2": lambda config: {"n_ctx": config.n_positions},
     "gpt_neox": lambda config: {"rotary_pct": config.rope_parameters["partial_rotary_factor"]},
 }
-"""Settings of some types of models that the converter asks for, and transformers 5 writes under another name."""
+"""Settings by model type that the converter expects and transformers 5 writes under another name."""
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models whose tensors transformers reads back from GGUF as they were."""
+"""Model types whose tensors transformers reads from GGUF without changes."""
 _EMBEDDING = "token_embd.weight"
 _DERIVED = ("rope_freqs.weight",)
 """Tensors of a GGUF file that are computed from settings."""
@@ -56,7 +56,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     model = _for_converter(source, folder / _UNFINISHED)
     if target is not None:
         check_drafter(source, model, target, ("llama.cpp",))
-        # without one the converter refuses some families, and transformers does not save it with a tokenizer
+        # the converter needs it for some families, and transformers does not save it with a tokenizer
         pieces = (find_folder(target, [_PIECES]) / _PIECES).resolve()
         if pieces.is_file() and not (model / _PIECES).exists():
             (model / _PIECES).symlink_to(pieces)
@@ -71,8 +71,8 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 def _convert(
     source: Source, converter: Path, model: Path, out: Path, split_by: Path, renamed: dict[str, Any], *more: str
 ) -> None:
-    """Have the converter write a file. `split_by`: whose tokenizer it takes over."""
-    found = stored_types(model) - {"I64", "BOOL"}  # of EAGLE-3's maps of tokens
+    """Run the converter, which uses the tokenizer of `split_by`."""
+    found = stored_types(model) - {"I64", "BOOL"}  # dtypes of EAGLE-3's token maps
     if len(found) != 1 or not found <= set(_TYPES):
         raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
     is_gpt2 = _splits_as_gpt2(split_by)
@@ -91,7 +91,7 @@ def _convert(
 
 
 def _for_converter(source: Source, folder: Path) -> Path:
-    """The model, with its adapter merged, in a folder of the artifact's name, which the converter calls it by."""
+    """Return a folder with the merged model under the artifact's name, which the converter stores."""
     model = folder / source.folder.resolve().name
     model.mkdir(parents=True)
     if is_adapter(source.folder) or proposed_tokens(source) is not None:
@@ -110,7 +110,7 @@ def _converter(options: ExportOptions) -> Path:
 
 
 def find_converter(checkout: Path) -> Path:
-    """The converter of a checkout of llama.cpp. Raises ValueError: it is none."""
+    """Return the converter of a checkout of llama.cpp. Raises ValueError if there is none."""
     found = checkout.expanduser() / CONVERTER
     if not found.is_file():
         raise ValueError(f"there is no {found}: --llama-cpp names a checkout of llama.cpp, which holds {CONVERTER}")
@@ -118,20 +118,20 @@ def find_converter(checkout: Path) -> Path:
 
 
 def _splits_as_gpt2(model: Path) -> bool:
-    """Whether llama.cpp's `gpt-2` splits text as a model's tokenizer does."""
+    """Check if llama.cpp's pre-tokenizer `gpt-2` matches a model's tokenizer."""
     path = model / "tokenizer.json"
     state = read_json(path) if path.is_file() else {}
     parts = ("model", "normalizer", "pre_tokenizer")
     bpe, normalizer, split = (part if isinstance(part := state.get(name), dict) else {} for name in parts)
     if bpe.get("type") != "BPE" or normalizer or split.get("type") != "ByteLevel":
         return False
-    split = {"use_regex": True} | split  # older files do not say it
+    split = {"use_regex": True} | split  # missing in older files
     is_set = any(bpe.get(name) for name in _NOT_OF_GPT2)
     return not is_set and all(split.get(name) is value for name, value in _GPT2_SPLIT.items())
 
 
 def _known_target(source: Source, options: ExportOptions) -> str | None:
-    """The target, where the user names one or it lies here."""
+    """Return the target if the user names one or it is a local folder."""
     named = target_name(source, options)
     return named if named is not None and (options.target or Path(named).is_dir()) else None
 
@@ -139,7 +139,7 @@ def _known_target(source: Source, options: ExportOptions) -> str | None:
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     path = folder / GGUF_FILE
     made = read_gguf(path)
-    from gguf.quants import dequantize  # of an extra, which `read_gguf` asks for
+    from gguf.quants import dequantize  # from an extra, which `read_gguf` requires
 
     model = load_merged(source)
     config = model.config
@@ -153,7 +153,7 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     lines = [f"GGUF of version {version}: {tokens:,} tokens, {len(tensors)} tensors"]
     if config.model_type in _DECODERS:
         try:
-            # a Mistral is a Llama there, which the file says itself
+            # GGUF stores a Mistral as a Llama, with its own configuration
             about = {} if config.model_type == "mistral" else {"config": config}
             read = load_whole(type(model), folder, gguf_file=GGUF_FILE, dtype=torch.float32, **about)
         except UNLOADABLE as error:
@@ -240,7 +240,7 @@ _HEADS = {
     "blk.0.ffn_up.weight": "midlayer.mlp.up_proj.weight",
     "blk.0.ffn_down.weight": "midlayer.mlp.down_proj.weight",
 }
-"""llama.cpp's names of an EAGLE-3 layer's tensors that it keeps as they are."""
+"""Tensors of an EAGLE-3 layer that llama.cpp stores unchanged, by its names."""
 
 
 EAGLE_GGUF = Format(

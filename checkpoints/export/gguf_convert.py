@@ -1,10 +1,10 @@
-"""llama.cpp's converter as a process of its own, with answers to what it would not find.
+"""Wrapper that runs llama.cpp's converter with answers to what it cannot determine.
 
     python -P -m draftsmith.checkpoints.export.gguf_convert CONVERTER NAME SETTINGS ARGUMENTS…
 
-NAME, if not empty, is how a tokenizer splits text (`tokenizer.ggml.pre`) that the converter does not know: it looks up
-what a byte-level BPE makes of one text among published models. SETTINGS is a JSON object: what the converter asks of a
-configuration, and transformers 5 has under another name.
+NAME, if not empty, is the pre-tokenizer (`tokenizer.ggml.pre`) for tokenizers that the converter does not recognise by
+its hashes of published models. SETTINGS is a JSON object of configuration values that the converter expects and
+transformers 5 stores under another name.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def _give_name(base: Any, name: str) -> None:
 
 
 def main() -> None:
+    """Run the converter with the arguments of the command line."""
     path, name, settings, *arguments = sys.argv[1:]
     sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(path).parent))  # as for a script: the converter has modules beside it
+    sys.path.insert(0, str(Path(path).parent))  # the converter imports modules from its folder
     converter = importlib.import_module(Path(path).stem)
-    base = getattr(converter, "ModelBase", None)  # an old converter has other classes, and is left as it is
+    base = getattr(converter, "ModelBase", None)  # old converters have other classes and are not changed
     if base is not None and name:
         _give_name(base, name)
     if base is not None and json.loads(settings):

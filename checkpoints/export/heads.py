@@ -1,7 +1,6 @@
-"""Medusa heads for serving engines: each head with its own projection, under the names of Medusa's first release.
+"""Export of Medusa heads for serving engines: own projections, under the names of Medusa's first release.
 
-What each engine does with them is described in `serving/`; `tests/checkpoints/export/test_export_heads.py` has its
-rules. Letters: R rank, D hidden.
+`serving/` describes how each engine uses them. Letters: R rank, D hidden.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from .target import compare_copy, copy_tokenizer, has_tokenizer, output_projecti
 
 
 def _target_name(source: Source, options: ExportOptions) -> str:
-    """Return the target's name, which engines look for in the heads' config; raise ValueError if there is none."""
+    """Return the target's name, which engines read from the heads' config. Raises ValueError if there is none."""
     named = target_name(source, options) or read_heads(source.folder).base_model
     return named or needed_target(source, options, "engines look for its name in the heads' config")
 
 
 def _load(source: Source, options: ExportOptions) -> PredictionHeads:
-    """Load the heads, with the target's projection where they share it; raise ValueError if engines cannot run them."""
+    """Load the heads with all projections. Raises ValueError if engines cannot run them."""
     heads = load_heads(source.folder).propose(None)  # engines compute the logits of all tokens
     if heads.states != "after-norm":
         raise ValueError(
@@ -50,7 +49,7 @@ def _load(source: Source, options: ExportOptions) -> PredictionHeads:
 
 
 def _tensors(heads: PredictionHeads) -> dict[str, Tensor]:
-    """Return tensors that compute the same as the heads; low-rank projections are multiplied out."""
+    """Return tensors that are equivalent to the heads; low-rank projections are multiplied out."""
     tensors = {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
     for k in range(heads.num_heads):
         tail = heads.projection(k).detach()
@@ -68,7 +67,7 @@ def _sizes(heads: PredictionHeads, source: Source) -> tuple[int, int, int, int]:
 
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     heads = _load(source, options)
-    tensors = {name: tensor.clone() for name, tensor in _tensors(heads).items()}  # none is stored twice
+    tensors = {name: tensor.clone() for name, tensor in _tensors(heads).items()}  # shared tensors cannot be saved
     save_file(tensors, folder / HEADS_FILE, metadata={"format": "pt"})
     copy_tokenizer(_target_name(source, options), folder)
     with torch.device("meta"):

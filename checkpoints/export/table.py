@@ -1,6 +1,6 @@
-"""Export of a bigram table: a proposer for vLLM's method `custom_class`, which drafts from every row of the table.
+"""Export of a bigram table as a proposer for vLLM's method `custom_class`, which drafts from every row of the table.
 
-llama.cpp's n-gram cache drafts only where one token has 75 % of a row's counts, so that the same table is worth less.
+llama.cpp's n-gram cache drafts only if one token has 75 % of a row's counts, so the same table is less useful there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODULE = "vllm_proposer.py"
 
 
 def successors(table: BigramTable) -> NDArray[np.int32]:
-    """Return the greedy draft of the method `bigram` after each token, int32 [V]; −1 where a row has no entries."""
+    """Return the greedy draft of the method `bigram` after each token, int32 [V]; −1 for rows without entries."""
     best_V = table.distributions("cpu", _PRIOR).most_likely(torch.arange(table.vocab_size))
     return torch.where(table.row_ptr.diff() > 0, best_V, -1).numpy().astype(np.int32)
 

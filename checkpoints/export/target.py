@@ -1,4 +1,4 @@
-"""The target that an export is served with: its configuration, vocabulary, tokenizer and output projection.
+"""Target of an export: its configuration, vocabulary, tokenizer and output projection.
 
 Letters: V vocabulary, D hidden.
 """
@@ -33,12 +33,12 @@ _PROBES = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer."""
+    """Check if a folder holds a tokenizer."""
     return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer in a folder or of a hub id; ValueError where it cannot be read."""
+    """Load the tokenizer of a folder or a hub id. Raises ValueError if it cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -49,7 +49,10 @@ def load_tokenizer(source: str) -> Any:
 
 
 def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
-    """What is equal of two folders' tokenizers, a line each; ValueError where they differ."""
+    """Return a line if two folders' tokenizers are equal, nothing if there are none.
+
+    Raises ValueError if they differ.
+    """
     if not has_tokenizer(artifact):
         return []
     mine, made = (AutoTokenizer.from_pretrained(each, trust_remote_code=False) for each in (artifact, folder))
@@ -65,7 +68,7 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
 
 
 def copy_tokenizer(target: str, folder: Path) -> None:
-    """Copy a target's tokenizer to a folder, if it can be had: of `user/name[@revision]` from the hub or its cache."""
+    """Copy a target's tokenizer to a folder, if available; that of `user/name[@revision]` from the hub or its cache."""
     found = _find_tokenizer(target)
     if found is None:
         return
@@ -73,7 +76,7 @@ def copy_tokenizer(target: str, folder: Path) -> None:
         if (found / name).is_file():
             shutil.copyfile(found / name, folder / name)
     config = read_json(found / CONFIG_FILE) if (found / CONFIG_FILE).is_file() else {}
-    # else its class is that of the model beside it, and beside the copy there is another
+    # otherwise the class depends on the model in the same folder, which differs for the copy
     config.setdefault("tokenizer_class", type(load_tokenizer(str(found))).__name__)
     write_config(folder / CONFIG_FILE, config)
     patch_tokenizer(folder)
@@ -88,7 +91,7 @@ def _find_tokenizer(target: str) -> Path | None:
 
 
 def compare_copy(target: str, folder: Path) -> list[str]:
-    """What was found equal of a copy read back and the target's tokenizer, a line each; where there is none, that."""
+    """Return a line on the equality of a copy and the target's tokenizer, or that it is unavailable."""
     found = _find_tokenizer(target)
     if found is None:
         return [f"not compared: the tokenizer, as that of the target {target} is neither here nor to be had"]
@@ -96,7 +99,7 @@ def compare_copy(target: str, folder: Path) -> list[str]:
 
 
 def check_vocabulary(source: Source, target: str) -> None:
-    """ValueError where the artifact's vocabulary has another size than the target's."""
+    """Raise ValueError if the artifact's vocabulary size differs from the target's."""
     theirs = load_config(target).get_text_config(decoder=True).vocab_size
     if theirs != source.manifest.vocab_size:
         raise ValueError(
@@ -108,7 +111,7 @@ def check_vocabulary(source: Source, target: str) -> None:
 def check_drafter(
     source: Source, folder: Path, target: str, consumers: Collection[str], also: Collection[str] = ()
 ) -> None:
-    """Raise ValueError if engines refuse a drafter, as it was written to `folder`, with its target."""
+    """Raise ValueError if engines refuse the drafter written to `folder` with its target."""
     sides = open_side(target, load_tokenizer), open_side(str(folder), load_tokenizer)
     check_pair(*sides, consumers, str(source.folder), _doctor(source, target), also)
 
@@ -118,9 +121,11 @@ def _doctor(source: Source, target: str) -> str:
 
 
 def output_projection(target: str, source: Source | None = None) -> Tensor:
-    """The target's output projection [V, D] as its files have it; nothing else of them is read. Raises ValueError:
-    another target than the one that the artifact `source` was made for; no configuration, or no safetensors files that
-    hold it."""
+    """Read only the target's output projection [V, D] from its files.
+
+    Raises ValueError if `source` was made for another target, or there is no configuration or projection in
+    safetensors.
+    """
     folder = model_source(target)
     wanted = ((source.manifest.target if source else None) or {}).get("sha256")
     if source is not None and wanted is not None and any(Path(folder).glob("model*.safetensors")):

@@ -1,6 +1,6 @@
-"""Bigram drafts for vLLM, as a proposer of its method `custom_class`: each token the most likely after the one before.
+"""Bigram drafts for vLLM's method `custom_class`: each token is followed by its most probable successor.
 
-This file is self-contained. An export of a table holds a copy of it beside `successors.npy`, and vLLM imports the copy.
+This file is self-contained. An export of a table holds a copy of it and `successors.npy`, and vLLM imports the copy.
 
 Shape letters: V vocabulary, R requests.
 """
@@ -16,10 +16,10 @@ SUCCESSORS_FILE = "successors.npy"
 
 
 class BigramProposer:
-    """Proposer that vLLM creates with its configuration and asks for drafts after each step.
+    """Proposer that vLLM creates with its configuration and calls after each step.
 
     Raises:
-        ValueError: `successors.npy` has another type, or more tokens than the served model.
+        ValueError: `successors.npy` has another dtype, or more tokens than the served model.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -33,12 +33,12 @@ class BigramProposer:
                 f"{path} was counted with {len(mapped_V)} tokens, the served model has {vocab_size}: "
                 "a table serves the model whose tokenizer it was counted with"
             )
-        self._next_V = np.asarray(mapped_V)  # still mapped; reading single values from np.memmap is slow
+        self._next_V = np.asarray(mapped_V)  # still mapped; indexing np.memmap itself is slow
         self._gamma = int(vllm_config.speculative_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: a table loads nothing from the served model."""
+        """Do nothing, because a table needs nothing from the served model."""
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
@@ -46,9 +46,9 @@ class BigramProposer:
         """Return at most `num_speculative_tokens` draft tokens for each request.
 
         Args:
-            sampled_token_ids: Tokens that the last step committed; none while a prompt is being read.
+            sampled_token_ids: Tokens that the last step committed; empty during the prefill.
             num_tokens_no_spec: Length of each request with these tokens [R].
-            token_ids_cpu: Not used: a bigram reads the last token alone.
+            token_ids_cpu: Not used, since a bigram depends on the last token only.
             slot_mappings: Not used.
         """
         del token_ids_cpu, slot_mappings

@@ -1,4 +1,4 @@
-"""Between two tokenizers by way of the text: a drafter of any family beside any target."""
+"""Translation of token ids between two tokenizers through text, for target and drafter of any families."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 _TAIL = 8
-"""Tokens before a draft with which it is cut into tokens: how a word begins decides how it is cut."""
+"""Number of tokens before a draft that are tokenized with it, since tokenization depends on how a word begins."""
 _UNFINISHED = "\ufffd"
-"""What bytes decode to that are no whole character yet."""
+"""Replacement character that incomplete UTF-8 sequences decode to."""
 
 
 class TextTranslation:
-    """`decode.proposers.by_text.Translation` of a target's and a drafter's tokenizer. Special tokens say nothing."""
+    """`decode.proposers.by_text.Translation` between a target's and a drafter's tokenizer, ignoring special tokens."""
 
     def __init__(self, target: Any, drafter: Any) -> None:
         self._target, self._drafter = target, drafter
@@ -34,7 +34,7 @@ class TextTranslation:
         starts = [number for number, (_, end) in enumerate(cut.offset_mapping) if end > len(tail)]
         if starts and cut.offset_mapping[starts[0]][0] >= len(tail):
             return list(cut.input_ids[starts[0] :])
-        # a token reaches from the text into the draft, and the text has ended otherwise
+        # a token spans the end of the text and the draft, which the text's own tokens do not
         return list(self._target(more, add_special_tokens=False, verbose=False).input_ids)
 
     def _text(self, tokenizer: Any, ids: Sequence[int]) -> str:

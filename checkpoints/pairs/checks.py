@@ -1,4 +1,4 @@
-"""Static checks of a target and a drafter, and what each finding means for the engines that decode with the two.
+"""Static checks of a target and a drafter, and the effect of each finding on the engines that decode with them.
 
 The engines' rules were read in their own code: `transformers/generation/utils.py` (_validate_generation_mode), vLLM's
 `config/speculative.py`, SGLang's `speculative/standalone_worker.py`, llama.cpp's `common/speculative.cpp`.
@@ -18,7 +18,7 @@ from ..storage.places import here
 from .sides import REFUSED, Diagnosis, Effect, Finding, Side, refused, works_but
 
 LLAMA_CPP_SIZES = 128
-"""Difference of vocabulary sizes that llama.cpp accepts."""
+"""Maximum difference of vocabulary sizes in llama.cpp."""
 LLAMA_CPP_FIRST = 5
 """First id whose text llama.cpp compares."""
 _OTHER = "the artifact's manifest says that it was made with another tokenizer"
@@ -43,7 +43,7 @@ _TEMPLATE = (
 
 
 def examine(target: Side, drafter: Side) -> Diagnosis:
-    """Run every static check of two models."""
+    """Run all static checks of a target and a drafter."""
     checks = [_check_kind, _check_sizes, _check_weights]
     if target.tokenizer is None or drafter.tokenizer is None:
         checks.append(_check_tokenizers_exist)
@@ -57,7 +57,7 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
 def check_pair(
     target: Side, drafter: Side, consumers: Collection[str], name: str, fix: str, also: Collection[str] = ()
 ) -> None:
-    """Raise ValueError if an engine refuses two models.
+    """Raise ValueError if an engine refuses a target and a drafter.
 
     Args:
         target: Target.
@@ -167,7 +167,7 @@ def _check_tokens(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def other_fingerprint(target: Side, drafter: Side) -> bool:
-    """Return whether the drafter is an artifact that was made with another tokenizer than the target's."""
+    """Check if the drafter is an artifact that was made with another tokenizer than the target's."""
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
     return None not in (made_with, target.tokenizer) and made_with != tokenizer_fingerprint(target.tokenizer)
 
@@ -184,7 +184,7 @@ def _check_special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _check_encoding(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Report the first text that the two encode differently, compared by the texts of its tokens."""
+    """Report the first text that the two tokenizers encode differently, comparing the texts of tokens."""
     for text in _probes(target, drafter):
         mine, theirs = _pieces(target.tokenizer, text), _pieces(drafter.tokenizer, text)
         if mine != theirs:
@@ -196,7 +196,7 @@ def _check_encoding(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _probes(target: Side, drafter: Side) -> Iterator[str]:
-    """Yield texts, and texts around the added tokens that both have."""
+    """Yield test texts, also around the added tokens that both tokenizers have."""
     yield from _TEXTS
     known = target.vocab.keys() & drafter.vocab.keys()
     added = [token.content for side in (target, drafter) for token in _tokenizer(side).added_tokens_decoder.values()]
@@ -213,7 +213,7 @@ def _pieces(tokenizer: Any, text: str) -> list[str]:
 
 
 def _common(mine: Sequence[str], theirs: Sequence[str]) -> int:
-    """Return the length of the common beginning."""
+    """Return the length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
 
 
@@ -253,7 +253,7 @@ def _check_chat_template(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _check_context(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Compare positions, and for this engine the windows that it does not keep."""
+    """Compare the numbers of positions and, for this engine, unsupported sliding windows."""
     effects = dict[str, Effect]()
     if _is_shorter(drafter.positions, target.positions):
         reason = f"texts beyond the drafter's {drafter.positions:,} positions are refused or drafted badly"
@@ -270,7 +270,7 @@ def _is_shorter(drafter: int | None, target: int | None) -> bool:
 
 
 def _check_draft_vocabulary(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Report an artifact as training leaves it; exports have what other engines read."""
+    """Report a draft vocabulary in an artifact that was not exported, since other engines do not read it."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
         reason = f"it takes {DRAFT_VOCABULARY} for weights; `draftsmith export` leaves that out"
         effects = refused(reason, "vllm")
@@ -282,7 +282,7 @@ def _check_draft_vocabulary(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _check_fingerprint(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Report a manifest that names another tokenizer, unless the tokens themselves differ."""
+    """Report a manifest with another tokenizer fingerprint, unless the tokens themselves differ."""
     has_other_tokens = drafter.tokenizer is not None and drafter.vocab != target.vocab
     if other_fingerprint(target, drafter) and not has_other_tokens:
         assert drafter.manifest is not None

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads beside a target: what each engine makes of their config, and what their files lack.
+"""Checks of EAGLE-3 heads and their target: how each engine reads their config, and what their files lack.
 
 The engines' rules were read in their own code: vLLM 0.33's `config/speculative.py` and its two model runners, SGLang
 0.5.23's `models/llama_eagle3.py`, llama.cpp's `conversion/llama.py` and `common/speculative.cpp`.
@@ -26,12 +26,12 @@ READERS = {
     "llama.cpp": "llama.cpp (b11434), draft-eagle3",
     "draftsmith": "this engine, as an evaluation's `drafter`",
 }
-"""Who drafts with EAGLE-3 heads, and of which versions the rules were read."""
+"""Engines that decode with EAGLE-3 heads, and the versions whose rules are checked."""
 Config = Mapping[str, Any]
 
 
 def layers_read(config: Config, count: int) -> dict[str, list[int]]:
-    """The layers of a target of `count` that each engine feeds heads with, what goes into them, counted from 0."""
+    """Return the layers (by their inputs, from 0) of a target with `count` layers that each engine reads."""
     nested, top, usual = config.get("eagle_config") or {}, config.get(LAYER_IDS), default_layers(count)
     own = nested.get(LAYER_IDS)
     return {
@@ -43,15 +43,14 @@ def layers_read(config: Config, count: int) -> dict[str, list[int]]:
 
 
 def rotary_base(config: Config) -> float:
-    """Of rotary positions, as any transformers writes it; what is left out means 10,000."""
+    """Return the base of rotary positions under any of transformers' keys (default: 10,000)."""
     rope: Config = config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)  # by kind of layer, where these differ
+    rope = rope.get("full_attention", rope)  # some models have settings per layer type
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000)
 
 
 def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
-    """All that is known of EAGLE-3 heads in a folder, beside their target. Raises ValueError: ids of layers that are
-    none."""
+    """Run all checks of EAGLE-3 heads in a folder and their target. Raises ValueError if layer ids are invalid."""
     config = read_json(folder / CONFIG_FILE)
     stored = load_file(folder / WHOLE_FILES[0]) if (folder / WHOLE_FILES[0]).is_file() else {}
     trained = layers_named(config, target.config.num_hidden_layers)
@@ -65,7 +64,7 @@ def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
 
 
 def _inner(config: Config) -> Config:
-    """The sizes, which speculators' form has one level down."""
+    """Return the settings of the layer, which the form of speculators nests."""
     found: Config = config.get("transformer_layer_config", config)
     return found
 

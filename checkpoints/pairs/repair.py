@@ -1,4 +1,4 @@
-"""Repair of a drafter whose vocabulary has other rows than its target's: they are moved, padded or dropped.
+"""Repair of a drafter whose vocabulary rows differ from its target's: rows are moved, padded or dropped.
 
 Shape letters: V rows of a vocabulary, X any shape.
 """
@@ -24,7 +24,7 @@ from .sides import Side
 from .speculation import write_settings
 
 NEVER = -1e4
-"""Output bias of a row without a token, in models whose output layer has a bias."""
+"""Output bias of a row without a token, in models with a bias in the output layer."""
 _LICENCES = ("LICENSE*", "NOTICE*")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -89,12 +89,12 @@ def _load_model(drafter: Side, rows: int) -> Any:
     if is_adapter(drafter.folder):
         return with_adapter(drafter.folder, partial(load_language_model, dtype="auto"))
     config = load_config(drafter.source)
-    config.get_text_config(decoder=True).vocab_size = rows  # as stored, whatever the configuration says
+    config.get_text_config(decoder=True).vocab_size = rows  # the stored size, which may contradict the configuration
     return load_language_model(drafter.source, config=config, dtype="auto")
 
 
 def _match_rows(target: Side, drafter: Side) -> tuple[list[int | None], list[int], int]:
-    """Return the drafter's row for each row of the target, its rows that have a token, and its number of rows."""
+    """Return the drafter's row for each row of the target, its rows with a token, and its number of rows."""
     if target.tokenizer is None or drafter.tokenizer is None:
         raise ValueError(
             f"{target.source} and {drafter.source} need a tokenizer each: rows are matched by their tokens"
@@ -130,10 +130,10 @@ def _move_rows(model: Any, rows: Sequence[int | None], used: Sequence[int]) -> N
 
 
 def arrange_rows(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) -> Tensor:
-    """Return rows in another order; a new one (None) is the mean of those `used`, which have a token.
+    """Return reordered rows, in which a new one (None) is the mean of the rows `used`, which have a token.
 
-    As a row of the output layer, the mean gives the mean of the other logits: never the largest, and at most a V-th of
-    the probability. (A row of zeros gives 0, the largest where all others are negative.) A new bias [V] is `NEVER`.
+    In an output layer, the mean row gives the mean of the other logits: never the largest, and at most a V-th of the
+    probability. (A row of zeros would give the largest logit if all others were negative.) A new bias [V] is `NEVER`.
     """
     is_bias = old_VX.dim() == 1
     added = old_VX.new_tensor(NEVER) if is_bias else old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)

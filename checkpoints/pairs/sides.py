@@ -1,4 +1,4 @@
-"""Models as their files describe them, the findings of a pair, and what these mean for each engine.
+"""Descriptions of models by their files, the findings of a pair, and their effects on each engine.
 
 Only configurations, tokenizers and headers of safetensors files are read; no pickles and no remote code.
 """
@@ -45,25 +45,25 @@ _FILES = (
     *(*TOKENIZER_FILES, DRAFT_VOCABULARY),
 )
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
-"""Names of output layers in files older than those of their classes in transformers."""
+"""Names of output layers in files that are older than their model class."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Meaning of a finding for an engine."""
+    """Effect of a finding on an engine."""
 
     outcome: str
-    """`works but` or `refused`."""
+    """Either `works but` or `refused`."""
     reason: str
 
 
 def refused(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Return the effects of a finding for which consumers (by default all) refuse the pair."""
+    """Return the effects of a finding for which engines (by default all) refuse the pair."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(REFUSED, reason))
 
 
 def works_but(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Return the effects of a finding with which consumers (by default all) decode less well."""
+    """Return the effects of a finding with which engines (by default all) decode less well."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(BUT, reason))
 
 
@@ -77,12 +77,12 @@ class Finding:
     target: str = ""
     drafter: str = ""
     effects: Mapping[str, Effect] = field(default_factory=dict)
-    """Meaning for the affected engines."""
+    """Effects on the affected engines."""
     advice: str = ""
     is_fault: bool = False
-    """Whether a measured finding is an error of training, files or settings."""
+    """True if a measured finding is an error of training, files or settings."""
     lost: float | None = None
-    """Acceptance that it costs, if that was measured."""
+    """Loss of acceptance, if measured."""
     interval: list[float] | None = None
     """99 % interval of `lost`."""
 
@@ -145,25 +145,25 @@ class Side:
     """Folder or hub id as given."""
     folder: Path
     config: Any
-    """Configuration of its decoder."""
+    """Configuration of the decoder."""
     generation: GenerationConfig
     tokenizer: Any | None
     rows: int | None
-    """Rows of the token embedding in the weights; None if these are not on this machine."""
+    """Rows of the token embedding in the weights; None if they are not on this machine."""
     head_rows: int | None
     """Rows of the output layer."""
     manifest: Manifest | None
     weights_fault: str = ""
-    """Reason why this engine does not load its weights."""
+    """Reason why this engine cannot load the weights; empty if it can."""
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size of its configuration."""
+        """Vocabulary size of the configuration."""
         return int(self.config.vocab_size)
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Token text to id; empty without a tokenizer."""
+        """Mapping of token texts to ids; empty without a tokenizer."""
         return {} if self.tokenizer is None else {str(text): int(i) for text, i in self.tokenizer.get_vocab().items()}
 
     @property
@@ -186,8 +186,8 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     """Read the description of a target or a drafter.
 
     Args:
-        source: Folder of a model or a LoRA adapter, or `user/name[@revision]` on the hub, of which the small files are
-            fetched.
+        source: Folder of a model or a LoRA adapter, or `user/name[@revision]` on the hub, whose small files are
+            downloaded.
         load_tokenizer: Function that returns the tokenizer of a folder.
 
     Raises:
@@ -225,7 +225,7 @@ def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, 
     """Return the stored rows of the embedding and of the output layer."""
     try:
         model = meta_model(config)
-    except (ValueError, ImportError):  # no such model in this transformers, or a kernel that is not installed
+    except (ValueError, ImportError):  # model unknown to this transformers, or a missing kernel
         return None, None
     embedding, head, _ = names_of_embeddings(model)
     names = (embedding, embedding.removeprefix(f"{model.base_model_prefix}."))

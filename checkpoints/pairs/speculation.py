@@ -26,7 +26,7 @@ def speculation(tokens: int = SPECULATIVE_TOKENS) -> dict[str, Any]:
 
 
 def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write `config.json` or `generation_config.json`, also with values that transformers refuses to save."""
+    """Write `config.json` or `generation_config.json`, including values that transformers refuses to save."""
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole, or not at all."""
+"""Atomic writing of files and folders."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _UNFINISHED = re.compile(r"(\.(?P<name>.+)\.\d+-[0-9a-f]{8})\.(old|saving|saving
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write. It stands at `path`, on the disk, when the block ends; where that fails, what stood there stays.
-    Its folder is made. Errors name the file. What killed writers left in that folder is removed."""
+    """Open a file for writing that atomically replaces `path` when the block ends, and is discarded on errors.
+
+    Its folder is created, and leftovers of interrupted writers there are removed. Errors name the file.
+    """
     check_writable(path)
     with _unfinished(path) as unfinished, errors_named(path):
         with unfinished.open("wb+") as out:
@@ -32,16 +34,16 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_text(path: Path, text: str) -> None:
-    """Write a file in UTF-8 as `atomic_file` does."""
+    """Write a UTF-8 file as `atomic_file` does."""
     with atomic_file(path) as out:
         out.write(text.encode())
 
 
 def check_writable(path: Path, *, folder: bool = False) -> None:
-    """Check, before long work, that a file or a folder can be written at a path; nothing is created.
+    """Check, before long work, that a file or folder can be written at a path, without creating it.
 
     Raises:
-        ValueError: The path is a device, a FIFO, a link to no folder or of the other kind, or nothing can be written.
+        ValueError: The path is a device, a FIFO, a link to no folder or of the other kind, or not writable.
     """
     if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
         kind = "directory" if folder else "regular file"
@@ -56,11 +58,11 @@ def check_writable(path: Path, *, folder: bool = False) -> None:
 
 @contextmanager
 def atomic_dir(out: Path) -> Iterator[Path]:
-    """An empty folder to write to. It stands at `out`, on the disk, when the block ends, in place of what stood there;
-    where that fails, this stays. Of two writers at once the last one wins.
+    """Open an empty folder for writing that replaces `out` when the block ends, and is discarded on errors.
 
-    What stood there is renamed aside first. What killed writers left beside it is removed, or put back if nothing
-    stands in its place."""
+    The old folder is renamed first. Leftovers of interrupted writers are removed or restored. With concurrent writers,
+    the last one wins.
+    """
     out = out.resolve()  # a link to a folder stays a link
     with _unfinished(out) as unfinished:
         unfinished.mkdir()
@@ -68,18 +70,18 @@ def atomic_dir(out: Path) -> Iterator[Path]:
         mode = unfinished.stat().st_mode & 0o666
         for path in (*unfinished.rglob("*"), unfinished):
             if path.is_file():
-                path.chmod(mode)  # safetensors makes files for their owner alone
+                path.chmod(mode)  # safetensors creates files that only their owner can read
             sync(path)
         _put_in_place(unfinished, out)
 
 
 @contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write under, locked while there is somebody to write; what stands there is removed."""
+    """Yield a temporary name next to `path`, locked during the block; what was written there is removed at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path.parent)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
-    with locked(unfinished, wait=True):  # others look, and let go of it
+    with locked(unfinished, wait=True):  # other processes hold it briefly to check
         try:
             yield unfinished
         finally:
@@ -102,12 +104,12 @@ def _put_in_place(new: Path, out: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder, and put back what they had moved aside."""
+    """Remove leftovers of interrupted writers in a folder, and restore what they had renamed."""
     with suppress(OSError):
         for name in os.listdir(folder):
             if found := _UNFINISHED.fullmatch(name):
                 with suppress(ValueError, OSError), locked(folder / f"{found[1]}.saving") as is_certain:
-                    if is_certain:  # or it is being written
+                    if is_certain:  # otherwise it may be in use
                         _clear(folder / name, folder / found["name"])
 
 
@@ -115,13 +117,13 @@ def _clear(path: Path, out: Path) -> None:
     if path.suffix == ".old":
         with _locked(path.parent), suppress(FileNotFoundError):
             if not out.exists():
-                path.rename(out)  # its writer was killed between two renames
-    if path.suffix != ".lock":  # which is deleted with the lock
+                path.rename(out)  # its writer was interrupted between two renames
+    if path.suffix != ".lock":  # a lock file is deleted with its lock
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder as far as that is possible, or a file or link, if there is one."""
+    """Remove a file, link or folder if it exists, ignoring errors within a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -130,7 +132,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, on file systems that have locks; the lock of a killed one is gone with it."""
+    """Lock a folder, if the file system has locks; they are released when a process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
@@ -156,7 +158,7 @@ def finish_file(out: IO[bytes]) -> None:
 
 
 def append_line(file: IO[bytes], line: bytes) -> None:
-    """Write a line to the end of an unbuffered file, or nothing of it where the disk is full."""
+    """Write a line to the end of an unbuffered file, or nothing of it if the disk is full."""
     start = file.seek(0, os.SEEK_END)
     left = line + b"\n"
     try:
@@ -169,7 +171,7 @@ def append_line(file: IO[bytes], line: bytes) -> None:
 
 @contextmanager
 def errors_named(path: Path) -> Iterator[None]:
-    """Name the file in errors of writing: the system does so for opening alone."""
+    """Add the file name to errors of writing, which lack it."""
     try:
         yield
     except OSError as error:

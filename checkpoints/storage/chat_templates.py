@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-_DATE = "2024-07-26"  # that of Llama 3's template; today's date would render another text tomorrow
+_DATE = "2024-07-26"  # default of Llama 3's template; the current date would make results change
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FAULTS = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
@@ -25,9 +25,9 @@ def render_chat(
     Args:
         tokenizer: Tokenizer with a chat template.
         messages: Messages with `role` and `content`.
-        prompt: Whether to end where the next answer begins.
+        prompt: End with the prefix of the next answer.
         tools: Tools that may be called.
-        options: Variables of the template, such as `enable_thinking`; `date` (2024-07-26) is today's date for it.
+        options: Variables of the template, such as `enable_thinking`; `date` (default: 2024-07-26) is its current date.
 
     Raises:
         ValueError: The template fails.

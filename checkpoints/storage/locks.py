@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that the system takes back when its holder ends, however it ends."""
+"""Locks for single writers, which the system releases when the holder ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-_LONGEST_NAME = 300  # of a holder
+_LONGEST_NAME = 300  # bytes
 _HELD: set[IO[bytes]] = set()
 
 
 def _let_go() -> None:
     for held in _HELD:
-        held.close()  # which leaves the lock to the process that has it
+        held.close()  # the parent process keeps the lock
     _HELD.clear()
 
 
@@ -26,9 +26,10 @@ os.register_at_fork(after_in_child=_let_go)
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Keep other processes from what stands at `path` while the block runs; see `locked`. Where the file system has no
-    locks nobody is kept out, and a warning says so. Raises ValueError: another process is at it, whose number and
-    machine are named; OSError: the lock's file cannot be made."""
+    """Prevent other processes from writing `path` during the block; see `locked`.
+
+    Warns if the file system has no locks. Raises ValueError, naming the process, if another one holds the lock.
+    """
     with locked(path) as is_locked:
         if not is_locked:
             warnings.warn(f"{path}.lock cannot be locked here: start nothing else that writes {path}", stacklevel=3)
@@ -37,12 +38,11 @@ def sole_writer(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold `<path>.lock`, which says by whom, and is deleted at the end; one that a killed process left is nobody's.
-    Gives False where the file system has no locks. Raises what `sole_writer` raises, unless it is to `wait`.
+    """Hold `<path>.lock`, which names the holder and is deleted at the end; yield False without file system locks.
 
-    The lock is `flock`'s, and forked processes, such as those that load data, let go of it at once: they may outlive a
-    killed holder by seconds. Over NFS it holds between machines; that of a lost one is the server's to take back
-    (version 4: after its lease, mostly 90 s).
+    Raises ValueError as `sole_writer` does, unless it is to `wait`. The lock is `flock`'s. Forked processes release it
+    at once, because they may outlive an interrupted holder by seconds. Over NFS it works between machines; the server
+    releases that of a lost client (version 4: after its lease, usually 90 s).
     """
     file = path.with_name(f"{path.name}.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
             yield is_locked
         finally:
             _HELD.discard(held)
-            file.unlink(missing_ok=True)  # still locked: who has opened it meanwhile finds that it is gone
+            file.unlink(missing_ok=True)  # still locked, so that waiting processes notice the deletion
 
 
 def _opened(file: Path, path: Path, wait: bool) -> tuple[IO[bytes], bool]:
@@ -76,7 +76,7 @@ def _opened(file: Path, path: Path, wait: bool) -> tuple[IO[bytes], bool]:
 
 
 def still_stands(descriptor: int, path: Path) -> bool:
-    """Whether an opened file or folder still stands under its name."""
+    """Check if an opened file or folder still has this path."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError:

@@ -1,4 +1,4 @@
-"""Parts of error messages: the nearest right name, somebody else's text, the point of another error."""
+"""Parts of error messages: suggestions, sizes, sanitised texts and summaries of other errors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _HARMLESS = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Return ` Did you mean 'x'?` with the most similar name, at least as similar as `cutoff` of 1, or nothing."""
+    """Return ` Did you mean 'x'?` with the most similar name, if its similarity is at least `cutoff`, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def words(error: BaseException) -> str:
-    """An error's message, without a number of the system's; of its own errors the file and what is wrong with it."""
+    """Return an error's message without errno; for system errors the file and the reason."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return re.sub(r"\[Errno -?\d+\] ", "", str(error))  # as a library wraps them
+    return re.sub(r"\[Errno -?\d+\] ", "", str(error))  # in errors wrapped by libraries
 
 
 def gigabytes(size: float) -> str:
-    """Return a number of bytes in powers of ten, as in `1.50 GB`."""
+    """Return a number of bytes in powers of ten, such as `1.50 GB`."""
     for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= worth:
             return f"{size / worth:,.2f} {unit}"
@@ -35,13 +35,13 @@ def gigabytes(size: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, and the next if it is only a heading; without one, its type."""
+    """Return the first line of an error's message (and the next after a heading), or its type."""
     lines = [line.strip() for line in words(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def install_hint(extra: str = "") -> str:
-    """How to install what an extra brings: of a checkout that checkout, else the package by its name."""
+    """Return the command that installs an extra, from the checkout if there is one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "pyproject.toml").is_file():
         return f"pip install 'draftsmith[{extra}]'" if extra else "pip install draftsmith"
@@ -50,14 +50,13 @@ def install_hint(extra: str = "") -> str:
 
 
 def brief(value: Any) -> str:
-    """A value as Python writes it, cut where it is long."""
+    """Return an ASCII representation of a value, shortened if long."""
     text = ascii(value)
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
 
 
 def pictured(text: str) -> str:
-    """A text that stands on a terminal as it is written, whoever wrote it: in place of characters that steer it, turn
-    text around or hide in it their pictures ("␛"), or "�"."""
+    """Return a text that is safe for a terminal: control and hidden characters become pictures ("␛") or "�"."""
     return text if text.isprintable() else "".join(map(_picture, text))
 
 

@@ -1,4 +1,4 @@
-"""File names that artifacts, and what others publish in their place, are known by."""
+"""File names of artifacts and of published models, heads and tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 PREFIX = "medusa_head."
-"""What the heads' names begin with in the files of a whole model."""
+"""Prefix of the heads' tensor names in the files of a whole model."""
 
 
 def other_kind(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Places by name: a folder that is here, or a repository of the hub at a revision."""
+"""Names of models: a local folder, or a repository of the hub at a revision."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .gguf import PACKAGE, gguf_folder, is_gguf
 from .messages import words
 
 _PATIENCE = 4.0
-"""Seconds for the hub's first answer."""
+"""Seconds to wait for the hub's first response."""
 _ANSWERS: dict[str, str] = {}
-"""By endpoint, why it was out of reach."""
+"""Reasons why endpoints are unreachable."""
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
 def split_revision(place: str) -> tuple[str, str | None]:
-    """Name and revision of `user/name@revision`; else the place and None. Raises ValueError: the hub allows no such."""
+    """Return name and revision of `user/name@revision`, otherwise the place and None. Raises ValueError if invalid."""
     repo, at, _ = place.partition("@")
     is_named = at and "/" in repo and not is_path(repo) and here(place) is None
     return hub_place(place) if is_named else (place, None)
 
 
 def adapter_base(settings: Mapping[str, Any]) -> str | None:
-    """The model that an adapter's settings name, with peft's `revision` as `user/name@revision`; None without one."""
+    """Return the base model in an adapter's settings, with peft's `revision` as `user/name@revision`, or None."""
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         return None
@@ -35,8 +35,10 @@ def adapter_base(settings: Mapping[str, Any]) -> str | None:
 
 
 def here(place: str | Path) -> Path | None:
-    """The folder or file of this name on this machine; of a GGUF file, also in a package, the model folder that it was
-    converted to."""
+    """Return the local file or folder of this name, or None.
+
+    GGUF files, also in packages, are converted to a folder.
+    """
     if is_gguf(place) and str(place).startswith(PACKAGE):
         return gguf_folder(place)
     try:
@@ -49,7 +51,7 @@ def here(place: str | Path) -> Path | None:
 
 
 def hub_place(place: str) -> tuple[str, str | None]:
-    """Name and revision of `user/name[@revision]`. Raises ValueError: a path, or not allowed."""
+    """Return name and revision of `user/name[@revision]`. Raises ValueError for paths and invalid names."""
     repo, at, revision = place.partition("@")
     check_place(repo)
     try:
@@ -62,12 +64,12 @@ def hub_place(place: str) -> tuple[str, str | None]:
 
 
 def is_path(place: str) -> bool:
-    """Whether a path was meant, not the hub."""
+    """Check if a name is a path rather than a hub id."""
     return place.startswith((".", "/", "~", "runs/")) or place.count("/") > 1 or "\\" in place or place.endswith("/")
 
 
 def check_place(place: str) -> None:
-    """Raise ValueError for a path at which there is nothing; whether the hub answers is tried once a process."""
+    """Raise ValueError for a path that does not exist. For hub ids, the hub is tried once per process."""
     if here(place) is None:
         if is_path(place):
             raise ValueError(f"there is no folder {place}")
@@ -75,8 +77,10 @@ def check_place(place: str) -> None:
 
 
 def out_of_reach() -> str:
-    """Why the hub cannot be asked; nothing where it answers, which is tried once. Where it does not, its client is told
-    so and looks into its cache alone: by itself it would try again for most of a minute."""
+    """Return why the hub cannot be reached, or nothing; tried once per process.
+
+    If it cannot, its client is set offline and uses its cache only, since it would retry for most of a minute.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE and constants.ENDPOINT not in _ANSWERS:
@@ -100,14 +104,14 @@ def _ask(endpoint: str) -> str:
         except (OSError, HTTPError) as error:
             reasons[:] = [f"{endpoint} cannot be reached: {words(error)}"]
 
-    asking = threading.Thread(target=ask, daemon=True)  # looking up an address knows no timeout
+    asking = threading.Thread(target=ask, daemon=True)  # name resolution has no timeout
     asking.start()
     asking.join(_PATIENCE)
     return "".join(reasons)
 
 
 def check_repository_name(name: str) -> None:
-    """Raises ValueError for what is no `user/name`; odd characters, some of which look like others, are escaped."""
+    """Raise ValueError unless a name is a valid `user/name`; the message escapes unusual characters."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -121,6 +125,6 @@ def check_repository_name(name: str) -> None:
 
 
 def check_revision(revision: str) -> None:
-    """Raises ValueError for what can be no branch, tag or commit."""
+    """Raise ValueError if a name cannot be a branch, tag or commit."""
     if not _PLAIN_REVISION.fullmatch(revision) or ".." in revision or "//" in revision or revision.endswith(("/", ".")):
         raise ValueError(f"{revision!a} is no branch, tag or commit of a repository")

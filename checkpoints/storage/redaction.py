@@ -1,4 +1,4 @@
-"""Secrets struck out of what is written or said: passwords, keys and tokens, by their names, forms and places."""
+"""Removal of secrets from output and files: passwords, keys and tokens, by name, form and position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REDACTED = "<redacted>"
 SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{20,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})"
 )
-"""Tokens that can be told by how they begin: of Hugging Face, OpenAI, GitHub, Amazon."""
+"""Tokens with a known prefix: Hugging Face, OpenAI, GitHub, Amazon."""
 _NAMES = (
     r"secrets?|passwords?|passwd|passphrase|credentials?|authorization|api[_\-]?keys?"
     r"|(?:access|private|secret)[_\-]?keys?|(?:access|auth|api|hf|hub|bearer)[_\-]?tokens?"
@@ -22,10 +22,10 @@ _NAMED = re.compile(
     r"(?!<redacted>)(?:\\?\"[^\"]{0,500}\"|\\?'[^']{0,500}'|(?:(?:bearer|basic|token)\s+)?[^\s,;&\"'}\])\\]+)",
     re.IGNORECASE,
 )
-"""`api_key: …`, `password=…`, `"Authorization": "Basic …"` in a text: the name with its sign, and the value."""
+"""Pattern of `api_key: …`, `password=…` or `"Authorization": "Basic …"`: the name with its sign, and the value."""
 _BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=\-]{6,}", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?<=://)(?:[^/?#\s]+|[^/?#\s@:\[]+:(?!\d*[/?#])[^\s\"'<>]{1,500})@")
-"""Up to the last @ before the path; a password with a slash in it, which is no port, also up to the last @ at all."""
+"""User info up to the last @ before the path; with a slash in a password (not a port), up to the last @."""
 _IN_QUERY = re.compile(
     r"([?&;#](?:(?:[^=&#\s]{0,40}[\-_.])?(?:auth|key|pass|pwd|sig|jwt)"
     r"|[^=&#\s]{0,40}(?:token|secret|password|passwd|passphrase|credentials?|authorization|(?:api|access)[_\-]?key(?:id)?"
@@ -35,13 +35,12 @@ _IN_QUERY = re.compile(
 
 
 def is_secret(key: str) -> bool:
-    """Whether what stands under this key, such as `hub.token`, is nobody's business."""
+    """Check if the value of a key, such as `hub.token`, is secret."""
     return any(_KEY.search(part) for part in (key, *key.split(".")))
 
 
 def redacted(text: str) -> str:
-    """A text without tokens of known forms, what follows the name of a secret and a colon or an equals sign, and what
-    a URL has before its host or under such names in its query."""
+    """Remove tokens of known forms, values after names of secrets, and credentials in URLs from a text."""
     text = _USER_INFO.sub(REDACTED + "@", SECRET_VALUE.sub(REDACTED, text))
     for pattern in (_IN_QUERY, _NAMED, _BEARER):
         text = pattern.sub(rf"\1{REDACTED}", text)
@@ -49,7 +48,7 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(value: Any, secret: bool = False) -> Any:
-    """`redacted`, in all texts of nested mappings and lists; texts under a key that names a secret are struck out."""
+    """Apply `redacted` to all texts in nested mappings and lists, and remove texts under keys of secrets."""
     if isinstance(value, dict):
         return {key: without_secrets(item, secret or is_secret(str(key))) for key, item in value.items()}
     if isinstance(value, list):
@@ -58,7 +57,7 @@ def without_secrets(value: Any, secret: bool = False) -> Any:
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
-    """Words of a command line: also the whole of `key=value`, and what follows `--key`, where the key is a secret's."""
+    """Redact command-line words, including the whole value of `key=value` and `--key value` for keys of secrets."""
     cleaned, hide_next = list[str](), False
     for word in words:
         key, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Reading, hashing and copying of files that others wrote."""
+"""Reading, hashing and copying of untrusted files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from safetensors import SafetensorError, safe_open
 from .messages import brief, first_line
 
 UNREADABLE = (SafetensorError, OSError, RuntimeError)
-"""What reading safetensors ends in; the last is torch's, where a file goes away while it is opened."""
+"""Errors of reading safetensors; RuntimeError is torch's if a file disappears while it is opened."""
 UNPICKLE = "DRAFTSMITH_UNPICKLE"
-"""The environment's variable that allows pickled weights, when it is 1."""
+"""Environment variable that allows pickled weights if it is 1."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raises:
-        ValueError: Not a regular file, not UTF-8, not JSON or not an object. The message names the file.
+    Raises ValueError, naming the file, if it is not a regular UTF-8 file of JSON.
     """
     try:
         return parse_json(read_text(path))
@@ -34,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Return the object in a JSON text; raise ValueError if it is not JSON or not an object."""
+    """Return the object in a JSON text. Raises ValueError if it is not JSON or not an object."""
     try:
         values = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -45,7 +44,7 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def load_json(path: Path, *keys: str) -> dict[str, Any]:
-    """Return the object in a JSON file that must have these keys; raise ValueError, naming the file."""
+    """Return the object in a JSON file with these keys. Raises ValueError, naming the file."""
     try:
         values = parse_json(read_text(path))
         if missing := [key for key in keys if key not in values]:
@@ -56,11 +55,11 @@ def load_json(path: Path, *keys: str) -> dict[str, Any]:
 
 
 class OtherSchemaError(ValueError):
-    """Error for a document that another version of a command wrote."""
+    """Raised for a document with another schema version."""
 
 
 def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
-    """Return the JSON document that a command wrote, with this schema number; raise ValueError, naming the file."""
+    """Return a command's JSON document with this schema number. Raises ValueError, naming the file."""
     found = load_json(path, "schema")
     if found["schema"] != schema:
         raise OtherSchemaError(f"{path} has schema {brief(found['schema'])}, expected {schema}: `{command}` writes it")
@@ -68,7 +67,7 @@ def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; raise ValueError if it is no regular file or not UTF-8."""
+    """Return the text of a file. Raises ValueError if it is not a regular file or not UTF-8."""
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")
     content = path.read_bytes()
@@ -80,14 +79,10 @@ def read_text(path: Path) -> str:
 
 
 def shards_of(index: Path, wanted: Callable[[str], bool] = lambda tensor: True) -> dict[str, str]:
-    """Return the safetensors files by tensor of an index.
-
-    Args:
-        index: Index file.
-        wanted: Function that selects tensors by name.
+    """Return the safetensors files by tensor of an index, for tensors whose name is `wanted`.
 
     Raises:
-        ValueError: It is no index, or names other files than safetensors in its folder.
+        ValueError: It is not an index, or names other files than safetensors in its folder.
     """
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
@@ -100,12 +95,12 @@ def shards_of(index: Path, wanted: Callable[[str], bool] = lambda tensor: True) 
 
 
 def pickles_allowed() -> bool:
-    """Whether the user lets pickled weights of models be loaded, which are then read with `weights_only=True`."""
+    """Check if the user allows pickled weights, which are then read with `weights_only=True`."""
     return os.environ.get(UNPICKLE) == "1"
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 (hex) of a regular file, read once in a process as long as the file is not changed."""
+    """Return the SHA-256 (hex) of a regular file, cached per process until the file changes."""
     about = path.stat()
     return _hash_once(path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 
@@ -117,13 +112,12 @@ def _hash_once(path: Path, *state: int) -> str:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Return a file's `sha256` (hex) and `bytes`, as manifests have them."""
+    """Return a file's `sha256` (hex) and `bytes`, as stored in manifests."""
     return {"sha256": file_hash(path), "bytes": path.stat().st_size}
 
 
 def name_fault(name: str) -> str | None:
-    """What is wrong with a name of a file in a folder that is handed on: it must be a relative path with forward
-    slashes that can be shown, and leads elsewhere on no system. None for a good one."""
+    """Return why a name is not a portable, printable relative path within a folder; None if it is one."""
     is_plain = not {"", ".", ".."} & set(name.split("/")) and not {"\\", ":"} & set(name)
     return None if is_plain and name.isprintable() else "it is not a plain path within the folder"
 
@@ -134,13 +128,13 @@ def files_of(folder: Path) -> list[str]:
 
 
 def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> None:
-    """Copy the files at a folder's top that fit a pattern."""
+    """Copy the files in a folder (not below) that match a pattern."""
     for path in (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()):
         shutil.copyfile(path, out / path.name)
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Names, dtypes and shapes of the tensors in a file. Raises ValueError, naming it: no whole safetensors file."""
+    """Return names, dtypes and shapes of the tensors in a file. Raises ValueError, naming it, if it is damaged."""
     try:
         with safe_open(path, framework="np") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dictionary)

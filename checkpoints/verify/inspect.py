@@ -1,4 +1,4 @@
-"""Inspection of artifacts: files, tensors by the names and shapes in their headers, and values that are not finite."""
+"""Inspection of artifacts: files, tensors by their headers' names and shapes, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _NEEDED = {
     "adapter": ((ADAPTER_CONFIG,), (ADAPTER_FILE,)),
     "model": ((CONFIG_FILE,), WHOLE_FILES),
 }
-"""Files that an artifact cannot do without, each by the names that it may have."""
+"""Required files of an artifact, each with its possible names."""
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _NUMBERS_AT_ONCE = 1 << 24
 _TENSORS_SHOWN = 3
 
 
 def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | None, list[str]]:
-    """The manifest, where it can be read, and a sentence for each fault: files, tensors, shards that are not there."""
+    """Return the manifest, if readable, and a sentence for each fault of files, tensors and shards."""
     try:
         manifest = load_manifest(directory, kind)
     except ValueError as error:
@@ -52,7 +52,7 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
 
 
 def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Files that are not there. An export for other programs has what these need."""
+    """Return faults for missing required files, except for exports for other programs."""
     if manifest.export is not None and not manifest.export["native"]:
         return []
     files, form = set(manifest.files), manifest.kind
@@ -69,7 +69,7 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
     for name in manifest.files:
         path = directory / name
         if not path.exists():
-            continue  # which is a fault already
+            continue  # reported by `file_faults`
         try:
             if name.endswith(".safetensors"):
                 faults += _not_finite(path)
@@ -85,10 +85,10 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _not_finite(path: Path) -> list[str]:
-    """Tensors that hold NaN or infinities: what they compute is nothing."""
+    """Return a fault if tensors hold NaN or infinite values."""
     floats = [name for name, (dtype, _) in check_safetensors(path).items() if dtype in _FLOATS]
     if not floats:
-        return []  # a table's, which are looked at without torch
+        return []  # tables are read without torch
     with safe_open(path, framework="pt") as opened:
         wrong = [name for name in floats if not _is_finite(opened.get_tensor(name))]
     return [f"{path} holds {_some_tensors(wrong)} with numbers that are NaN or infinite"] if wrong else []
@@ -99,7 +99,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return how the tensors of heads and tables differ from what their kind declares."""
+    """Return faults of the tensors of heads and tables."""
     if manifest.kind in ("drafter", "target") or (manifest.export is not None and not manifest.export["native"]):
         return []
     try:
@@ -116,7 +116,7 @@ def _some_tensors(names: Sequence[str]) -> str:
 
 
 def header_shapes(files: list[Path]) -> Shapes:
-    """Shapes by name. Raises ValueError for a file that is none of safetensors."""
+    """Return shapes by tensor name. Raises ValueError if a file is not in safetensors format."""
     shapes: Shapes = {}
     for path in files:
         shapes |= {name: tuple(shape) for name, (_, shape) in check_safetensors(path).items()}
@@ -132,7 +132,7 @@ def _heads_faults(directory: Path) -> list[str]:
     try:
         check_safetensors(path)
     except ValueError:
-        return []  # which is another fault
+        return []  # reported as another fault
     return read_heads(directory).disagreements
 
 

@@ -1,5 +1,4 @@
-"""A model's files: whether it may be loaded from them, whether their tensors are its own, and some of these, read
-without the rest.
+"""Loading of models from files: safety and completeness checks, and reading of single tensors.
 
 Letters: V vocabulary, D hidden.
 """
@@ -36,14 +35,14 @@ UNLOADABLE = (
     HTTPError,
     EOFError,
     UnpicklingError,
-    # what a configuration with values of wrong types or sizes ends in, in whichever model it names
+    # errors of model classes for configurations with wrong types or sizes
     LookupError,
     TypeError,
     AttributeError,
     ArithmeticError,
     AssertionError,
 )
-"""What making a model of somebody's files ends in, where they are not those of one."""
+"""Errors of building a model from invalid files."""
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (
     "pickled weights are not read: convert them where you trust them (load them with transformers or peft, then "
@@ -54,7 +53,7 @@ _QUIET = {"_raise_exceptions_for_missing_entries": False}
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """transformers without progress bars and advice: models are loaded several times to compare them."""
+    """Disable progress bars and warnings of transformers within the context."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -67,13 +66,15 @@ def quietly() -> Iterator[None]:
 
 
 def model_class(config: Any) -> Any:
-    """The class that loads such a model."""
+    """Return the auto class that loads such a model."""
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
-    """A causal LM or an encoder-decoder in evaluation mode, with `settings` of transformers' `from_pretrained`; never
-    with remote code, unasked pickles or weights that are made up. Raises ValueError: it cannot be loaded."""
+    """Load a causal LM or an encoder-decoder in evaluation mode, with `settings` for `from_pretrained`.
+
+    Remote code, pickles (unless allowed) and missing weights are refused. Raises ValueError if it cannot be loaded.
+    """
     source = model_source(str(source))
     config = load_config(source)
     if settings.get("device_map") is None and getattr(config, "quantization_config", None) is None:
@@ -86,7 +87,7 @@ def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
 
 
 def _check_room(folder: Path, config: Any, dtype: Any) -> None:
-    """Raises ValueError: the weights, of 16 bits or more in the files, exceed the free memory."""
+    """Raise ValueError if the weights, of at least 16 bits in the files, exceed the free memory."""
     named = config.dtype if dtype in (None, "auto") else dtype
     width = (getattr(torch, named) if isinstance(named, str) else named or torch.float32).itemsize
     bound = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * width / 2
@@ -95,11 +96,7 @@ def _check_room(folder: Path, config: Any, dtype: Any) -> None:
 
 
 def check_memory(config: Any, width: int, remedy: str) -> None:
-    """Check, before a model is built, that the free memory of the host holds `width` bytes for each parameter.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Raise ValueError if the host's free memory is less than `width` bytes per parameter, before building a model."""
     with torch.random.fork_rng(devices=[]):
         count = sum(weight.numel() for weight in meta_model(config).parameters())
     free = psutil.virtual_memory().available
@@ -111,7 +108,7 @@ def check_memory(config: Any, width: int, remedy: str) -> None:
 
 
 def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged: bool = True) -> Any:
-    """Load the model that an adapter was made for with `load`, and merge the adapter or keep it beside the weights.
+    """Load an adapter's base model with `load`, and merge the adapter or keep it separate.
 
     Tied embeddings that the adapter changes are untied before merging.
 
@@ -139,7 +136,7 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
 
 
 def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
-    """Raise ValueError if an adapter holds embeddings, or an output projection, of another number of tokens."""
+    """Raise ValueError if an adapter holds embeddings or an output projection for another number of tokens."""
     have, path = len(model.get_input_embeddings().weight), folder / ADAPTER_FILE
     layers = {name.removesuffix(".weight") for name in names_of_embeddings(model)[:2]}
     ends = tuple(f".{layer}{end}" for layer in layers for end in (".weight", ".lora_B.weight"))
@@ -153,7 +150,7 @@ def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
 
 
 def _untie(model: PreTrainedModel) -> None:
-    """Give a model with tied embeddings an output projection of its own if an adapter changes either of them."""
+    """Give a model with tied embeddings a separate output projection if an adapter changes either of them."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     inner = [getattr(layer, "base_layer", layer) for layer in layers]
     if inner == layers or inner[0].weight is not inner[1].weight:
@@ -164,7 +161,7 @@ def _untie(model: PreTrainedModel) -> None:
 
 
 def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
-    """`kind.from_pretrained` with no weights made up. Raises ValueError: the files lack some; and `UNLOADABLE`."""
+    """Call `kind.from_pretrained`, and raise ValueError if the files lack weights; see also `UNLOADABLE`."""
     model: PreTrainedModel
     model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
     if lacking := sorted(found["missing_keys"]):
@@ -174,19 +171,19 @@ def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedMode
 
 
 def meta_model(config: Any) -> PreTrainedModel:
-    """The model of a configuration, without weights. Raises what making it ends in (`UNLOADABLE`)."""
+    """Build the model of a configuration on the meta device. Raises `UNLOADABLE` if that fails."""
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config).from_config(config, trust_remote_code=False)
     return model
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds a LoRA adapter instead of a model."""
+    """Check if a folder holds a LoRA adapter instead of a model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def load_config(source: str | Path) -> Any:
-    """A model's configuration. Raises ValueError where there is none, or none of a model."""
+    """Load a model's configuration. Raises ValueError if there is none, or it is not one of a model."""
     place = model_source(str(source), weights=False)
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
@@ -197,7 +194,7 @@ def load_config(source: str | Path) -> Any:
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter is for. Raises ValueError: it names none, or an adapter."""
+    """Return the base model of an adapter. Raises ValueError if it names none, or another adapter."""
     path = folder / ADAPTER_CONFIG
     settings = read_json(path)
     base = adapter_base(settings)
@@ -209,14 +206,9 @@ def base_of(folder: Path) -> str:
 
 
 def only_safetensors(source: str) -> bool | None:
-    """Return `use_safetensors` for transformers' `from_pretrained`: True, or None where pickles are allowed.
+    """Return `use_safetensors` for `from_pretrained`: True, or None if pickles are allowed.
 
-    Args:
-        source: Folder or hub id of a model or an adapter.
-
-    Raises:
-        ValueError: An adapter's weights are pickled, which that setting does not refuse, or an index names files
-            elsewhere.
+    Raises ValueError if an adapter's weights are pickled, which that setting does not prevent, or an index is invalid.
     """
     if pickles_allowed():
         return None
@@ -236,8 +228,8 @@ def weights_fault(folder: Path) -> str:
 
 
 def reason(source: str, error: Exception) -> str:
-    """Return in one line why a model could not be loaded, and for pickled weights what to do."""
-    if isinstance(error, UnpicklingError):  # torch's message advises to load anything
+    """Return in one line why a model could not be loaded, with a remedy for pickled weights."""
+    if isinstance(error, UnpicklingError):  # torch's message recommends unsafe loading
         return "its pickled weights hold more than tensors, or are damaged; they were not loaded"
     if isinstance(error, OSError) and not Path(source).is_dir() and (away := out_of_reach()):
         return away
@@ -246,7 +238,7 @@ def reason(source: str, error: Exception) -> str:
 
 
 def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
-    """Names of a model's token embeddings, output projection (the same where they are tied) and its bias."""
+    """Return the names of a model's token embeddings, output projection (the same if tied) and its bias."""
     head = model.get_output_embeddings()
     wanted = (model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
     names = [next((name for name, one in model.named_parameters() if one is weight), None) for weight in wanted]
@@ -256,9 +248,10 @@ def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
 
 
 def read_tensor(source: str, name: str, prefix: str = "") -> Tensor | None:
-    """A tensor of the safetensors files of a folder or hub id; None where it is not there under this name (of which
-    files of a model without its output layer lack the `prefix`), as numbers. Raises ValueError: an index that is none,
-    or leads out of the folder; a file that is not one of safetensors."""
+    """Read a floating-point tensor from the safetensors files of a folder or hub id, or return None if missing.
+
+    Files of a model without an output layer lack the `prefix`. Raises ValueError for invalid indices and files.
+    """
     names = (name, name.removeprefix(prefix))
     path = cached_file(source, _WHOLE, **_QUIET)
     if path is None and (index := cached_file(source, _INDEX, **_QUIET)) is not None:

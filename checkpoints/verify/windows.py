@@ -1,4 +1,4 @@
-"""Sliding windows of attention, as a model's configuration tells them."""
+"""Sliding windows of attention in a model's configuration."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 _SLIDING = frozenset(
     {"mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "cohere2", "smollm3"}
 )
-_LEAST = 128  # the tokens of a tree, which is never so deep, see each other
+_LEAST = 128  # exceeds the depth of any tree, whose tokens must attend to each other
 
 
 def sliding_window(config: Any) -> int | None:
-    """How many tokens, itself among them, a token sees in layers with sliding attention; None where none has it."""
+    """Return the number of tokens, including itself, that a token attends to in sliding layers; None without them."""
     slides = getattr(config, "use_sliding_window", True)
     return (getattr(config, "sliding_window", None) or None) if slides else None
 
 
 def windows(config: Any) -> tuple[int | None, ...]:
-    """Each layer's window; None: it sees all tokens, or all that there can be, by `position_limit`."""
+    """Return each layer's window; None for layers that attend to all tokens, or all within `position_limit`."""
     window = sliding_window(config)
     if window is None or not _slides(config):
         return (None,) * config.num_hidden_layers
@@ -26,7 +26,7 @@ def windows(config: Any) -> tuple[int | None, ...]:
 
 
 def position_limit(config: Any) -> int | None:
-    """How many positions this engine has for a model; None: no limit. Windows that it does not keep end texts."""
+    """Return the maximum number of positions in this engine; None for no limit. Unsupported windows limit it."""
     window = None if _slides(config) else sliding_window(config)
     return min((limit for limit in (getattr(config, "max_position_embeddings", None), window) if limit), default=None)
 
