@@ -27,7 +27,7 @@ _REMEDIES = (
     ("only questions", "`draftsmith regenerate` answers rows that have questions only"),
     ("content is not text", "images and other parts that are no text are not read"),
 )
-"""Beginnings of reasons, and what can be done; the first that fits a reason is shown."""
+"""Prefixes of reasons, and their remedies; the first match is shown."""
 _ANY_REMEDY = "See `clean` for the rules of roles and exchanges, and data/README.md for the columns that are read"
 
 
@@ -38,23 +38,23 @@ class Turn:
     role: str
     text: str
     is_learned: bool = True
-    """Whether an answer is trained on; otherwise it is context."""
+    """True if an answer is supervised; otherwise it is context."""
 
 
 class ContextText(str):
-    """Text of an answer that its file marks as not to be learned."""
+    """Text of an answer that its file marks as context."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns [system], user, assistant, …, assistant; a bare text is one assistant turn, which is trained on."""
+    """Turns [system], user, assistant, …, assistant; a bare text is one assistant turn, which is supervised."""
 
     id: str
     turns: tuple[Turn, ...]
     tools: str = ""
-    """JSON of a list of tools; "[]" if there are calls of unknown tools, "" if there are no calls."""
+    """JSON list of tools; "[]" for calls of unknown tools, "" without calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class Dialogue:
     references: tuple[str, ...] = ()
     tools: str = ""
     notes: tuple[str, ...] = ()
-    """What is counted of its messages' keys."""
+    """Counted keys of its messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """Later question of a conversation, with the recorded answer before it, "" if there is none."""
+    """Later question of a conversation, with the recorded answer before it, or ""."""
 
     answer: str
     question: str
@@ -95,7 +95,7 @@ class Prompt:
     references: tuple[str, ...] = ()
 
     def followed_up(self, number: int, answer: str) -> Prompt:
-        """Return the prompt of the first follow-up, which is question `number`, behind `answer`."""
+        """Return the prompt of the first follow-up, which is question `number`, after `answer`."""
         first, *later = self.follow_ups
         turns = (*self.turns, Turn("assistant", answer), Turn("user", first.question))
         name = f"{self.id.rpartition('#')[0] if number > 2 else self.id}#{number}"
@@ -106,8 +106,8 @@ class Prompt:
 class CorpusReport:
     """Counts of rows, where `rows == kept + sum(dropped.values())`.
 
-    `forms` counts the rows by the columns that were read, `dropped` by the reason, and `changed` the conversations that
-    were kept by what was cut or rewritten.
+    `forms` counts the rows by the columns that were read, `dropped` by the reason, and `changed` the kept conversations
+    by the kind of change.
     """
 
     rows: int = 0
@@ -136,11 +136,11 @@ class CorpusReport:
         return "; ".join(parts)
 
     def nothing_kept(self) -> str:
-        """Return why no row is left, and what can be done."""
+        """Return why no row is left, with a remedy."""
         return f"{self.summary()}. {self.advice() or _ANY_REMEDY}"
 
     def advice(self) -> str:
-        """Return what can be done about the reasons of dropped rows; nothing if that is not known."""
+        """Return remedies for the reasons of dropped rows; nothing if there are none."""
         found = (next((text for start, text in _REMEDIES if reason.startswith(start)), "") for reason in self.dropped)
         return ". ".join(dict.fromkeys(filter(None, found)))
 
@@ -150,7 +150,7 @@ def _reasons(counts: Counter[str]) -> str:
 
 
 def encodable(text: str) -> str:
-    """Replace what has no UTF-8 encoding, as half an emoji, by the replacement character."""
+    """Replace characters without a UTF-8 encoding, such as half emoji, by the replacement character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -159,17 +159,17 @@ def encodable(text: str) -> str:
 
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of messages with what was thought before an answer."""
+"""Keys of messages with the reasoning before an answer."""
 
 
 def with_thought(message: Mapping[str, Any], answer: str) -> str:
-    """Return an answer behind the thought of its message, if there is one, as current templates write it."""
+    """Return an answer after the reasoning in its message, if any, in the form of current templates."""
     thought = next((message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str) and message[key]), "")
     return f"<think>\n{thought.strip()}\n</think>\n\n{answer}" if thought else answer
 
 
 def tool_text(tag: str, text: str) -> str:
-    """Return a tool call or result in its tags, as Hermes and Qwen write them."""
+    """Return a tool call or result in its tags, in the form of Hermes and Qwen."""
     return text if text.lstrip().startswith(f"<{tag}>") else f"<{tag}>\n{text}\n</{tag}>"
 
 
@@ -191,7 +191,7 @@ def write_conversations(conversations: Iterable[Conversation], path: str | os.Pa
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Collect garbage rarely; rows are freed by their reference counts."""
+    """Collect garbage less often within the context, since rows are freed by their reference counts."""
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])
     try:

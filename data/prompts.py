@@ -20,7 +20,7 @@ _MAX_NAMES = 20
 
 @dataclass
 class SkippedPrompts:
-    """Prompts that were read and not used: the ids of those that are too long, and the others counted by reason."""
+    """Unused prompts: the ids of those that are too long, and the numbers of others by reason."""
 
     too_long: list[str] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ def load_prompts(
     groups: Sequence[str] | None = None,
     skipped: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return questions of an evaluation set or of conversations with their token ids, from fixed groups in turn.
+    """Return questions of an evaluation set or of conversations with their token ids, alternating between fixed groups.
 
     Raises:
         ValueError: There is no prompt, or none has at most `max_tokens` tokens.
@@ -84,9 +84,9 @@ def ask_follow_ups(
     max_tokens: int,
     skipped: SkippedPrompts,
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the prompts and, behind them, their follow-ups turn by turn, each after the answers before it.
+    """Return the prompts, followed by their follow-ups turn by turn, each after the answers before it.
 
-    `answer` writes the answers that are not recorded, to the token ids of the questions so far.
+    `answer` generates the answers that are not recorded, given the token ids of the questions so far.
     """
     every, asked = list(found), [each for each in found if each[0].follow_ups]
     for number in count(2):
@@ -106,7 +106,7 @@ def ask_follow_ups(
 def load_questions(
     source: str, limit: int, *, path: str | None = None, groups: Sequence[str] | None = None
 ) -> list[Prompt]:
-    """Return questions without token ids, of any length. Raises ValueError: there is none."""
+    """Return questions without token ids, of any length. Raises ValueError if there is none."""
     read = ((prompt, list[int]()) for prompt in read_prompts(source, path=path, groups=groups, skipped=Counter()))
     prompts = [prompt for prompt, _ in islice(_in_turn(source, read), limit)]
     if not prompts:
@@ -116,7 +116,7 @@ def load_questions(
 
 
 def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
-    """Yield the prompts of a set with groups, one of each group in turn."""
+    """Yield the prompts of a set with groups, alternating between the groups."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
         yield from prompts

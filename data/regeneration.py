@@ -1,4 +1,4 @@
-"""Regeneration of the answers of a corpus by a target: the file of finished conversations, and the queue of the others.
+"""Regeneration of a corpus's answers by a target: the file of finished conversations, and the queue of the others.
 
 An answerer is an async function from a question to its answer, by a model or a server.
 """
@@ -23,7 +23,7 @@ from ..checkpoints.storage.locks import sole_writer
 from ..checkpoints.storage.safe_read import load_json, parse_json
 from .conversations import Conversation, Turn
 
-_POLL_SECONDS = 0.2  # between checks whether to stop
+_POLL_SECONDS = 0.2  # interval of checks for a stop
 SEEDS = 2**31
 """Upper bound of the seeds of questions."""
 _SORTED = 4096  # conversations
@@ -50,14 +50,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Reason why there is no answer; a `lasting` one also prevents later answers, as a prompt that is too long."""
+    """Reason why there is no answer; a `lasting` one also prevents later answers, such as a too long prompt."""
 
     error: str
     lasting: bool = False
 
 
 Answerer = Callable[[Question], Awaitable[Answer | Failure | None]]
-"""Returns None if it was stopped before the answer was complete."""
+"""Async function from a question to its answer; None if it was stopped before the answer was complete."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class RegenerationReport:
 
 
 def keyed(conversations: Iterable[Conversation]) -> Iterator[tuple[str, Conversation]]:
-    """Yield conversations with their keys: hashes of id, texts, and the number of equal ones before."""
+    """Yield conversations with their keys: hashes of id, texts, and the number of earlier duplicates."""
     seen: Counter[bytes] = Counter()
     for conversation in conversations:
         content = [conversation.id, [[turn.role, turn.text] for turn in conversation.turns]]
@@ -85,10 +85,10 @@ def _digest(content: bytes) -> bytes:
 
 
 class Store(AbstractContextManager["Store"]):
-    """File of finished conversations, a JSON line each, open for one writer.
+    """File of finished conversations, one JSON line each, open for one writer.
 
-    `<path>.json` contains the settings that determine the answers, and `<path>.errors.jsonl` a line for each attempt
-    that failed. An unfinished last line is removed when the file is opened again.
+    `<path>.json` contains the settings that determine the answers, and `<path>.errors.jsonl` a line for each failed
+    attempt. An incomplete last line is removed when the file is opened again.
 
     Raises:
         ValueError: Another process writes the file, it was started with other settings, or a line was not written by
@@ -131,7 +131,7 @@ class Store(AbstractContextManager["Store"]):
             os.fsync(self._file.fileno())
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings of a new file; raise ValueError if an existing one has others."""
+        """Write the settings of a new file. Raises ValueError if an existing one has others."""
         file, settings = self.path.with_name(self.path.name + ".json"), json.loads(json.dumps(settings))
         if not self.path.exists() or not self.path.stat().st_size:
             atomic_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -153,7 +153,7 @@ def _encoded(row: dict[str, Any]) -> bytes:
 
 
 def _finished(path: Path) -> set[str]:
-    """Return the keys of the finished conversations; cut off what a killed writer left after the last whole line."""
+    """Return the keys of the finished conversations; truncate the file after the last complete line."""
     done: set[str] = set()
     if not path.exists():
         return done
@@ -200,7 +200,7 @@ async def regenerate(
         while running and not stopping():
             done, running = await asyncio.wait(running, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # raises what it raised
+                task.result()  # re-raises exceptions of the task
     finally:
         for task in running:
             task.cancel()
@@ -209,14 +209,14 @@ async def regenerate(
 
 
 def _longest_first(items: Iterator[tuple[str, Conversation]]) -> Iterator[tuple[str, Conversation]]:
-    """Yield, of each 4096, those with most questions first, so that no long one is left at the end."""
+    """Yield conversations by descending number of questions within groups of 4096, to avoid long ones at the end."""
     while some := list(islice(items, _SORTED)):
         yield from sorted(some, key=lambda item: -sum(turn.role == "user" for turn in item[1].turns))
 
 
 @dataclass(slots=True)
 class _Work:
-    """Work of concurrent tasks, each of which answers one conversation after the other."""
+    """Work of concurrent tasks, each of which answers one conversation after another."""
 
     store: Store
     answer: Answerer
@@ -248,7 +248,7 @@ class _Work:
                 return
             kind, reason = self._fault(reply)
             if isinstance(reply, Failure) and not reply.lasting:
-                finishes = []  # all of it is asked again
+                finishes = []  # all questions are asked again
                 break
             if kind:
                 reason = f"answer {len(finishes) + 1}: {reason}"

@@ -60,13 +60,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a local folder, a GGUF file or a hub id (`user/name`, `user/name@revision`); code that a
-    repository brings along is never run.
+    """Load the tokenizer of a local folder, a GGUF file or a hub id (`user/name`, `user/name@revision`).
 
-    Where `tokenizer.model` is all there is, merges get sentencepiece's order: transformers (5.23 at least) orders
-    LLaMA's by id instead of by score, which gives indented text other ids.
+    Remote code is not run. If there is only `tokenizer.model`, merges are sorted as in sentencepiece, by score;
+    transformers (5.23 at least) sorts LLaMA's by id, which gives indented text other ids.
 
-    Raises ValueError: nothing that is a tokenizer, or a package it needs is missing; a revision of a local folder.
+    Raises ValueError if there is no tokenizer, a required package is missing, or a local folder has a revision.
     """
     path = gguf_folder(source) if is_gguf(source) else Path(source).expanduser()
     if path.is_file():
@@ -94,7 +93,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _lacks_files(folder: Path, tokenizer: Any = None) -> bool:
-    """Return whether a folder has no vocabulary that a tokenizer, or any, is read from; some need none."""
+    """Check if a folder lacks the vocabulary of a tokenizer, or of any; some tokenizers need none."""
     known = TOKENIZER_FILES if tokenizer is None else tokenizer.vocab_files_names.values()
     names = {"tokenizer.json", "tekken.json", *known} - {"tokenizer_config.json"}
     return (tokenizer is None or bool(known)) and not any((folder / name).is_file() for name in names)
@@ -125,12 +124,12 @@ def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any
             state["model"]["merges"] = merges
             tokenizer._tokenizer = type(backend).from_str(json.dumps(state))
     if find_spec("sentencepiece") is not None:
-        tokenizer.sentencepiece_file = model_file  # the fastest way to the same ids: see PieceEncoder
+        tokenizer.sentencepiece_file = model_file  # lets PieceEncoder use the faster sentencepiece library
     return tokenizer
 
 
 def _scored_merges(model_file: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that make a piece, in the order of sentencepiece: by score, then longest first.
+    """Return all pairs of pieces that form a piece, in the order of sentencepiece: by score, then longest first.
 
     Only runs of spaces have equal scores; they are merged from the left.
     """

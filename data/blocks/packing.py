@@ -20,8 +20,8 @@ PADDING = -1  # the document number of padding
 class Batch(NamedTuple):
     """Batch of four int64 tensors [B, T].
 
-    `labels_BT[b, t]` is the label of token t itself (unshifted), −100 where it is not trained on and at the first token
-    of each document. Positions restart at 0 with every document. `documents_BT` numbers the documents; −1 is padding.
+    `labels_BT[b, t]` is the label of token t itself (unshifted), −100 if it is not supervised and at the first token of
+    each document. Positions restart at 0 with every document. `documents_BT` numbers the documents; −1 is padding.
     """
 
     tokens_BT: torch.Tensor
@@ -48,12 +48,12 @@ class Batch(NamedTuple):
 
 
 def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
-    """Return the documents of each block: longest first, each into the fullest block that has space."""
+    """Return the documents of each block by best fit in descending order of length."""
     if lengths and max(lengths) > block_tokens:
         raise ValueError(f"a document has {max(lengths)} tokens, a block only {block_tokens}")
     blocks: list[list[int]] = []
     open_by_space: list[list[int]] = [[] for _ in range(block_tokens + 1)]
-    spaces = 0  # bit r is set where a block with r free tokens exists: the best fit is one bit trick away
+    spaces = 0  # bit r is set if a block with r free tokens exists, so that the best fit is a bit operation
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         fitting = spaces >> length
@@ -73,7 +73,7 @@ def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Document in a block: `ids` [T], `trained` [T] (not zero: trained on) and its `number`."""
+    """Document in a block: `ids` [T], `trained` [T] (nonzero: supervised) and its `number`."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -93,7 +93,7 @@ def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: in
             span = slice(at, at + len(document.ids))
             tokens_BT[row, span] = document.ids
             labels_BT[row, span] = np.where(document.trained, document.ids.astype(np.int64), IGNORED)
-            labels_BT[row, at] = IGNORED  # nothing comes before the first token to predict it
+            labels_BT[row, at] = IGNORED  # the first token has no context that predicts it
             documents_BT[row, span] = document.number
             positions_BT[row, span] = np.arange(len(document.ids))
             at = span.stop
@@ -102,7 +102,7 @@ def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: in
 
 
 def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents in the order of their blocks int64 [documents], and how many each has int64 [blocks]."""
+    """Return the documents in the order of their blocks, int64 [documents], and their number per block int64."""
     if packing == "pad":
         return np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
     blocks = pack_best_fit(lengths.tolist(), block_tokens)

@@ -1,8 +1,8 @@
 """Rendered documents on disk, memory-mapped, and assembled to blocks when a batch is read.
 
 A folder contains, as flat arrays in the order of rendering, `tokens.npy` (uint16 if the vocabulary allows, else int32)
-and `trained.npy` uint8 (1 where a token is trained on, never at the first of a document); `documents.npy` int64
-[documents + 1], where each document begins; `order.npy` int64 [documents] and `blocks.npy` int64 [blocks + 1]: block b
+and `trained.npy` uint8 (1 for supervised tokens, never the first of a document); `documents.npy` int64
+[documents + 1], the start of each document; `order.npy` int64 [documents] and `blocks.npy` int64 [blocks + 1]: block b
 is the documents order[blocks[b]] … order[blocks[b + 1] - 1]; and `data.json`. Letters: B batch (blocks), T tokens.
 """
 
@@ -29,7 +29,7 @@ MANIFEST = "data.json"
 _ARRAYS = ("tokens", "trained", "documents", "order", "blocks")
 _PROGRESS_ROWS = 256
 _BUFFER = 1 << 20
-_WINDOW_DOCUMENTS = 1 << 18  # packed together: far more than density needs, and little memory
+_WINDOW_DOCUMENTS = 1 << 18  # packed jointly; enough for dense blocks, in little memory
 
 
 def prepare(
@@ -89,7 +89,7 @@ def prepare(
 
 
 class PreparedData:
-    """A prepared folder, opened for reading. Build it with `PreparedData.load`."""
+    """Prepared data, opened for reading. Build it with `PreparedData.load`."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.directory = directory
@@ -102,7 +102,7 @@ class PreparedData:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> PreparedData:
-        """Open a folder written by `prepare`. Raises ValueError: a file is missing or damaged."""
+        """Open a folder written by `prepare`. Raises ValueError if a file is missing or damaged."""
         directory = Path(directory)
         manifest_file = directory / MANIFEST
         if not manifest_file.is_file():
@@ -120,7 +120,7 @@ class PreparedData:
         return cls(directory, manifest, arrays)
 
     def verify(self, vocab_size: int) -> None:
-        """Compare the arrays with their hashes. Raises ValueError: one differs, or a token is unknown."""
+        """Compare the arrays with their hashes. Raises ValueError if one differs, or a token is unknown."""
         for name, written in self.manifest["sha256"].items():
             if (found := file_hash(path := self.directory / f"{name}.npy")) != written:
                 again = f"delete {self.directory} to prepare it again"
@@ -149,7 +149,7 @@ class PreparedData:
         return make_batch(blocks, length, self._padding_id)
 
     def token_counts(self, *, trained: bool) -> np.ndarray:
-        """Return how often each token occurs, or is trained on, int64 [1 + largest id]."""
+        """Return the number of occurrences of each token, or of supervised ones, int64 [1 + largest id]."""
         counts = np.zeros(0, dtype=np.int64)
         for start in range(0, len(self._tokens), _BUFFER):
             part = slice(start, start + _BUFFER)
@@ -181,7 +181,7 @@ class _Writer:
 
     def add(self, document: Rendered) -> None:
         if document.spans and document.spans[0][0] == 0:
-            document.spans[0] = (1, document.spans[0][1])  # nothing comes before the first token to predict it
+            document.spans[0] = (1, document.spans[0][1])  # the first token has no context that predicts it
         self.lengths.append(len(document.ids))
         self._tokens.append(document.ids)
         self._trained.append(document.trainable())
@@ -235,6 +235,6 @@ class _Column:
 
 
 def padding_id(tokenizer: Any) -> int:
-    """Return the token after the last document of a block, which has no label and is not attended to."""
+    """Return the padding token of blocks, which has no label and is not attended to."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(number for number in candidates if number is not None))

@@ -11,7 +11,7 @@ A conversation is counted under the first of these steps that drops it:
 6. language (`languages`);
 7. contamination with evaluation texts (`contamination`, `contamination_words`).
 
-A row of bare text must only not be empty in step 3.
+For a row of bare text, step 3 only checks that it is not empty.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ ROLES: dict[str, str] = {
 CALL_ROLE = "function_call"
 TOOL_TAGS = {CALL_ROLE: "tool_call"} | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool_response")
 """Roles of tool calls and results, with the tags around their texts that Hermes and Qwen use."""
-BLOCKED_ANSWERS = (  # error messages of the service in the place of answers
+BLOCKED_ANSWERS = (  # error messages of the service in place of answers
     "Too many requests in 1 hour. Try again later.",
     "Only one message at a time. Please allow any other responses to complete before sending another message",
     "An error occurred. Either the engine you requested does not exist or there was another issue",
 )
 LANGUAGE_CHARACTERS = 1000
 FIRST_WORDS = 4
-# Chinese, Japanese and Korean write without spaces, or with few: there each character counts as a word.
+# Chinese, Japanese and Korean use few or no spaces, so each character counts as a word.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
 
 Messages = list[tuple[str | None, str]]
-"""(role, text) pairs; the role is None where the table does not have it."""
+"""Pairs of role and text; the role is None if it is unknown."""
 
 
 class Cleaning(BaseModel):
@@ -80,7 +80,7 @@ class Cleaning(BaseModel):
 
 
 def role_of(written: Any, roles: Mapping[str, str] = ROLES) -> str | None:
-    """Return the meaning of a role by a table, in any case of letters; None for an unknown one."""
+    """Return the meaning of a role by a table, ignoring case; None for an unknown one."""
     return roles.get(written, roles.get(written.strip().lower())) if isinstance(written, str) else None
 
 
@@ -89,13 +89,13 @@ class _DroppedError(Exception):
 
 
 class Cleaner:
-    """Converter of dialogues to conversations, which counts in `report` what became of each.
+    """Converter of dialogues to conversations, which counts each outcome in `report`.
 
     Args:
         cleaning: Options.
         report: Receives the counts.
-        evaluation_texts: Texts of the sets that `cleaning.contamination` names.
-        tools: Make tool calls and results turns, as Hermes and Qwen write them.
+        evaluation_texts: Texts of the sets in `cleaning.contamination`.
+        tools: Convert tool calls and results to turns, as Hermes and Qwen do.
         questions: Keep rows that have questions only, to be answered.
 
     Raises:
@@ -210,10 +210,10 @@ class Cleaner:
                 changes.add("empty messages cut")
             else:
                 yield "system", self._merged(texts, changes)
-        if runs and runs[0][0] == "assistant":  # nothing asked for it
+        if runs and runs[0][0] == "assistant":  # it has no question
             changes.add("leading assistant turns cut")
             runs = runs[1:]
-        if runs and runs[-1][0] == "user":  # nothing answers it
+        if runs and runs[-1][0] == "user":  # it has no answer
             changes.add("trailing user turns cut")
             runs = runs[:-1]
         if any(role != ("user", "assistant")[i % 2] for i, (role, _) in enumerate(runs)):
@@ -257,7 +257,7 @@ class Cleaner:
 
 
 def _like(text: str, other: str) -> str:
-    """Return another text with the mark of a context."""
+    """Return another text, marked as a context if `text` is."""
     return ContextText(other) if isinstance(text, ContextText) else other
 
 
@@ -275,7 +275,7 @@ def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str
 
 
 def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
-    """Remove the empty ones of neighbouring messages of one role."""
+    """Remove empty texts among adjacent messages of one role."""
     if len(texts) == 1:
         return texts
     kept = [text for text in texts if not _blank(text)] or texts[:1]
@@ -289,7 +289,7 @@ def _blank(text: str) -> bool:
 
 
 def _key(kind: str, identity: str, turns: list[Turn]) -> int:
-    """Return a hash of 60 bits, which takes 32 bytes; false duplicates are unlikely below 10^8 conversations."""
+    """Return a 60-bit hash, which takes 32 bytes; false duplicates are unlikely below 10^8 conversations."""
     first = [turn.text for turn in turns if turn.role != "system"][:2]
     parts = [identity] if kind == "id" else first
     text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))
@@ -321,10 +321,10 @@ def _language_identifier(wanted: Iterable[str]) -> Callable[[str], str]:
 
 
 class EvaluationTexts:
-    """Index of evaluation texts by runs of words, regardless of case and punctuation; about 160 bytes a word.
+    """Index of evaluation texts by runs of words, ignoring case and punctuation; about 160 bytes per word.
 
     A text matches by any run of `run_words` of its words, or by all of them if it is shorter. A text of fewer than
-    `FIRST_WORDS` words matches only a text that consists of it.
+    `FIRST_WORDS` words must match completely.
     """
 
     def __init__(self, texts: Iterable[str], run_words: int) -> None:
@@ -343,7 +343,7 @@ class EvaluationTexts:
         self._whole.discard(hash(()))
 
     def found_in(self, text: str) -> bool:
-        """Return whether `text` contains one of the evaluation texts, or a run of one."""
+        """Check if `text` contains one of the evaluation texts, or a run of one."""
         words = _words(text)
         if len(words) < FIRST_WORDS:
             return hash(tuple(words)) in self._whole

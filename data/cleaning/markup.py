@@ -1,4 +1,4 @@
-"""HTML to Markdown and escaped Markdown to plain Markdown, in prose alone: code is left as it is."""
+"""Conversion of HTML to Markdown and of escaped Markdown to plain Markdown, except in code."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from ...checkpoints.storage.messages import install_hint
 
-# Names that stand in angle brackets for hardly anything but HTML. The others are also placeholders ("about <title>"),
-# markers of prompts (<article>) or special tokens (</s>): they count only beside one of these.
+# Names that in angle brackets are almost always HTML. Others are also placeholders ("about <title>"), markers of
+# prompts (<article>) or special tokens (</s>), and count only together with one of these.
 SURE = (
     "a|abbr|b|blockquote|body|br|button|center|dd|del|div|dl|dt|em|figure|font|form|h[1-6]|head|hr|html|i|iframe|img|ins"
     "|kbd|li|meta|nav|ol|p|pre|script|span|strong|style|sub|sup|svg|table|tbody|td|tfoot|th|thead|tr|tt|ul"
@@ -19,7 +19,7 @@ UNSURE = (
     "|link|main|option|path|picture|rect|samp|section|select|small|source|summary|textarea|title|video"
 )
 ATTRIBUTES = r"""(?:\s++[\w:@.-]++(?:\s*+=\s*+(?:"[^"]*+"|'[^']*+'|[^\s"'<>=]++))?+)"""
-# `List<i>` and `<a>` in a program are no tags: a short name stands apart, an anchor has an attribute.
+# `List<i>` and `<a>` in programs are not tags: short names must be separate, anchors must have attributes.
 SURE_TAG = re.compile(
     rf"</(?:{SURE})\s*>|(?<!\w)<[bip]\s*/?>|<a{ATTRIBUTES}++\s*>|<(?![abip]\s*/?>|a\b)(?:{SURE}){ATTRIBUTES}*+\s*/?>",
     re.IGNORECASE,
@@ -30,7 +30,7 @@ ANY_TAG = re.compile(
 )
 
 CODE = r"(?P<fence>`{3,}|^[ ]{0,3}~{3,})(?s:.*?)(?:(?P=fence)|\Z)|(?P<tick>`{1,2})[^`\n]+(?P=tick)"
-TABLE_ROW = r"^[ \t]*\|.*\|[ \t]*$"  # <br> is the only line break that a cell of a Markdown table can have
+TABLE_ROW = r"^[ \t]*\|.*\|[ \t]*$"  # cells of Markdown tables may only break lines with <br>
 FORMULA = r"\\\[(?s:(?!\\\[).)*?\\\]|\\\((?s:(?!\\\().)*?\\\)|\$\$[^$]+\$\$"
 CODE_SPAN = re.compile(CODE, re.MULTILINE)
 NO_HTML = re.compile(f"{CODE}|{TABLE_ROW}", re.MULTILINE)
@@ -40,24 +40,26 @@ AMPERSAND = re.compile(r"&(?!#?\w+;)")
 
 
 def unescape_markdown(text: str) -> str:
-    r"""Take back what converters from HTML escape: `\_`, `\*`, `\#`, `\~`, and `\-`, `\+`, `\=`, `\>`, `1\.` where a
-    line begins. Code, formulas and every other backslash stay."""
+    r"""Undo escapes of HTML converters: `\_`, `\*`, `\#`, `\~`, and at line starts `\-`, `\+`, `\=`, `\>`, `1\.`.
+
+    Code, formulas and all other backslashes are kept.
+    """
     if "\\" not in text:
         return text
     return _rewrite_around(NO_ESCAPES, text, lambda prose: ESCAPES.sub(r"\1\2\3\4", prose))
 
 
 def holds_html(text: str) -> bool:
-    """True where a tag of HTML stands outside of code and of the rows of Markdown tables."""
+    """Check if a text has HTML tags outside of code and of the rows of Markdown tables."""
     if "<" not in text or not SURE_TAG.search(text):
         return False
     return SURE_TAG.search(_rewrite_around(NO_HTML, text, str, keep=False)) is not None
 
 
 def html_to_markdown(text: str) -> str:
-    """Convert each element of HTML to Markdown; the text around the elements, and code, stay as they are.
+    """Convert each element of HTML to Markdown; the text around the elements and code are kept.
 
-    A text without tags, or with tags that are nested too deep to be parsed, is returned unchanged.
+    Texts without tags, or with tags that are nested too deep for the parser, are returned unchanged.
 
     Raises:
         ValueError: markdownify is not installed.
@@ -65,7 +67,7 @@ def html_to_markdown(text: str) -> str:
     if not holds_html(text):
         return text
     marker = next((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text), None)
-    if marker is None:  # nobody writes with all of the private-use characters
+    if marker is None:  # the text uses all private-use characters
         return text
     code: list[str] = []
 
@@ -81,7 +83,7 @@ def html_to_markdown(text: str) -> str:
 
 
 def _rewrite_around(protected: re.Pattern[str], text: str, rewrite: Callable[[str], str], keep: bool = True) -> str:
-    """`rewrite` applied between what is protected, which is kept or, without `keep`, replaced by a space."""
+    """Apply `rewrite` between protected parts, which are kept or, without `keep`, replaced by a space."""
     pieces, end = [], 0
     for found in protected.finditer(text):
         pieces += [rewrite(text[end : found.start()]), found[0] if keep else " "]
@@ -90,7 +92,7 @@ def _rewrite_around(protected: re.Pattern[str], text: str, rewrite: Callable[[st
 
 
 def _only_tags(text: str) -> str:
-    """Escape what a parser of HTML would take for a tag or an entity and is none: `a < b`, `List<int>`, `?x=1&lt=2`."""
+    """Escape what an HTML parser would mistake for a tag or an entity: `a < b`, `List<int>`, `?x=1&lt=2`."""
     return _rewrite_around(ANY_TAG, text, lambda prose: AMPERSAND.sub("&amp;", prose).replace("<", "&lt;"))
 
 
@@ -123,7 +125,7 @@ def _convert(html: str) -> str:
 
 
 def _plain_block(soup: Any, block: Any) -> Any:
-    """A <pre> with the text of its code alone, and the language in `lang`."""
+    """Return a <pre> with the text of its code only, and the language in `lang`."""
     code = block.code.extract()
     named = [name.removeprefix("language-") for name in code.get("class", []) if name.startswith("language-")]
     language = named[0] if named else block.get_text().strip()
@@ -133,7 +135,7 @@ def _plain_block(soup: Any, block: Any) -> Any:
 
 
 def _append(pieces: list[str], right: str) -> None:
-    """Add a piece, with at most one blank line where two elements meet."""
+    """Add a piece, with at most one blank line between two elements."""
     above, below = pieces[-1].rstrip("\n"), right.lstrip("\n")
     if not above or not below:
         pieces[-1] += right

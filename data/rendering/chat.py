@@ -1,7 +1,7 @@
-"""Conversations rendered by a tokenizer's own chat template, whose ids are those of `apply_chat_template`.
+"""Rendering of conversations by a tokenizer's own chat template, with the ids of `apply_chat_template`.
 
-An answer is what a rendering with it has behind the rendering of its prompt, up to the end of the turn. Templates that
-rewrite earlier turns, such as those that drop thoughts, give one document for each answer. Letters: T tokens.
+An answer is the part of a rendering after that of its prompt, up to the end of the turn. Templates that rewrite earlier
+turns, such as those that drop reasoning, give one document per answer. Letters: T tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ChatDocument:
 
 @dataclass(slots=True)
 class _Draft:
-    """Document under construction: its text, the answers in characters, the ids, and their places in the text."""
+    """Document under construction: its text, the answers in characters, the ids, and their offsets in the text."""
 
     text: str
     answers: list[tuple[int, int]]
@@ -46,7 +46,7 @@ class _Draft:
 
     def finished(self, limit: int) -> ChatDocument:
         starts, ends = np.array(self.places, dtype=np.int64).reshape(-1, 2).T
-        # the first token that reaches into the answer, up to the last one that begins in it
+        # from the first token that overlaps the answer to the last one that begins in it
         spans = [(int((ends <= start).sum()), int((starts < end).sum())) for start, end in self.answers]
         spans = [(start, min(end, limit)) for start, end in spans if start < min(end, limit)]
         cut = max(0, len(self.ids) - limit) if spans else 0
@@ -54,13 +54,13 @@ class _Draft:
 
 
 def shown_turns(conversation: Conversation, first: int, last: int) -> list[Turn]:
-    """Return the system text, if there is one, and the turns of some exchanges."""
+    """Return the system text, if any, and the turns of some exchanges."""
     system, turns = len(conversation.turns) % 2, conversation.turns
     return [*turns[:system], *turns[system + 2 * first : system + 2 * last + 2]]
 
 
 def without_thought(answer: str) -> str:
-    """Return what follows the thought of an answer."""
+    """Return an answer without its reasoning."""
     return answer.rpartition("</think>")[2].strip()
 
 
@@ -74,11 +74,11 @@ class ChatLayout:
         self._checked = set[str]()
 
     def is_needed(self, conversation: Conversation) -> bool:
-        """Whether the constant texts of the template do not give the ids of `apply_chat_template`."""
+        """Check that the constant texts of the template do not give the ids of `apply_chat_template`."""
         return bool(self.template.jinja) or any(self._special.search(turn.text) for turn in conversation.turns)
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """Return the ids before the next answer. Raises ValueError: the template cannot render the turns."""
+        """Return the ids before the next answer. Raises ValueError if the template cannot render the turns."""
         if not turns or turns[-1].role != "user":
             raise ValueError(f"expected turns that end with user, found {', '.join(turn.role for turn in turns)}")
         text = self._render(turns, prompt=True)
@@ -105,7 +105,7 @@ class ChatLayout:
                     new.answers = draft.answers + new.answers
                 else:
                     yield draft.finished(limit)
-            if len(new.ids) > limit and first < number:  # without the history there is more room
+            if len(new.ids) > limit and first < number:  # a document without the history has more room
                 new = self._draft(conversation, number, number)
             draft = new
         if draft is not None:
@@ -120,10 +120,11 @@ class ChatLayout:
         return _Draft(text, [answer], encoded.input_ids, encoded.offset_mapping, first, last)
 
     def _exchange(self, turns: Sequence[Turn], tools: str) -> tuple[str, tuple[int, int]]:
-        """Return the text of turns that end with an answer, and where that stands, with its end of turn.
+        """Return the text of turns that end with an answer, and the span of the answer with its end of turn.
 
-        White space that the template writes between prompt and answer belongs to the answer: the model must write it.
-        Other text, such as an empty thought, is context, unless the answer contains a thought itself.
+        White space that the template adds between prompt and answer belongs to the answer, because the model must
+        generate it. Other text, such as an empty reasoning block, is context, unless the answer contains reasoning
+        itself.
         """
         prompt, whole = (self._render(turns[: len(turns) - cut], bool(cut), tools) for cut in (1, 0))
         answer = turns[-1].text
@@ -141,7 +142,7 @@ class ChatLayout:
             )
         if whole.startswith(prompt) and (not lead.strip() or _THOUGHT in answer):
             place = begin
-        elif lead.endswith(" "):  # which belongs to the answer's first token
+        elif lead.endswith(" "):  # the space belongs to the answer's first token
             place -= 1
         return whole, (place, end.end())
 

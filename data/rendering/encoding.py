@@ -1,4 +1,4 @@
-"""Encoding of pieces of text, such that their joined ids are those of the joined text.
+"""Encoding of pieces of text whose concatenated ids are those of the concatenated text.
 
 Some sentencepiece models add a space ("▁") before a text, depending on what precedes it (transformers' `legacy` and
 `add_prefix_space`), so every piece is encoded with what precedes it (`After`). Letters: T tokens.
@@ -28,7 +28,7 @@ _PROBES = (
 
 
 class After(Enum):
-    """What precedes a piece of text."""
+    """Kind of text before a piece."""
 
     NOTHING = "nothing"  # the document begins with it
     SPECIAL = "special"  # a special token
@@ -71,7 +71,7 @@ class PieceEncoder:
         self.bos: list[int] = [bos] if adds_bos else []
 
     def encode(self, texts: Sequence[str], after: Sequence[After]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all pieces int32 [T], and where each begins, int64 [pieces + 1]."""
+        """Return the ids of all pieces, int32 [T], and the start of each, int64 [pieces + 1]."""
         encoded = self._raw([self._prepared(*piece) for piece in zip(texts, after, strict=True)])
         if self._adds_space:
             for number, before in enumerate(after):
@@ -103,7 +103,7 @@ class PieceEncoder:
         if self._backend is None:
             encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
             return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-        # the backend skips what transformers adds to its results; transformers sets these on its calls, too
+        # calling the backend directly is faster; transformers also sets these options in its calls
         if not self._backend.encode_special_tokens:
             self._backend.encode_special_tokens = True
         if self._backend.truncation is not None:
@@ -121,13 +121,13 @@ class PieceEncoder:
         from sentencepiece import SentencePieceProcessor
 
         processor = SentencePieceProcessor(model_file=file)
-        skip = 0 if self._always_adds_space else 1  # the space that a model puts before every text
+        skip = 0 if self._always_adds_space else 1  # the space that a model adds before every text
 
         def encode(texts: list[str]) -> list[np.ndarray]:
             bare = [text[skip:] if text.startswith(" ") else text for text in texts]
             found = list(processor.encode(bare, num_threads=-1, return_type="numpy"))
             for number, text in enumerate(bare):
-                if not text or text[0] == "\u2581":  # whether a space comes before these is another question
+                if not text or text[0] == "\u2581":  # the added space depends on the model for these
                     found[number] = self._raw([texts[number]])[0]
             return found
 
@@ -140,17 +140,17 @@ class PieceEncoder:
         if after is After.SPACE and not self._always_adds_space:
             return " " + text
         if self._adds_space and self._bare(after):
-            # encoded behind a line break, whose ids are then taken off, the text gets no "▁" of its own
+            # encoded after a line break, whose ids are then removed, the text gets no "▁"
             return _SENTINEL + text
         return text
 
     def _bare(self, after: After) -> bool:
-        """Return whether no space is added before the piece."""
+        """Check if no space is added before the piece."""
         return after is After.TEXT or (after is After.SPECIAL and not self._adds_space_after_special)
 
     def _without_sentinel(self, ids: np.ndarray, text: str) -> np.ndarray:
         skip = len(self._sentinel)
-        # where the line break merged with what follows it, the text by itself is the best there is
+        # if the line break merged with the text, encode the text alone
         return ids[skip:] if ids[:skip].tolist() == self._sentinel else self._raw([text])[0]
 
     def _probe_after_special(self, bare: list[int]) -> bool:

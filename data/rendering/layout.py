@@ -1,4 +1,4 @@
-"""Templates laid out as ids of a tokenizer: what stands before, between and behind the messages of a conversation."""
+"""Layout of templates as ids of a tokenizer: the constants before, between and after the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .templates import Template, filled, with_tools
 _REMEMBERED_SYSTEMS = 1 << 10
 _SPLITS_TRIED = 4
 NO_IDS = np.empty(0, dtype=np.int32)
-_PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could join with what stands before them
+_PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could merge with the constant before them
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Parts:
     conversation: Conversation
     system: str | None
     questions: list[str]
-    answers: list[str]  # one less than questions in a prompt, one more in bare text
+    answers: list[str]  # one fewer than questions in a prompt, one more in bare text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Layout:
         specials = sorted(special_strings(encoder.tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.bos = _array([] if template.writes_bos else encoder.bos)
-        self._leads = lru_cache(_REMEMBERED_SYSTEMS)(self._first_lead)  # many rows have the same one
+        self._leads = lru_cache(_REMEMBERED_SYSTEMS)(self._first_lead)  # many rows have the same system text
         self.start = self._leads(None, "")
         self.behind_question, rest = self._head(template.middle)
         self.answer = self._constant(rest)
@@ -153,14 +153,14 @@ class Layout:
         return _Lead(_array(self.encoder.template(rest)), "", after)
 
     def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
-        """Return a constant before a message, which follows `after` (the special token `before`, if there is one)."""
+        """Return a constant before a message, which follows `after` (the special token `before`, if any)."""
         ends = [found.end() for found in self._special.finditer(text)]
         if not ends:
             return _Lead(NO_IDS, text, after)
         return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
 
     def _split_long(self, lead: _Lead) -> _Lead:
-        """Shorten the tail of a lead, to tokenise its beginning once for all questions, if this changes no ids."""
+        """Shorten the tail of a lead, to tokenize its beginning only once, if this changes no ids."""
         for found in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
             head, tail = lead.tail[: found.start()], lead.tail[found.end() :]
             ids = self.encoder.one(head, lead.after)

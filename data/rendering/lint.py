@@ -1,6 +1,6 @@
-"""Check of rendered documents against their conversations: the trained tokens must be the assistant's answers.
+"""Check of rendered documents against their conversations: the supervised tokens must be the assistant's answers.
 
-Each trained span is decoded and compared with its answer and end of turn, and the tokens before it must contain the
+Each supervised span is decoded and compared with its answer and end of turn, and the tokens before it must contain the
 question.
 """
 
@@ -20,7 +20,7 @@ from .templates import OWN, Template, filled
 BROKEN_SPANS = (
     "broken spans"  # none, empty, overlapping, out of order, outside the document, ids outside the vocabulary
 )
-ANSWER_DIFFERS = "answer differs"  # the trained tokens are not the answers, each whole with its end of turn
+ANSWER_DIFFERS = "answer differs"  # the supervised tokens are not the complete answers with their ends of turn
 TEMPLATE_DIFFERS = "template differs"  # the ids are not those of the tokenizer's apply_chat_template
 QUESTION_DIFFERS = "question differs"  # the tokens before an answer do not contain its question
 
@@ -38,7 +38,7 @@ class LintReport:
     faults: Counter[str] = field(default_factory=Counter)
 
     def failures(self, min_clean_share: float, min_trained_share: float) -> list[str]:
-        """Return a message for each share below its floor."""
+        """Return a message for each share below its minimum."""
         messages = []
         for title, floor, part, whole in (
             ("documents without faults", min_clean_share, self.clean, self.documents),
@@ -70,7 +70,7 @@ class Linter:
         self._template = template if template.jinja else filled(template, tokenizer)
         self._decoder = PieceDecoder(tokenizer)
         self._special = special_flags(tokenizer)
-        # an answer ends with one special token, and perhaps a text before it
+        # an answer ends with one special token, possibly after a text
         names = [token.content for number, token in tokenizer.added_tokens_decoder.items() if self._special[number]]
         closing = max((name for name in names if self._template.end.endswith(name)), key=len, default="")
         self._end_text, self._end_id = (
@@ -132,7 +132,7 @@ class Linter:
         return None
 
     def _exchange_fault(self, document: Rendered, questions: list[str], answers: list[str]) -> str | None:
-        """Return the fault of a document that should train on these answers."""
+        """Return the fault of a document whose supervised spans should be these answers."""
         ids, spans = document.ids.tolist(), document.spans
         if len(answers) != len(spans):
             return ANSWER_DIFFERS
@@ -146,7 +146,7 @@ class Linter:
         if self._special[[token for body in bodies for token in body]].any():
             return ANSWER_DIFFERS
         texts = self._decoder.decode([*bodies, *befores])
-        space = " " if self._template.middle.endswith(" ") else ""  # which is part of the answer
+        space = " " if self._template.middle.endswith(" ") else ""  # part of the answer
         for number, answer in enumerate(answers):
             is_cut = document.answer_cut > 0 and number == len(spans) - 1
             if not self._matches(texts[number], space + answer + self._end_text, is_cut):
@@ -158,7 +158,7 @@ class Linter:
         return None
 
     def _bare_fault(self, document: Rendered) -> str | None:
-        """Return the fault of a part of a bare text, which is trained whole."""
+        """Return the fault of a part of a bare text, which is supervised as a whole."""
         ids, (start, end) = document.ids.tolist(), document.spans[0]
         body = ids[start : end - (ids[end - 1] == self._end_id)]
         is_whole = len(document.spans) == 1 and end == len(ids) and ids[:start] == self._bos
@@ -167,9 +167,9 @@ class Linter:
         return None if is_whole and is_part and not self._special[body].any() else ANSWER_DIFFERS
 
     def _matches(self, found: str, text: str, is_prefix: bool) -> bool:
-        """Compare a decoded text with the written one, or with what the tokenizer makes of it (such as normal forms).
+        """Compare a decoded text with the written one, or with the tokenizer's round trip (such as normal forms).
 
-        One space before the text does not count.
+        One space before the text is ignored.
         """
         if found.removeprefix(" ") == text.removeprefix(" "):
             return True
@@ -185,7 +185,7 @@ class PieceDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # after another token, because a decoder removes a space at the start of a text
+        # decoded after another token, because decoders remove a space at the start of a text
         self._anchor = list(tokenizer("a", add_special_tokens=False).input_ids)
         self._anchor_text = self._plain([self._anchor])[0]
 
@@ -212,7 +212,7 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def special_flags(tokenizer: Any) -> np.ndarray:
-    """Return flags bool [V]: special tokens that no text is encoded to, as unknown characters are to `unk`."""
+    """Return flags bool [V] of special tokens that no text is encoded to (unlike `unk`)."""
     flags = np.zeros(vocabulary_size(tokenizer), dtype=bool)
     flags[[number for number, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
     unknown = getattr(tokenizer, "unk_token_id", None)

@@ -1,6 +1,6 @@
-"""Rendering of conversations to token ids, with the spans that are trained on.
+"""Rendering of conversations to token ids, with the supervised spans.
 
-Ids are built turn by turn and not searched in a re-tokenised string, so that labels are exact. Messages are encoded as
+Ids are built turn by turn and not searched in a re-tokenized string, so that labels are exact. Messages are encoded as
 plain text: "</s>" or "<|im_end|>" in a message never becomes a special token. Letters: T tokens.
 """
 
@@ -21,19 +21,19 @@ from .encoding import PieceEncoder
 from .layout import NO_IDS, Layout, Parts, check_turns
 from .templates import OWN, Template
 
-_BATCH_CHARACTERS = 1 << 19  # enough for all cores, and little beside a model
+_BATCH_CHARACTERS = 1 << 19  # enough for all cores, and small compared with a model
 _BATCHES_AHEAD = 3
-_THREADS = 2  # the end of one batch keeps a single core busy
+_THREADS = 2  # a second batch keeps the other cores busy at the end of the first
 _NO_LIMIT = 1 << 62
-_LEAST_SPACE = 16  # tokens that question and answer need of a block
+_LEAST_SPACE = 16  # minimum number of tokens for question and answer in a block
 
 
 @dataclass(slots=True)
 class Rendered:
     """Document with `ids` int32 [T], and `spans` [start, end) of the answers with their end of turn.
 
-    It contains the exchanges of `conversation` from number `first` to `last`. Of one exchange that is too long, the
-    question lost `question_cut` tokens at its beginning, and the answer `answer_cut` tokens at its end.
+    It contains the exchanges of `conversation` from number `first` to `last`. In a single exchange that is too long,
+    `question_cut` tokens are removed from the start of the question, and `answer_cut` from the end of the answer.
     """
 
     ids: np.ndarray
@@ -63,21 +63,21 @@ class Rendered:
 class RenderReport:
     """Counts of conversations and exchanges.
 
-    `conversations == rendered + left_out`, and `exchanges - no_room - context_only` exchanges are trained on.
+    `conversations == rendered + left_out`, and `exchanges - no_room - context_only` exchanges are supervised.
     """
 
     conversations: int = 0
     rendered: int = 0
-    left_out: int = 0  # no answer of it fits
+    left_out: int = 0  # conversations without an answer that fits
     documents: int = 0
     split: int = 0  # conversations that became several documents
     exchanges: int = 0
     no_room: int = 0  # exchanges left out: the system text leaves no room for them
-    context_only: int = 0  # exchanges not trained on because only the last turn is
+    context_only: int = 0  # exchanges that `last_turn_only` excludes
     questions_cut: int = 0  # exchanges whose question lost its beginning
     answers_cut: int = 0  # exchanges whose answer lost its end
     question_tokens_cut: int = 0
-    answer_tokens_cut: int = 0  # with the ends of turn
+    answer_tokens_cut: int = 0  # including the ends of turn
 
 
 def render(conversation: Conversation, template: Template, tokenizer: Any) -> Rendered:
@@ -94,11 +94,11 @@ def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Tu
 
 
 class Renderer:
-    """Renderer of conversations, which tokenises ahead in threads.
+    """Renderer of conversations, which tokenizes ahead in threads.
 
-    A conversation over `max_tokens` is split between exchanges, and each document begins with the system text. Of a
-    longer exchange the question loses its beginning, down to half of the room if the answer needs the rest, then the
-    answer its end. With `last_turn_only` only the last answer of a conversation is trained on.
+    A conversation over `max_tokens` is split between exchanges, and each document begins with the system text. In a
+    longer exchange, first the start of the question is cut, down to half of the room if the answer needs the rest, then
+    the end of the answer. With `last_turn_only` only the last answer of a conversation is supervised.
 
     Raises:
         ValueError: Turns are not [system], user, assistant, …, or the tokenizer lacks a special token.
@@ -163,7 +163,7 @@ class Renderer:
             yield from self._counted(documents, max(1, len(parts.questions)), report)
 
     def _counted(self, documents: list[Rendered], exchanges: int, report: RenderReport) -> list[Rendered]:
-        """Return the documents of a conversation that train, and count them."""
+        """Return the documents of a conversation that have supervised tokens, and count them."""
         report.exchanges += exchanges
         report.no_room += sum(not document.spans for document in documents)
         for document in documents:
@@ -213,7 +213,7 @@ class _Document:
         self.length = len(self.pieces[0]) + len(self.pieces[1])
 
     def add(self, lead: np.ndarray, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add a whole exchange, if it fits; return whether it does."""
+        """Add a complete exchange if it fits; return True if it does."""
         layout = self.layout
         start = self.length + len(lead) + len(question) + len(layout.answer.ids)
         end = start + len(answer) + len(layout.end)
@@ -225,7 +225,7 @@ class _Document:
         return True
 
     def add_cut(self, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add as much of an exchange as fits into an empty document; return False if nothing does."""
+        """Add as much of an exchange as fits into an empty document; return False if nothing fits."""
         layout = self.layout
         lead = layout.lead_tokens(self.parts)
         space = limit - self.length - len(layout.answer.ids) - len(layout.end)

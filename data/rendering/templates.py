@@ -1,7 +1,7 @@
 """Chat templates: the constant texts around the messages of a conversation.
 
-A template is data, of which `render` makes token ids turn by turn. A tokenizer's own chat template is converted by
-rendering marks and splitting the text around them.
+`render` converts a template to token ids turn by turn. A tokenizer's own chat template is converted by rendering
+markers and splitting the text around them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xT
 class Template:
     """Constant texts around messages; get one by name from `get_template`.
 
-    A conversation is `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …; for one with a
-    system text `system[0]`, system text, `system[1]` replace `start`, or, if `system` is None, the text and a blank
-    line precede the first question. A text that ends in a space leaves it to the tokens of the next message. `{bos}`
-    and `{eos}` are the tokenizer's; a beginning of sequence that the tokenizer adds comes first, unless `writes_bos`.
-    `special_tokens` must be special tokens of the tokenizer.
+    A conversation is `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …. With a system
+    text, `system[0]`, the text and `system[1]` replace `start`; if `system` is None, the text and a blank line precede
+    the first question. A trailing space of a constant is tokenized with the next message. `{bos}` and `{eos}` are the
+    tokenizer's; a beginning of sequence that the tokenizer adds comes first, unless `writes_bos`. `special_tokens` must
+    be special tokens of the tokenizer.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Template:
     system: tuple[str, str] | None
     next: str
     middle: str
-    end: str  # trained on, with the answer
+    end: str  # supervised, with the answer
     after: str = ""
     strips: tuple[bool, bool] = (False, False)  # questions, answers: remove the white space around them
     writes_bos: bool = False
     special_tokens: tuple[str, ...] = ()
     jinja: str = ""
-    """A tokenizer's chat template that no constant texts reproduce: see `chat.ChatLayout`."""
+    """Chat template of a tokenizer that no constant texts reproduce: see `chat.ChatLayout`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Variables of a tokenizer's chat template."""
     parts: bool = False
-    """Whether the chat template reads messages as lists of parts, as those of models with images do."""
+    """True if the chat template reads messages as lists of parts, as those of multimodal models do."""
 
     def messages(self, turns: Sequence[Turn]) -> tuple[str | None, list[str], list[str]]:
         """Return system text, questions and answers of turns [system], user, assistant, …, stripped as configured."""
@@ -83,7 +83,7 @@ TEMPLATES: dict[str, Template] = {
             middle=" ASSISTANT: ",
             end="{eos}",
         ),
-        # Meta's chat_completion: every exchange between {bos} and {eos}, the system text inside the first
+        # Meta's chat_completion: each exchange is between {bos} and {eos}, and the first one contains the system text
         Template(
             name="llama-2-chat",
             start="{bos}[INST] ",
@@ -113,9 +113,9 @@ TEMPLATES: dict[str, Template] = {
             middle="\n\n### Response:\n",
             end="{eos}",
         ),
-        # no words of its own: for translation, summaries and bare text
+        # without constant texts: for translation, summaries and bare text
         Template(name="plain", start="", system=("", "\n"), next="", middle="\n", end="{eos}"),
-        # T5's own: what the encoder reads ends as what the decoder writes; a system text is the task's prefix
+        # T5: inputs and outputs end with {eos}; a system text is the task prefix
         Template(name="t5", start="", system=("", " "), next="", middle="{eos}", end="{eos}"),
     )
 }
@@ -125,7 +125,7 @@ CHATML_JINJA = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""`chatml` as transformers and servers want it: a tokenizer's `chat_template`."""
+"""Jinja form of `chatml`, for a tokenizer's `chat_template`."""
 
 
 def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Template:
@@ -145,7 +145,7 @@ def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | 
 
 
 def filled(template: Template, tokenizer: Any) -> Template:
-    """Replace {eos} and {bos} by the tokenizer's tokens. Raises ValueError: it lacks a special token."""
+    """Replace {eos} and {bos} by the tokenizer's tokens. Raises ValueError if it lacks a special token."""
     known = special_strings(tokenizer)
     if lacking := [text for text in template.special_tokens if text not in known]:
         raise ValueError(f"template {template.name} needs special tokens that this tokenizer lacks: {lacking}")
@@ -199,8 +199,8 @@ def _constant_texts(chat: _Chat) -> Template:
     """Return a chat template as constant texts.
 
     Raises:
-        ValueError: It rewrites earlier turns, writes something before an answer that the prompt lacks, or ends an
-            answer without a special token.
+        ValueError: It rewrites earlier turns, adds text before an answer that the prompt lacks, or ends an answer
+            without a special token.
     """
     prompts = [chat.render(turns, prompt=True) for turns in (1, 2, 3)]
     wholes = [chat.render(turns, prompt=False) for turns in (1, 2, 3)]
@@ -230,10 +230,10 @@ def _constant_texts(chat: _Chat) -> Template:
 
 
 def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
-    """Return a tokenizer's own template for conversations with tools (JSON of a list).
+    """Return a tokenizer's own template for conversations with tools (JSON list).
 
     Raises:
-        ValueError: It is another template, does not show the tools before the first question, or writes calls in
+        ValueError: It is another template, does not render the tools before the first question, or renders calls in
             another form than `<tool_call>`, `<tool_response>`.
     """
     given = json.loads(tools)
@@ -248,7 +248,7 @@ def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
 
 
 def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
-    """Raise ValueError if a chat template writes calls of tools in another form than `<tool_call>`, or no tools."""
+    """Raise ValueError if a chat template renders tool calls in another form than `<tool_call>`, or no tools."""
     given = json.loads(tools)
     chat, call = _Chat(tokenizer, template.options, given, template.parts), {"name": "xNAMEx", "arguments": {"x": 1}}
     if given and chat.render(1, prompt=True) == replace(chat, tools=None).render(1, prompt=True):
@@ -273,7 +273,7 @@ def _check(template: Template, chat: _Chat) -> None:
 
 
 def _rebuilt(template: Template, system: str | None) -> str:
-    """Return three exchanges by the constant texts."""
+    """Return three exchanges rendered with the constant texts."""
     text = template.start if system is None or template.system is None else system.join(template.system)
     for number in range(3):
         text += template.next if number else ""
@@ -283,7 +283,7 @@ def _rebuilt(template: Template, system: str | None) -> str:
 
 @dataclass(frozen=True)
 class _Chat:
-    """A tokenizer's chat template, with its variables and tools, that renders marked messages."""
+    """Chat template of a tokenizer, with its variables and tools, that renders marked messages."""
 
     tokenizer: Any
     options: dict[str, Any]
@@ -310,7 +310,7 @@ def _around(text: str, mark: str) -> tuple[str, str]:
 
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
-    """Split what follows an answer after its first special token."""
+    """Split the text after an answer after its first special token."""
     found = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
     if not found:
         raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, no special token")
@@ -342,12 +342,12 @@ def _strips(chat: _Chat) -> tuple[bool, bool]:
 
 
 def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with their content as a list of one text."""
+    """Return messages with their content as a list of one text part."""
     return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
 
 
 def shared_length(left: str, right: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 

@@ -29,7 +29,7 @@ _SKIPPED_FOLDERS = {
     "_dynamo",
 }  # fmt: skip
 _MIN_FILE_PROSE, _MIN_FILE_SHARE = 300, 0.1
-"""Files with fewer characters, or a smaller share, between triple quotes are not parsed."""
+"""Minimum number and share of characters between triple quotes in files to be parsed."""
 _QUESTIONS = {
     "function": ("What does `{name}` do?", "What is `{name}` for?", "Explain `{name}`.", "Tell me about `{name}`."),
     "class": ("What is `{name}`?", "What is the class `{name}` for?", "Explain `{name}`.", "Describe `{name}`."),
@@ -56,7 +56,7 @@ _SECTIONS: dict[str, str | None] = {
         "output", "outputs", "receives", "signature", "dimensions",
     )),
 }  # fmt: skip
-"""Section of a docstring by its title; None for titles whose text is left out."""
+"""Section of a docstring by its title; None for titles whose text is dropped."""
 _UNDERLINE = re.compile(r"[-=~^*#]{3,}\s*$")
 _GOOGLE_TITLE = re.compile(r"\s{0,4}([A-Z][A-Za-z]+(?: [A-Za-z]+)?)\s*:{1,2}\s*$")
 _NUMPY_PARAMETER = re.compile(r"([*\w][\w*, .]*?)\s*(?::\s*(.*))?$")
@@ -65,9 +65,7 @@ _DIRECTIVE = re.compile(r"(\s*)\.\.(?:\s|$)")
 _FIELD = re.compile(r"\s*:(?:param|type|returns?|rtype|raises?|arg|keyword|ivar|cvar)\b[^:]*:")
 _MARKUP = (">>>", "...", "|", "+--", "===", "```", "<", "@", "#", "{{", "$")
 _ITEM = re.compile(r"(?:[-*+•]|\d+[.)])\s")
-_STUMP = re.compile(
-    r"(?:[-*+•]|\d+[.)])\s+(?:\S+\s+){0,4}\S*[^.!?)`'\"]"
-)  # what is left of an item without its formula
+_STUMP = re.compile(r"(?:[-*+•]|\d+[.)])\s+(?:\S+\s+){0,4}\S*[^.!?)`'\"]")  # rest of an item without its formula
 _INLINE = (
     (re.compile(r"\[`~?([^`\]]+)`\](?:\([^)]*\))?"), r"`\1`"),  # links of transformers' documentation
     (re.compile(r":(?:[a-zA-Z]+:)?[a-zA-Z]+:`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`"), r"`\1`"),  # roles
@@ -143,7 +141,7 @@ def documentation_conversations(
 
 
 def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple[_Package, Path]]:
-    """Yield the files of all packages; under a budget in bytes, the next file of the package with the least text."""
+    """Yield the files of all packages; with a budget in bytes, the next file of the package with the least text."""
     waiting = {package.name: iter(package.files) for package in packages}
     while waiting and (budget is None or sum(package.bytes for package in packages) < budget):
         package = min((p for p in packages if p.name in waiting), key=lambda p: p.bytes if budget is not None else 0)
@@ -196,7 +194,7 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
     is_private = path.stem.startswith("_") and path.stem != "__init__"
     for local, kind, text in _documented(tree):
         name = f"{module}.{local}" if local and module else local or module
-        # a private file describes itself, not the package it is named after; "{" marks a template filled in at import
+        # the docstring of a private file is not that of the public path; "{" marks a template filled in at import
         if not name or "{" in text[:200] or (kind == "module" and is_private):
             continue
         if (answers := _parse_docstring(inspect.cleandoc(text), kind)) is not None:
@@ -239,7 +237,7 @@ def _strings(argument: ast.expr) -> list[str]:
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return [argument.value]
     if isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute) and argument.func.attr == "format":
-        # a line with a placeholder only stands for a shared parameter; the other braces are literal
+        # a line with only a placeholder is a shared parameter; other braces are literal
         return [
             re.sub(r"^\s*\{\w+\}\s*$", "", text, flags=re.MULTILINE).replace("{{", "{").replace("}}", "}")
             for text in _strings(argument.func.value)
@@ -263,13 +261,13 @@ def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
 def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
     """Return description (under `kind`), parameters, example, notes and return value of a clean docstring.
 
-    The docstring may be in numpydoc style, Google style or plain prose. None where it holds too little prose.
+    The docstring may be in numpydoc style, Google style or plain prose. None is returned if it has too little prose.
     """
     lines = text.split("\n")
     is_numpy = any(map(_UNDERLINE.match, lines))
     sections = _split_sections(text.expandtabs().split("\n"), is_numpy)
     description = _prose(sections["description"])
-    merged_parameter = re.match(r"`?\w+`? \(.{1,200}?\): ", description)  # of a decorator that completes the docstring
+    merged_parameter = re.match(r"`?\w+`? \(.{1,200}?\): ", description)  # from a decorator that extends the docstring
     if not _is_prose(description) or merged_parameter:
         return None
     notes, returns = _prose(_dedent(sections["notes"])), _dedent(sections["returns"])
@@ -306,7 +304,7 @@ def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
 
 
 def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
-    """Join the lines of each paragraph; leave out directives, tables, doctests and field lists."""
+    """Join the lines of each paragraph; drop directives, tables, doctests and field lists."""
     paragraphs: list[str] = []
     for joined in filter(None, map(_paragraph, _blocks(lines))):
         if sum(map(len, paragraphs)) + len(joined) > limit:
@@ -316,7 +314,7 @@ def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
                 paragraphs.append(cut[: end + 1] if end > limit // 3 else cut.rsplit(" ", 1)[0])
             break
         paragraphs.append(joined)
-    while paragraphs and paragraphs[-1].endswith(":"):  # it introduced something that was left out
+    while paragraphs and paragraphs[-1].endswith(":"):  # it introduced something that was dropped
         paragraphs.pop()
     return "\n\n".join(paragraphs)
 
@@ -339,7 +337,7 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 
 def _paragraph(block: list[str]) -> str:
-    """Join a block to a paragraph, or to a list with an item a line; "" for markup."""
+    """Join a block to a paragraph, or to a list with one item per line; "" for markup."""
     first, is_list = block[0].lstrip(), bool(_ITEM.match(block[0].lstrip()))
     is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
     is_literal = not is_list and block[0].startswith("    ")
@@ -380,7 +378,7 @@ def _parameters(lines: list[str]) -> str:
 
 
 def _example(lines: list[str]) -> str:
-    """Return the first doctest of a section, in whole steps."""
+    """Return the first doctest of a section, in complete steps."""
     example: list[str] = []
     size = 0
     for line in lines:
@@ -413,7 +411,7 @@ def _dedent(lines: list[str]) -> list[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """Return whether a text is long enough and mostly letters and spaces."""
+    """Check if a text is long enough and mostly letters and spaces."""
     others = len(re.sub(r"[^\W\d_]+|[ \n]+", "", text))
     return len(text) >= _MIN_PROSE and others < 0.22 * len(text) and len(text.split()) >= 6
 

@@ -27,10 +27,10 @@ _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 Columns = Callable[[Sequence[str]], Sequence[str]]
 """Selection of the columns to read among those of a table."""
 Shard = tuple[int, int]
-"""(index, count): the rows with `number % count == index`."""
+"""Index and count: the rows with `number % count == index`."""
 WHOLE: Shard = (0, 1)
 _Rows = Iterator[tuple[int, Callable[[], Any]]]
-"""Row in its file, from 1, and a function that parses it."""
+"""Rows with their number in the file, from 1, and a function that parses them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,7 @@ def local_rows(
 def data_files(path: Path, split: str | None) -> list[Path]:
     """Return the sorted data files of a path; those of its sub-folders if a folder has none itself.
 
-    `split` selects the files named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`), if there are
-    any.
+    `split` selects the files named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`), if any.
     """
     if not path.is_dir():
         if _suffix(path) is None:
@@ -102,7 +101,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _suffix(path: Path) -> str | None:
-    """Return the suffix that names the format, without that of a compression; None for unknown formats."""
+    """Return the suffix of the format, without that of a compression; None for unknown formats."""
     is_packed = path.suffix.lower() == ".gz"
     suffix = (path.with_suffix("") if is_packed else path).suffix.lower()
     return suffix if suffix in SUFFIXES and not (is_packed and suffix == ".parquet") else None
@@ -133,9 +132,9 @@ def _same(value: Any) -> Any:
 
 
 def _json_values(stream: TextIO) -> Iterator[Any]:
-    """Yield the values of a list, or values one after the other, in the memory of the largest.
+    """Yield the values of a list, or consecutive values, in the memory of the largest.
 
-    `json` cannot read a list in parts, and `datasets` loads a file with one list whole.
+    `json` cannot read a list in parts, and `datasets` loads a file with one list completely.
     """
     decoder = json.JSONDecoder()
     text = stream.read(CHUNK).lstrip()
@@ -148,9 +147,9 @@ def _json_values(stream: TextIO) -> Iterator[Any]:
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            # the error of a value that goes on is at its end
+            # the error of an incomplete value is at its end
             is_cut = error.pos > len(text) - _LONGEST_LITERAL or error.msg.startswith("Unterminated")
-            # read at least as much as is waiting, so that a long value is tried a few times only
+            # read at least as much as is buffered, so that a long value is parsed few times
             more = stream.read(max(CHUNK, len(text) - at)) if is_cut else ""
             if not more and at == len(text) and not is_list:
                 return

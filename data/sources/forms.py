@@ -1,4 +1,4 @@
-"""Forms of rows: which columns hold the messages. data/README.md shows a row of each form."""
+"""Forms of rows: the columns of the messages. data/README.md shows a row of each form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTEXT = ("input", "context")  # texts that follow a question
 _SYSTEM = ("system", "system_prompt")
 _IDS = ("conversation_id", "id", "conversation_hash", "question_id", "prompt_id")
 _LEARNED = ("weight", "train", "loss")
-"""Keys of messages that are 0 or false where an answer is not to be learned."""
+"""Keys of messages that are 0 or false for answers that are not supervised."""
 _KEYS = {"from", "value", "role", "content", "text", "tool_calls", CALL_ROLE, *THOUGHT_KEYS, *_LEARNED}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _SHOWN = 12
@@ -70,7 +70,7 @@ def read_dialogue(row: Row) -> Dialogue:
     if not isinstance(row.value, Mapping):
         raise ValueError(f"{row.location}: expected an object, found {type(row.value).__name__}")
     columns: Mapping[str, Any] = row.value
-    # a table of mixed forms fills the columns of the others with null
+    # in a table of mixed forms, the columns of other forms are null
     found = _find_form([name for name, value in columns.items() if value is not None]) or _find_form(columns)
     if found is None:
         raise _no_form(row)
@@ -125,7 +125,7 @@ def _messages(row: Row, question: str, answer: str | None, context: Sequence[str
     answers = [] if answer is None else [("assistant", row.value[answer])]
     if answer is not None and _is_message_list(row.value[answer]):
         answers = _message_list(row, answer, row.value[answer])
-        if role_of(answers[0][0]) != "assistant":  # it begins with the question
+        if role_of(answers[0][0]) != "assistant":  # it starts with the question
             yield from answers
             return
     if _is_message_list(value):  # prompt and completion as lists of messages
@@ -139,7 +139,7 @@ def _messages(row: Row, question: str, answer: str | None, context: Sequence[str
 
 
 def _tools(row: Row, value: Any) -> str:
-    """Return the tools as JSON of a list; "" where there are none."""
+    """Return the tools as a JSON list; "" if there are none."""
     if isinstance(value, str):
         with suppress(ValueError):
             value = json.loads(value.strip() or "[]")
@@ -176,7 +176,7 @@ def _message_list(row: Row, column: str, value: Any) -> list[tuple[Any, Any]]:
 
 
 def _marked(message: Mapping[str, Any], content: Any) -> Any:
-    """Return the content of a message behind its thought, as context if the message is not to be learned."""
+    """Return the content of a message after its reasoning, as context if the message is not supervised."""
     if isinstance(content, str):
         content = with_thought(message, content)
     is_context = any(message.get(key) in (0, False) and message[key] is not None for key in _LEARNED)
@@ -184,7 +184,7 @@ def _marked(message: Mapping[str, Any], content: Any) -> Any:
 
 
 def _notes(messages: Any) -> tuple[str, ...]:
-    """Return what is counted of the keys of messages: thoughts, and keys that are not read."""
+    """Return the counted keys of messages: reasoning, and keys that are not read."""
     keys = (
         dict.fromkeys(
             key for message in messages if isinstance(message, Mapping) for key, value in message.items() if value
@@ -197,7 +197,7 @@ def _notes(messages: Any) -> tuple[str, ...]:
 
 
 def _call(call: Any) -> Any:
-    """Return a tool call as text; OpenAI writes the arguments as JSON in a string."""
+    """Return a tool call as text; OpenAI's arguments are JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "name" not in function:
         return call

@@ -22,7 +22,7 @@ _TIMEOUT = 30  # seconds
 
 
 def download(address: str) -> Path:
-    """Download a file by its URL, unless it is in the cache. Raises ValueError: it cannot be loaded."""
+    """Download a file by its URL, unless it is in the cache. Raises ValueError on failure."""
     digest = hashlib.sha256(address.encode()).hexdigest()[:16]
     path = Path(constants.HF_HOME) / "draftsmith" / digest / Path(urlsplit(address).path).name
     if not path.is_file():

@@ -42,7 +42,7 @@ class Opening(TypedDict, total=False):
     file: str | None
     """Data file of the repository, or a URL."""
     shard: Shard
-    """(index, count): read the rows with `number % count == index`."""
+    """Index and count: read the rows with `number % count == index`."""
 
 
 def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue]:
@@ -52,7 +52,7 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
 
     Raises:
         ValueError: There is no such source (with the nearest name), the hub cannot be reached, or a row cannot be read
-            (with file, row and what was expected).
+            (with file, row and the expected form).
     """
     corpus, rows = _open_rows(source, opening)
     yield from map(corpus.read, rows)
@@ -145,12 +145,12 @@ def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
 
 
 def _prompt(dialogue: Dialogue) -> Prompt | None:
-    """Return the prompt of a dialogue; None where nothing is asked."""
+    """Return the prompt of a dialogue; None without a question."""
     turns: list[Turn] = []
     for written_role, content in dialogue.messages:
         role = role_of(written_role)
         if role is None or not isinstance(content, str):
-            if any(turn.role == "user" for turn in turns):  # later questions may be about what cannot be shown
+            if any(turn.role == "user" for turn in turns):  # later questions may refer to dropped content
                 break
             continue
         if content.strip() and (role != "system" or not turns):
@@ -178,7 +178,7 @@ def _prompt(dialogue: Dialogue) -> Prompt | None:
 
 
 def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
-    """Return the local path of a source, if there is one, and its corpus, which may be an unregistered one."""
+    """Return the local path of a source, if any, and its corpus, which may be unregistered."""
     local = Path(source if path is None else path).expanduser()
     exists = bool(source) and local.exists()
     corpus = find_corpus(source) if path is not None or not exists else None
@@ -195,7 +195,7 @@ def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
 
 
 def _nearest(name: str) -> str:
-    """Suggest a corpus, or an entry of the path's folder, with a name like a missing one."""
+    """Suggest a corpus, or an entry of the path's folder, with a name similar to a missing one."""
     path = Path(name).expanduser()
     corpora = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
     entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -207,10 +207,10 @@ class Part:
     """Corpus of a mixture.
 
     Attributes:
-        weight: How often each row is used in an epoch. A fraction selects rows by a hash of their ids: 1.5 uses all of
-            them once and half of them again.
+        weight: Number of times that each row is used in an epoch. A fraction selects rows by a hash of their ids: 1.5
+            uses all of them once and half of them again.
         open_pass: Opens the corpus from its beginning, for the n-th time in an epoch.
-        by_content: Select by ids and contents, where there are few ids.
+        by_content: Select by ids and contents, for corpora with few ids.
     """
 
     weight: float
@@ -219,7 +219,7 @@ class Part:
 
 
 def mix(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
-    """Yield the rows of all parts, each as often as its weight says, in an order drawn from `seed`."""
+    """Yield the rows of all parts, each as often as its weight, in an order drawn from `seed`."""
     streams = [_passes(part, seed) for part in parts]
     weights = [part.weight for part in parts]
     rng = np.random.default_rng(seed)
@@ -240,7 +240,7 @@ def hashed_share(name: str) -> float:
 
 
 def has_few_ids(conversations: Iterable[Conversation]) -> bool:
-    """Return whether there are fewer than 20 different ids, each of four or more conversations on average."""
+    """Check if there are fewer than 20 different ids, each of four or more conversations on average."""
     ids, count = set[str](), 0
     for count, conversation in enumerate(conversations, start=1):  # noqa: B007 (read behind the loop)
         ids.add(conversation.id)
@@ -250,7 +250,7 @@ def has_few_ids(conversations: Iterable[Conversation]) -> bool:
 
 
 def drawn_name(conversation: Conversation, *, by_content: bool) -> str:
-    """Return the name that a conversation is drawn by: its id, or its id and content."""
+    """Return the name for drawing a conversation: its id, or its id and content."""
     return f"{conversation.id} {conversation.turns}" if by_content else conversation.id
 
 

@@ -1,4 +1,4 @@
-"""Registry of corpora: location, licence, and how their rows are read."""
+"""Registry of corpora: location, licence, and the form of their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .forms import read_dialogue, usable_columns
 
 _RAW = "https://raw.githubusercontent.com"
 _FASTCHAT = f"{_RAW}/lm-sys/FastChat/main/fastchat/llm_judge/data"
-# As the code of the multi-candidate paper (arXiv 2401.06706) and Spec-Bench (arXiv 2401.07851) ask for them.
+# Prompts of the code of the multi-candidate paper (arXiv 2401.06706) and of Spec-Bench (arXiv 2401.07851).
 _GERMAN_TO_ENGLISH = "Translate German to English: {de}"
 _ENGLISH_TO_GERMAN = "Translate the input English sentence into German.\nInput: {en}\nOutput: "
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -28,7 +28,7 @@ class Corpus:
         use: "train" or "evaluate".
         prompt: Format string of the question, if it is not a column.
         groups: Categories of the prompts, if they are fixed.
-        every_turn: An evaluation asks every question of a conversation, and not the first alone.
+        every_turn: Evaluate every question of a conversation instead of the first only.
         adapter: Reads a row that has the columns; other rows are read by their form.
     """
 
@@ -63,7 +63,7 @@ class Corpus:
 
 
 def find_corpus(name: str) -> Corpus | None:
-    """Return the first corpus of a name or hub id, in any case of letters and with _ for -; None if there is none."""
+    """Return the first corpus with a name or hub id, ignoring case and with _ for -; None if there is none."""
 
     def normalize(name: str) -> str:
         return name.lower().replace("_", "-")
@@ -100,7 +100,7 @@ def _translation(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _physics(corpus: Corpus, row: Row) -> Dialogue:
-    """Read a row of PIQA, whose test split has the label -1, and the files of its authors none."""
+    """Read a row of PIQA; labels are −1 in its test split and missing in the authors' files."""
     label = row.value.get("label")
     right = row.value.get(f"sol{int(label) + 1}") if label in (0, 1) else None
     return _question(row, _text(row, "goal", row.value["goal"]), *([right] if isinstance(right, str) else []))
@@ -112,7 +112,7 @@ def _alpaca_eval(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
-    """Read a row of Spec-Bench, where the eight categories of MT-bench are one task."""
+    """Read a row of Spec-Bench, in which the eight categories of MT-bench are one task."""
     dialogue = read_dialogue(row)
     return replace(dialogue, category="mt_bench") if dialogue.category in MT_BENCH_CATEGORIES else dialogue
 
