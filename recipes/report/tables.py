@@ -228,7 +228,7 @@ def best_lossless(rows: Iterable[Row]) -> Row | None:
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """Return one line for each temperature: the fastest lossless method, its speedup and how many texts are right."""
+    """Return a line per temperature with the fastest lossless method, its speedup and the number of identical texts."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         best = best_lossless(row for row in rows if row["temperature"] == temperature)
