@@ -63,7 +63,7 @@ class Manifest:
 
     @property
     def role(self) -> str:
-        """Displayed kind: a drafter without a target is a target."""
+        """Kind as displayed: a language model that was not made for a target is itself a target."""
         return "target" if self.kind == "drafter" and self.target is None else self.kind
 
     def to_json(self) -> str:
@@ -74,7 +74,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Parse a text of `to_json`. Raises ValueError if it is no JSON, has another schema, or fields are wrong."""
+        """Parse a text of `to_json`. Raises ValueError if it is not JSON, has another schema, or fields are wrong."""
         values = parse_json(text)
         if values.get("schema") != SCHEMA_VERSION:
             raise ValueError(f"its schema version is {brief(values.get('schema'))}, expected {SCHEMA_VERSION}")
@@ -105,7 +105,7 @@ def _check_types(values: dict[str, Any]) -> None:
 def to_json_safe(value: Any) -> Any:
     """Convert a value to plain JSON without secrets. Raises ValueError if that is not possible.
 
-    Paths become text, tuples and sets lists, array scalars numbers, and numbers that are not finite null.
+    Paths become text, tuples and sets become lists, array scalars become numbers, and non-finite numbers become null.
     """
     return without_secrets(_plain(value))
 

@@ -1,4 +1,4 @@
-"""Export of a bigram table as a proposer for vLLM's method `custom_class`, which drafts from every row of the table.
+"""Export of a bigram table as a proposer for vLLM's method `custom_class`, which drafts from all rows of the table.
 
 llama.cpp's n-gram cache drafts only if one token has 75 % of a row's counts, so the same table is less useful there.
 """

@@ -68,7 +68,7 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
 
 
 def copy_tokenizer(target: str, folder: Path) -> None:
-    """Copy a target's tokenizer to a folder, if available; that of `user/name[@revision]` from the hub or its cache."""
+    """Copy a target's tokenizer to a folder, if it is available locally, on the hub or in its cache."""
     found = _find_tokenizer(target)
     if found is None:
         return
@@ -91,7 +91,7 @@ def _find_tokenizer(target: str) -> Path | None:
 
 
 def compare_copy(target: str, folder: Path) -> list[str]:
-    """Return a line on the equality of a copy and the target's tokenizer, or that it is unavailable."""
+    """Return a line that a copy equals the target's tokenizer, or that the latter is unavailable."""
     found = _find_tokenizer(target)
     if found is None:
         return [f"not compared: the tokenizer, as that of the target {target} is neither here nor to be had"]

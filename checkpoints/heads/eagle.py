@@ -110,7 +110,7 @@ class EagleHeads(nn.Module):
         if proposed is not None and not proposed.is_meta:
             check_tokens(proposed, self.vocab_size)
         self.register_buffer(TOKENS, None if proposed is None else proposed.long(), persistent=False)
-        self._attached: tuple[Tensor, Tensor] | None = None  # a tuple, which is not registered
+        self._attached: tuple[Tensor, Tensor] | None = None  # tuples are not registered as parameters
 
     @classmethod
     def for_target(

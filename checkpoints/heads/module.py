@@ -69,13 +69,13 @@ class PredictionHeads(nn.Module):
     `{k}.{L}.weight`.
 
     Args:
-        num_heads: K.
-        num_layers: L.
-        hidden_size: D.
-        vocab_size: V; None if it is unknown before `attach`, with projection "target".
+        num_heads: Number of heads K.
+        num_layers: Number of residual blocks L.
+        hidden_size: Hidden size D of the target.
+        vocab_size: Vocabulary size V; None if it is unknown before `attach`, with projection "target".
         projection: "own", a matrix [V, D] per head; "low-rank", `{k}.{L}.up.weight` [V, R] and `{k}.{L}.down.weight`
             [R, D]; "target", the target's projection (FasterDecoding's version 2), set by `attach`.
-        rank: R of low-rank heads, else 0.
+        rank: Rank R of low-rank heads, else 0.
         states: Hidden states of the target that the heads read: "after-norm" or "before-norm".
         scale: Factor of the hidden states; those before the norm can be much larger.
         proposed: Ids of the draft vocabulary, int64 [P], ascending, stored as `d2t`; only with projection "target".
@@ -112,7 +112,7 @@ class PredictionHeads(nn.Module):
         self.num_heads, self.num_layers, self.hidden_size = num_heads, num_layers, hidden_size
         self.projection_kind, self.rank, self.states, self.scale = projection, rank, states, float(scale)
         self._vocab_size = vocab_size
-        self._attached: tuple[Tensor] | None = None  # a module takes a bare parameter for its own
+        self._attached: tuple[Tensor] | None = None  # in a tuple, so that it is not registered as a parameter
         self._rows: tuple[tuple[int, torch.device], Tensor] | None = None
         self._product: tuple[Any, Callable[[Tensor], Tensor]] | None = None
         self.register_buffer(TOKENS, None)
@@ -227,7 +227,7 @@ class PredictionHeads(nn.Module):
         return self._head(k)[self.num_layers]
 
     def projection(self, k: int) -> Tensor:
-        """Return the weight of head k's projection: its own [V, D] or [V, R], or (proposed) rows of the target's."""
+        """Return head k's projection: its own [V, D] or [V, R], or the target's rows of the draft vocabulary [P, D]."""
         if self.projection_kind == "own":
             return self._tail(k).weight
         if self.projection_kind == "low-rank":

@@ -34,7 +34,7 @@ class TextTranslation:
         starts = [number for number, (_, end) in enumerate(cut.offset_mapping) if end > len(tail)]
         if starts and cut.offset_mapping[starts[0]][0] >= len(tail):
             return list(cut.input_ids[starts[0] :])
-        # a token spans the end of the text and the draft, which the text's own tokens do not
+        # a token spans the border of text and draft, unlike in the text's own tokens: encode the draft alone
         return list(self._target(more, add_special_tokens=False, verbose=False).input_ids)
 
     def _text(self, tokenizer: Any, ids: Sequence[int]) -> str:

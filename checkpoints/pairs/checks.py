@@ -60,8 +60,8 @@ def check_pair(
     """Raise ValueError if an engine refuses a target and a drafter.
 
     Args:
-        target: Target.
-        drafter: Drafter.
+        target: Description of the target.
+        drafter: Description of the drafter.
         consumers: Engines that must accept the two.
         name: Name of the drafter in the message.
         fix: Command that repairs it.

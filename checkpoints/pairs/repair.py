@@ -30,11 +30,11 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def repair(target: Side, drafter: Side, out: Path, command: str) -> list[str]:
-    """Write a copy of a drafter with the target's tokenizer and the target's rows to `out`, as an artifact.
+    """Write a copy of a drafter with the target's tokenizer and vocabulary rows to `out`, as an artifact.
 
     Args:
-        target: Target.
-        drafter: Drafter, whose tokens are all tokens of the target.
+        target: Description of the target.
+        drafter: Description of the drafter, whose tokens are all tokens of the target.
         out: New folder.
         command: Command line for the manifest.
 

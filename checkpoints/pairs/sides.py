@@ -72,7 +72,7 @@ class Finding:
     """Result of a check of a pair, static or measured."""
 
     check: str
-    """Stable short name."""
+    """Stable short name of the check."""
     what: str
     target: str = ""
     drafter: str = ""

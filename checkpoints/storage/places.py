@@ -14,7 +14,7 @@ from .messages import words
 _PATIENCE = 4.0
 """Seconds to wait for the hub's first response."""
 _ANSWERS: dict[str, str] = {}
-"""Reasons why endpoints are unreachable."""
+"""Reason why each tried endpoint is unreachable; empty if it responded."""
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 

@@ -29,7 +29,7 @@ def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: In
 
     Args:
         path: File to write.
-        vocab_size: V.
+        vocab_size: Vocabulary size V.
         parts: Consecutive parts of a run, as `merge_runs` yields them.
         unigram_V: Number of times that each token was seen, int64 [V]; read after the last part.
 

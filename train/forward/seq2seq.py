@@ -22,14 +22,14 @@ _NO_ANSWER = -1  # answer number of padding
 
 
 class Projected:
-    """Base of forwards with an output projection; `plain_head`: logits are the states times that matrix."""
+    """Base class of forward passes; `plain_head` is True if logits are the states times the output projection."""
 
     model: Any
     plain_head: bool
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits, which is that of the rows of the output projection."""
+        """Number of logits, equal to the number of rows of the output projection."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def weight_VD(self) -> Tensor | None:

@@ -54,7 +54,7 @@ class StateFolder:
         """Metrics of the evaluations by step."""
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
-        """Return the newest complete position or None, and cut the log after it.
+        """Return the position of the newest complete checkpoint, or None, and truncate the log there.
 
         Raises ValueError if settings differ.
         """

@@ -94,8 +94,8 @@ def narrowed(
 ) -> tuple[Tensor, Tensor | None, Tensor, Teacher | None]:
     """Return the arguments of `mixture` restricted to the tokens `ids` (int64, ascending).
 
-    Other labels become −100, and the teacher becomes its distribution conditional on these tokens. Learning this
-    distribution also maximises the overlap with the full one that is possible with these tokens.
+    Other labels become −100, and the teacher becomes its distribution conditional on these tokens. A drafter that
+    learns it also has the largest overlap with the full distribution that is possible with these tokens.
 
     Raises:
         ValueError: A sparse teacher has more tokens than `ids`.

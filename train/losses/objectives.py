@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...checkpoints.storage.messages import did_you_mean
 
-LOG_FLOOR = -100.0  # reverse KL clamps log p here; e^−100 is below the smallest float32
+LOG_FLOOR = -100.0  # reverse KL clamps log p here; e^−100 is below the smallest normal float32
 LK_DECAY = 3.0  # η of `lk-lambda`
 
 LABELS = "cross-entropy"
@@ -130,7 +130,7 @@ def needs_teacher(names: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Weight that changes linearly from `start` to `end`, reached at the share `until` of a run, and then stays."""
+    """Weight that changes linearly from `start` to `end` until the share `until` of a run, and is then constant."""
 
     start: float
     end: float

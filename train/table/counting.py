@@ -39,7 +39,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         position: JSON value given with the last documents: the progress of reading the source; None at the start.
 
     Args:
-        vocab_size: V.
+        vocab_size: Vocabulary size V.
         folder: Directory of the counts, new or to resume. Incomplete files of an interrupted process are deleted.
         memory_mb: Mebibytes for counts and for sorting. More memory means fewer and larger runs.
         threads: Number of background threads.

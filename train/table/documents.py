@@ -42,7 +42,7 @@ def token_documents(
     """
     if pairs == "documents":  # the default system prompt would distort the counts
         template = replace(template, start=template.next)
-    # A document per conversation: blocks without a length neither split nor drop anything.
+    # Without a block length, each conversation gives one complete document.
     for rendered in Renderer(template, tokenizer, None, last_turn_only=last_turn_only)(conversations):
         if pairs == "documents":
             yield [rendered.ids]

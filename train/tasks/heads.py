@@ -89,13 +89,13 @@ class HeadsModule(nn.Module):
         return found_XKD
 
     def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return flattened positions int64 [X] with labels, and the labels int64 [X, K], in any draft vocabulary."""
+        """Return flattened positions int64 [X] with labels, and their labels int64 [X, K]; see `labels`."""
         labels_YK = self.labels(batch).flatten(0, 1)
         rows_X = (labels_YK != IGNORED).any(1).nonzero()[:, 0]
         return rows_X, labels_YK[rows_X]
 
     def labels(self, batch: Batch) -> Tensor:
-        """Return the label of each head at each position, int64 [B, T, K]."""
+        """Return the label of each head at each position, int64 [B, T, K], as indices into any draft vocabulary."""
         labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads)
         if (ids_R := self.heads.proposed) is None:
             return labels_BTK
@@ -126,7 +126,7 @@ class HeadsModule(nn.Module):
 
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function from last hidden states [..., D] to logits [..., V] for output layers that are no plain matrix.
+    """Return a function from last hidden states [..., D] to logits [..., V] for output layers other than one matrix.
 
     Raises ValueError if it does not reproduce the target's logits.
     """
