@@ -1,9 +1,9 @@
-"""Draft vocabularies: decoders that compute the logits of a part of their tokens, most of a small drafter's work.
+"""Draft vocabularies of decoders, which restrict the output projection, a large part of a small drafter's latency.
 
 A token outside the draft vocabulary has probability 0 in q, which exact verifiers support (FR-Spec: Zhao et al. 2025,
 arXiv 2502.14856; EAGLE-3: Li et al. 2025, arXiv 2503.01840, which calls the map d2t).
 
-Letters: R tokens of the draft vocabulary, V vocabulary.
+Shape letters: R tokens of the draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def keep_tokens(model: Any, ids_R: Tensor) -> None:
     """Restrict a model to a draft vocabulary.
 
     Raises:
-        ValueError: Ids that do not rise, or that the model does not have.
+        ValueError: The ids are not increasing or exceed the vocabulary.
     """
     weight = model.get_output_embeddings().weight
     check_tokens(ids_R, len(weight))
@@ -30,7 +30,7 @@ def keep_tokens(model: Any, ids_R: Tensor) -> None:
 
 
 def kept_tokens(model: Any) -> Tensor | None:
-    """Return the rising ids of a model's draft vocabulary, int64 [R]; None: all tokens."""
+    """Return the increasing ids of a model's draft vocabulary, int64 [R], or None for all tokens."""
     return getattr(model, _BUFFER, None)
 
 
@@ -40,7 +40,7 @@ def save_vocabulary(model: Any, folder: Path) -> None:
 
 
 def load_vocabulary(model: Any, folder: Path) -> None:
-    """Restrict a model to the draft vocabulary in its folder, if there is one. Raises ValueError: not such a file."""
+    """Restrict a model to the draft vocabulary in its folder, if any. Raise ValueError if the file is invalid."""
     ids_R = read_vocabulary(folder, len(model.get_output_embeddings().weight))
     if ids_R is not None:
         keep_tokens(model, ids_R)

@@ -1,7 +1,8 @@
-"""EAGLE-3 heads as a drafter: a language model of one layer that reads the target's states beside tokens.
+"""EAGLE-3 heads as a drafter: a one-layer language model that reads tokens and the target's hidden states.
 
-Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.1. Shape letters: B batch, M new tokens, X = B · M,
-D hidden, G the target's states that are read.
+Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.1.
+
+Shape letters: B batch, M new tokens, X = B · M, D hidden, G auxiliary hidden states of the target.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .products.product import Product, is_int8, rounded
 
 
 class EagleDrafter(LeanDecoder):
-    """Drafts with heads that have their target's weights (`EagleHeads.attach`); these are read once."""
+    """Drafter from heads that hold the weights of their target (`EagleHeads.attach`), which are read once."""
 
     def __init__(self, heads: EagleHeads) -> None:
         self.states, self.required_aux_layers = "before-norm", heads.layers
@@ -30,7 +31,7 @@ class EagleDrafter(LeanDecoder):
         head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
         if int8:
             head_RD = rounded(head_RD)
-        # what turned with the weights into 16 bits would turn far places wrongly
+        # frequencies in 16 bits would be too inexact for distant positions
         heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(weight_DG.device)
         self._hold(heads.config, embedding_VD, head_RD, heads, [heads.midlayer], int8)
         self._fuse_aux = self._product(weight_DG)
@@ -47,18 +48,18 @@ class EagleDrafter(LeanDecoder):
     def _norm_in(self, layer: Any, norm_D: Tensor | None) -> Tensor:
         assert norm_D is not None
         above_D = layer.hidden_norm.weight.detach()
-        if self._normed_D is not None:  # what `_first` gives has been through it, and the next product changes nothing
+        if self._normed_D is not None:  # `_first` has already applied this norm
             above_D = torch.full_like(above_D, self.hidden_size**-0.5)
         return torch.cat((norm_D, above_D))
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
-        # what is timed alone, without a target, reads zeros
+        # zeros are used for timing without a target
         above_XD, self._above_XD = self._above_XD, None
         self._embedded_XD = embedded_XD
         if above_XD is None:
             return torch.zeros_like(embedded_XD)
         if self._normed_D is None:
-            return above_XD.clone()  # on a GPU the layers add to it
+            return above_XD.clone()  # on a GPU the layers modify it in place
         return F.rms_norm(above_XD, self._normed_D.shape, self._normed_D, self._eps)
 
     def _read_apart(self, hidden_XD: Tensor) -> Tensor:

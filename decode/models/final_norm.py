@@ -1,4 +1,4 @@
-"""Hidden states before a decoder's final norm, the residual stream: where that norm is, and what goes into it."""
+"""Hidden states before a decoder's final norm (residual stream)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor, nn
 from ...checkpoints.heads.module import STATES
 
 _NAMES = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "decoder.final_layer_norm")
-"""Of the final norm in its decoder, as transformers has them."""
+"""Names of the final norm in transformers' decoders."""
 
 
 def layers_in(states: str) -> tuple[int, ...]:
-    """The inner layers in "layers-2-15-27", which stands for what goes into each of these, and the last hidden states
-    behind it; none in the names of other states."""
+    """Return the layers of a name such as "layers-2-15-27" (inputs of these layers, then final states), else none."""
     name, *layers = states.split("-")
     return tuple(map(int, layers)) if name == "layers" else ()
 
 
 def check_states(states: str) -> None:
-    """Raises ValueError where `states` is neither "after-norm" nor "before-norm"."""
+    """Raise ValueError unless `states` is "after-norm" or "before-norm"."""
     if states not in STATES:
         raise ValueError(f"states is {states!r}, expected one of {', '.join(STATES)}")
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:
-    """The norm whose output is a decoder's last hidden states. Raises ValueError: there is none, or none of a usual
-    name, as in decoders whose layers end in norms of their own, or a projection behind it, as in OPT's with narrow
-    embeddings."""
+    """Return the module whose output is a decoder's last hidden states.
+
+    Raises ValueError if no norm of a usual name follows all layers, or a projection follows it (OPT).
+    """
     projected = getattr(getattr(decoder, "decoder", decoder), "project_out", None) is not None
     for name in () if projected else _NAMES:
         module: Any = decoder
@@ -45,7 +45,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 @contextmanager
 def norm_input(norm: nn.Module) -> Iterator[list[Tensor]]:
-    """Meanwhile what this thread passes to a norm, the last time that it does, is the list's one element."""
+    """Return a context manager whose list holds the input of a norm's latest call in this thread."""
     thread, seen = threading.get_ident(), list[Tensor]()
 
     def keep(_: nn.Module, args: tuple[Any, ...]) -> None:

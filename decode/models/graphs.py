@@ -1,11 +1,11 @@
-"""Forwards of a few tokens as CUDA graphs: captured once a shape, then replayed with a single launch.
+"""CUDA graphs of forwards of few tokens, which are captured once per shape and replayed with a single launch.
 
-A graph does exactly what was captured: the same addresses, shapes and numbers from the host. Here, therefore,
+A graph repeats exactly what was captured: the same addresses, shapes and host values. Therefore,
 
-- tokens, positions and the mask are computed from buffers that stay where they are (`_Shape`);
-- keys and values are written at slots that a tensor holds (`IndexedCache`), to caches whose memory is reused;
-- attention reads a number of slots that grows in strides, and what lies beyond a row's last token is masked: zeros, or
-  the finite leavings of rejected nodes. Where attention itself finds a row's end, one graph serves at any length.
+- tokens, positions and the mask are computed from buffers with fixed addresses (`_Shape`); - keys and values are
+written to slots given by a tensor (`IndexedCache`), in caches whose memory is reused; - attention reads a number of
+slots that grows in strides, and slots after a row's last token are masked. They hold zeros or finite values of rejected
+nodes. If attention itself finds the end of a row, one graph serves all lengths.
 
 Shape letters: B batch, M new tokens, W columns of the bias, S cache slots, D hidden.
 """
@@ -33,35 +33,35 @@ Found = TypeVar("Found")
 _MOST_FREE_CACHES = 4
 _MANY = 1024
 _MOST_READ = 64
-"""Tokens of a chain that are replayed at most: of what a drafter missed there are as many lengths, each a graph."""
+"""Maximum number of tokens of a replayed chain. Each number of tokens that a drafter has to catch up needs a graph."""
 STRIDE = 256
-"""Slots that are attended to grow by so many at least."""
-_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for every shape
+"""Minimum increment of the number of slots that attention reads."""
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans per shape
 
 
 class Capture(Protocol):
-    """Makes a replay of a function that reads and writes tensors at fixed addresses."""
+    """Protocol that turns a function on tensors with fixed addresses into a replay."""
 
     def warm_up(self, run: Callable[[], Found]) -> Found:
-        """Run it as it will be captured; a shape's first call."""
+        """Run the function in the way it will be captured, as the first call of a shape."""
 
     def capture(self, run: Callable[[], Found]) -> Callable[[], Found]:
-        """What replays it, without running it now. Each replay returns the same tensors, with new content."""
+        """Return a replay of the function without running it. Replays return the same tensors with new content."""
 
 
 class CudaGraphs:
-    """Captures on a stream of its own. All graphs share their memory: one's output is lost with the next replay."""
+    """Capture on a separate stream. All graphs share their memory, so each replay overwrites the output of others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this graph is empty: it keeps the memory while there is no other
+            warnings.simplefilter("ignore")  # an empty graph, which keeps the memory pool alive
             self._first = self._captured(lambda: None)
 
     def warm_up(self, run: Callable[[], Found]) -> Found:
-        """Libraries prepare themselves in their first call on a stream, which a capture does not allow."""
+        """Run the function on the stream, since libraries initialise in their first call, not in a capture."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -83,7 +83,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(self._device),
-            # Other threads, such as those that load data, may go on using the device.
+            # Other threads, such as data loaders, may continue to use the device.
             torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
         ):
             work()
@@ -91,14 +91,14 @@ class CudaGraphs:
 
 
 class _Replayed:
-    """Something that is run at first, captured the second time, and replayed from then on."""
+    """Base class of functions that are run in the first call, captured in the second, and replayed from then on."""
 
     def __init__(self) -> None:
         self._warm = False
         self._replay: Callable[[], Any] | None = None
 
     def __call__(self, capture: Capture) -> Any:
-        """What it computes; where that lies it is overwritten later."""
+        """Return the result, in memory that later calls overwrite."""
         if self._replay is None and self._warm:
             self._replay = capture.capture(self.run)
         self._warm = True
@@ -109,14 +109,15 @@ class _Replayed:
 
 
 class _Shape(_Replayed):
-    """The inputs of one shape of forward, and the forward as a function of them alone.
+    """Inputs of one shape of forward, and the forward as a function of them.
 
-    A node sees a slot or not by the slot's distance from the last new token's: columns 1..W-2 of the bias stand for the
-    last W - 2 slots up to it, column 0 for all before them, which are committed, column W - 1 for all behind.
+    The visibility of a slot depends on its distance from the last new token's slot: columns 1..W-2 of the bias stand
+    for the last W - 2 slots up to it, column 0 for all earlier slots, which are committed, and column W - 1 for all
+    later ones.
     """
 
     def __init__(self, model: LanguageModel, cache: KVCache, count: int, tree_width: int, end: int) -> None:
-        """`tree_width` is W; 0 for a chain, which needs count + 2."""
+        """Create the buffers. `tree_width` is W, or 0 for a chain, which uses count + 2."""
         super().__init__()
         self._model, self._cache, self._end = model, cache, end
         width = tree_width or count + 2
@@ -125,7 +126,7 @@ class _Shape(_Replayed):
         self.first_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.offset_BM = torch.arange(count, device=device).repeat(batch, 1)
         self.above_BMD: Tensor | None = None
-        """What a drafter that reads states reads beside the tokens."""
+        """Hidden states that an EAGLE drafter reads together with the tokens."""
         if model.required_aux_layers is not None:
             self.above_BMD = torch.zeros(batch, count, model.hidden_size, dtype=model.dtype, device=device)
         self.bias_BMW = torch.zeros(batch, count, width, dtype=model.dtype, device=device)
@@ -138,14 +139,14 @@ class _Shape(_Replayed):
         self._column_S = torch.arange(end, device=device) + width - 2
 
     def set_tree(self, tree: Tree, start: int, stop: int) -> None:
-        """Take over the depths and the visibility of nodes start..stop-1."""
+        """Copy the depths and the visibility of nodes start..stop-1."""
         self.offset_BM.copy_(tree.depth_BN[:, start:stop] - start)
         root = self.bias_BMW.shape[2] - 1 - stop
         self.bias_BMW[:, :, :root] = 0
         self.bias_BMW[:, :, root:-1] = tree.bias(start, stop)
 
     def run(self) -> Tensor:
-        """[B, M, D]."""
+        """Return the hidden states [B, M, D]."""
         first_B1 = self.first_B[:, None]
         slots_BM = first_B1 + self._place_M
         column_BS = (self._column_S - slots_BM[:, -1:]).clamp(0, self.bias_BMW.shape[2] - 1)
@@ -159,7 +160,7 @@ class _Shape(_Replayed):
 
 
 class _Whole(_Replayed):
-    """Several forwards and what stands between them, as a function of `inputs` and of where the rows end."""
+    """Several forwards and the operations between them, as a function of `inputs` and of the rows' lengths."""
 
     def __init__(self, cache: KVCache, tree: Tree, inputs: tuple[Tensor, ...], end: int) -> None:
         super().__init__()
@@ -167,9 +168,9 @@ class _Whole(_Replayed):
         self.first_B = torch.zeros(len(cache.lengths), dtype=torch.int64, device=cache.device)
         self.inputs = tuple(torch.empty_like(each) for each in inputs)
         self.work: Callable[[], Any] | None = None
-        """Only while it is run: it may know a cache that shall be handed on."""
+        """Function to run. It is reset after the run, since it may refer to a cache that will be reused."""
         self.kept: list[Any] = [tree]
-        """What holds memory that the graph reads."""
+        """Objects that own memory that the graph reads."""
 
     def run(self) -> Any:
         assert self.work is not None
@@ -178,20 +179,20 @@ class _Whole(_Replayed):
 
 @dataclass(eq=False, slots=True)
 class _Slab:
-    """A cache's memory and what was run on it, the least recently used first."""
+    """Memory of a cache and the graphs captured on it, the least recently used first."""
 
     cache: KVCache
     shapes: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
 
 
 class GraphedModel(LanguageModel):
-    """A decoder on one CUDA device whose forwards of few tokens are replayed; weights may change in place, but not
-    move.
+    """Decoder on one CUDA device that replays forwards of few tokens. Weights may change in place, but not move.
 
-    The first call of a shape (batch, new tokens, width of the tree, slots to attend to) runs eagerly, the second is
-    captured; so it is with whole drafts. Prompts, more than `max_tokens` new tokens, and everything inside a
-    `TorchDispatchMode` take the model's own path. Not for several threads or streams at a time. A cache's memory goes
-    to the next user with its graphs, of `max_graphs` shapes; `stride`, a power of two, see `round_up`.
+    The first call of a shape (batch, new tokens, width of the tree, number of slots) runs eagerly, and the second is
+    captured. The same holds for whole drafts. Prompts, more than `max_tokens` new tokens, and calls inside a
+    `TorchDispatchMode` use the model's own path. A model must not be used by several threads or streams at once. The
+    memory of a cache is passed to the next user with its graphs of up to `max_graphs` shapes. `stride` is a power of
+    two (see `round_up`).
     """
 
     def __init__(
@@ -212,19 +213,19 @@ class GraphedModel(LanguageModel):
         self._max_tokens, self._max_graphs, self._stride = max_tokens, max_graphs, stride
         self.required_aux_layers = model.required_aux_layers
         self._above_BMD: Tensor | None = None
-        self._inside: _Whole | None = None  # what is being run or captured as a whole
+        self._inside: _Whole | None = None  # draft that is being run or captured
         self._free: list[_Slab] = []
         self._slabs: weakref.WeakKeyDictionary[KVCache, _Slab] = weakref.WeakKeyDictionary()
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """`LanguageModel.new_cache`, in memory that may have been used before."""
+        """Return an empty cache (see `LanguageModel.new_cache`), in reused memory if possible."""
         fitting = [slab for slab in self._free if len(slab.cache.lengths) == batch and slab.cache.capacity >= capacity]
         if fitting:
             slab = min(fitting, key=lambda slab: slab.cache.capacity)
             self._free.remove(slab)
         else:
             del self._free[: 1 - _MOST_FREE_CACHES]
-            with torch.inference_mode(False):  # prompts may also be read outside of inference mode
+            with torch.inference_mode(False):  # prompts may be read outside inference mode
                 slab = _Slab(self.model.new_cache(batch, self._slots(capacity)))
         cache = slab.cache.emptied()
         self._slabs[cache] = slab
@@ -232,7 +233,7 @@ class GraphedModel(LanguageModel):
         return cache
 
     def _slots(self, capacity: int) -> int:
-        """Of a new cache. Where graphs serve at any length, so many that the next text fits in with its graphs."""
+        """Return the slots of a new cache, with room for later texts if graphs serve all lengths."""
         least = round_up(capacity, self._stride)
         if not self.supports_any_length:
             return least
@@ -242,7 +243,7 @@ class GraphedModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """`LanguageModel.extend`, replayed where the class allows it."""
+        """Run `LanguageModel.extend`, replayed if possible."""
         count, slab = tokens_BM.shape[1], self._slabs.get(cache)
         prompt = tree is None and not any(cache.lengths)
         above_BMD, self._above_BMD = self._above_BMD, None
@@ -257,9 +258,9 @@ class GraphedModel(LanguageModel):
         cache.check_capacity(stop)
         if tree is not None and tree.is_chain:
             tree = None
-        # A power of two, so that the levels of a tree share a shape.
+        # The width is a power of two, so that the levels of a tree share a shape.
         width = 0 if tree is None else max(16, 1 << (stop + 1).bit_length())
-        with torch.inference_mode():  # inside it always: buffers made inside it can be written nowhere else
+        with torch.inference_mode():  # buffers made in inference mode can only be written in it
             shape = self._shape(slab, count, width, self._end(cache, stop) if whole is None else whole.end)
             shape.tokens_BM.copy_(tokens_BM)
             if above_BMD is not None and shape.above_BMD is not None:
@@ -283,7 +284,7 @@ class GraphedModel(LanguageModel):
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """`LanguageModel.run_captured`, as one graph."""
+        """Run `LanguageModel.run_captured` as one graph."""
         slab = self._slabs.get(cache)
         if slab is None or tree.nodes > self._max_tokens or is_in_torch_dispatch_mode():
             return run(*inputs)
@@ -301,7 +302,7 @@ class GraphedModel(LanguageModel):
                 self._inside = whole.work = None
 
     def _end(self, cache: KVCache, nodes: int) -> int:
-        """How many slots attention is shown."""
+        """Return the number of slots that attention reads."""
         return cache.capacity if self.supports_any_length else round_up(max(cache.lengths) + nodes, self._stride)
 
     def _shape(self, slab: _Slab, count: int, width: int, end: int) -> _Shape:
@@ -309,7 +310,7 @@ class GraphedModel(LanguageModel):
         return shape
 
     def _kept(self, slab: _Slab, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What a slab holds by this name; what was not used for the longest time gives way."""
+        """Return the object of a slab with this key, created if needed by dropping the least recently used one."""
         if key in slab.shapes:
             slab.shapes.move_to_end(key)
         else:
@@ -325,10 +326,10 @@ class GraphedModel(LanguageModel):
 
     @property
     def is_async(self) -> bool:
-        return True  # what is replayed asks nothing
+        return True  # replays do not read values on the host
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """[..., V]; a single product, which a graph would not start any faster."""
+        """Return logits [..., V] without a graph, which would not speed up a single product."""
         return self.model.logits(hidden_XD)
 
     @property
@@ -348,6 +349,6 @@ def _set_first(first_B: Tensor, cache: KVCache, start: int) -> None:
 
 
 def round_up(slots: int, stride: int) -> int:
-    """The least size that holds `slots`: a multiple of `stride`, and of a quarter of the power of two below `slots`."""
+    """Return the smallest size for `slots`, a multiple of `stride` and of a quarter of the power of two below."""
     stride = max(stride, 1 << max(0, slots.bit_length() - 3))
     return -(-slots // stride) * stride

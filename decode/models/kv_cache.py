@@ -1,4 +1,4 @@
-"""Keys and values of committed tokens, in memory that is allocated once and never copied as a whole.
+"""Key-value cache in memory that is allocated once and never copied as a whole.
 
 Shape letters: L layers, B batch, H key/value heads, S cache slots, M new tokens, K depth, E head width.
 """
@@ -16,13 +16,12 @@ from torch import Tensor
 
 
 def sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device. From pinned memory the copy is queued; from other memory the host would wait
-    for the device."""
+    """Copy a host tensor to a device, asynchronously from pinned memory."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def to_host(*tensors: Tensor | None) -> list[Any]:
-    """Integers, truth values and float32 as lists; from a device in one copy, which waits for it once."""
+    """Return integer, bool and float32 tensors as lists, copied from a device with one synchronisation."""
     given = [tensor for tensor in tensors if tensor is not None]
     if given[0].device.type == "cpu":
         return [None if tensor is None else tensor.tolist() for tensor in tensors]
@@ -36,9 +35,9 @@ def to_host(*tensors: Tensor | None) -> list[Any]:
 
 
 class KVCache:
-    """Slots 0..length-1 of a row hold its committed tokens; a proposal's nodes are written behind them.
+    """Key-value cache. Slots 0..length-1 of a row hold its committed tokens, followed by the nodes of a proposal.
 
-    Rows have lengths of their own. A rejected node's slot is written again; an accepted one is moved to the front.
+    Rows may have different lengths. Slots of rejected nodes are overwritten, and accepted nodes are moved to the front.
     """
 
     def __init__(
@@ -53,12 +52,12 @@ class KVCache:
         device: torch.device,
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
-        """An empty cache. `layer_devices`: where each layer runs if not all run on `device`."""
-        # One stack for each run of layers that share a device: accepted nodes are moved in all its layers at once.
+        """Create an empty cache. `layer_devices` gives the device of each layer if they differ."""
+        # One stack per group of layers on a device, so that accepted nodes are moved in all its layers at once.
         self._stacks: list[tuple[Tensor, Tensor]] = []
         for layer_device, group in itertools.groupby(layer_devices or [device] * layers):
             shape = (len(list(group)), batch, heads, capacity)
-            # Zeros, not empty: a masked slot is multiplied by weight 0, and 0 x NaN would be NaN.
+            # Zeros, because masked slots are multiplied by weight 0, and 0 x NaN would be NaN.
             keys_LBHSE = torch.zeros(*shape, key_width, dtype=dtype, device=layer_device)
             self._stacks.append((keys_LBHSE, torch.zeros(*shape, value_width, dtype=dtype, device=layer_device)))
         self._list_layers()
@@ -72,7 +71,7 @@ class KVCache:
         self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
 
     def emptied(self) -> KVCache:
-        """The same memory, zeroed, as an empty cache with lengths of its own: for one user after another."""
+        """Return an empty cache in the same memory, which is zeroed."""
         for keys_LBHSE, values_LBHSE in self._stacks:
             keys_LBHSE.zero_()
             values_LBHSE.zero_()
@@ -81,7 +80,7 @@ class KVCache:
         return again
 
     def rows(self, start: int, stop: int, lengths: list[int]) -> KVCache:
-        """Some rows of the same memory, as a cache with lengths of its own."""
+        """Return a cache of some rows in the same memory, with its own lengths."""
         part = copy.copy(self)
         part._stacks = [(keys[:, start:stop], values[:, start:stop]) for keys, values in self._stacks]
         part._list_layers()
@@ -89,7 +88,7 @@ class KVCache:
         return part
 
     def grown(self, capacity: int) -> KVCache:
-        """The same content in new memory of more slots."""
+        """Return a copy with more slots."""
         more = copy.copy(self)
         missing = (0, 0, 0, capacity - self.capacity)
         more._stacks = [(F.pad(keys, missing), F.pad(values, missing)) for keys, values in self._stacks]
@@ -98,18 +97,18 @@ class KVCache:
         return more
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         for stack in self._stacks:
             for content_LBHSE in stack:
                 content_LBHSE[:, [first, second]] = content_LBHSE[:, [second, first]]
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows have one length, so that plain slices serve instead of indices."""
+        """Return whether all rows have the same length, so that slices can be used instead of indices."""
         return len(self.lengths) == 1 or len(set(self.lengths)) == 1
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Say how many tokens of each row are committed."""
+        """Set the number of committed tokens of each row."""
         if lengths != self.lengths:
             self._set(list(lengths))
 
@@ -120,13 +119,13 @@ class KVCache:
 
     @property
     def lengths_B(self) -> Tensor:
-        """int64; the lengths on the device, sent when they are first asked for."""
+        """Return the lengths on the device, int64, copied there on first use."""
         if self._lengths_B is None:
             self._lengths_B = sent(torch.tensor(self.lengths, dtype=torch.int64), self.device)
         return self._lengths_B
 
     def _slots(self, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Indices of rows [B, 1] and of slots `length + start` and on [B, count]; computed once for all layers."""
+        """Return row indices [B, 1] and the slots from `length + start` on [B, count], shared by all layers."""
         key = (start, count, device)
         if key not in self._slots_by_key:
             rows_B1 = torch.arange(len(self.lengths), device=device)[:, None]
@@ -135,7 +134,7 @@ class KVCache:
         return self._slots_by_key[key]
 
     def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
-        """Store M new tokens of every row at slots `length + start` and on."""
+        """Store M new tokens of every row in the slots from `length + start` on."""
         count = key_BHME.shape[2]
         if self.uniform:
             first = self.lengths[0] + start
@@ -147,19 +146,21 @@ class KVCache:
             self.values[layer][rows_B1, :, slots_BM] = value_BHME.transpose(1, 2)
 
     def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `end` slots, [B, H, end, E], without a copy."""
+        """Return keys and values of the first `end` slots, [B, H, end, E], without a copy."""
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def check_capacity(self, nodes: int) -> None:
-        """Raises ValueError where `nodes` more tokens do not fit behind the longest row."""
+        """Raise ValueError if `nodes` more tokens do not fit after the longest row."""
         if max(self.lengths) + nodes > self.capacity:
             raise ValueError(
                 f"the key/value cache has {self.capacity} slots; {max(self.lengths)} are taken, {nodes} more are needed"
             )
 
     def move_to_front(self, path_BK: Tensor) -> None:
-        """Put node `path[b, i]` of each row where node i + 1 stands, for all layers at once; it is at least i + 1. A
-        column that is not kept names itself."""
+        """Move node `path[b, i]`, which is at least i + 1, to the slot of node i + 1, for all rows and layers.
+
+        Columns that are not accepted contain their own number.
+        """
         depth = path_BK.shape[1]
         for keys_LBHSE, values_LBHSE in self._stacks:
             nodes_BK = path_BK.to(keys_LBHSE.device)
@@ -176,10 +177,10 @@ class KVCache:
 
 
 class IndexedCache(KVCache):
-    """A cache whose new tokens go to slots that a tensor holds: a forward on it depends on no number of the host."""
+    """Cache that writes new tokens to slots given by a tensor, so that forwards do not depend on host values."""
 
     def __init__(self, cache: KVCache, slots_BM: Tensor, rows_B1: Tensor) -> None:
-        """Writes to the memory of `cache`, at `slots_BM` of each row."""
+        """Share the memory of `cache`, and write to `slots_BM` of each row."""
         self.__dict__.update(vars(cache))
         self._rows_B1, self.slots_BM = rows_B1, slots_BM
 

@@ -1,10 +1,10 @@
-"""A thin forward over the weights of common decoders, equal to transformers' and free of its overhead.
+"""Optimised forward for common decoder families, equal to that of transformers but with less overhead.
 
-Projections that share an input are one product, the rotation of queries and keys is one complex multiplication, norms
-take three small operations, and products of few rows are computed in C on a CPU (`Product`).
+Projections with a common input are one product, rotary embeddings are one complex multiplication, norms take three
+small operations, and on a CPU products of few rows are computed in C (`Product`).
 
-Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F width of the MLP, H heads, E head width,
-I and O inputs and outputs of a product, V vocabulary.
+Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F width of the MLP, H heads, E head width, I
+and O inputs and outputs of a product, R draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Layer:
     norm_in_D: Tensor | None
     qkv: Product
     norm_heads_O: Tensor | None
-    """Of queries and keys; 1 for values."""
+    """Weights of the norms of queries and keys, and 1 for values."""
     out: Product
     norm_attended_D: Tensor | None
     norm_mlp_D: Tensor | None
@@ -54,14 +54,14 @@ class _Layer:
 
 
 class LeanDecoder(LanguageModel):
-    """Decoders of `FAMILIES` (with positions that are learned, or turned by fixed frequencies)."""
+    """Decoder of one of `FAMILIES`, with learned or rotary position embeddings."""
 
     _embedding_scale = 1.0
     _positions_SD: Tensor | None = None
 
     @staticmethod
     def covers(model: PreTrainedModel) -> bool:
-        """Whether this forward computes what the model computes."""
+        """Return whether this forward supports the model."""
         config = model.config
         if (family := FAMILIES.get(config.model_type)) is None or _activation(config) is None:
             return False
@@ -81,8 +81,7 @@ class LeanDecoder(LanguageModel):
             and model.get_output_embeddings().bias is None
             and len({parameter.device for parameter in model.parameters()}) == 1
             and not getattr(model, "is_quantized", False)
-            # Hooks that move or load weights run in the modules' own forwards, which are bypassed here.
-            # Adapters (LoRA) wrap the projections: the weights within are not all there is.
+            # Hooks and adapters (LoRA) act in the forwards of modules, which are bypassed here.
             and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
         )
 
@@ -93,7 +92,7 @@ class LeanDecoder(LanguageModel):
         embedding, head = getattr(decoder, family.embedding), output.weight.detach()
         embedding_VD = embedding.weight.detach()
         if (scale := getattr(embedding, "embed_scale", None)) is not None:
-            self._embedding_scale = float(scale.to(embedding_VD.dtype))  # rounded as there
+            self._embedding_scale = float(scale.to(embedding_VD.dtype))  # rounded as in transformers
         if family.positions is not None:
             positions = getattr(decoder, family.positions)
             self._positions_SD = positions.weight.detach()[getattr(positions, "offset", 0) :]
@@ -104,11 +103,11 @@ class LeanDecoder(LanguageModel):
     def _hold(
         self, config: Any, embedding: Tensor, head: Tensor, decoder: Any, layers: Iterable[Any], int8: bool
     ) -> None:
-        """Take weights, and lay them out: of `head` all rows, of `decoder` its final norm and its `rotary_emb`."""
+        """Store the weights in the layout of this forward, with the decoder's norm and `rotary_emb`."""
         self.config, self._family = config, FAMILIES[config.model_type]
         self.hidden_size = embedding.shape[1]
         self.max_positions = position_limit(config) or NO_LIMIT
-        # Over weights of bfloat16 the processor's own work is fastest, and most exact, in float32.
+        # On a CPU, activations of bfloat16 models are faster and more exact in float32.
         wide = embedding.dtype == torch.bfloat16 and embedding.device.type == "cpu" and compiled() is not None
         self.device, self.dtype = embedding.device, torch.float32 if wide else embedding.dtype
         self.heads = config.num_attention_heads
@@ -125,17 +124,17 @@ class LeanDecoder(LanguageModel):
         self._embedding_VD = embedding
         self._product = partial(Product, int8=int8)
         self._head = self._product(head)
-        # One complex product turns a pair of neighbours; transformers pairs element e with e + E/2. Queries and keys
-        # are therefore projected in interleaved order, which leaves their inner products as they were.
-        # On GPUs there are kernels for what is not a product.
+        # One complex product rotates adjacent elements, while transformers pairs element e with e + E/2. Queries and
+        # keys are therefore projected in interleaved order, which does not change their inner products. GPUs use
+        # kernels instead.
         self._complex = self.dtype == torch.float32 and self.device.type == "cpu"
         self._fused = fused_kernels() if self.device.type == "cuda" and not self._cap else None
         rotary = getattr(decoder, "rotary_emb", None)
         self._rotation = Rotation(config, rotary, self.key_width, self._complex, self.dtype)
-        self._now: Any = None  # the kernels that the forward of this moment uses
+        self._now: Any = None  # kernels of the current forward
         self.supports_any_length = self._fused is not None
-        # ‖x‖₂ with a constant √(D ε) beside it is √D times the root mean square that RMSNorm divides by. In float32 the
-        # √D and the norm's weight are multiplied into the product that follows.
+        # hypot(‖x‖₂, √(D ε)) is √D times the root mean square that RMSNorm divides by. In float32 the √D and the norm's
+        # weight are folded into the next product.
         self._folded = self._complex and embedding.dtype == torch.float32 and not int8
         self._offset_value = (self.hidden_size * self._eps) ** 0.5
         self._offset = torch.tensor(self._offset_value, device=self.device)
@@ -147,7 +146,7 @@ class LeanDecoder(LanguageModel):
         self.layers = len(self._layers)
         self.windows = windows(config)[: self.layers]
         self._activation = _activation(config) or 0
-        # Of each layer: its window, and by which rotation it turns queries and keys.
+        # Window and rotation of each layer.
         sides = list(zip(self.windows, rotations(config), strict=False))
         self._sides = list(dict.fromkeys(sides))
         self._side_of = [self._sides.index(side) for side in sides]
@@ -163,7 +162,7 @@ class LeanDecoder(LanguageModel):
         return self._embedding_VD.dtype
 
     def _fuse(self, layer: Any) -> _Layer:
-        """Return a layer's weights as its forward multiplies by them."""
+        """Return the weights of a layer in the layout of this forward."""
         family = self._family
         attention, mlp = getattr(layer, family.attention), layer if family.mlp is None else getattr(layer, family.mlp)
         modules = [[getattr(attention, name) for name in family.qkv], [getattr(mlp, name) for name in family.up]]
@@ -187,8 +186,8 @@ class LeanDecoder(LanguageModel):
             else:
                 norm_in_D, norm_mlp_D = (None if norm is None else self._scaled(norm) for _, norm in sides)
         elif not self._rotation.reorders and not modules[0][0].weight.requires_grad:
-            # Frozen, the modules' weights become views of these, and are held once; trained ones may lie in others'
-            # memory, such as DeepSpeed's.
+            # Frozen module weights become views of these, to save memory. Trainable ones may be managed by others, such
+            # as DeepSpeed.
             for several, whole in zip(modules, (qkv_OI, up_OI), strict=True):
                 parts = whole.split([len(module.weight) for module in several]) if len(several) > 1 else ()
                 for module, part in zip(several, parts, strict=False):
@@ -214,7 +213,7 @@ class LeanDecoder(LanguageModel):
         return norm_D
 
     def _head_norms(self, attention: Any) -> Tensor | None:
-        """Return the weights of norms of queries, keys and, which are 1, of values."""
+        """Return the weights of the norms of queries and keys, and ones for values."""
         if getattr(attention, "q_norm", None) is None:
             return None
         query_O, key_O = norm_weight(attention.q_norm), norm_weight(attention.k_norm)
@@ -226,12 +225,11 @@ class LeanDecoder(LanguageModel):
         return torch.cat((*sides, torch.ones_like(sides[1]))).to(self.dtype)
 
     def _scaled(self, norm_D: Tensor) -> Tensor:
-        """A norm's weight with the √D that `_norm` leaves out."""
+        """Return a norm's weight multiplied by √D, which `_norm` omits."""
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
-        """The norm, if there is one; with weights of float32 without its weight and its √D, which the next product
-        holds, as its biases hold what norms add."""
+        """Apply a norm, if there is one. If folded, its weight, bias and √D are part of the next product instead."""
         if weight_D is None:
             return x_XD
         if self._centred and self._complex:
@@ -247,14 +245,17 @@ class LeanDecoder(LanguageModel):
         return x_XD if self._folded else x_XD * weight_D
 
     def _final_norm(self, x_XD: Tensor) -> Tensor:
-        """The last norm, whole: what follows may be no product of ours."""
+        """Apply the final norm completely, since no folded product follows."""
         x_XD = self._norm(x_XD, self._norm_D)
         x_XD = x_XD * self._norm_D if self._folded else x_XD
         return x_XD if self._norm_bias_D is None else x_XD + self._norm_bias_D
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """As of `LanguageModel`; None also for any chain that goes through the layers in C, and for over `FEW_ROWS`
-        tokens of an empty cache: attention is causal then, if no window ends it."""
+        """Return the mask of `LanguageModel._mask`, or None if the layers need none.
+
+        These are chains that run through the layers in C, and causal attention of more than `FEW_ROWS` tokens to an
+        empty cache without an active window.
+        """
         if bias_BMn is None and self._in_c(cache, stop - start):
             return None
         whole = all(window is None or end <= window for window in self.windows)
@@ -263,18 +264,18 @@ class LeanDecoder(LanguageModel):
         return super()._mask(cache, bias_BMn, start, stop, end)
 
     def _in_c(self, cache: KVCache, count: int) -> bool:
-        """Whether so many tokens a row go through the layers in C."""
+        """Return whether so many tokens per row run through the layers in C."""
         return self._few is not None and type(cache) is KVCache and self._few.takes(len(cache.lengths), count)
 
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
         batch, count = tokens_BM.shape
-        # Few kernels that do much pay where they are replayed; to launch one takes the host longer than an operation.
+        # Fused kernels are faster only in graph replays, since launching one takes longer than launching an operation.
         self._now = self._fused if isinstance(cache, IndexedCache) else None
         embedded_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype)
         if self._positions_SD is not None:
-            # Rows that have ended still run, beyond the last learned position; what they give is not used.
+            # Rows that have ended still run beyond the last learned position, and their output is ignored.
             held_BM = positions_BM.expand(batch, -1).clamp(max=len(self._positions_SD) - 1)
             embedded_XD = embedded_XD + F.embedding(held_BM.reshape(-1), self._positions_SD)
         hidden_XD = self._first(embedded_XD if self._embedding_scale == 1 else embedded_XD * self._embedding_scale)
@@ -302,14 +303,14 @@ class LeanDecoder(LanguageModel):
     def _through_layers(
         self, hidden_XD: Tensor, attends: Sequence[Callable[[int, Tensor], Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
-        """What comes out of the last layer, and what went into `aux_layers`; `attends` is each layer's attention."""
+        """Run all layers with their attention functions, and return the output and the inputs of `aux_layers`."""
         given = list[Tensor]()
         for index, (layer, attend) in enumerate(zip(self._layers, attends, strict=True)):
             if index in self.aux_layers:
                 given.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
             qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
             found_XO = attend(index, qkv_XO)
-            if self._parallel:  # on a GPU what is added to is changed
+            if self._parallel:  # before the sum, which is in place on a GPU
                 up_XF = layer.up(self._norm(hidden_XD, layer.norm_mlp_D))
             hidden_XD = self._added(hidden_XD, layer.out, found_XO, layer.norm_attended_D)
             if not self._parallel:
@@ -323,7 +324,7 @@ class LeanDecoder(LanguageModel):
         return hidden_XD + F.rms_norm(product(x_XI), norm_D.shape, norm_D, self._eps)
 
     def _norm_heads(self, qkv_XO: Tensor, layer: _Layer) -> Tensor:
-        """Queries and keys through their norms; values as they are."""
+        """Apply the norms of queries and keys."""
         if layer.norm_heads_O is None:
             return qkv_XO
         query, key = (heads * self.key_width for heads in (self.heads, self.kv_heads))
@@ -348,7 +349,7 @@ class LeanDecoder(LanguageModel):
     def _fused_attention(
         self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, end: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """`_attention` in kernels for GPUs."""
+        """Return the attention of `_attention` in GPU kernels."""
         fused = self._now
         assert isinstance(cache, IndexedCache)
         assert fused is not None
@@ -378,12 +379,12 @@ class LeanDecoder(LanguageModel):
         start: int,
         end: int,
     ) -> Callable[[int, Tensor], Tensor]:
-        """What a layer reads [X, H · E], by its number and its queries, keys and values [X, O], which are kept."""
+        """Return a function from a layer's number and projections [X, O] to attention outputs [X, H · E]."""
         if self._now is not None:
             return self._fused_attention(cache, turns, mask_B1MS, end)
         batch = len(cache.lengths)
         rotated_heads = self.heads + self.kv_heads
-        # Query heads that share keys become rows of one head, which every attention kernel takes, with any mask.
+        # Query heads that share keys become rows of one head, which every attention kernel supports with any mask.
         group = self.heads // self.kv_heads if count <= FEW_ROWS else 1
         if mask_B1MS is not None and group > 1:
             mask_B1MS = mask_B1MS.repeat(1, 1, group, 1)
@@ -409,15 +410,15 @@ class LeanDecoder(LanguageModel):
         return attended
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
-        """What the first layer reads, of the tokens' embeddings."""
+        """Return the input of the first layer from the token embeddings."""
         return embedded_XD
 
     def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor | None) -> Tensor:
-        """A layer's queries, keys and values."""
+        """Return a layer's queries, keys and values."""
         return product(self._norm(hidden_XD, weight_D))
 
     def _read_apart(self, hidden_XD: Tensor) -> Tensor | None:
-        """The first layer's queries, keys and values, where they are read from more than what goes into it."""
+        """Return the first layer's queries, keys and values if they depend on more than its input, else None."""
         return None
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
@@ -437,7 +438,7 @@ class LeanDecoder(LanguageModel):
 
 
 def _decoder(model: Any) -> Any:
-    """Where the layers are."""
+    """Return the module that contains the layers."""
     return getattr(model.base_model, "decoder", model.base_model)
 
 
@@ -446,21 +447,21 @@ def _width(config: Any) -> int:
 
 
 def _activation(config: Any) -> int | None:
-    """An MLP's activation, as few_rows.c numbers them; None: it has another."""
+    """Return the activation of the MLPs, as numbered in few_rows.c, or None for others."""
     names = (getattr(config, name, None) for name in ("hidden_activation", "hidden_act", "activation_function"))
     name = next(filter(None, names), None)
     return (GATES if FAMILIES[config.model_type].gated else ACTIVATIONS).get(str(name))
 
 
 def _capped(x: Tensor, cap: float) -> Tensor:
-    """Gemma 2's soft cap; 0: there is none."""
+    """Apply the soft cap of Gemma 2, unless it is 0."""
     return cap * torch.tanh(x / cap) if cap else x
 
 
 def _capped_attention(
     query_BHME: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, *, cap: float, attn_mask: Tensor | None = None
 ) -> Tensor:
-    """Attention with capped scores, which torch has not."""
+    """Compute attention with capped scores, which torch does not support."""
     group = query_BHME.shape[1] // key_BKSE.shape[1]
     key_BHSE, value_BHSE = (each.repeat_interleave(group, 1) for each in (key_BKSE, value_BKSE))
     scores_BHMS = _capped(query_BHME @ key_BHSE.mT * query_BHME.shape[-1] ** -0.5, cap)
