@@ -1,7 +1,7 @@
-"""Causal language models seen as scorers of token trees, and any decoder of transformers as one of them.
+"""Language models that score token trees, and an implementation for any transformers decoder.
 
-Shape letters: B batch, M new tokens, n tree slots up to the last new one, S cache slots, V vocabulary, D hidden,
-H heads, E head width. Of trees: N nodes, L leaves, P nodes of a path.
+Shape letters: B batch, M new tokens, n tree slots up to the last new one, S cache slots, V vocabulary, D hidden, G
+auxiliary hidden states, H heads, E head width. Of trees: N nodes, L leaves, P nodes of a path.
 """
 
 from __future__ import annotations
@@ -25,34 +25,37 @@ from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
 
 NO_LIMIT = 1 << 30
-"""Positions of a model without a limit."""
+"""Number of positions of a model without a limit."""
 
 
 class Translation(Protocol):
-    """Between the ids of a target and of a drafter that has another tokenizer."""
+    """Protocol that translates between the ids of a target and of a drafter with another tokenizer."""
 
     def there(self, ids: Sequence[int]) -> list[int]:
-        """The drafter's ids of a text of the target's; at least one."""
+        """Return the drafter's ids of the target's text, at least one."""
 
     def back(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """The target's ids of what the drafter has written behind `ids`, which are `own` to it."""
+        """Return the target's ids of the draft tokens `draft`, which follow `ids`, encoded as `own` by the drafter."""
 
 
 class AuxiliaryStates:
-    """Hidden states of inner layers that a target gives and an EAGLE-3 drafter reads."""
+    """Auxiliary hidden states, which a target returns and an EAGLE-3 drafter reads."""
 
     aux_layers: tuple[int, ...] = ()
-    """Layers whose inputs `extend` returns in front of the hidden states, [B, M, G · D + D]."""
+    """Layers whose inputs `extend` returns before the hidden states, [B, M, G + D]."""
     required_aux_layers: tuple[int, ...] | None = None
-    """Layers of the target that this drafter reads (`EagleDrafter`); None: it reads tokens alone."""
+    """Layers of the target that this drafter reads (`EagleDrafter`). None if it reads tokens only."""
 
     def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
-        """Return [B, M, D], the drafter's input made of the target's auxiliary states."""
+        """Return the drafter's input [B, M, D] from the target's auxiliary hidden states."""
         raise AssertionError("this model reads tokens alone")
 
     def set_aux_input(self, above_BMD: Tensor) -> None:
-        """Set what the next `extend` reads beside its tokens: `fuse_aux` of the states at the positions before them, or
-        the drafter's own hidden states there."""
+        """Set the states that the next `extend` reads together with its tokens.
+
+        These are `fuse_aux` of the target's states at the preceding positions, or the drafter's own hidden states
+        there.
+        """
         raise AssertionError("this model reads tokens alone")
 
 
@@ -63,39 +66,39 @@ class DraftVocabulary(ABC):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Number of tokens that `draft_logits` covers."""
+        """Return the number of tokens that `draft_logits` covers."""
         return self.vocab_size
 
     def draft_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits [..., R] of the draft vocabulary, and its token ids [R]; None: all tokens."""
+        """Return logits [..., R] of the draft vocabulary, and its token ids [R] (None for all tokens)."""
         return self.logits(hidden_XD), None
 
     @abstractmethod
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Return [..., V] logits of [..., D] hidden states as `extend` returns them."""
+        """Return logits [..., V] of hidden states [..., D] from `extend`."""
 
 
 class CapturedForwards:
-    """Replay of whole drafts as one captured CUDA graph; by default they run as they are."""
+    """Replay of whole drafts as one CUDA graph. By default drafts run eagerly."""
 
     device: torch.device
     supports_any_length: bool = False
-    """Whether one captured forward serves at any length, because attention reads no slots behind a row's last token."""
+    """True if one captured forward serves all lengths, because attention reads no slots after a row's last token."""
 
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return `run(*inputs)`, which grows a fixed tree on this cache; `key` identifies all else it depends on."""
+        """Return `run(*inputs)`, which grows a fixed tree on this cache. `key` identifies all other dependencies."""
         return run(*inputs)
 
     @property
     def is_async(self) -> bool:
-        """Whether reading a computed value makes the host wait for the device."""
+        """Return whether reading a computed value on the host synchronises with the device."""
         return self.device.type != "cpu"
 
 
 class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
-    """Causal language model as the engine uses it: run tree nodes on top of a cache, and project to logits."""
+    """Base class of language models that run tree nodes on top of a cache and project hidden states to logits."""
 
     vocab_size: int
     hidden_size: int
@@ -107,46 +110,49 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     key_width: int
     value_width: int
     layer_devices: Sequence[torch.device] | None = None
-    """Where each layer runs, for models that are spread over several devices."""
+    """Device of each layer, for models on several devices."""
     states: str = "after-norm"
-    """Which hidden states these are, `extend`'s and `logits`': those after the final norm, or what goes into it."""
+    """Kind of hidden states of `extend` and `logits`: "after-norm" or "before-norm" (of the final norm)."""
     config: Any = None
-    """The configuration of the transformers model behind it; None where there is none."""
+    """Configuration of the wrapped transformers model, if any."""
     translation: Translation | None = None
-    """Of a drafter that has other tokens than its target; None: it has the target's."""
+    """Translation of a drafter with another tokenizer than its target, else None."""
     windows: tuple[int | None, ...] = ()
-    """How many tokens, itself among them, a token sees in each layer; None: all."""
+    """Attention window of each layer in tokens, including the token itself. None for full attention."""
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """The coarsest type that forwards round to; `dtype` is that of hidden states."""
+        """Return the coarsest dtype that forwards round to. `dtype` is that of hidden states."""
         return self.dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of `capacity` slots a row, or of some more."""
+        """Return an empty cache with at least `capacity` slots per row."""
         widths = (self.key_width, self.value_width)
         return KVCache(
             self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, self.device, self.layer_devices
         )
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[Sequence[Sequence[int]], KVCache]:
-        """The committed ids that decoding starts from (an encoder-decoder's: its first token), and an empty cache."""
+        """Return the ids that decoding starts from (an encoder-decoder's start token), and an empty cache."""
         return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + extra_slots)
 
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Run new tokens on top of the cache and write their keys and values behind its committed ones.
+        """Run new tokens on top of the cache and write their keys and values after its committed ones.
 
         Args:
-            cache: its lengths are where each row's tree begins; they are not changed.
-            tokens_BM: nodes start..stop-1 of the tree, stop = start + M.
-            tree: topology of the nodes 0..stop-1, of which those before `start` were run before. None: a chain.
+            cache: Cache whose lengths are the start of each row's tree. They are not changed.
+            tokens_BM: Nodes start..stop-1 of the tree.
+            tree: Topology of the nodes 0..stop-1. None for a chain.
+            start: Number of nodes that were run before.
+            stop: End of the new nodes (default: start + M).
 
         Returns:
-            [B, M, D] last hidden states, after the final norm or before it, by `states`; see `aux_layers`.
+            Hidden states [B, M, D], of the kind `states`, with those of `aux_layers` before them.
 
-        Raises ValueError: where the cache is too small, naming both numbers.
+        Raises:
+            ValueError: The cache is too small.
         """
         count = tokens_BM.shape[1]
         stop = start + count if stop is None else stop
@@ -171,7 +177,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return self.extend(cache, tokens_BM, tree, start)
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """[B or 1, 1, M, end] additive float mask; None where every new token may see every slot (M = 1, a chain)."""
+        """Return the additive mask [B or 1, 1, M, end], or None if all new tokens see all slots (M = 1 in a chain)."""
         count = stop - start
         if bias_BMn is None:
             if count == 1 and cache.uniform:
@@ -191,8 +197,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return mask_BMS[:, None]
 
     def _windowed(self, mask_B1MS: Tensor | None, positions_BM: Tensor, end: int, window: int | None) -> Tensor | None:
-        """The mask of a layer with such a window. A committed token lies in the slot of its position, and the tokens
-        of a tree see each other."""
+        """Return the mask of a layer with a window, which hides committed tokens only: tree nodes see each other."""
         if window is None or end <= window:
             return mask_B1MS
         if mask_B1MS is None:
@@ -204,14 +209,14 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
-        """The model itself: [B, M, D] hidden states, keys and values written at slots `length + start` and on."""
+        """Return hidden states [B, M, D], and write keys and values to the slots from `length + start` on."""
 
 
 _KINDS = "sliding_attention", "full_attention"
 
 
 class SlotCache(Cache):
-    """Our cache for transformers' attention layers: writes where the tree stands, returns views up to `end`."""
+    """Cache for attention layers of transformers that writes to the tree's slots and returns views up to `end`."""
 
     def __init__(self, cache: KVCache, start: int, end: int) -> None:
         super().__init__(layers=[])
@@ -228,8 +233,10 @@ class SlotCache(Cache):
 
 
 class TransformersModel(LanguageModel):
-    """Any decoder of transformers, also spread or offloaded (`device_map`): our cache, a 4-D mask, explicit positions.
-    Raises ValueError: states before the norm, where no final norm is found."""
+    """Any transformers decoder, also with `device_map`, run with our cache, a 4-D mask and explicit positions.
+
+    Raises ValueError for "before-norm" states if no final norm is found.
+    """
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -244,7 +251,7 @@ class TransformersModel(LanguageModel):
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._softcap = getattr(config, "final_logit_softcapping", None)
-        # Cohere, Falcon-H1 and others multiply their logits, Granite and others divide them
+        # Cohere, Falcon-H1 and others multiply their logits, while Granite and others divide them.
         factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
         self._scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
         self._decoder: nn.Module = model.base_model
@@ -260,7 +267,7 @@ class TransformersModel(LanguageModel):
                 self.device = self.layer_devices[0]
 
     def _find_devices(self) -> list[torch.device]:
-        """Return the device of each layer; offloaded ones run on the first device that holds weights."""
+        """Return the device of each layer. Offloaded layers run on the first device that holds weights."""
         first = next(weight.device for weight in self.model.parameters() if weight.device.type != "meta")
         lists = (part for part in self._decoder.modules() if isinstance(part, nn.ModuleList))
         layers = next(part for part in lists if len(part) == self.layers)
@@ -270,7 +277,7 @@ class TransformersModel(LanguageModel):
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
-        if mask_B1MS is None:  # without a mask, transformers would make its own from the cache's state
+        if mask_B1MS is None:  # otherwise transformers would make its own mask
             mask_B1MS = torch.zeros(1, 1, tokens_BM.shape[1], end, dtype=self.dtype, device=self.device)
         batch = tokens_BM.shape[0]
         masks = {}
@@ -281,7 +288,7 @@ class TransformersModel(LanguageModel):
         inputs = {
             "input_ids": tokens_BM,
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-            # Rows that have ended still run, beyond the last learned position; what they give is not used.
+            # Rows that have ended still run beyond the last learned position, and their output is ignored.
             "position_ids": positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
             "past_key_values": SlotCache(cache, start, end),
             "use_cache": True,
@@ -316,7 +323,7 @@ class TransformersModel(LanguageModel):
 def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree: Tree) -> Tensor:
     """Run `extend` of a tree without tree attention: each path is a row with its own copy of the cache.
 
-    All leaves must be equally deep (multi-candidate paper, section 3.3 and table 4).
+    All leaves must have the same depth (arXiv 2401.06706, section 3.3 and table 4).
     """
     if tree.is_chain:
         return model.extend(cache, tokens_BN, tree)
@@ -332,7 +339,7 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
     tokens_XP = tokens_BN[:, path_LP].flatten(0, 1)
     hidden_BLPD = model.extend(by_leaf, tokens_XP).unflatten(0, (rows, leaves))
     depth_N = tree.depth_BN[0]
-    # Each node's keys and values, as the path of the first leaf below it has them.
+    # Copy the keys and values of each node from the path of the first leaf below it.
     row_BN = torch.arange(rows, device=leaf_N.device)[:, None] * leaves + leaf_N
     source_BN = by_leaf.lengths_B[row_BN] + depth_N
     target_BN = cache.lengths_B[:, None] + torch.arange(tree.nodes, device=leaf_N.device)
@@ -344,8 +351,7 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
 
 
 def bare_model(model: Any) -> Any:
-    """The transformers model in the wrappers of peft, with its changed layers, and of `torch.compile`; any other as it
-    is."""
+    """Return the transformers model inside the wrappers of peft and `torch.compile`."""
     model = getattr(model, "_orig_mod", model)
     inner = getattr(model, "get_base_model", None)
     return inner() if inner is not None else model
@@ -353,7 +359,7 @@ def bare_model(model: Any) -> Any:
 
 @contextmanager
 def masked_attention(model: Any) -> Iterator[None]:
-    """Meanwhile a model with a flash or flex kernel, which reads no mask of numbers, uses one that does."""
+    """Return a context manager in which a model uses an attention kernel with additive masks, unlike flash and flex."""
     config = model.config.get_text_config(decoder=True)
     chosen = getattr(config, "_attn_implementation", None) or ""
     if "flash" not in chosen and "flex" not in chosen:
@@ -367,8 +373,7 @@ def masked_attention(model: Any) -> Iterator[None]:
 
 
 def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
-    """Raises ValueError naming both sizes where a drafter's, a table's or the heads' vocabulary is not the target's; a
-    drafter of other tokens."""
+    """Raise ValueError unless a drafter, table or heads have the vocabulary of the target."""
     if getattr(other, "translation", None) is not None:
         raise ValueError(f"the {what} has another tokenizer's tokens: only `speculative` drafts with it")
     if target.vocab_size != other.vocab_size:

@@ -1,4 +1,4 @@
-"""Numbers that are none: logits that are NaN or infinite, told once a step and named by whose they are.
+"""Detection of NaN and infinite logits, once per step and with the name of their source.
 
 Shape letters: B batch, X distributions of a row, V vocabulary.
 """
@@ -16,11 +16,10 @@ from .products.product import is_int8
 
 
 class Watch:
-    """Remembers one number of every distribution of a step: finite only if of its logits none was NaN or plus infinity,
-    and one at least was finite.
+    """Record of one number per distribution of a step, which is finite only if the logits are.
 
-    Such a number is at hand where a token is chosen: the largest logit or probability, or what `draw_many` looked for.
-    It should be no part of the distribution, whose memory would be kept with it.
+    The number is the largest logit or probability, or the value that `draw_many` searched for. It should not be a view
+    of the distribution, whose memory would be kept alive.
     """
 
     def __init__(self) -> None:
@@ -28,26 +27,27 @@ class Watch:
         self._step = 0
 
     def __call__(self, whose: str, number_BX: Tensor, ahead: Any) -> None:
-        """Remember these numbers.
+        """Record these numbers.
 
         Args:
-            whose: "the drafter's"; of several, with {} where the number, `ahead` + 1, shall stand.
-            ahead: how many tokens stand between the root and the token that a distribution speaks of, [X] or [B, X].
+            whose: Source in the error message, such as "the drafter's", with {} for the number `ahead` + 1 of several.
+            number_BX: Numbers of the distributions.
+            ahead: Number of tokens between the root and the predicted token, [X] or [B, X].
         """
         self._seen.append((whose, number_BX, ahead))
 
     def seen(self) -> Tensor:
-        """float32 [X]; this step's numbers."""
+        """Return this step's numbers, float32 [X]."""
         return torch.cat([number_BX.flatten() for _, number_BX, _ in self._seen]).float()
 
     def end_step(self, on_host: Sequence[float], ended: Sequence[bool], lengths: Sequence[int]) -> None:
-        """Forget this step's numbers: `on_host` is what `seen` gave, `ended` says which rows are not looked at,
-        `lengths` how many tokens each row had before.
+        """Clear this step's numbers, and raise ValueError for the first that is NaN or infinite.
 
-        Raises ValueError: the first logits of this step that are NaN or infinite, whose they are, and where.
+        `on_host` are the numbers from `seen`, `ended` masks the rows to ignore, and `lengths` are the previous lengths
+        of the rows.
         """
         seen, self._seen, self._step = self._seen, [], self._step + 1
-        if math.isfinite(sum(on_host)):  # as a sum is only if all of it is
+        if math.isfinite(sum(on_host)):  # a sum is finite only if all terms are
             return
         going_B1 = ~torch.tensor(ended)[:, None]
         for whose, number_BX, ahead in seen:
@@ -63,7 +63,7 @@ class Watch:
 
 
 def check_finite(logits_XV: Tensor, model: Any) -> None:
-    """ValueError, naming a model and its weights that are not finite, where logits are NaN, infinite or all masked."""
+    """Raise ValueError with the names of damaged weights if logits are NaN, infinite or all masked."""
     if bool(logits_XV.amax(-1).isfinite().all()):
         return
     weights = ((name, weight) for name, weight in model.named_parameters() if weight.device.type != "meta")
@@ -74,8 +74,10 @@ def check_finite(logits_XV: Tensor, model: Any) -> None:
 
 
 def check_close(found_XV: Tensor, wanted_XV: Tensor, model: Any, what: str) -> None:
-    """`check_finite`, and ValueError, `what` and by how much, where logits differ from a model's own by more than
-    rounding, as a share of the largest, at least of 1; equal infinities are no difference."""
+    """Raise ValueError if logits are not finite, or differ from a model's own by more than rounding.
+
+    The difference is relative to the largest logit (at least 1). Equal infinities do not count.
+    """
     check_finite(torch.stack((wanted_XV, found_XV)), model)
     apart_XV = (found_XV - wanted_XV).abs().masked_fill(found_XV == wanted_XV, 0.0)
     largest = wanted_XV.abs().masked_fill(wanted_XV.isinf(), 0.0).max()

@@ -1,4 +1,4 @@
-"""Models of transformers loaded, and wrapped by the fastest scorer that covers them; each is checked first.
+"""Loading of transformers models, and wrapping with the fastest forward that supports them, after a check.
 
 Shape letters: N tree nodes, V vocabulary.
 """
@@ -35,21 +35,21 @@ def wrap_model(
     states: str = "after-norm",
     aux_layers: Sequence[int] = (),
 ) -> LanguageModel:
-    """A scorer over a transformers model.
+    """Return a transformers model as a `LanguageModel`.
 
     Args:
-        model: any causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper; put into evaluation mode.
-        fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
-            weights: after further training, wrap the model again.
-        graphs: replay forwards of few tokens as CUDA graphs on a CUDA device; of models that the thin forward does not
-            cover only where replays give what the model gives (with `check`).
-        check: compare the forward of a small branching tree with the model's own forwards of its paths.
-        states: the hidden states that the scorer gives and projects: "after-norm", or "before-norm", what goes into the
-            final norm.
-        aux_layers: what it gives beside them, see `LanguageModel`; layers of a decoder that there are.
+        model: Causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper. It is set to evaluation mode.
+        fast: Use the optimised forward of `lean.py` if it supports the model. It copies some weights, so wrap the model
+            again after further training.
+        graphs: Replay forwards of few tokens as CUDA graphs on a CUDA device. Models without the optimised forward use
+            graphs only if replays give the same result (needs `check`).
+        check: Compare the forward of a small tree with the model's own forwards of its paths.
+        states: Hidden states that the model returns and projects: "after-norm" or "before-norm".
+        aux_layers: Layers whose auxiliary hidden states are returned too (see `LanguageModel`).
 
-    Raises ValueError: logits that are NaN or infinite; a tree forward that differs from the plain ones (ALiBi); an
-    encoder-decoder of another family, or one with states before the norm; states that there are not.
+    Raises:
+        ValueError: Logits are NaN or infinite, the tree forward differs from plain forwards (ALiBi), or the model type,
+            the states or the layers are not supported.
     """
     check_states(states)
     model.eval()
@@ -82,7 +82,7 @@ def wrap_model(
 
 
 def _graphed(wrapped: LanguageModel, model: PreTrainedModel) -> LanguageModel:
-    """A model of transformers' own forward with graphs where they give what it gives, else as it is."""
+    """Return the model with CUDA graphs if these give the same result, else unchanged."""
     if wrapped.layer_devices is not None:
         return wrapped
     graphed = GraphedModel(wrapped)
@@ -96,7 +96,7 @@ def _graphed(wrapped: LanguageModel, model: PreTrainedModel) -> LanguageModel:
 
 @torch.inference_mode()
 def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
-    """ValueError where a tree of two branches differs from plain forwards of both, or cannot be run."""
+    """Raise ValueError if a tree with two branches differs from plain forwards of both, or cannot be run."""
     device, vocab = wrapped.device, wrapped.vocab_size
     # Ids of words: after the special tokens that low ones are, bfloat16's rounding can be a fifth of the logits.
     paths = ([105, 101, 107], [102, 103], [106])
@@ -137,17 +137,21 @@ def load_model(
     attention: str | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """A causal LM or an encoder-decoder from a folder or a hub id (`user/name`, `user/name@revision`), in evaluation
-    mode; never with remote code. A folder with a LoRA adapter gives the model that it was made for, merged with it.
+    """Load a causal LM or an encoder-decoder in evaluation mode, never with remote code.
+
+    `source` is a folder or a hub id (`user/name`, `user/name@revision`). A LoRA adapter is merged with its base model.
 
     Args:
-        dtype: of the weights; "int8": matrices are rounded to eight bits a weight, and held as `held_as` says.
-        device_map: spread it over several devices instead, as accelerate does: auto, balanced, sequential …
-        attention: transformers' name of an attention kernel; None: its own choice, SDPA where the model has it.
-        settings: more of transformers' `from_pretrained`.
+        source: Folder or hub id.
+        dtype: Dtype of the weights. "int8" rounds matrices to 8 bits per weight (see `held_as`).
+        device: Device of the model.
+        device_map: Distribution over several devices, as in accelerate: auto, balanced, sequential …
+        attention: Name of an attention kernel of transformers (default: its choice).
+        settings: Further arguments of `from_pretrained`.
 
-    Raises ValueError: no such folder or model on the hub; an attention kernel that is not there; an adapter without
-    peft; weights that its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1`.
+    Raises:
+        ValueError: The model or attention kernel does not exist, peft is missing, weights are missing, or they are
+            pickled without `DRAFTSMITH_UNPICKLE=1`.
     """
     source = model_source(source)
     folder = Path(source)
@@ -162,8 +166,7 @@ def load_model(
 
 
 def held_as(dtype: str, device: str) -> str:
-    """The type in which weights of a recipe's `dtype` are held: those of int8 in float32 on a CPU, which then reads
-    eight bits of each (`products/product.py`), elsewhere in bfloat16."""
+    """Return the dtype in which weights are stored: for "int8" float32 on a CPU and bfloat16 elsewhere."""
     return dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
 
 
@@ -171,6 +174,6 @@ def _load(source: str, *, device: str, device_map: Any, attention: str | None, *
     model = load_language_model(source, device_map=device_map, attn_implementation=attention, **settings)
     model = model if device_map else model.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":  # mapped: what is written to the file would change the model
+        if tensor.device.type == "cpu":  # memory-mapped: writes to the file would change the model
             tensor.data = tensor.data.clone()
     return model

@@ -1,7 +1,7 @@
-"""Encoder-decoders of the T5 family seen as scorers of token trees: the source is read once, the decoder as any other.
+"""Encoder-decoders of the T5 family that score token trees. The source is encoded once.
 
-transformers takes relative positions from one number for all rows. Rows of different lengths and branches of a tree
-need their own: the decoder is run here, module by module, with a position bias that is looked up by distance.
+transformers computes relative positions from one number for all rows. Rows of different lengths and branches of a tree
+need separate ones, so the decoder is run module by module with a position bias that is looked up by distance.
 
 Shape letters: B batch, M new tokens, N tree nodes, S cache slots, T source tokens, R distances, V vocabulary, D hidden,
 H heads, E head width, X heads x head width.
@@ -22,22 +22,22 @@ from .base import NO_LIMIT, LanguageModel
 from .finite import check_close
 from .kv_cache import KVCache
 
-# Which families were compared with transformers, and what makes them scale the decoder's output before they project it.
+# Tested families, with the config setting that makes them scale the decoder's output before the projection.
 SCALED_IF = {"t5": "scale_decoder_outputs", "mt5": None, "umt5": "tie_word_embeddings"}
 
 
 class SourceCache(KVCache):
-    """A decoder's own keys and values, and those of the source that each row attends to, computed once."""
+    """Cache of the decoder, with the keys and values of each row's source, which are computed once."""
 
     source: list[tuple[Tensor, Tensor]]
-    """For each layer, keys and values [B, H, T, E]."""
+    """Keys and values of each layer, [B, H, T, E]."""
     source_mask_B11T: Tensor | None = None
-    """Additive, minus infinity at padding; None where all sources have one length."""
+    """Additive mask, minus infinity at padding. None if all sources have the same length."""
     tree: Tree | None = None
-    """The tree whose nodes are being run; None for a chain."""
+    """Tree of the current forward. None for a chain."""
 
     def positions(self, end: int) -> Tensor:
-        """[B or 1, end] the position of what stands in each slot. Only nodes of a tree do not stand at their own."""
+        """Return the position of the token in each slot, [B or 1, end], which differs for nodes of trees only."""
         slots_1S = torch.arange(end, device=self.device)[None]
         if self.tree is None:
             return slots_1S
@@ -48,15 +48,15 @@ class SourceCache(KVCache):
 
 
 class Seq2SeqModel(LanguageModel):
-    """T5 (1.0, 1.1, FLAN), mT5 and UMT5 with a language-modelling head, unmodified.
+    """Unmodified T5 (1.0, 1.1, FLAN), mT5 or UMT5 with a language-modelling head.
 
-    Prompts are what the encoder reads, to the letter: where the tokenizer ends a source with a token, it is part of the
-    prompt. The committed ids are the decoder's, from its start token on. The position bias is copied: after further
-    training, wrap the model again.
+    Prompts are the exact encoder input, including an end token if the tokenizer adds one. Committed ids are those of
+    the decoder, starting with its start token. The position bias is copied, so wrap the model again after further
+    training.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ValueError for other types of encoder-decoders, several devices, and an unknown first token."""
+        """Raise ValueError for other model types, several devices, or an unknown start token."""
         config: Any = model.config
         if config.model_type not in SCALED_IF:
             known = ", ".join(SCALED_IF)
@@ -74,7 +74,7 @@ class Seq2SeqModel(LanguageModel):
         self.start_id = start_id
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.hidden_size = config.d_model
-        self.max_positions = NO_LIMIT  # beyond the largest distance all positions are alike
+        self.max_positions = NO_LIMIT  # larger distances share one bias
         self.device, self.dtype = decoder.embed_tokens.weight.device, decoder.embed_tokens.weight.dtype
         self.layers = config.num_decoder_layers
         self.kv_heads = config.num_heads
@@ -86,23 +86,23 @@ class Seq2SeqModel(LanguageModel):
 
     @torch.no_grad()
     def _bias_table(self, attention: Any) -> Tensor | None:
-        """[H, R] bias by distance, as the model computes it; None in layers that take that of the layer before."""
+        """Return the bias by distance [H, R], or None for layers that use the bias of the previous layer."""
         if not attention.has_relative_attention_bias:
             return None
         bias_1H1R = attention.compute_bias(1, self._farthest + 1, past_seen_tokens=self._farthest)
         return bias_1H1R[0, :, 0].flip(-1).to(self.dtype).contiguous()
 
     def new_cache(self, batch: int, capacity: int) -> NoReturn:
-        """Raises ValueError: there is no cache without a source."""
+        """Raise ValueError, since a cache needs a source."""
         raise ValueError("scoring a tree path by path (attention: batch) is for decoders; use attention: tree")
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:
-        """Run the encoder over the prompts. Returns the start token of each row, and a cache that holds the source."""
+        """Run the encoder over the prompts. Return each row's start token, and a cache that contains the source."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         source_BT = torch.zeros(batch, max(lengths), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             source_BT[row, : len(prompt)] = torch.tensor(prompt)
-        # Padding is known by its position, not by its token, which may be a token of the source as well.
+        # Padding is identified by position, because its token may also occur in the source.
         padding_BT = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
         source_BT, padding_BT = source_BT.to(self.device), padding_BT.to(self.device)
         output = self.model.encoder(input_ids=source_BT, attention_mask=(~padding_BT).long())
@@ -120,7 +120,7 @@ class Seq2SeqModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """`LanguageModel.extend`, which alone knows where in the tree the nodes that were run before stand."""
+        """Run `LanguageModel.extend` with the tree recorded in the cache, for the positions of earlier nodes."""
         assert isinstance(cache, SourceCache)
         cache.tree = None if tree is None or tree.is_chain else tree
         return super().extend(cache, tokens_BM, tree, start, stop)
@@ -147,14 +147,14 @@ class Seq2SeqModel(LanguageModel):
         return self._decoder.final_layer_norm(hidden_BMD)
 
     def _split(self, x_BMX: Tensor) -> Tensor:
-        """[B, M, X] to [B, H, M, E]."""
+        """Reshape [B, M, X] to [B, H, M, E]."""
         return x_BMX.unflatten(-1, (self.kv_heads, self.key_width)).transpose(1, 2)
 
     def _attend(
         self, attention: Any, normed_BMD: Tensor, key_BHSE: Tensor, value_BHSE: Tensor, bias_BHMS: Tensor | None
     ) -> Tensor:
         query_BHME = self._split(attention.q(normed_BMD))
-        # T5's products of queries and keys are not scaled: its initial weights are instead.
+        # T5 does not scale the products of queries and keys.
         attended_BHME = F.scaled_dot_product_attention(query_BHME, key_BHSE, value_BHSE, bias_BHMS, scale=1.0)
         return attention.o(attended_BHME.transpose(1, 2).flatten(2))
 
@@ -165,7 +165,7 @@ class Seq2SeqModel(LanguageModel):
 
 
 def _bounded(hidden_BMD: Tensor) -> Tensor:
-    """What overflowed in half precision is cut to what can be represented, as transformers does between its layers."""
+    """Clamp values that overflowed in half precision, as transformers does between its layers."""
     if hidden_BMD.dtype != torch.float16:
         return hidden_BMD
     largest = torch.finfo(torch.float16).max
@@ -174,7 +174,7 @@ def _bounded(hidden_BMD: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
-    """ValueError where two trees (sources of two lengths, two and no committed tokens) differ from plain forwards."""
+    """Raise ValueError if two trees, with sources and prefixes of different lengths, differ from plain forwards."""
     start, device, vocab = wrapped.start_id, wrapped.device, wrapped.vocab_size
     source_BT = torch.tensor([[5, 1, 7, 2, 9], [3, 6, 0, 0, 0]], device=device) % vocab
     nodes_BN = torch.tensor([[6, 2, 8, 3], [start, 2, 8, 3]], device=device) % vocab  # root, left, right, left's child
@@ -185,7 +185,7 @@ def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
     wrapped.extend(cache, path_BM[:, :2])
     cache.set_lengths([2, 0])
     tree_BNV = wrapped.logits(wrapped.extend(cache, nodes_BN, tree)).float()
-    # One batch with masks of its own: without one, UMT5's decoder is not causal in transformers 5.17.
+    # Masks are given because UMT5's decoder is not causal without them in transformers 5.17.
     inputs = {"input_ids": source_BT, "attention_mask": mask_BM}
     plain_BMV = model(**inputs, decoder_input_ids=path_BM, decoder_attention_mask=mask_BM).logits.float()
     tree_BV, plain_BV = tree_BNV[[0, 1], [3, 2]], plain_BMV[[0, 1], [4, 1]]

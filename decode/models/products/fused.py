@@ -1,11 +1,11 @@
-"""A layer's small operations as few kernels of Triton, for forwards of few tokens on a GPU.
+"""Triton kernels for the small operations of a layer, for forwards of few tokens on a GPU.
 
-What is left of a layer are its four products. Attention splits the slots of a row among the device's processors, as
-flash decoding does, takes any mask, and reads no slot behind a row's last new token: a graph of it serves at any
-length. Sums are float32.
+Only the four products of a layer remain. Attention splits the slots of a row among the device's processors, as in flash
+decoding, supports any mask, and reads no slot after a row's last new token, so one graph serves all lengths. Sums are
+float32.
 
-Shape letters: B batch, M new tokens, X = B · M, H query heads, K key heads, G = H / K, R = G · M rows of a key head,
-E head width, S cache slots, P parts of the slots, F width of the MLP.
+Shape letters: B batch, M new tokens, X = B · M, H query heads, K key heads, G = H / K, R = G · M rows of a key head, E
+head width, S cache slots, P parts of the slots, F width of the MLP.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, index"
@@ -21,11 +21,11 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # torch for CPUs does not bring it
+except ImportError:  # not part of torch for CPUs
     triton = None
 
 _BLOCK = 64
-"""Slots that are read at a time."""
+"""Number of slots per block."""
 _MOST_PARTS = 64
 
 
@@ -43,8 +43,10 @@ def rotate_and_keep(
     norms_O: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Queries [X, H, E], turned; keys, turned, and values are written to their slots of the cache. With the weights of
-    each query's and key's RMSNorm these come first."""
+    """Return rotated queries [X, H, E], and write rotated keys and values to their slots of the cache.
+
+    `norms_O` are the weights of an RMSNorm of each query and key head, which is applied first.
+    """
     (_, kv_heads, _, width), count = keys_BKSE.shape, slots_BM.shape[1]
     rows, all_heads = len(qkv_XO), qkv_XO.shape[1] // width
     assert keys_BKSE.stride() == values_BKSE.stride()
@@ -96,13 +98,13 @@ def _rotate_kernel(
 
 
 def attend(query_XHE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, mask_BMS: Tensor, slots_BM: Tensor) -> Tensor:
-    """[X, H · E] softmax(q kᵀ / √E + mask) v over the slots up to the last of each row's `slots_BM`."""
+    """Return softmax(q kᵀ / √E + mask) v, [X, H · E], over the slots up to the last of each row's `slots_BM`."""
     (batch, kv_heads, slots, width), count = keys_BKSE.shape, mask_BMS.shape[1]
     tokens, heads = query_XHE.shape[:2]
     assert keys_BKSE.stride() == values_BKSE.stride()
     assert mask_BMS.stride(2) == slots_BM.stride(1) == 1
     group, device = heads // kv_heads, query_XHE.device
-    # In float32 products are no work of the tensor cores, and large blocks of them do not fit the registers.
+    # Float32 products do not use tensor cores, and large blocks do not fit into the registers.
     most = 16 if query_XHE.dtype == torch.float32 else 64
     block_rows = min(most, max(16, triton.next_power_of_2(group * count)))
     row_blocks = triton.cdiv(group * count, block_rows)
@@ -180,7 +182,7 @@ def _gather_kernel(sums, peaks, attended, WIDTH: tl.constexpr, WIDE: tl.constexp
 
 
 def normed(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMSNorm, as `F.rms_norm`."""
+    """Apply RMSNorm, as `F.rms_norm` does."""
     width = x_XD.shape[1]
     normed_XD = torch.empty_like(x_XD)
     sizes: dict[str, Any] = {"WIDE": triton.next_power_of_2(width), "num_warps": 4 if width <= 1024 else 16}
@@ -199,7 +201,7 @@ def _norm_kernel(x, weight, normed, width, eps, WIDE: tl.constexpr):
 
 
 def gated(gate_up_XF: Tensor) -> Tensor:
-    """silu(gate) · up of the halves of [X, 2F]."""
+    """Return silu(gate) · up for the halves of [X, 2F]."""
     rows, width = len(gate_up_XF), gate_up_XF.shape[1] // 2
     product_XF = gate_up_XF.new_empty(rows, width)
     _gated_kernel[(rows, triton.cdiv(width, 1024))](gate_up_XF, product_XF, width, BLOCK=1024, num_warps=4)

@@ -1,7 +1,7 @@
-"""Whole decoder layers on a CPU, by one call of C for all of them; of many new tokens some at a time.
+"""Decoder layers on a CPU, run by one call of C for all layers. Many new tokens are processed in parts.
 
-Letters: L layers, B batch, M new tokens, X = B · M, D hidden, O queries, keys and values side by side, S cache slots,
-E width of a head.
+Shape letters: L layers, B batch, M new tokens, X = B · M, D hidden, O queries, keys and values, S cache slots, E head
+width.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .native import compiled, in_use
 from .product import WIDE, FewRows, Product, fits
 
 Side = tuple[Tensor, Tensor | None]
-"""How a layer's queries and keys are turned [1 or B, M, 1, E / 2], complex, and its mask [1 or B, 1, M, S]."""
+"""Rotation of a layer's queries and keys, complex [1 or B, M, 1, E / 2], and its mask [1 or B, 1, M, S]."""
 
 _WIDTH = 16
-_AT_ONCE = 60  # tokens: whole groups of rows, as few_rows.c has them
+_AT_ONCE = 60  # tokens per part, a multiple of the row groups of few_rows.c
 
 
 class Kind(NamedTuple):
@@ -33,38 +33,33 @@ class Kind(NamedTuple):
     activation: int
     """Activation of the MLP, of `GATES` or `ACTIVATIONS`."""
     eps: float
-    """Of the norms."""
+    """Epsilon of the norms."""
     centred: bool
-    """Whether norms are LayerNorm instead of RMSNorm."""
+    """True for LayerNorm, False for RMSNorm."""
     parallel: bool
-    """Whether the MLP reads what attention reads."""
+    """True if attention and MLP have the same input."""
     cap: float
-    """Soft cap of attention scores; 0: none."""
+    """Soft cap of attention scores. 0 for none."""
     folded: bool
-    """Whether products hold the weights of the norms before them."""
+    """True if products contain the weights of the norms before them."""
     norms_apart: bool
-    """Whether each head of queries and keys has its own norm."""
+    """True if each head of queries and keys has its own norm."""
 
 
 class DecoderLayers:
-    """Layers of norms, attention and MLPs in float32; their weights are float32, bfloat16 or int8, and a copy
-    of them is kept."""
+    """Decoder layers that compute in float32 with a copy of the weights in float32, bfloat16 or int8."""
 
     @staticmethod
     def fit(layers: Sequence[Any], width: int) -> bool:
-        """Whether there is such a function here for layers with heads of a width."""
+        """Return whether the C function supports these layers and this head width."""
         weights = [product.weight_OI for layer in layers for product in _products(layer)]
         right = all(fits(each) and not any(n % _WIDTH for n in each.shape) for each in weights) and width % _WIDTH == 0
         return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
-        """Of layers that `fit`, with the products `qkv`, `out`, `up` and `down`, and weights of norms.
-
-        Args:
-            sides: which of the sides of a call each layer has.
-        """
+        """Prepare layers that `fit`. `sides` gives the index of each layer's `Side` in calls."""
         self._sides, self._architecture = tuple(sides), kind
-        hidden = layers[0].up.weight_OI.shape[1]  # what queries are read from may be wider
+        hidden = layers[0].up.weight_OI.shape[1]  # the input of queries may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
         few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
         kept = [
@@ -72,7 +67,7 @@ class DecoderLayers:
             for layer in layers
         ]
         self._held = few, kept
-        """What the table points to."""
+        """Owners of the memory that the table refers to."""
         self._table = torch.zeros(len(layers), 18, dtype=torch.int64)
         self._table[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
         self._table[:, 4:13] = torch.tensor([[_address(each) for each in of_layer] for of_layer in kept])
@@ -81,11 +76,11 @@ class DecoderLayers:
         self._mlp = layers[0].down.weight_OI.shape[1]
         self._most_tokens = min(product.most_rows for products in few for product in products)
         self._call = compiled().layers
-        # The library multiplies bfloat16 by the processor's matrix unit, where it has one.
+        # With AMX the library is faster for many bfloat16 rows.
         self._reads = self._kind == WIDE or not torch.cpu._is_amx_tile_supported()
 
     def takes(self, rows: int, count: int) -> bool:
-        """Whether it is for so many tokens of so many rows, now."""
+        """Return whether the layers currently support `count` tokens in each of `rows` rows."""
         return in_use() and 0 < rows <= self._most_tokens and (self._reads or rows * count <= self._most_tokens)
 
     def __call__(
@@ -98,10 +93,12 @@ class DecoderLayers:
         end: int,
         aux_layers: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """What comes out of the last layer [X, D], and what went into `aux_layers`, which rise; keys and values are
-        written to the cache, a `KVCache`. The tokens are nodes `start` and on of each row's tree, and see themselves
-        and what a side's mask, as of `LanguageModel.extend`, lets them see of the slots before; without one all. The
-        first layer's queries, keys and values may be given."""
+        """Return the output of the last layer [X, D] and the inputs of `aux_layers`, which must be increasing.
+
+        Keys and values are written to the cache. The tokens are nodes from `start` on of each row's tree, and see the
+        slots that the mask of their side allows (all without a mask). The first layer's queries, keys and values may be
+        given.
+        """
         batch, count = len(cache.lengths), sides[0][0].shape[1]
         if batch * count <= self._most_tokens:
             return self._few(hidden_XD, first_qkv_XO, sides, cache, start, end, aux_layers)
@@ -134,7 +131,7 @@ class DecoderLayers:
         end: int,
         aux_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        """`__call__` of at most `_most_tokens` tokens."""
+        """Run `__call__` for at most `_most_tokens` tokens."""
         kind = self._architecture
         heads, kv_heads, width = kind[:3]
         sides = [(turns.contiguous(), None if mask is None else mask.contiguous()) for turns, mask in sides]
@@ -175,7 +172,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _vectors(layer: Any, folded: bool) -> tuple[Tensor | None, ...]:
-    """What a layer adds and multiplies by, one by one, as layers.c has it."""
+    """Return the vectors that a layer adds or multiplies by, in the order of layers.c."""
     before = (None, None) if folded else (layer.norm_in_D, layer.norm_mlp_D)
     biases = (product.added_O for product in _products(layer))
     return *before, *biases, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D

@@ -1,6 +1,6 @@
-"""C functions of ours, compiled on the machine that they run on, and kernels for its GPU.
+"""C functions, compiled on the machine that they run on, and Triton kernels for its GPU.
 
-Without a C compiler or Triton, with DRAFTSMITH_NATIVE=0, or within `library_products`, the library's are used.
+Without a C compiler or Triton, with DRAFTSMITH_NATIVE=0, or within `library_products`, torch's functions are used.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _in_use = True
 
 
 def in_use() -> bool:
-    """Whether compiled functions are used now, if there are any."""
+    """Return whether compiled functions are currently enabled."""
     return _in_use
 
 
 @contextmanager
 def library_products() -> Iterator[None]:
-    """Within it the library's functions are used, as for torch's counter of FLOPs, which sees no others."""
+    """Return a context manager that disables compiled functions, for example to count FLOPs with torch."""
     global _in_use
     _in_use = False
     try:
@@ -45,7 +45,7 @@ def library_products() -> Iterator[None]:
 
 @cache
 def compiled() -> Any:
-    """The library with the C functions, compiled with the first call on a machine; None where that cannot be."""
+    """Return the library of C functions, compiled on first use, or None if that is not possible."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if os.environ.get("DRAFTSMITH_NATIVE") == "0" or compiler is None:
         return None
@@ -75,7 +75,7 @@ def compiled() -> Any:
 
 @cache
 def fused_kernels() -> Any:
-    """The module `fused`; None where its kernels cannot run: its products ask for an Ampere GPU."""
+    """Return the module `fused`, or None if its kernels cannot run. They need an Ampere GPU or later."""
     from . import fused
 
     known = torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
@@ -83,7 +83,7 @@ def fused_kernels() -> Any:
 
 
 def _key(compiler: str) -> str:
-    """A digest of all that decides what is compiled: machines of one home folder may have other processors."""
+    """Return a digest of all inputs of the compilation, since machines may share a home directory."""
     processor = Path("/proc/cpuinfo")
     about = processor.read_text().split("\n\n")[0] if processor.is_file() else platform.processor()
     flags = sorted(line for line in about.splitlines() if line.startswith(("model name", "flags", "Features")))

@@ -1,6 +1,6 @@
-"""Matrix products of few rows (skinny GEMM) in C for CPUs, and weights of eight bits.
+"""Skinny GEMM (matrix products of few rows) in C for CPUs, and int8 weights.
 
-The library's products cost more with each row, although reading the weights is most of the work.
+Library products cost more with each row, although reading the weights dominates.
 
 Shape letters: X rows, I and O inputs and outputs.
 """
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from .native import compiled, in_use
 
 FEW_ROWS = 64
-SMALLEST_PACKED = 1 << 18  # elements: below, a call costs more than it saves
-_MAX_STACK_NUMBERS = 1 << 18  # inputs of all rows, which the C function keeps on the stack
+SMALLEST_PACKED = 1 << 18  # minimum number of elements for which a call is worthwhile
+_MAX_STACK_NUMBERS = 1 << 18  # inputs of all rows, stored on the stack in C
 _WIDTH = 16
-WIDE, _NARROW, PAIRS, _BYTES, FOURS = range(5)  # as the C function numbers them
-_TOGETHER = (1, 1, 2, 4, 4)  # inputs that lie together, of each kind
+WIDE, _NARROW, PAIRS, _BYTES, FOURS = range(5)  # as numbered in C
+_TOGETHER = (1, 1, 2, 4, 4)  # adjacent inputs by kind
 _MAX_INT8 = 127
 
 
 def round_to_int8(model: nn.Module) -> None:
-    """Round a model's matrices in place to what eight bits hold of each row, and mark the model."""
+    """Round a model's matrices in place to int8 values with a scale per row, and mark the model."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data = rounded(parameter.detach())
@@ -31,34 +31,36 @@ def round_to_int8(model: nn.Module) -> None:
 
 
 def rounded(weight_OI: Tensor) -> Tensor:
-    """What int8 holds of a matrix, in its own type."""
+    """Return a matrix rounded to int8, in its own dtype."""
     integers_OI, scale_O = integers_of(weight_OI)
     return (integers_OI * scale_O[..., None]).to(weight_OI.dtype)
 
 
 def is_int8(model: nn.Module) -> bool:
-    """Whether its weights were rounded by `round_to_int8`."""
+    """Return whether the weights were rounded by `round_to_int8`."""
     return bool(getattr(model, "is_int8", False))
 
 
 def integers_of(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest integers from -127 to 127, int8, and what a row's are multiplied by, float32 [O]; of rounded weights
-    in float32 these are what they were rounded to."""
+    """Return the nearest integers from -127 to 127, int8, and the scale of each row, float32 [O].
+
+    Applied to rounded float32 weights, this returns the same integers again.
+    """
     scale_O = (weight_OI.float().abs().amax(-1) / _MAX_INT8).clamp(min=torch.finfo(torch.float32).tiny)
     return (weight_OI.float() / scale_O[..., None]).round().clamp(-_MAX_INT8, _MAX_INT8).to(torch.int8), scale_O
 
 
 class FewRows:
-    """x Wᵀ for 1 to `most_rows` rows of float32, with weights of float32 or bfloat16, or of float32 that int8 holds; a
-    copy of W [O, I] is kept. See `fits`.
+    """Product x Wᵀ for at most `most_rows` float32 rows. W [O, I] is copied as float32, bfloat16 or int8 (see `fits`).
 
-    `kind`: how it lies, and what it multiplies. With `PAIRS`, bfloat16 where the processor multiplies pairs of them, x
-    is rounded to bfloat16; with `FOURS`, int8 where it adds up four products, to integers of 16 bits, a scale a row."""
+    `kind` is the memory layout and arithmetic. `PAIRS` rounds x to bfloat16, on processors with products of bfloat16
+    pairs. `FOURS` rounds x to 16-bit integers with a scale per row, on processors that add four int8 products.
+    """
 
     def __init__(self, weight_OI: Tensor, int8: bool = False) -> None:
         self._outputs, self._inputs = weight_OI.shape
         half, even = weight_OI.dtype == torch.bfloat16, self._inputs % _WIDTH == 0
-        self._missing = -self._outputs % _WIDTH  # rows of zeros, whose outputs are cut off
+        self._missing = -self._outputs % _WIDTH  # zero rows, whose outputs are dropped
         if self._missing:
             weight_OI = F.pad(weight_OI, (0, 0, 0, self._missing))
         self.kind, scale_O = _NARROW if half else WIDE, None
@@ -68,7 +70,7 @@ class FewRows:
             self.kind = FOURS if even and compiled().multiplies_fours() else _BYTES
             weight_OI, scale_O = integers_of(weight_OI)
         if self.kind == FOURS:
-            weight_OI = weight_OI ^ -128  # 128 more, without a sign
+            weight_OI = weight_OI ^ -128  # adds 128, as unsigned
         panels = len(weight_OI) // _WIDTH
         self._weight = weight_OI.view(panels, _WIDTH, -1, _TOGETHER[self.kind]).transpose(1, 2).contiguous()
         if scale_O is not None:
@@ -79,15 +81,15 @@ class FewRows:
 
     @property
     def pointer(self) -> int:
-        """Where the weights lie, as C takes them."""
+        """Return the address of the weights."""
         return self._weight.data_ptr()
 
     def takes(self, rows: int) -> bool:
-        """Whether it is for so many rows, now."""
+        """Return whether the product currently supports so many rows."""
         return in_use() and 0 < rows <= self.most_rows
 
     def __call__(self, x_XI: Tensor, add: Tensor | None = None) -> Tensor:
-        """x Wᵀ, [X, O], float32; plus `add`, [X, O] or [O]."""
+        """Return x Wᵀ, [X, O] float32, plus `add`, [X, O] or [O]."""
         rows = len(x_XI)
         x_XI = x_XI.contiguous()
         add = None if add is None else add.contiguous()
@@ -108,13 +110,13 @@ class FewRows:
 
 
 def fits(weight_OI: Tensor) -> bool:
-    """Return whether there is such a product for these weights here."""
+    """Return whether `FewRows` supports these weights on this machine."""
     right = weight_OI.device.type == "cpu" and weight_OI.dtype in (torch.float32, torch.bfloat16)
     return right and compiled() is not None
 
 
 class Product:
-    """x Wᵀ + b: on a CPU up to 64 rows with large weights by `FewRows`, else by the library."""
+    """Product x Wᵀ + b, by `FewRows` for up to 64 rows and large weights on a CPU, else by the library."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, int8: bool = False) -> None:
         self.weight_OI, self.int8 = weight_OI, int8
@@ -124,7 +126,7 @@ class Product:
         self.few_rows = FewRows(weight_OI, int8) if large and fits(weight_OI) else None
 
     def __call__(self, x_XI: Tensor) -> Tensor:
-        """x Wᵀ + b, [X, O]."""
+        """Return x Wᵀ + b, [X, O]."""
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             return self.few_rows(x_XI.float(), self.added_O).to(x_XI.dtype)
         if x_XI.dtype != self.weight_OI.dtype:
@@ -132,7 +134,7 @@ class Product:
         return F.linear(x_XI, self.weight_OI, self.bias_O)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
-        """sum + x Wᵀ + b; on a GPU without a bias where the sum lies, which saves a copy."""
+        """Return sum + x Wᵀ + b, computed in place on a GPU without bias."""
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             added_XO = sum_XO.float() if self.added_O is None else sum_XO.float() + self.added_O
             return self.few_rows(x_XI.float(), added_XO).to(sum_XO.dtype)

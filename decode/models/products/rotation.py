@@ -1,6 +1,6 @@
-"""Rotary positions: which numbers of a head are turned with each other, and by how much at each position.
+"""Rotary position embeddings: which elements of a head are rotated, and by which angles.
 
-Letters: B batch, M new tokens, S positions, H heads, E head width, O queries, keys and values side by side.
+Shape letters: B batch, M new tokens, S positions, H heads, E head width, O queries, keys and values.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Turns = tuple[Tensor, Tensor | None]
-"""Of some tokens, shaped to multiply [B, M, H, E]: cosines and sines, or complex ones of pairs and nothing."""
+"""Rotation of some tokens, broadcastable to [B, M, H, E]: cosines and sines, or complex factors and None."""
 
 
 class Rotation:
-    """Turns queries and keys as a model's `rotary_emb` does, in an order of a head's numbers that is ours.
+    """Rotation of queries and keys as by a model's `rotary_emb`, with reordered elements of each head.
 
-    transformers turns number e of the first R with number e + R / 2. As a complex product a pair are neighbours;
-    otherwise they are half a head apart, whatever R. In any order queries and keys have the same inner products.
+    transformers rotates element e of the first R with element e + R / 2. Here a pair is adjacent for complex products,
+    and half a head apart otherwise. The order does not affect the inner products of queries and keys.
     """
 
     def __init__(self, config: Any, rotary: Any, width: int, as_complex: bool, dtype: torch.dtype) -> None:
-        """Args:
-        rotary: the model's module; None: it turns nothing, as with learned positions."""
+        """Prepare the order of elements. `rotary` is the model's module, or None without rotary embeddings."""
         self._rotary, self._width, self._complex, self._dtype = rotary, width, as_complex, dtype
         rope = getattr(config, "rope_parameters", None) or {}
         turned = int(width * rope.get("partial_rotary_factor", 1.0))
@@ -38,18 +37,18 @@ class Rotation:
         self.reorders = self.order != sorted(self.order)
         self._length = 0
         self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
-        """Cosine and sine of positions by rotation, [S, E]; complex ones [S, E / 2] and nothing."""
+        """Cosines and sines of positions by rotation, [S, E], or complex factors [S, E / 2] and an empty tensor."""
         self.outgrown: list[Any] = []
 
     def reorder(self, weight: Tensor, heads: int) -> Tensor:
-        """Of queries, keys and values [O, …], with the numbers of the first `heads`, which are turned, in our order."""
+        """Return projections [O, …] with the elements of the first `heads`, which are rotated, in our order."""
         turned = weight[: heads * self._width].unflatten(0, (-1, self._width))
         return torch.cat((turned[:, self.order].flatten(0, 1), weight[heads * self._width :]))
 
     def at(self, positions_BM: Tensor, needed: int, kinds: Collection[str | None]) -> dict[str | None, Turns]:
-        """The turns of tokens by kind of rotation, of `rotations`; tables grow to the longest position seen."""
+        """Return the rotations of tokens by kind (see `rotations`). Tables grow to the longest position seen."""
         if needed > self._length:
-            # A CUDA graph reads the table that it was captured with: tables that were outgrown stay where they are.
+            # CUDA graphs read the table that they were captured with, so old tables are kept.
             self.outgrown.append(self.tables)
             self._length = max(256, 2 * needed)
             self.tables = {kind: self._table(kind, positions_BM.device) for kind in kinds}
@@ -61,10 +60,10 @@ class Rotation:
         return {kind: turns(*self.tables[kind]) for kind in kinds}
 
     def _table(self, kind: str | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of the first positions."""
+        """Return the table of the first positions."""
         half, turned = self._width // 2, 0 if kind is None else self._half
         sides = [torch.ones(self._length, half, device=device), torch.zeros(self._length, half, device=device)]
-        if kind is not None:  # what is not turned stays so
+        if kind is not None:  # other elements are not rotated
             positions, sample = torch.arange(self._length, device=device)[None], torch.empty(0, device=device)
             found = self._rotary(sample, positions, *((kind,) if kind else ()))
             for side_Sh, found_1SE in zip(sides, found, strict=True):
@@ -75,7 +74,7 @@ class Rotation:
         return cos_Sh.repeat(1, 2).to(self._dtype), sin_Sh.repeat(1, 2).to(self._dtype)
 
     def turn(self, x_BMHE: Tensor, turns: Turns) -> Tensor:
-        """Queries or keys, turned."""
+        """Return rotated queries or keys."""
         turns_BM1E, sin_BM1E = turns
         if sin_BM1E is None:
             pairs = torch.view_as_complex(x_BMHE.unflatten(-1, (self._width // 2, 2)))
@@ -85,7 +84,7 @@ class Rotation:
 
 
 def rotations(config: Any) -> list[str | None]:
-    """By which rotation each layer turns queries and keys: that of a type of layers, "" if there is one, or None."""
+    """Return the kind of rotation of each layer: that of its layer type, "" if there is only one, or None."""
     rope = getattr(config, "rope_parameters", None) or {}
     turned = getattr(config, "no_rope_layers", None) or [bool(rope)] * config.num_hidden_layers  # 1 where there is one
     kinds = config.layer_types if any(isinstance(each, dict) for each in rope.values()) else [""] * len(turned)

@@ -1,6 +1,6 @@
-"""A decoder layer's weights by what they do, wherever a family's modules keep them.
+"""Weights of decoder layers by function, independent of the module names of a family.
 
-Letters: D hidden, F width of the MLP, E head width, H heads, I and O inputs and outputs.
+Shape letters: D hidden, F width of the MLP, E head width, H heads, I and O inputs and outputs.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where models of a type keep what a decoder has: names of modules, of a layer's within the layer."""
+    """Names of a decoder's modules, and of those of its layers, in a model family."""
 
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    """Before attention, of what attention adds, before the MLP, and of what it adds; None: there is none."""
+    """Norms before attention, of its output, before the MLP, and of its output. None if absent."""
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     by_head: bool = False
-    """Each head's query, key and values lie side by side in the one module of `qkv`."""
+    """True if one module projects the query, key and value of each head next to each other."""
     out: str = "o_proj"
     mlp: str | None = "mlp"
-    """None: its modules are the layer's own."""
+    """Module of the MLP. None if its modules belong to the layer itself."""
     up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Of the gate and what it opens, or of what goes through the activation."""
+    """Gate and up projection, or the projection before the activation."""
     gated: bool = True
     down: str = "down_proj"
     embedding: str = "embed_tokens"
     positions: str | None = None
-    """Learned ones, which are added to the embeddings; None: queries and keys are turned."""
+    """Learned position embeddings. None for rotary ones."""
     layers: str = "layers"
     norm: str = "norm"
 
@@ -87,15 +87,15 @@ FAMILIES = {
         norm="final_layer_norm",
     ),
 }
-"""By type of model. A new one is a row, where its layers hold nothing new."""
+"""Families by model type. A new family with known layer operations needs one row."""
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
-"""Activations of a gate, as few_rows.c numbers them."""
+"""Activations of gated MLPs, as numbered in few_rows.c."""
 ACTIVATIONS = {"relu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "gelu": 5}
-"""Those of an MLP without one."""
+"""Activations of MLPs without a gate."""
 
 
 def join_weights(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
-    """Return the modules' weights [O, I] as one detached matrix, and their biases with those of a norm before them."""
+    """Return the modules' weights as one detached matrix [O, I], and biases including that of a preceding norm."""
     weights = [
         module.weight.detach().t() if isinstance(module, Conv1D) else module.weight.detach() for module in modules
     ]
@@ -107,11 +107,11 @@ def join_weights(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tens
 
 
 def split_heads(weight: Tensor, width: int) -> Tensor:
-    """Return [H · 3 · E, …] of heads as [3 · H · E, …] of queries, keys and values."""
+    """Return projections [H · 3 · E, …] by head as [3 · H · E, …] of all queries, keys and values."""
     return weight.unflatten(0, (-1, 3, width)).transpose(0, 1).flatten(0, 2)
 
 
 def norm_weight(norm: Any) -> Tensor:
-    """Return what a norm multiplies by, detached: Gemma's keep what it is above 1."""
+    """Return the factor of a norm, detached. Gemma stores the difference from 1."""
     weight: Tensor = norm.weight.detach()
     return 1 + weight.float() if type(norm).__name__.startswith("Gemma") else weight
