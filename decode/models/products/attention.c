@@ -1,10 +1,10 @@
-/* Attention of few new tokens to a cache that their keys and values are written to first, all in float32.
+/* Attention of few new tokens to a cache, to which their keys and values are written first, in float32.
 
-   qkv [batch, count, heads + 2 * groups, width] holds queries, keys and values side by side; queries and keys are turned by
-   turns [rows_of_turns, count, width], cosine and sine of each pair of neighbours. Keys and values lie in caches whose rows
-   and heads are so many numbers apart; token m of a row goes to slot lengths[row] + start + m, and sees the slots up to
-   that one, with mask [rows_of_mask, count, end] added to its scores, if there is one. rows_of_* are 1 or batch.
-   width is a multiple of 16. Scores are capped softly, if cap is not 0. What is read lies in attended [batch, count, heads, width]. */
+   qkv is [batch, count, heads + 2 * groups, width] and contains queries, keys and values. Queries and keys are rotated by
+   turns [rows_of_turns, count, width], the cosine and sine of each adjacent pair. row_apart and head_apart are the strides of
+   the caches. Token m of a row is written to slot lengths[row] + start + m, and sees the slots up to that one, with
+   mask [rows_of_mask, count, end] added to its scores unless it is null. rows_of_* are 1 or batch. width is a multiple of 16.
+   Scores have a soft cap unless cap is 0. The result is attended [batch, count, heads, width]. */
 
 #include "vectors.h"
 
@@ -16,7 +16,7 @@ static inline void turn(const float *from, const float *by, float *to, long widt
     }
 }
 
-/* Scores, cap * tanh(score / cap). */
+/* Apply the soft cap: cap * tanh(score / cap). */
 static inline void soften(float *scores, long number, float cap)
 {
     for (long s = 0; s < number && cap > 0; s += LANES) {
@@ -25,11 +25,11 @@ static inline void soften(float *scores, long number, float cap)
     }
 }
 
-#define MOST 4   /* tokens that are worked with together: what they read is near then */
-#define SCORES (1 << 17) /* that lie on the stack, unless those of one query are more */
-#define BLOCK 64 /* slots whose values stay near while each query reads them */
+#define MOST 4   /* tokens processed jointly, which share cached data */
+#define SCORES (1 << 17) /* scores on the stack, unless one query has more */
+#define BLOCK 64 /* slots whose values stay in the cache while each query reads them */
 
-/* As many slots' products with a query as a vector holds. */
+/* Products of a query with as many keys as a vector holds. */
 static inline __attribute__((always_inline)) vector scored(const float *query, const float *keys, const long width)
 {
     vector products[LANES];
@@ -43,7 +43,7 @@ static inline __attribute__((always_inline)) vector scored(const float *query, c
     return totals(products);
 }
 
-/* Scores become the shares that they give; those beyond the last that is seen become 0. */
+/* Replace scores by their softmax. The mask is added to the first `seen` slots, and later slots become 0. */
 static void shares(float *scores, const float *mask, long seen, long slots)
 {
     vector most = (vector){0} - INFINITY, sums = {0};
@@ -58,7 +58,7 @@ static void shares(float *scores, const float *mask, long seen, long slots)
         largest = most[lane] > largest ? most[lane] : largest;
     for (long s = 0; s < slots; s += LANES) {
         vector shifted = *(vector *)(scores + s) - largest;
-        integers counts = shifted > -87.0f; /* the rest would be less than 2^-125 of the largest */
+        integers counts = shifted > -87.0f; /* smaller terms are below 2^-125 of the largest */
         *(vector *)(scores + s) = (vector)((integers)exponential(shifted) & counts);
         sums += *(vector *)(scores + s);
     }
@@ -67,11 +67,11 @@ static void shares(float *scores, const float *mask, long seen, long slots)
         *(vector *)(scores + s) *= scale;
 }
 
-/* Some slots' values by their shares, in so many vectors. */
+/* Add the values of some slots, weighted by `by`, in `vectors` vectors. */
 static inline __attribute__((always_inline)) void add_values(
     const float *by, const float *values, float *to, long from, long until, long width, const int vectors)
 {
-    vector sums[2][4]; /* of even and odd slots, for one sum waits four cycles for the last */
+    vector sums[2][4]; /* of even and odd slots, since each addition to one sum has a latency of four cycles */
 #pragma GCC unroll 4
     for (int e = 0; e < vectors; e++) {
         sums[0][e] = from ? *(vector *)(to + LANES * e) : (vector){0};
@@ -93,8 +93,8 @@ static inline __attribute__((always_inline)) void add_values(
         *(vector *)(to + LANES * e) = sums[0][e] + sums[1][e];
 }
 
-/* Queries of some tokens that share keys and values, so many a token; the last token sees all slots, each other one less
-   than the next. */
+/* Attention of several tokens that share keys and values, with `each` queries per token. The last token sees all slots, and
+   every other token one less than the next. */
 static inline __attribute__((always_inline)) void attend_together(
     const float *queries, const float *keys, const float *values, const float *mask, float *attended, const long slots,
     const long width, const int tokens, const int each, const long end, const long token, const float cap)
@@ -127,15 +127,15 @@ static inline __attribute__((always_inline)) void attend_together(
     }
 }
 
-#define SIDE (2 * LANES) /* queries that lie side by side: what concerns one of them stays in its lane */
-#define TILE 128         /* slots whose scores stay near */
+#define SIDE (2 * LANES) /* queries processed jointly, one per lane */
+#define TILE 128         /* slots whose scores stay in the cache */
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define ROWS 8 /* whose sums are 16 of 32 registers */
+#define ROWS 8 /* their sums take 16 of 32 registers */
 #else
-#define ROWS 4 /* 8 of 16 */
+#define ROWS 4 /* 8 of 16 registers */
 #endif
 
-/* to[row] (+)= the sum over i of w[i] * x[row][i], for vectors w of SIDE numbers and numbers x. */
+/* to[row] (+)= the sum over i of w[i] * x[row][i], for vectors w of SIDE numbers and scalars x. */
 static inline __attribute__((always_inline)) void sums_of(
     const float *w, const float *x, long row_apart, long step_apart, long steps, float *to, const int rows, const int add)
 {
@@ -161,14 +161,14 @@ static inline __attribute__((always_inline)) void sums_of(
             *(vector *)(to + row * SIDE + side * LANES) = sums[side][row];
 }
 
-/* Shares of a tile's scores, which they replace, and what was read so far scaled to the largest score that is known now. */
+/* Replace the scores of a tile by their exponentials, and rescale earlier sums to the new maximum (online softmax). */
 static void add_tile(float *scores, long slots, float *read, long width, float *largest, float *sums)
 {
     for (int side = 0; side < SIDE; side += LANES) {
         vector most = *(vector *)(largest + side), sum = {0};
         for (long s = 0; s < slots; s++)
             most = larger(most, *(vector *)(scores + s * SIDE + side));
-        const vector scale = exponential(*(vector *)(largest + side) - most); /* of nothing read at first: 0 stays 0 */
+        const vector scale = exponential(*(vector *)(largest + side) - most); /* initial sums are 0 and stay 0 */
         *(vector *)(largest + side) = most;
         for (long s = 0; s < slots; s++) {
             const vector shifted = *(vector *)(scores + s * SIDE + side) - most;
@@ -182,7 +182,7 @@ static void add_tile(float *scores, long slots, float *read, long width, float *
     }
 }
 
-/* SIDE queries [width][SIDE] of tokens one after another, which share keys and values; query q sees sees[q] slots, rising. */
+/* Attention of SIDE queries [width][SIDE] that share keys and values. Query q sees sees[q] slots, in increasing order. */
 static void attend_side_by_side(
     const float *queries, const float *keys, const float *values, const long *sees, float *read, long width, float cap)
 {
@@ -219,10 +219,10 @@ void attend(
 {
     const long token = (long)(heads + 2 * groups) * width;
     const float scale = 1.0f / sqrtf((float)width);
-    const int shared = batch * groups * count / (2 * threads); /* tokens that may be worked with together */
+    const int shared = batch * groups * count / (2 * threads); /* tokens that can be processed jointly */
     const int tokens = shared < 1 ? 1 : shared < MOST ? shared : MOST, parts = (count + tokens - 1) / tokens;
     const int each = heads / groups, blocks = mask || count * each < SIDE ? 0 : (count * each + SIDE - 1) / SIDE;
-    const int few = blocks ? 0 : batch * parts * groups; /* that are worked with one after another */
+    const int few = blocks ? 0 : batch * parts * groups; /* tasks of attend_together */
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -241,7 +241,7 @@ void attend(
             const long at = row * row_apart + group * head_apart;
             float queries[width * SIDE], read[width * SIDE], turned[width];
             long sees[SIDE];
-            for (int q = 0; q < SIDE; q++) { /* behind the last token it is taken again */
+            for (int q = 0; q < SIDE; q++) { /* the last token pads the block */
                 const int token_of = first + q < count * each ? (first + q) / each : count - 1;
                 const float *by = turns + ((rows_of_turns > 1 ? row : 0) * (long)count + token_of) * width;
                 const float *given = qkv + ((long)row * count + token_of) * token + (group * each + (first + q) % each) * width;
@@ -274,7 +274,7 @@ void attend(
                 queries[e] *= scale;
 #define ATTEND(width) \
     attend_together(queries, keys + at, values + at, added, to, slots, width, some, each, end, (long)heads * width, cap)
-            if (width == 64) /* known, so that loops can be unrolled */
+            if (width == 64) /* constants, so that loops can be unrolled */
                 ATTEND(64);
             else if (width == 128)
                 ATTEND(128);

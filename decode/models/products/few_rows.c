@@ -1,20 +1,20 @@
-/* y = x W^T (+ add) for the few rows x that decoding has: each weight is read from memory once, whatever the rows.
+/* Skinny GEMM y = x W^T (+ add) for the few rows x of decoding. Each weight is read from memory once for all rows.
 
-   W lies in panels of 16 outputs, w[output / 16][input][output % 16], of float32 or bfloat16. Where `multiplies_pairs`,
-   bfloat16 weights may lie in w[output / 16][input / 2][output % 16][input % 2] instead, with inputs a multiple of 16; x is
-   rounded to bfloat16 then, and the sums are float32. Integers of eight bits lie in
-   w[output / 16][input / 4][output % 16][input % 4], with inputs a multiple of 4; their panels begin with 16 float32 that
-   outputs are multiplied by. Where `multiplies_fours`, 128 may have been added to them, with inputs a multiple of 16; of each
-   row x is rounded to integers of 16 bits then, and sums are exact. x is [count, inputs], y [count, outputs], float32; outputs are a multiple of 16. add may be null;
-   its rows are add_apart numbers apart, which may be 0.
+   W is stored in panels of 16 outputs, w[output / 16][input][output % 16], in float32 or bfloat16. If multiplies_pairs(),
+   bfloat16 weights may be stored as w[output / 16][input / 2][output % 16][input % 2], with inputs a multiple of 16. Then x
+   is rounded to bfloat16, and sums are float32. int8 weights are stored as w[output / 16][input / 4][output % 16][input % 4],
+   with inputs a multiple of 4. Their panels begin with 16 float32 scales of the outputs. If multiplies_fours(), 128 may have
+   been added to them, with inputs a multiple of 16. Then each row of x is rounded to 16-bit integers, and sums are exact.
+   x is [count, inputs] and y [count, outputs], both float32; outputs are a multiple of 16. add may be null; the distance of
+   its rows is add_apart, which may be 0.
 
-   Rows are worked with in groups, whose sums for two vectors of outputs, two panels where a panel fits in a register, stay
-   in registers; the second group finds the weights in the cache. What a group reads lies as [input][row], so that one
-   pointer follows it.
+   Rows are processed in groups. Their sums for two vectors of outputs (two panels, if a panel fits into a register) stay in
+   registers, and later groups find the weights in the cache. The rows of a group are stored as [input][row], so that one
+   pointer suffices.
 
-   What stands before a product in a decoder is done here too: a row of x may be divided by its length, with an offset
-   beside it, and multiplied by a norm's weights, without its mean before if it is to be CENTRED; or go through an activation:
-   its second half is multiplied by that of the first, or there is no second. Inputs are a multiple of 16 then. Every thread does so for itself: that costs less than to wait for each other. */
+   The operation before a product is fused: an RMSNorm with an offset and weights, or a LayerNorm if CENTRED; or an
+   activation, with or without a gate in the first half of the input. Inputs must be a multiple of 16 then. Every thread
+   repeats it, which is cheaper than synchronising. */
 
 #include "vectors.h"
 
@@ -25,14 +25,14 @@
 typedef unsigned int words __attribute__((vector_size(4 * LANES)));
 typedef unsigned short halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
-#define AHEAD 8192 /* bytes: how far ahead of its use a weight is asked for */
+#define AHEAD 8192 /* prefetch distance in bytes */
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define MOST 12 /* rows of a group: their sums for two vectors are 24 of 32 registers */
+#define MOST 12 /* rows of a group; their sums for two vectors take 24 of 32 registers */
 #else
-#define MOST 6 /* 12 of 16 */
+#define MOST 6 /* 12 of 16 registers */
 #endif
 
-/* how weights lie: float32, bfloat16, bfloat16 by two inputs, integers by four, integers above 0 by four */
+/* Layouts: float32, bfloat16, bfloat16 by two inputs, int8 by four inputs, int8 + 128 by four inputs. */
 enum { WIDE, NARROW, PAIRS, BYTES, FOURS };
 
 int multiplies_pairs(void)
@@ -53,7 +53,7 @@ int multiplies_fours(void)
 #endif
 }
 
-/* What is known of a row of integers: what one stands for, and what the sums of its upper and lower halves begin with. */
+/* Unit of a row of integers, and the initial values of the sums of its upper and lower halves. */
 typedef struct { float unit; int begin[2]; } row_of_integers;
 
 static inline __attribute__((always_inline)) vector weights(const char *at, const int part, const int kind)
@@ -74,8 +74,8 @@ static inline __attribute__((always_inline)) vector plus(vector sum, vector weig
     return sum + weight * x;
 }
 
-/* Two vectors of outputs by a group of rows. The arrays' size is a constant, and the loops are unrolled: only then do the
-   sums stay in registers. */
+/* Compute two vectors of outputs for a group of rows. Arrays of constant size and unrolled loops are needed to keep the sums
+   in registers. */
 static inline __attribute__((always_inline)) void two_vectors(
     const char *left, const char *right, const float *scale[2], const float *x, const float *add[2], long add_apart,
     float *y[2], long steps, long outputs, const int count, const int kind, const char *ahead, long lines)
@@ -114,14 +114,14 @@ static inline __attribute__((always_inline)) void two_vectors(
         }
 }
 
-/* The same with integers: each four weights of an output are multiplied by four of x and added up at once. */
+/* The same for integers: one instruction multiplies four weights of an output by four elements of x and adds the products. */
 static inline __attribute__((always_inline)) void two_vectors_of_fours(
     const char *left, const char *right, const float *scale[2], const float *x, const row_of_integers *about,
     const float *add[2], long add_apart, float *y[2], long steps, long outputs, const int count, const char *ahead,
     long lines)
 {
 #ifdef __AVX512VNNI__
-    __m512i sums[2][2][MOST / 3]; /* with more rows compilers keep some in memory */
+    __m512i sums[2][2][MOST / 3]; /* with more rows, compilers spill registers */
 #pragma GCC unroll 8
     for (int row = 0; row < count; row++)
         for (int half = 0; half < 2; half++)
@@ -156,7 +156,7 @@ static inline __attribute__((always_inline)) void two_vectors_of_fours(
 #endif
 }
 
-/* A row as integers of 16 bits, their upper and lower halves apart. What is not finite makes its unit so. */
+/* Round a row to 16-bit integers, with separate upper and lower bytes. The scale is not finite if an element is not. */
 static row_of_integers halve(const float *x, float *to, long inputs, int step)
 {
     row_of_integers about = {0};
@@ -192,7 +192,7 @@ static row_of_integers halve(const float *x, float *to, long inputs, int step)
     return about;
 }
 
-/* A vector of a row, from its number i on, in steps of a group's rows. */
+/* Store a vector of a row from element i on, with the stride of a group's rows. */
 static inline __attribute__((always_inline)) void put(vector x, float *to, long i, int step, int kind)
 {
 #ifdef __AVX512BF16__
@@ -216,7 +216,7 @@ static void lay(const float *x, float *to, long inputs, int step, int kind)
         to[i * step] = x[i];
 }
 
-/* The share of a normal variable below x, to 1e-7: Abramowitz and Stegun, 7.1.26. */
+/* Cumulative distribution function of the standard normal distribution, to 1e-7 (Abramowitz and Stegun, 7.1.26). */
 static inline vector below(vector x)
 {
     const vector size = larger(x, -x) * 0.707106781f, t = 1.0f / (1.0f + 0.3275911f * size);
@@ -231,12 +231,12 @@ static void activate(const float *x, float *to, long inputs, int step, int kind,
 {
     for (long i = 0; i < inputs; i += LANES) {
         const vector open = *(const vector *)(x + i);
-        vector share; /* of it that is let through */
+        vector share; /* factor of the input */
         if (by == RELU)
             share = (vector)((integers)((vector){0} + 1.0f) & (open > 0.0f));
         else if (by == ALONE_GELU)
             share = below(open);
-        else { /* GELU by tanh is x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))) */
+        else { /* the tanh approximation of GELU is x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))) */
             const vector slope = by == SILU ? open : open * (1.59576912f + 0.0713548163f * open * open);
             share = 1.0f / (1.0f + exponential(-slope));
         }
@@ -296,7 +296,7 @@ void few_rows(
         }
         const float *x = as_it_is ? given : made;
         for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
-            const long p = 2 * pair, q = p + 1 < vectors ? p + 1 : p; /* a last one alone is made twice */
+            const long p = 2 * pair, q = p + 1 < vectors ? p + 1 : p; /* an unpaired last vector is computed twice */
             const char *panels[2] = {w + p * LANES / 16 * apart, w + q * LANES / 16 * apart};
             const long within_p = p * LANES % 16, within_q = q * LANES % 16;
             const char *left = panels[0] + scales + within_p * size_of, *right = panels[1] + scales + within_q * size_of;
@@ -324,7 +324,7 @@ void few_rows(
         else if (kind == PAIRS) \
             two_vectors(left, right, scale, from, adds, add_apart, ys, steps, outputs, rows, PAIRS, ahead, lines); \
         break;
-                switch (count - start < size ? count - start : size) { /* known, so that loops can be unrolled */
+                switch (count - start < size ? count - start : size) { /* constants, so that loops can be unrolled */
                     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
                 }
             }

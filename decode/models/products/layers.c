@@ -1,13 +1,12 @@
-/* Decoder layers for few tokens, one after another, in float32: few_rows.c and attention.c say what their parts are.
+/* Decoder layers for few tokens, in float32, built from few_rows.c and attention.c.
 
-   hidden and result are [batch * count, inputs]; the first layer's queries, keys and values may be given. The four
-   weights of a layer are as few_rows takes them, and so is the MLP's activation; bias_* are theirs, norm_heads the weights of
-   norms of queries and keys: each head has a norm of its own if norms_apart, else all query heads have one, and all key heads.
-   norm_attended and norm_made are of what attention and MLP add. All of these may be null, and so may the weights of the
-   norms before attention and MLP, which are not there if offset < 0; if centred, they are LayerNorm's. If parallel, the MLP
-   reads what attention reads. turns, mask and rows_of_mask are as attend takes them.
-   work has room for a row's queries, keys and values, what they read, gates and values of the MLP, and a hidden row, for
-   all rows. */
+   hidden and result are [batch * count, inputs]. The first layer's queries, keys and values may be given. The four weights
+   of a layer and the MLP's activation have the format of few_rows. bias_* are the biases of the products. norm_heads are the
+   weights of norms of queries and keys: one norm per head if norms_apart, else one for all query heads and one for all key
+   heads. norm_attended and norm_made apply to the outputs of attention and MLP. All of these may be null, and so may the
+   weights of the norms before attention and MLP. These norms are absent if offset < 0, and LayerNorms if centred. If
+   parallel, attention and MLP have the same input. turns, mask and rows_of_mask have the format of attend. work has space
+   for the queries, keys and values, attention outputs, gates and values of the MLP, and hidden states of all rows. */
 
 #include <stddef.h>
 
@@ -29,7 +28,7 @@ void attend(
     float *attended, long rows_of_turns, long rows_of_mask, long row_apart, long head_apart, int batch, int count,
     int heads, int groups, int width, int start, int end, int threads, float cap);
 
-/* RMSNorm of so many numbers, in place, with what they are added to, if that is anything. */
+/* Apply RMSNorm in place, then add `add` unless it is null. */
 static inline void normed(float *x, const float *add, const float *weights, long numbers, float eps)
 {
     vector squares = {0};

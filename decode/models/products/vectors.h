@@ -1,5 +1,5 @@
-/* Numbers of float32 side by side, as many as a register holds, and what is computed of them. Vectors that are wider than
-   a register are kept in memory by compilers, which takes many times as long. */
+/* Vectors of float32 of the width of a register, and functions of them. Compilers keep wider vectors in memory, which is
+   many times slower. */
 
 #include <math.h>
 
@@ -27,7 +27,7 @@ static inline vector within(vector x, float most)
     return (vector)(((integers)x & ~(above | below)) | ((integers)edge & above) | ((integers)-edge & below));
 }
 
-/* e^x within two units of the last place, by Cody and Waite's reduction; beyond 87 either way that of 87 */
+/* e^x within two units in the last place, by Cody and Waite's reduction. x is clamped to [-87, 87]. */
 static inline vector exponential(vector x)
 {
     x = within(x, 87.0f);
@@ -42,8 +42,8 @@ static inline vector exponential(vector x)
     return sum * (vector)((__builtin_convertvector(powers, integers) + 127) << 23);
 }
 
-/* What is done with the inputs of a product: gates are opened by SiLU or by GELU's approximation by tanh, others go through
-   ReLU, GELU by tanh or GELU; or the mean is taken off before a norm. */
+/* Operation on the inputs of a product: a gate with SiLU or the tanh approximation of GELU; ReLU, the tanh approximation of
+   GELU or GELU without a gate; or subtraction of the mean before a norm. */
 enum { AS_IT_IS, SILU, GELU_TANH, RELU, ALONE_GELU_TANH, ALONE_GELU, CENTRED };
 #define GATED(before) ((before) == SILU || (before) == GELU_TANH)
 
@@ -55,7 +55,7 @@ static inline float total(vector x)
     return sum;
 }
 
-/* The totals of LANES vectors, in their order: neighbours are added, of two vectors beside each other, until one is left. */
+/* Totals of LANES vectors, by repeated addition of adjacent elements of pairs of vectors. */
 static inline vector totals(const vector of[LANES])
 {
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
