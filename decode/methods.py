@@ -90,7 +90,7 @@ def _chain_verifier(verification: Chain) -> Verifier:
 
 @register("autoregressive")
 class Autoregressive(MethodConfig):
-    """Nothing."""
+    """No draft tokens."""
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return _exact(NoDraft(), sampling, Sample())
@@ -103,7 +103,7 @@ class _WithDrafter(MethodConfig):
 
 @register("speculative", ("drafter",))
 class Speculative(_WithDrafter):
-    """Chain of a drafter; a drafter with another tokenizer drafts its most likely text."""
+    """Chain from a drafter; with another tokenizer, its most likely text."""
 
     gamma: Annotated[int, _GAMMA] = 4
     verification: Annotated[Chain, _VERIFICATION] = "token"
@@ -122,7 +122,7 @@ def _chain(parts: Parts, gamma: int) -> DraftTree:
 
 @register("adaptive", ("drafter",))
 class Adaptive(_WithDrafter):
-    """Chain of a drafter whose length a policy decides."""
+    """Chain from a drafter whose length is chosen by a policy."""
 
     gamma: Annotated[int, _MAX_GAMMA] = 8
     policy: Annotated[
@@ -142,7 +142,7 @@ class Adaptive(_WithDrafter):
 
 @register("dynamic-tree", ("drafter",))
 class DynamicTreeConfig(_WithDrafter):
-    """Tree of a drafter, deep where it is confident and wide elsewhere (EAGLE-2)."""
+    """Tree from a drafter, deep where it is confident and wide elsewhere (EAGLE-2)."""
 
     max_nodes: Annotated[int, _MAX_NODES] = 6
     max_depth: Annotated[int, "maximum depth"] = 4
@@ -156,7 +156,7 @@ class DynamicTreeConfig(_WithDrafter):
 
 @register("naive-multi-candidate", ("drafter",))
 class NaiveMultiCandidate(_WithDrafter):
-    """Tree of candidates sampled from a drafter."""
+    """Tree of candidates sampled from a drafter, matched with samples from the target."""
 
     k_config: Annotated[str, "candidates of a node, by depth"] = "4x2x2x1"
     replacement: Annotated[bool, "whether candidates are sampled with replacement"] = False
@@ -174,7 +174,7 @@ class NaiveMultiCandidate(_WithDrafter):
 
 @register("multi-candidate", ("drafter",))
 class MultiCandidateConfig(NaiveMultiCandidate):
-    """The same tree."""
+    """Tree of candidates sampled from a drafter, verified by rejection sampling."""
 
     verification: Annotated[Literal["token", "traversal"], "from the root, or from the leaves"] = "token"
 
@@ -185,7 +185,7 @@ class MultiCandidateConfig(NaiveMultiCandidate):
 
 @register("batch-speculative", ("drafter",))
 class BatchSpeculative(_WithDrafter):
-    """Chains of a drafter, sampled with replacement."""
+    """Chains sampled from a drafter with replacement."""
 
     gamma: Annotated[int, _GAMMA] = 4
     num_drafts: Annotated[int, "chains"] = 4
@@ -197,7 +197,7 @@ class BatchSpeculative(_WithDrafter):
 
 @register("spectr", ("drafter",))
 class SpecTr(BatchSpeculative):
-    """Independent chains of a drafter, merged (k-SEQ)."""
+    """Independent chains from a drafter, merged into a tree (k-SEQ)."""
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         proposer = DraftChains((_drafter(parts),), self.gamma, self.num_drafts, sampling.greedy)
@@ -206,7 +206,7 @@ class SpecTr(BatchSpeculative):
 
 @register("specinfer", ("drafter",))
 class SpecInfer(_WithDrafter):
-    """Chains of several drafters, merged."""
+    """Chains from several drafters, merged into a tree."""
 
     gamma: Annotated[int, _GAMMA] = 4
     num_drafts: Annotated[int, "chains of each drafter"] = 1
@@ -232,7 +232,7 @@ class Unigram(MethodConfig):
 
 @register("bigram", ("table",))
 class Bigram(Unigram):
-    """Chain of the table's most frequent pairs."""
+    """Chain of the most frequent next tokens in the table."""
 
     prior: Annotated[float, "weight of the unigram distribution with `add_k: 0`"] = 1.0
     add_k: Annotated[float, _ADD_K] = 0.0
@@ -243,7 +243,7 @@ class Bigram(Unigram):
 
 @register("prompt-lookup")
 class PromptLookupConfig(MethodConfig):
-    """Chain that followed the last tokens earlier in the text."""
+    """Continuation of the latest earlier match in the text (prompt lookup)."""
 
     gamma: Annotated[int, _GAMMA] = 4
     max_ngram: Annotated[int, "longest match that is looked for"] = 3
@@ -255,7 +255,7 @@ class PromptLookupConfig(MethodConfig):
 
 @register("suffix")
 class Suffix(_WithDrafter):
-    """Tree of what followed the last tokens in the text or in a datastore, completed by the fallback."""
+    """Tree of continuations of earlier matches in the text or a datastore, extended by the fallback."""
 
     max_nodes: Annotated[int, _MAX_NODES] = 8
     max_depth: Annotated[int, "maximum depth"] = 8
@@ -328,7 +328,7 @@ class Medusa(MethodConfig):
 
 @register("slim-ss", ("heads", "table"))
 class SlimSS(MethodConfig):
-    """The most likely sequences of the heads' candidates, by the table's posterior (SLiM)."""
+    """Most likely sequence of the heads' candidates by the table's posterior (SLiM)."""
 
     num_sequences: Annotated[int, "sequences"] = 1
     num_candidates: Annotated[int | str, "candidates of a head, or of each, such as 10x5x3"] = 10
@@ -355,21 +355,21 @@ class SlimSS(MethodConfig):
 
 @register("slim-s", ("heads", "table"))
 class SlimS(SlimSS):
-    """More such sequences."""
+    """Tree of the most likely such sequences."""
 
     num_sequences: Annotated[int, "sequences"] = 20
 
 
 @register("slim-l", ("heads", "table"))
 class SlimL(SlimSS):
-    """More such sequences."""
+    """Larger tree of such sequences."""
 
     num_sequences: Annotated[int, "sequences"] = 40
 
 
 @register("mjsd", ("drafter",), lossless=False)
 class JointSpeculative(_WithDrafter):
-    """The most likely sequence of a drafter's beam, accepted by joint likelihood."""
+    """Most likely sequence of a drafter's beam, accepted by joint likelihood."""
 
     gamma: Annotated[int, _GAMMA] = 4
     num_beams: Annotated[int, "beams"] = 8
@@ -382,7 +382,7 @@ class JointSpeculative(_WithDrafter):
 
 @register("bild", ("drafter",), lossless=False)
 class BigLittleDecoder(_WithDrafter):
-    """Chain of a drafter until it is not confident; the target rolls back what it finds unlikely."""
+    """Chain from a drafter while it is confident, with tokens accepted above a likelihood threshold."""
 
     gamma: Annotated[int, _MAX_GAMMA] = 10
     fallback_threshold: Annotated[float, _CONFIDENCE] = 0.9
@@ -395,7 +395,7 @@ class BigLittleDecoder(_WithDrafter):
 
 @register("relaxed-opt", ("drafter",), lossless=False)
 class RelaxedOptimal(_WithDrafter):
-    """Chain of a drafter, accepted more often than is lossless, with the smallest bias."""
+    """Chain from a drafter, accepted more often than is lossless, with minimal bias."""
 
     gamma: Annotated[int, _GAMMA] = 4
     epsilon: Annotated[float, "added to the target's probability of a draft token"] = 0.1
@@ -406,7 +406,7 @@ class RelaxedOptimal(_WithDrafter):
 
 @register("relaxed-uno", ("drafter",), lossless=False)
 class RelaxedUnoptimized(RelaxedOptimal):
-    """The same; a rejected token is replaced by a sample of the target's distribution."""
+    """Chain from a drafter, as `relaxed-opt`, with rejected tokens replaced by samples from the target."""
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return Method(_chain(parts, self.gamma), OverAcceptance(self.epsilon, optimal=False))
@@ -414,7 +414,7 @@ class RelaxedUnoptimized(RelaxedOptimal):
 
 @register("beam", lossless=False, greedy_only=True)
 class Beam(_WithDrafter):
-    """The target's beam search over all new tokens."""
+    """Beam search of the target over all new tokens."""
 
     num_beams: Annotated[int, "beams"] = 4
     draft_beams: Annotated[int | None, "beams of a drafter, which save forwards; none: no drafter"] = None
@@ -435,7 +435,7 @@ class Beam(_WithDrafter):
 
 @register("mjgd", lossless=False, greedy_only=True)
 class JointGreedy(MethodConfig):
-    """The target's beam search over a few tokens per step (multi-token joint greedy decoding)."""
+    """Beam search of the target over a few tokens per step (multi-token joint greedy decoding)."""
 
     gamma: Annotated[int, "tokens per step"] = 2
     num_beams: Annotated[int, "beams"] = 8

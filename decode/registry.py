@@ -48,7 +48,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """Options of a decoding method; the docstring of a subclass says what it drafts.
+    """Options of a decoding method. The docstring of a subclass describes its draft tokens.
 
     An option is annotated with its type and its description. Integers are counts and must be at least 1; a `Literal`
     lists the choices.

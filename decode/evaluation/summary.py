@@ -161,8 +161,8 @@ class Summariser:
         counts, greedy = total(run.tallies), known.entry.sampling.greedy
         reference = self.runs.get(REFERENCE) if greedy else None
         speeds = _speeds(run, base)
-        # The bound is the speedup if steps took no longer than their forwards, a share of the very time that the
-        # speedup is of: the speedup cannot exceed it.
+        # The bound is the speedup if steps consisted of their forwards only. It is a share of the measured time, so the
+        # speedup cannot exceed it.
         efficiency = 1 - (1 - known.share) * sum(run.stepping_seconds()) / sum(run.median_seconds())
         return {
             **counts.metrics(),
@@ -194,7 +194,7 @@ class Summariser:
         }
 
     def _check_text(self, entry: Entry, row: dict[str, Any], base: Run, summary: Summary) -> str | None:
-        """Return why an entry's text cannot be true: its counts or, of a lossless method, greedy decoding disagree."""
+        """Return why an entry's text is impossible: its counts or, if lossless, the greedy text disagree."""
         run = self.runs[entry.label]
         for index, (ids, tally) in enumerate(zip(run.ids, run.tallies, strict=True)):
             if len(ids) != tally.tokens:
@@ -226,7 +226,7 @@ class Summariser:
 
 
 def identical(run: Run, base: Run) -> list[int]:
-    """Return how many prompts gave exactly the baseline's tokens, and of how many."""
+    """Return the number of prompts with exactly the baseline's tokens, and of all prompts."""
     return [sum(mine == theirs for mine, theirs in zip(run.ids, base.ids, strict=True)), len(base.ids)]
 
 
