@@ -406,7 +406,7 @@ class RelaxedOptimal(_WithDrafter):
 
 @register("relaxed-uno", ("drafter",), lossless=False)
 class RelaxedUnoptimized(RelaxedOptimal):
-    """Chain from a drafter, as `relaxed-opt`, with rejected tokens replaced by samples from the target."""
+    """Chain as in `relaxed-opt`, with rejected tokens replaced by samples from the target."""
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return Method(_chain(parts, self.gamma), OverAcceptance(self.epsilon, optimal=False))
