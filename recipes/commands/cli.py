@@ -120,7 +120,8 @@ def prepare(
 ) -> None:
     """Prepare the data of a training recipe.
 
-    Reads, cleans, renders and packs it, and reports the counts.
+    Reads, cleans, renders and packs it, and reports the counts. Example: `prepare drafter/vicuna-68m
+    data.path=sharegpt.json --lint`.
     """
     from ..schema.loading import load_training
 
@@ -203,7 +204,8 @@ def import_(
 ) -> None:
     """Convert published drafters, heads or GGUF files.
 
-    Drafters, Medusa heads and EAGLE-3 heads become artifacts; a GGUF file becomes a model directory.
+    Drafters, Medusa heads and EAGLE-3 heads become artifacts; a GGUF file becomes a model directory. Example: `import
+    user/eagle3-heads --target Qwen/Qwen3-8B --out runs/heads`.
     """
     from .artifacts.imports import import_published
 
@@ -214,7 +216,8 @@ def import_(
 def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Replace the answers of a corpus with the target's own.
 
-    The answers are decoded by this engine or by a server. An interrupted run resumes.
+    The answers are decoded by this engine or by a server. Example: `regenerate regenerate/vicuna-7b
+    source=sharegpt.json out=answers.jsonl`. An interrupted run resumes.
     """
     from ..schema.evaluation import RegenerateRecipe
     from ..schema.loading import load_recipe

@@ -160,7 +160,8 @@ def certify(
     """Test that methods are lossless.
 
     Compares what each method writes with what the target alone would write, on a small pair with a vocabulary of six
-    tokens and on the given one. Exits with 1 if a lossless method fails or stays undecided.
+    tokens and on the given one. Exits with 1 if a lossless method fails or stays undecided. Example: `certify --target
+    T --drafter D --prompts questions.jsonl`.
     """
     loaded = asked.load("certify", method)
     from .evaluation.certify import run_certify
@@ -207,7 +208,8 @@ def report(
 ) -> None:
     """Write results as one HTML page, and compare files.
 
-    The page is self-contained. The first file is the baseline of the comparison.
+    The page is self-contained. The first file is the baseline of the comparison. Example: `report results.json
+    other.json --out report.html`.
     """
     from ..report.page import run_report
 

@@ -26,7 +26,7 @@ def export(
 ) -> None:
     """Convert an artifact for an engine or transformers.
 
-    The written files are loaded again and compared with the artifact.
+    The written files are loaded again and compared with the artifact. Example: `export runs/drafter --to vllm`.
     """
     from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
     from ....checkpoints.storage.places import here, hub_place
@@ -62,7 +62,10 @@ def push(
         Path | None, typer.Option(help="Results of `draftsmith evaluate` about this artifact, for its model card.")
     ] = None,
 ) -> None:
-    """Upload an artifact to the hub, with a model card."""
+    """Upload an artifact to the hub, with a model card.
+
+    Example: `push runs/drafter user/drafter --results results.json --license mit --yes`.
+    """
     from ....checkpoints.artifact.card import model_card
     from ....checkpoints.artifact.manifest import Manifest
     from ....checkpoints.hub.push_pull import plan_push

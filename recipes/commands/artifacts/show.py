@@ -21,7 +21,10 @@ def show(
     place: Annotated[str, typer.Argument(help="Artifact directory, or user/name[@revision] on the hub.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Show what an artifact is, what it was made from and its sizes."""
+    """Show the kind, origin and sizes of an artifact.
+
+    Example: `show runs/drafter`, `show user/drafter@main --json`.
+    """
     from ....checkpoints.artifact.artifact import load_manifest
     from ....checkpoints.artifact.locate import resolve
 

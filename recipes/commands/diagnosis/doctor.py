@@ -34,10 +34,11 @@ def doctor(
 ) -> None:
     """Check this machine, an artifact or a target/drafter pair.
 
-    The exit code of a pair is 0 if transformers and this engine accept it without reservations, and of EAGLE-3 heads
-    if all engines do. With --fix, the repaired drafter is checked. With --prompts, the drafter is decoded, and the
-    report lists where acceptance is lower than in training and on which tokens. With --results, the report explains why
-    a server reaches fewer tokens per step than this engine.
+    Examples: `doctor`, `doctor runs/drafter`, `doctor Qwen/Qwen3-8B Qwen/Qwen3-0.6B`. The exit code of a pair is 0 if
+    transformers and this engine accept it without reservations. EAGLE-3 heads must be accepted by all engines. With
+    --fix, the repaired drafter is checked. With --prompts, the drafter is decoded, and the report lists where
+    acceptance is lower than in training and on which tokens. With --results, the report explains why a server reaches
+    fewer tokens per step than this engine.
     """
     if target is not None and draft is not None:
         from .pair import check_pair, check_server

@@ -1,0 +1,73 @@
+"""Language of the library: first words of docstrings, names and the texts of the command line."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from draftsmith.recipes.commands.cli import app
+from typer.main import get_command
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("checkpoints", "data", "decode", "train", "recipes")
+FIRST_WORDS = {"What", "Whether", "Of", "How", "That", "Where", "So", "By", "The", "A", "An"}
+"""Words that a function's docstring does not start with: it says what the function does."""
+NAMES = {"said", "told", "together", "here", "stands", "theirs", "mine", "beside", "words"}
+"""Names of functions and classes that say nothing of what they are."""
+PHRASES = re.compile(
+    r"tokens a step|texts? at a time|plain decoding|a killed run|goes on|\bbeside\b|nobody|own words|inner states"
+    r"|read back|look-up|folder of everything|of it all",
+    re.IGNORECASE,
+)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions(room: str) -> Iterator[tuple[Path, Function | ast.ClassDef]]:
+    """Yield the functions and classes of a room with their files."""
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, Function | ast.ClassDef):
+                yield path, node
+
+
+def is_property(node: Function | ast.ClassDef) -> bool:
+    names = {getattr(each, "id", getattr(each, "attr", "")) for each in node.decorator_list}
+    return bool(names & {"property", "cached_property"})
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_of_public_functions_start_with_a_verb(room: str) -> None:
+    odd = []
+    for path, node in definitions(room):
+        text = ast.get_docstring(node)
+        if isinstance(node, Function) and text and not node.name.startswith("_") and not is_property(node):
+            first = text.split()[0].strip("`,.:;'\"")
+            odd += [f"{path.relative_to(ROOT)}: {node.name}: {text[:60]}"] if first in FIRST_WORDS else []
+    assert not odd, "\n".join(odd)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_functions_and_classes_have_telling_names(room: str) -> None:
+    odd = [f"{path.relative_to(ROOT)}: {node.name}" for path, node in definitions(room) if node.name in NAMES]
+    assert not odd
+
+
+def test_the_command_line_uses_standard_terms() -> None:
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
+        for text in texts:
+            assert not PHRASES.search(text), f"{name}: {text}"
+        assert re.match(r"[A-Z][a-z]+ ", command.help or ""), name
+        if hasattr(command, "commands"):
+            continue
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{name}: {parameter.name} has no help"
+
+
+@pytest.mark.parametrize("document", ["README.md", *(f"{room}/README.md" for room in ROOMS)])
+def test_documents_use_standard_terms(document: str) -> None:
+    for number, line in enumerate((ROOT / document).read_text().splitlines(), 1):
+        assert not PHRASES.search(line), f"{document}:{number}: {line}"
