@@ -91,7 +91,7 @@ def _find_tokenizer(target: str) -> Path | None:
 
 
 def compare_copy(target: str, folder: Path) -> list[str]:
-    """Return a line that a copy equals the target's tokenizer, or that the latter is unavailable."""
+    """Return a line stating that a copy equals the target's tokenizer, or that the latter is unavailable."""
     found = _find_tokenizer(target)
     if found is None:
         return [f"not compared: the tokenizer, as that of the target {target} is neither here nor to be had"]

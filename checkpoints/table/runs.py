@@ -1,4 +1,4 @@
-"""Runs: the distinct keys x V + y of token pairs (x, y) in ascending order, and their counts.
+"""Runs of token pairs (x, y): distinct keys x V + y in ascending order, and their counts.
 
 Shape letters: V vocabulary, T tokens, D documents, C ends of documents inside the tokens, E entries (distinct pairs),
 P one piece of T or E, R rows (left tokens) with entries.

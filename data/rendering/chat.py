@@ -65,7 +65,7 @@ def without_thought(answer: str) -> str:
 
 
 class ChatLayout:
-    """A tokenizer with its own chat template."""
+    """Layout of conversations by a tokenizer's own chat template."""
 
     def __init__(self, template: Template, tokenizer: Any) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -85,7 +85,7 @@ class ChatLayout:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def ids(self, conversation: Conversation, first: int, last: int) -> list[int]:
-        """Return the ids of `apply_chat_template` for some exchanges, with their answers."""
+        """Return the ids of `apply_chat_template` for a range of exchanges, including their answers."""
         text = self._render(shown_turns(conversation, first, last), False, conversation.tools)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 

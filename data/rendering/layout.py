@@ -64,7 +64,7 @@ class Layout:
         self.next = self._next(closing[0])
 
     def pieces(self, batch: Sequence[Parts]) -> tuple[list[str], list[After]]:
-        """Return all texts of conversations in order, and what precedes each."""
+        """Return all texts of conversations in order, and the kind of text before each."""
         texts: list[str] = []
         after: list[After] = []
         for parts in batch:
@@ -106,7 +106,7 @@ class Layout:
         return list(np.concatenate(pieces).tolist())
 
     def first_lead(self, parts: Parts) -> _Lead:
-        """Return what precedes the first question, with tools and system text."""
+        """Return the constant before the first question, with tools and system text."""
         return self._leads(parts.system, parts.conversation.tools)
 
     def _first_lead(self, system: str | None, tools: str) -> _Lead:
@@ -124,7 +124,7 @@ class Layout:
         return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
 
     def lead_tokens(self, parts: Parts) -> int:
-        """Return how many ids of a document's first question are those of the template."""
+        """Return the number of ids of a document's first question, encoded with its lead, that are the template's."""
         lead = self.first_lead(parts)
         return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
 
@@ -170,7 +170,7 @@ class Layout:
         return lead
 
     def _next(self, closing: str) -> _Lead:
-        """Return the lead of later questions, which follows `after`."""
+        """Return the constant before later questions, without the part in `after`."""
         after = self.template.after
         lead = self.lead(after + self.template.next, After.SPECIAL, closing)
         if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):

@@ -310,7 +310,7 @@ def _around(text: str, mark: str) -> tuple[str, str]:
 
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
-    """Split the text after an answer after its first special token."""
+    """Split the text that follows an answer behind its first special token."""
     found = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
     if not found:
         raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, no special token")

@@ -57,7 +57,7 @@ def _find_form(present: Collection[str]) -> tuple[str, str | None] | None:
 
 
 def read_dialogue(row: Row) -> Dialogue:
-    """Return the dialogue of a row; a text is a prompt, a list of messages a conversation.
+    """Return the dialogue of a row. A text becomes a prompt, and a list of messages a conversation.
 
     Raises:
         ValueError: The row has no known form; the message has its location.
@@ -217,7 +217,7 @@ def _content(content: Any) -> Any:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return the texts of a reference: a text, nested lists of texts, or SQuAD's {text: [...]}."""
+    """Return the texts of a reference, given as a text, nested lists of texts, or SQuAD's {text: [...]}."""
     if isinstance(value, Mapping):
         value = value.get("text")
     if isinstance(value, str):

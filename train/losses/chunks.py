@@ -63,8 +63,8 @@ def block_rows(vocab: int, chunk: int, device: torch.device) -> int:
 class Targets(NamedTuple):
     """Log-probabilities of a block's events.
 
-    They are [R, V] over the vocabulary if `ids_RK` is None, otherwise [R, F] of `ids_RK` (int64 [R, K]) and, if F = K +
-    1, of "any other".
+    Without `ids_RK`, the events are the tokens of the vocabulary: [R, V]. Otherwise they are the tokens `ids_RK` (int64
+    [R, K]) and, if F is K + 1, "any other": [R, F].
     """
 
     ids_RK: Tensor | None

@@ -33,7 +33,7 @@ class Lengthened:
 
 
 def lengthened(batch: Batch, parallel: Parallel, progress: float) -> Lengthened:
-    """Return the batch with mask tokens appended, sampled for this training progress independently of other rows."""
+    """Append mask tokens to a batch, chosen at random for this progress and independently of other rows."""
     rows, length = batch.tokens_BT.shape
     device = batch.tokens_BT.device
     labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
