@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def export(
     artifact: Annotated[Path | None, typer.Argument(help="Artifact directory (default: list the formats).")] = None,
-    to: Annotated[str | None, typer.Option(help="Format, such as transformers or vllm.")] = None,
+    to: Annotated[str | None, typer.Option(help="Format, such as transformers or vllm-sglang.")] = None,
     out: Annotated[Path | None, typer.Option(help="Output directory (default: next to the artifact).")] = None,
     target: Annotated[str | None, typer.Option(help="Target that is served (default: the artifact's).")] = None,
     speculative_tokens: Annotated[
@@ -26,7 +26,7 @@ def export(
 ) -> None:
     """Convert an artifact for an engine or transformers.
 
-    The written files are loaded again and compared with the artifact. Example: `export runs/drafter --to vllm`.
+    The written files are loaded again and compared with the artifact. Example: `export runs/drafter --to vllm-sglang`.
     """
     from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
     from ....checkpoints.storage.places import here, hub_place
