@@ -203,7 +203,7 @@ class Context:
         self._stop_ids = frozenset(limits.stop_ids)
         self._last_node = 0  # last accepted node of the first row
         self.watch = Watch()
-        """Detects NaN and infinite logits."""
+        """Detector of NaN and infinite logits."""
         read_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
         self._hidden: tuple[Tensor, Verdict | None] = _last(read_BTG, self.lengths)[:, None], None
         self.aux_BSG: Tensor | None = None

@@ -182,7 +182,7 @@ class _Drafter:
 
 
 def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
-    """Load a part from its folder, and check the file hashes if it is an artifact."""
+    """Load heads or a table from a folder. File hashes are checked if it is an artifact."""
     if (folder / MANIFEST_FILE).is_file():
         return open_artifact(folder, load, kind)[1]
     return load(folder)

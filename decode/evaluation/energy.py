@@ -91,7 +91,7 @@ class _Window(NamedTuple):
 
 
 class EnergyMeter:
-    """Counter that is read by the procedure above.
+    """Counter that is read by the procedure of this module.
 
     `joules` returns the joules of all devices since a fixed moment, or raises CounterError. `clock` and `sleep` define
     time.
@@ -306,7 +306,7 @@ def measure_batches(
 
 
 def batch_row(batch: int, seconds: Sequence[float], energy: Energy | None) -> dict[str, Any]:
-    """Return the row of a batch size from the seconds and the energy of its forwards."""
+    """Return the result row of one batch size, from the seconds and the energy of its forwards."""
     error = statistics.stdev(seconds) / len(seconds) ** 0.5 if len(seconds) > 1 else 0.0
     median, joules = statistics.median(seconds), energy.joules if energy else None
     return {

@@ -1,4 +1,4 @@
-"""Metrics of a server that uses speculative decoding, measured by its clients.
+"""Metrics of a server that uses speculative decoding, from the answers to its clients.
 
 Times are measured by the client. The first token of an answer comes from prefill, so tokens per step are counted after
 it, as tokens ÷ steps. The number of steps is the engine's count of drafts or, if that is missing or smaller, tokens

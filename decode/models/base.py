@@ -25,7 +25,7 @@ from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
 
 NO_LIMIT = 1 << 30
-"""Number of positions of a model without a limit."""
+"""Value of `max_positions` for models without a limit."""
 
 
 class Translation(Protocol):

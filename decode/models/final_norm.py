@@ -16,7 +16,10 @@ _NAMES = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "deco
 
 
 def layers_in(states: str) -> tuple[int, ...]:
-    """Return the layers of a name such as "layers-2-15-27" (inputs of these layers, then final states), else none."""
+    """Return the layers in a name of states such as "layers-2-15-27", or none for other names.
+
+    The name means the inputs of these layers, followed by the last hidden states.
+    """
     name, *layers = states.split("-")
     return tuple(map(int, layers)) if name == "layers" else ()
 

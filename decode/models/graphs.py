@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 _MOST_FREE_CACHES = 4
 _MANY = 1024
 _MOST_READ = 64
-"""Maximum number of tokens of a replayed chain. Each number of tokens that a drafter has to catch up needs a graph."""
+"""Maximum number of tokens of a replayed chain, since each number of tokens needs its own graph."""
 STRIDE = 256
 """Minimum increment of the number of slots that attention reads."""
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans per shape
@@ -179,7 +179,7 @@ class _Whole(_Replayed):
 
 @dataclass(eq=False, slots=True)
 class _Slab:
-    """Memory of a cache and the graphs captured on it, the least recently used first."""
+    """Memory of a cache, with the captured shapes in order of last use."""
 
     cache: KVCache
     shapes: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
@@ -310,7 +310,7 @@ class GraphedModel(LanguageModel):
         return shape
 
     def _kept(self, slab: _Slab, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the object of a slab with this key, created if needed by dropping the least recently used one."""
+        """Return the object of a slab with this key. Create it if needed, dropping the least recently used ones."""
         if key in slab.shapes:
             slab.shapes.move_to_end(key)
         else:

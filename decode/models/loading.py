@@ -139,10 +139,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM or an encoder-decoder in evaluation mode, never with remote code.
 
-    `source` is a folder or a hub id (`user/name`, `user/name@revision`). A LoRA adapter is merged with its base model.
-
     Args:
-        source: Folder or hub id.
+        source: Folder or hub id (`user/name`, `user/name@revision`). A LoRA adapter is merged with its base model.
         dtype: Dtype of the weights. "int8" rounds matrices to 8 bits per weight (see `held_as`).
         device: Device of the model.
         device_map: Distribution over several devices, as in accelerate: auto, balanced, sequential …

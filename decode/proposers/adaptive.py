@@ -22,7 +22,7 @@ from .draft_state import DrafterProposer, DraftState
 
 
 class AdaptiveChain(DrafterProposer):
-    """Chain of at most `gamma` draft tokens that ends at the first token whose confidence is below a threshold.
+    """Chain of at most `gamma` draft tokens that ends when the drafter's highest probability is below a threshold.
 
     Source: BiLD (arXiv 2302.07863). On a CPU drafting stops when all rows have ended. On other devices this would need
     a synchronisation per token, so all tokens are drafted and those after the end of a row are masked.

@@ -18,7 +18,7 @@ from .draft_state import DraftState, own_path
 
 
 class _Beam(Proposer):
-    """Base class of proposers of a beam's chain, whose nodes have other numbers in the model's cache."""
+    """Base class of proposers of the best beam as a chain, whose nodes have other indices in the model's cache."""
 
     _state: DraftState
     _nodes_BN: Tensor

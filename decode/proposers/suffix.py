@@ -58,7 +58,7 @@ class _Path(NamedTuple):
     places_M: Ints
     """Positions of its matches in the datastore."""
     next_M: Ints
-    """Token after each of them."""
+    """Token that follows each match in the datastore."""
 
 
 class SuffixTree(Proposer):

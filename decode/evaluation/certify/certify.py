@@ -40,9 +40,9 @@ at most."""
 LOOKS = (0.125, 0.25, 0.5, 1.0)
 """Shares of the planned tokens after which the tests are run. The level is divided among these and `MORE`."""
 MORE = (2.0, 4.0, 8.0)
-"""Further shares, to which a text is extended while it is neither clear nor a certain fault."""
+"""Further shares of the planned tokens, for texts that are neither clear nor a certain fault."""
 DOUBT = 0.01
-"""Probability that the tests of a correct method leave a doubt at one look."""
+"""Probability that any test of a correct method is doubtful at one look."""
 VISIBLE = 0.1
 """Largest detectable bias (`found_99`) with which a method is certified as lossless."""
 EXCUSED = ("near-tie", "edge")
@@ -123,7 +123,7 @@ class Certificate:
     """Estimate, interval (95 %) and direction (`towards`) of the probability that moved, at most the mean total
     variation from the target's distribution. At temperature 0 this is the share of wrong tokens."""
     power: dict[str, Any] = field(default_factory=dict)
-    """Number of tokens, level, and smallest bias that they reveal with 80 and 99 % probability (`found_80`,
+    """Number of tokens, level, and smallest bias that is detected with 80 and 99 % probability (`found_80`,
     `found_99`)."""
     seconds: float = 0.0
 
@@ -134,7 +134,7 @@ class Certificate:
 
     @property
     def doubtful(self) -> bool:
-        """Return whether a p-value is one that a correct method rarely has."""
+        """Return whether a p-value is too small for most correct methods."""
         return any(test["p_value"] < DOUBT / len(self.tests) for test in self.tests)
 
     @property

@@ -59,7 +59,7 @@ class Source:
     """Source of draft tokens: a draft model, heads, or a table."""
 
     read: Callable[[Sequence[Passage], Reading], Drafts]
-    """Returns the drafts for passages and the target's reading of them."""
+    """Function that returns the drafts for passages, given the target's reading of them."""
     depth: int = 1
     """Number of tokens predicted jointly (K), each by a separate head."""
     draws: bool = True
@@ -159,7 +159,7 @@ def _with_best(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Scores:
-    """Agreement at every predicted token y. Row k contains the drafts from k positions before."""
+    """Agreement at every predicted token y. Row k contains the drafts made k positions earlier."""
 
     measures: dict[str, NDArray[np.float32]]
     """Measures by name, [K, T] each. hit: 1 if the source's most likely token is y. overlap: Σ min(p, q), unwarped, the

@@ -59,7 +59,7 @@ GRIDS: dict[str, Grid] = {
     "bild": {"fallback_threshold": _CONFIDENCES, "rollback_threshold": (2.0, 1.0, 3.0, 5.0)},
     "mjsd": {"gamma": (4, 2, 6), "num_beams": (4,), "likelihood_threshold": (0.1, 0.2, 0.4, 0.8)},
 }
-"""Searched values of each method's options, by the name under which it is tuned."""
+"""Candidate values of each method's options, by the name under which the method is tuned."""
 
 
 @dataclass(frozen=True)
