@@ -9,14 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..storage.names import (
-    ADAPTER_CONFIG,
-    CONFIG_FILE,
-    DRAFT_VOCABULARY,
-    MANIFEST_FILE,
-    TOKENIZER_FILES,
-    WHOLE_FILES,
-)
+from ..storage.names import ADAPTER_CONFIG, CONFIG_FILE, DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES, WHOLE_FILES
 from ..storage.places import adapter_base, here, is_path, split_revision
 from ..storage.safe_read import file_hash, read_json, shards_of
 from .artifact import load_manifest

@@ -15,6 +15,7 @@ from ..artifact.model_ref import tokenizer_fingerprint
 from ..storage.chat_templates import render_chat
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import here
+from ..verify.families import family_fault, is_stateful
 from .sides import REFUSED, Diagnosis, Effect, Finding, Side, refused, works_but
 
 LLAMA_CPP_SIZES = 128
@@ -44,7 +45,7 @@ _TEMPLATE = (
 
 def examine(target: Side, drafter: Side) -> Diagnosis:
     """Run all static checks of a target and a drafter."""
-    checks = [_check_kind, _check_sizes, _check_weights]
+    checks = [_check_kind, _check_family, _check_sizes, _check_weights]
     if target.tokenizer is None or drafter.tokenizer is None:
         checks.append(_check_tokenizers_exist)
     else:
@@ -89,6 +90,23 @@ def _check_kind(target: Side, drafter: Side) -> Iterator[Finding]:
     elif kinds[0] == names[True]:
         effects = refused("it does not draft with encoder-decoders", "vllm", "sglang", "llama.cpp")
         yield Finding("kind of model", "few engines draft with encoder-decoders", *kinds, effects)
+
+
+def _check_family(target: Side, drafter: Side) -> Iterator[Finding]:
+    """Report models that engines cannot decode with, by their configurations."""
+    for side, name in ((target, "target"), (drafter, "drafter")):
+        effects = dict[str, Effect]()
+        if fault := family_fault(side.config):
+            effects = refused(fault, "draftsmith")
+        elif side.config.model_type == "mpt":
+            effects = works_but("only methods that draft chains work with MPT's positions (ALiBi)", "draftsmith")
+        if is_stateful(side.config):
+            effects |= refused("assisted generation is not supported with stateful models", "transformers")
+        elif side is target and side.generation.use_cache is False:
+            effects |= refused("assisted generation needs `use_cache: true` of the target", "transformers")
+        if effects:
+            mine, theirs = (side.config.model_type if side is each else "" for each in (target, drafter))
+            yield Finding("family", f"the {name} is of a type that not all engines decode", mine, theirs, effects)
 
 
 def _check_sizes(target: Side, drafter: Side) -> Iterator[Finding]:
@@ -258,11 +276,14 @@ def _check_context(target: Side, drafter: Side) -> Iterator[Finding]:
     if _is_shorter(drafter.positions, target.positions):
         reason = f"texts beyond the drafter's {drafter.positions:,} positions are refused or drafted badly"
         effects = works_but(reason, "transformers", "vllm", "sglang", "llama.cpp")
-    if _is_shorter(drafter.limit, target.limit):
-        effects |= works_but(f"texts of more than {drafter.limit:,} tokens, drafts included, are refused", "draftsmith")
+    limits = [side.limit for side in (drafter, target) if side.limit is not None]
+    ends_early = any(_is_shorter(side.limit, side.positions) for side in (target, drafter))
+    if ends_early or _is_shorter(drafter.limit, target.limit):
+        effects |= works_but(f"texts of more than {min(limits):,} tokens, drafts included, are refused", "draftsmith")
     if effects:
         values = _both(lambda side: f"positions: {side.positions}, window: {side.window}", target, drafter)
-        yield Finding("context length", "the drafter's is shorter", *values, effects)
+        early = "texts end at a window that is not kept, or where LongRoPE changes its factors"
+        yield Finding("context length", early if ends_early else "the drafter's is shorter", *values, effects)
 
 
 def _is_shorter(drafter: int | None, target: int | None) -> bool:

@@ -20,14 +20,7 @@ from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.places import here
 from ..verify.inspect import header_shapes
-from ..verify.model_files import (
-    UNLOADABLE,
-    base_of,
-    is_adapter,
-    meta_model,
-    names_of_embeddings,
-    weights_fault,
-)
+from ..verify.model_files import UNLOADABLE, base_of, is_adapter, meta_model, names_of_embeddings, weights_fault
 from ..verify.windows import position_limit, sliding_window
 
 CONSUMERS = {

@@ -11,14 +11,7 @@ from safetensors import safe_open
 from ..artifact.artifact import file_faults, load_manifest
 from ..artifact.manifest import Manifest
 from ..storage.messages import first_line
-from ..storage.names import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    CONFIG_FILE,
-    HEADS_FILE,
-    TABLE_FILE,
-    WHOLE_FILES,
-)
+from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, HEADS_FILE, TABLE_FILE, WHOLE_FILES
 from ..storage.safe_read import UNREADABLE, check_safetensors, shards_of
 from ..table.table import TENSORS, BigramTable
 from ..table.texts import TextStore

@@ -1,4 +1,4 @@
-"""Sliding windows of attention in a model's configuration."""
+"""Sliding windows of attention and limits of positions in a model's configuration."""
 
 from __future__ import annotations
 
@@ -26,9 +26,18 @@ def windows(config: Any) -> tuple[int | None, ...]:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the maximum number of positions in this engine; None for no limit. Unsupported windows limit it."""
+    """Return the maximum number of positions in this engine; None for no limit.
+
+    Unsupported windows and chunks of attention limit it, and LongRoPE's change to its long factors: keys that were
+    cached before have the short ones.
+    """
     window = None if _slides(config) else sliding_window(config)
-    return min((limit for limit in (getattr(config, "max_position_embeddings", None), window) if limit), default=None)
+    names = ["max_position_embeddings", "max_seq_len", "attention_chunk_size"]
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") == "longrope"]
+    names += ["original_max_position_embeddings"] * bool(ropes)
+    limits = (window, *(each.get(names[-1]) for each in ropes), *(getattr(config, name, None) for name in names))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _slides(config: Any) -> bool:

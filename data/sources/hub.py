@@ -39,12 +39,7 @@ def download(address: str) -> Path:
 
 
 def hub_rows(
-    hub: str,
-    shard: Shard = WHOLE,
-    *,
-    columns: Columns = lambda names: names,
-    near: str = "",
-    **options: Any,
+    hub: str, shard: Shard = WHOLE, *, columns: Columns = lambda names: names, near: str = "", **options: Any
 ) -> Iterator[Row]:
     """Yield the rows of a hub dataset that are in the shard; `options` are those of `datasets.load_dataset`.
 

@@ -119,6 +119,8 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     """Translation of a drafter with another tokenizer than its target, else None."""
     windows: tuple[int | None, ...] = ()
     """Attention window of each layer in tokens, including the token itself. None for full attention."""
+    tree_fault: str | None = None
+    """Reason why this model cannot score trees, else None."""
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -152,7 +154,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
             Hidden states [B, M, D], of the kind `states`, with those of `aux_layers` before them.
 
         Raises:
-            ValueError: The cache is too small.
+            ValueError: The cache is too small, or this model cannot score trees.
         """
         count = tokens_BM.shape[1]
         stop = start + count if stop is None else stop
@@ -162,12 +164,21 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
             depth_BM = torch.arange(start, stop, device=self.device)[None]
             bias_BMn = None
         else:
+            self.check_trees("this method")
             depth_BM = tree.depth_BN[:, start:stop]
             bias_BMn = tree.bias(start, stop)
         positions_BM = depth_BM + (cache.lengths[0] if cache.uniform else cache.lengths_B[:, None])
         end = max(cache.lengths) + stop
         mask_B1MS = self._mask(cache, bias_BMn, start, stop, end)
         return self._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+
+    def check_trees(self, method: str) -> None:
+        """Raise ValueError if this model cannot score trees, which a method needs."""
+        if self.tree_fault is not None:
+            works = "autoregressive, speculative, adaptive, prompt-lookup, unigram, bigram, bpd"
+            raise ValueError(
+                f"{method} drafts token trees, and {self.tree_fault}; methods that draft chains work: {works}"
+            )
 
     def extend_with_aux(
         self, above_BMD: Tensor, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0
@@ -254,7 +265,8 @@ class TransformersModel(LanguageModel):
         # Cohere, Falcon-H1 and others multiply their logits, while Granite and others divide them.
         factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
         self._scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
-        self._decoder: nn.Module = model.base_model
+        # Llama 4 gives its decoder another name than its class says: `base_model` is the whole model.
+        self._decoder: nn.Module = model.model if model.base_model is model else model.base_model
         self._kept_R = kept_tokens(model)
         if self._kept_R is not None:
             self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]

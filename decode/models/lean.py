@@ -371,13 +371,7 @@ class LeanDecoder(LanguageModel):
         return attended
 
     def _attention(
-        self,
-        cache: KVCache,
-        turns: Turns,
-        mask_B1MS: Tensor | None,
-        count: int,
-        start: int,
-        end: int,
+        self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, count: int, start: int, end: int
     ) -> Callable[[int, Tensor], Tensor]:
         """Return a function from a layer's number and projections [X, O] to attention outputs [X, H · E]."""
         if self._now is not None:

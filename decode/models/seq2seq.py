@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...checkpoints.verify.families import check_family
 from ..tree import Tree
 from .base import NO_LIMIT, LanguageModel
-from .finite import check_close
+from .finite import check_close, tolerances_of
 from .kv_cache import KVCache
 
 # Tested families, with the config setting that makes them scale the decoder's output before the projection.
@@ -58,9 +59,7 @@ class Seq2SeqModel(LanguageModel):
     def __init__(self, model: PreTrainedModel) -> None:
         """Raise ValueError for other model types, several devices, or an unknown start token."""
         config: Any = model.config
-        if config.model_type not in SCALED_IF:
-            known = ", ".join(SCALED_IF)
-            raise ValueError(f"encoder-decoders of type {config.model_type!r} are not supported; known: {known}")
+        check_family(config)
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1:
             raise ValueError(f"an encoder-decoder must lie on one device; this one is on {' and '.join(devices)}")
@@ -174,25 +173,27 @@ def _bounded(hidden_BMD: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
-    """Raise ValueError if two trees, with sources and prefixes of different lengths, differ from plain forwards."""
+    """Raise ValueError if chains differ from the model's own forward, or trees from chains, beyond rounding."""
     start, device, vocab = wrapped.start_id, wrapped.device, wrapped.vocab_size
     source_BT = torch.tensor([[5, 1, 7, 2, 9], [3, 6, 0, 0, 0]], device=device) % vocab
     nodes_BN = torch.tensor([[6, 2, 8, 3], [start, 2, 8, 3]], device=device) % vocab  # root, left, right, left's child
     path_BM = torch.tensor([[start, 4, 6, 2, 3], [start, 8, 0, 0, 0]], device=device) % vocab
     mask_BM = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], device=device)  # of the sources, and of the paths
     tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1]], device=device), 2)
-    _, cache = wrapped.begin([source_BT[0].tolist(), source_BT[1, :2].tolist()], 8)
-    wrapped.extend(cache, path_BM[:, :2])
-    cache.set_lengths([2, 0])
-    tree_BNV = wrapped.logits(wrapped.extend(cache, nodes_BN, tree)).float()
+
+    def score(tokens_BN: Tensor, tree: Tree | None) -> Tensor:
+        _, cache = wrapped.begin([source_BT[0].tolist(), source_BT[1, :2].tolist()], 8)
+        wrapped.extend(cache, path_BM[:, :2])
+        cache.set_lengths([2, 0])
+        return wrapped.logits(wrapped.extend(cache, tokens_BN, tree)).float()
+
+    tree_BV = score(nodes_BN, tree)[[0, 1], [3, 2]]
+    chains_BN = torch.stack((path_BM[0, [2, 3, 4, 4]], path_BM[1, :4]))
+    chain_BV = score(chains_BN, None)[[0, 1], [2, 1]]
     # Masks are given because UMT5's decoder is not causal without them in transformers 5.17.
     inputs = {"input_ids": source_BT, "attention_mask": mask_BM}
     plain_BMV = model(**inputs, decoder_input_ids=path_BM, decoder_attention_mask=mask_BM).logits.float()
-    tree_BV, plain_BV = tree_BNV[[0, 1], [3, 2]], plain_BMV[[0, 1], [4, 1]]
-    check_close(
-        tree_BV,
-        plain_BV,
-        model,
-        f"this model of type {model.config.model_type!r} computes something else than its family does: tokens scored "
-        "here differ from its own forward",
-    )
+    own = f"this model of type {model.config.model_type!r} computes something else than its family does: tokens scored"
+    of_chains, of_trees = tolerances_of(model)
+    check_close(chain_BV, plain_BMV[[0, 1], [4, 1]], model, f"{own} here differ from its own forward", of_chains)
+    check_close(tree_BV, chain_BV, model, f"{own} in a tree differ from the same tokens in a chain", of_trees)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...checkpoints.table.table import BigramTable
+from ...checkpoints.verify.windows import position_limit
 from ...data.prompts import end_ids, load_prompts
 from ...data.rendering.templates import get_template
 from ...decode.engine import Limits
@@ -44,7 +45,7 @@ def drafter_measure(
 ) -> Measure:
     """Return a function that measures a drafter's `tokens_per_step` and `acceptance_rate` in speculative decoding."""
     scorer = wrap_model(target, fast=decodes_fast(target))
-    positions = min(scorer.max_positions, getattr(drafter.config, "max_position_embeddings", scorer.max_positions))
+    positions = min(scorer.max_positions, position_limit(drafter.config) or scorer.max_positions)
     rows: list[_Row] = [("", "speculative", {"gamma": recipe.measure.gamma, "parallel": recipe.parallel is not None})]
 
     def parts_of(model: Any) -> Parts:

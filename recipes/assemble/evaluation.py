@@ -31,7 +31,7 @@ from ...data.rendering.templates import Template, get_template
 from ...data.tokenizers import load_tokenizer
 from ...decode.engine import Limits
 from ...decode.evaluation.measure import Entry, sample_texts
-from ...decode.methods import Parts, method_config
+from ...decode.methods import Parts, build_method, method_config
 from ...decode.models.base import LanguageModel, check_same_vocabulary
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.graphs import GraphedModel
@@ -104,6 +104,10 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
         )
         fits(made, what=f"the table {recipe.table}")
     parts = Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
+    for entry in entries_of(recipe) if target.tree_fault else ():
+        nodes, depth = build_method(entry.method, parts, entry.sampling, **entry.options).proposer.capacity(Limits())
+        if nodes > depth + 1:
+            target.check_trees(f"method {entry.label!r}")
     return LoadedPair(tokenizer, model, target, parts, device, refs)
 
 

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from ...checkpoints.artifact.compat import patch_model
 from ...checkpoints.artifact.model_ref import target_record
 from ...checkpoints.storage.messages import did_you_mean, install_hint
+from ...checkpoints.verify.families import check_family
 from ...checkpoints.verify.model_files import check_memory, model_class
 from ...decode.models.draft_vocabulary import keep_tokens, kept_tokens
 from ...decode.models.loading import load_model
@@ -126,6 +127,7 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
         if unknown:
             raise ValueError(f"unknown field {unknown[0]!r} of {kind}.{did_you_mean(unknown[0], names)}")
         config = AutoConfig.for_model(kind, **settings)
+        check_family(config)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id  # as in T5
         trains_here = not torch.accelerator.is_available()

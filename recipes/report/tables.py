@@ -174,12 +174,7 @@ SPEED = (
     *_BOUND,
     _metric("over transformers", "speedup_over_transformers", unit="×"),
 )
-QUALITY = (
-    _LOSSLESS,
-    _PERPLEXITY,
-    _ROUGE,
-    _metric("output", "tokens", 0, "tokens"),
-)
+QUALITY = (_LOSSLESS, _PERPLEXITY, _ROUGE, _metric("output", "tokens", 0, "tokens"))
 TERMINAL = (*_STEP, *_BOUND, _LOSSLESS)
 """Columns that fit into a terminal of 80 columns."""
 _PER_TOKEN = _metric("per token", "ms_per_token", 1, "ms")

@@ -101,11 +101,7 @@ class FitResult:
 
 
 def fit(
-    task: Task,
-    data: PreparedData,
-    config: FitConfig,
-    state_dir: str | Path,
-    accelerator: Any | None = None,
+    task: Task, data: PreparedData, config: FitConfig, state_dir: str | Path, accelerator: Any | None = None
 ) -> FitResult:
     """Train `task.module` in place for `config.steps` steps, resuming from the newest checkpoint in `state_dir`.
 

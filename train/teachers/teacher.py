@@ -220,11 +220,7 @@ class CachedTeacher:
         first = caches[0].source
         self.top_k = first.top_k
         self.vocab_size = caches[0].size
-        self.settings: dict[str, Any] = {
-            "target": first.sha256,
-            "dtype": first.dtype,
-            "cached_top_k": first.top_k,
-        }
+        self.settings: dict[str, Any] = {"target": first.sha256, "dtype": first.dtype, "cached_top_k": first.top_k}
 
     def place(self, device: torch.device | str) -> None:
         """Do nothing: rows are read from disk and moved to the device of each batch."""

@@ -77,10 +77,7 @@ class World(NamedTuple):
 
 
 def stress_method(
-    entry: Entry,
-    plan: Plan,
-    device: str = "cpu",
-    progress: Callable[[int, int], None] = lambda done, planned: None,
+    entry: Entry, plan: Plan, device: str = "cpu", progress: Callable[[int, int], None] = lambda done, planned: None
 ) -> Iterator[Certificate]:
     """Judge a method with its options under each of `CHECKS` in which it claims to be lossless.
 

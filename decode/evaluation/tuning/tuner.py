@@ -71,9 +71,7 @@ class Measurement:
 
 
 def tune(
-    labels: Sequence[str],
-    measure: Callable[[Sequence[str], int, int], Sequence[Measurement]],
-    prompts: Sequence[int],
+    labels: Sequence[str], measure: Callable[[Sequence[str], int, int], Sequence[Measurement]], prompts: Sequence[int]
 ) -> list[Measurement]:
     """Return the measurements of the last round in descending order of speedup.
 

@@ -20,6 +20,7 @@ from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.storage.safe_read import load_json
+from ....checkpoints.verify.families import check_family
 from ....checkpoints.verify.model_files import is_adapter, load_config
 from ....data.prompts import load_prompts
 from ....data.rendering.templates import get_template
@@ -132,8 +133,10 @@ class Ledger:
 def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Prompts:
     """Write the target's directory and the prompts, and return the sizes of the prompts.
 
-    Raises ValueError if there are too few prompts, or if the directory belongs to another forge.
+    Raises ValueError if there are too few prompts, if the directory belongs to another forge, or if the target's family
+    cannot decode here.
     """
+    check_family(load_config(recipe.target))
     target, corpus = out / "target", out / "corpus"
     if (out / COSTS_FILE).is_file():
         check_folder(out / "forge.yaml", recipe, ("hours", "more_hours", "out", *ENGINE_FIELDS))

@@ -103,17 +103,9 @@ def _llama_cpp_lookup(tokens: int) -> list[str]:
 
 
 ENGINES = {
-    "vllm": Engine(
-        {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa"},
-        _vllm,
-        _vllm_lookup,
-    ),
+    "vllm": Engine({"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa"}, _vllm, _vllm_lookup),
     "sglang": Engine({"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3"}, _sglang),
-    "llama.cpp": Engine(
-        {"gguf": "draft-simple", "eagle3-gguf": "draft-eagle3"},
-        _llama_cpp,
-        _llama_cpp_lookup,
-    ),
+    "llama.cpp": Engine({"gguf": "draft-simple", "eagle3-gguf": "draft-eagle3"}, _llama_cpp, _llama_cpp_lookup),
 }
 
 
@@ -165,11 +157,7 @@ def commands_of(
 
 @contextmanager
 def running(
-    command: Sequence[str],
-    log_file: Path,
-    port: int | None = None,
-    signals: Stoppable | None = None,
-    **process: Any,
+    command: Sequence[str], log_file: Path, port: int | None = None, signals: Stoppable | None = None, **process: Any
 ) -> Iterator[Running]:
     """Start a server at a free port by default, yield it when it answers, and end it afterwards.
 

@@ -295,10 +295,19 @@ def without_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
+recurrent = setting(model_type="mamba", architectures=None)
+alibi = setting(model_type="bloom", architectures=None)
+_FACTORS = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+longrope = setting(model_type="phi3", architectures=None, original_max_position_embeddings=16, rope_parameters=_FACTORS)
+
+
 RARER: dict[str, tuple[Change, Change, dict[str, str], set[str]]] = {
     "an encoder-decoder for a decoder": (nothing, t5, {"kind of model": "fault"}, ALL),
     "bos": (nothing, adds_bos("<pad>", 0), {"bos and eos around a text": "fault"}, {"llama.cpp"}),
     "positions": (nothing, setting(max_position_embeddings=32), {"context length": "weakness"}, set()),
+    "a recurrent state": (recurrent, recurrent, {"family": "fault"}, {"transformers", "draftsmith"}),
+    "slots for positions": (alibi, alibi, {"family": "fault"}, {"draftsmith"}),
+    "first factors": (longrope, longrope, {"context length": "weakness"}, set()),
     "a window": (nothing, sliding(), {"context length": "weakness"}, set()),
     "a shorter window of the target": (sliding(window=32), sliding(), {}, set()),
     "no tokenizer of the target": (without_tokenizer, nothing, {"tokenizer": "fault"}, {"llama.cpp"}),
