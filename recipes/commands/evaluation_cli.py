@@ -35,11 +35,13 @@ RecipeOrTarget = Annotated[str | None, typer.Argument(help="Recipe file or name;
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target.")]
 ResultsFile = Annotated[str | None, typer.Option(help="Results file (.json).")]
 Methods = Annotated[
-    list[str] | None, typer.Option("--method", help="Method, or label of a row; repeat for more. Methods: {methods}.")
+    list[str] | None,
+    typer.Option("--method", help="Method, or label of a row; repeat for more. Methods: {methods}."),
 ]
 Concurrency = Annotated[str | None, typer.Option(help="Numbers of requests in flight, such as 1,8 (default: 1).")]
 EngineName = Annotated[
-    str | None, typer.Option(help="Tune this engine with an export (--drafter or --heads): vllm, sglang, llama.cpp.")
+    str | None,
+    typer.Option(help="Tune this engine with an export (--drafter or --heads): vllm, sglang, llama.cpp."),
 ]
 EngineOptions = Annotated[str, typer.Option(help="Further options of the engine, such as '--dtype float32'.")]
 ENERGY_BATCHES = [1, 2, 4, 8, 16]
