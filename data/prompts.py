@@ -51,10 +51,7 @@ def load_prompts(
     skipped: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
     """Return questions of an evaluation set or of conversations with their token ids, alternating between fixed groups.
-
-    Raises:
-        ValueError: There is no prompt, or none has at most `max_tokens` tokens.
-    """
+    Raises ValueError: There is no prompt, or none has at most `max_tokens` tokens."""
     encode = prompt_renderer(template, tokenizer)
     lengths: list[int] = []
     skipped = SkippedPrompts() if skipped is None else skipped

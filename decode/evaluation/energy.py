@@ -118,10 +118,8 @@ class EnergyMeter:
         self._close()
 
     def idle_watts(self) -> float:
-        """Return the power while this process is idle, after earlier work has faded.
-
-        Raises CounterError if the counter fails.
-        """
+        """Return the power while this process is idle, after earlier work has faded. Raises CounterError if the counter
+        fails."""
 
         def rest() -> float:
             self._sleep(self.timing.period / 20)

@@ -366,10 +366,8 @@ def energy_of(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Energy:
-    """Measure the joules per token of an entry, with prefill, by repeated decoding of the first prompts.
-
-    Raises CounterError if the counter fails.
-    """
+    """Measure the joules per token of an entry, with prefill, by repeated decoding of the first prompts. Raises
+    CounterError if the counter fails."""
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
 
     def decode_all() -> float:

@@ -244,10 +244,8 @@ class SlotCache(Cache):
 
 
 class TransformersModel(LanguageModel):
-    """Any transformers decoder, also with `device_map`, run with our cache, a 4-D mask and explicit positions.
-
-    Raises ValueError for "before-norm" states if no final norm is found.
-    """
+    """Any transformers decoder, also with `device_map`, run with our cache, a 4-D mask and explicit positions. Raises
+    ValueError for "before-norm" states if no final norm is found."""
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
         config = model.config.get_text_config(decoder=True)

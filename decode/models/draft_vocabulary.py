@@ -19,11 +19,8 @@ _BUFFER = "draft_tokens_R"
 
 
 def keep_tokens(model: Any, ids_R: Tensor) -> None:
-    """Restrict a model to a draft vocabulary.
-
-    Raises:
-        ValueError: The ids are not increasing or exceed the vocabulary.
-    """
+    """Restrict a model to a draft vocabulary. Raises ValueError: The ids are not increasing or exceed the
+    vocabulary."""
     weight = model.get_output_embeddings().weight
     check_tokens(ids_R, len(weight))
     model.register_buffer(_BUFFER, ids_R.long().to(weight.device), persistent=False)
