@@ -241,7 +241,6 @@ def _speeds(run: Run, base: Run) -> dict[str, Any]:
 
 
 def _by_batch(run: Run) -> tuple[list[float], list[float]]:
-    """Return tokens and seconds of each batch."""
     tokens, seconds = [float(len(ids)) for ids in run.ids], run.median_seconds()
     return [sum(each) for each in run.by_batch(tokens)], [sum(each) for each in run.by_batch(seconds)]
 

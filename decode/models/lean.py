@@ -408,7 +408,6 @@ class LeanDecoder(LanguageModel):
         return embedded_XD
 
     def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor | None) -> Tensor:
-        """Return a layer's queries, keys and values."""
         return product(self._norm(hidden_XD, weight_D))
 
     def _read_apart(self, hidden_XD: Tensor) -> Tensor | None:

@@ -91,7 +91,6 @@ class DraftTree(DrafterProposer):
         return proposal
 
     def _chances(self, context: Context) -> list[Tensor]:
-        """Return the random numbers of each level."""
         chances, parents = list[Tensor](), 1
         for width in self.branching:
             if self.replacement or width == 1:

@@ -60,7 +60,6 @@ class Plan:
     level: float = 1e-6
     """Probability of a false alarm in any test of one method."""
     batch: int = 1
-    """Batch size."""
     seed: int = 0
     """Base seed. Row r uses seed + r."""
 
@@ -392,7 +391,6 @@ def repeated_draws(rng: Rng) -> int:
 
 
 def _positions(numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return prompt and position of each new token."""
     return [(number, index) for number, output in zip(numbers, outputs, strict=True) for index in range(len(output))]
 
 

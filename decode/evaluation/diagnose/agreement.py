@@ -171,7 +171,6 @@ class Scores:
     passage_T: NDArray[np.int64]
     """Number of the passage of each token."""
     passages: int
-    """Number of passages (P)."""
 
     def sums(self, name: str) -> tuple[Floats, Floats]:
         """Return the sum of a measure and the number of tokens by passage, [P] each."""

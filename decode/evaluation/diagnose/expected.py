@@ -22,7 +22,6 @@ class Expected(NamedTuple):
     gamma: int
     """Maximum number of draft tokens per step."""
     by_depth: list[float]
-    """Acceptance rate by depth."""
     prompt_tokens: dict[str, int]
     """Prompt lengths in this engine's encoding."""
     measured: dict[str, tuple[int, int]]

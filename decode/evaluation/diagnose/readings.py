@@ -57,7 +57,6 @@ class Reading(NamedTuple):
     dropped: tuple[float, float] = (0.0, 0.0)
     """Amount by which the second step's agreement is below half of the first's, and its standard error."""
     texts: int = 0
-    """Number of texts."""
 
     def __str__(self) -> str:
         parts = [f"layers {', '.join(map(str, self.layers))}"]

@@ -17,7 +17,6 @@ MAX_FINALISTS = 4
 MAX_LOSSY = 3
 """Maximum number of settings of each lossy method after the first round."""
 Row = Mapping[str, Any]
-"""Row of results."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ class Kind(NamedTuple):
     heads: int
     kv_heads: int
     width: int
-    """Width of a head."""
     activation: int
     """Activation of the MLP, of `GATES` or `ACTIVATIONS`."""
     eps: float
