@@ -15,7 +15,7 @@ from typing import Any
 from ..checkpoints.storage.atomic import atomic_file
 
 _NEW_OBJECTS = 1_000_000
-_TOOLS = "tool calls are kept for training with `template: tokenizer`; `regenerate` leaves such conversations out"
+_TOOLS = "Tool calls are kept for training with `template: tokenizer`; `regenerate` leaves such conversations out"
 _REMEDIES = (
     *((f"unmapped role {role}", _TOOLS) for role in ("function_call", "tool", "function", "observation", "ipython")),
     (
@@ -23,9 +23,9 @@ _REMEDIES = (
         "`clean: {roles: {NAME: user}}` gives a role its meaning; `unknown_roles: cut` cuts its messages",
     ),
     ("roles do not alternate", "`clean: {non_alternating: merge}` joins neighbouring messages of one role"),
-    ("system message after", "a system message can only be kept before the first question: move or remove it"),
+    ("system message after", "A system message can only be kept before the first question: move or remove it"),
     ("only questions", "`draftsmith regenerate` answers rows that have questions only"),
-    ("content is not text", "images and other parts that are no text are not read"),
+    ("content is not text", "Images and other parts that are no text are not read"),
 )
 """Prefixes of reasons, and their remedies; the first match is shown."""
 _ANY_REMEDY = "See `clean` for the rules of roles and exchanges, and data/README.md for the columns that are read"

@@ -131,8 +131,7 @@ def end_ids(tokenizer: Any, template: Template, generation_config: Any, stop: Se
     They are the tokenizer's end of sequence, the end tokens of the model's generation settings, the special tokens with
     which the template ends a turn, and the user's `stop` tokens.
 
-    Raises:
-        ValueError: A text of `stop` is not one token.
+    Raises ValueError: A text of `stop` is not one token.
     """
     named = getattr(generation_config, "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])}

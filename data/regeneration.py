@@ -90,9 +90,8 @@ class Store(AbstractContextManager["Store"]):
     `<path>.json` contains the settings that determine the answers, and `<path>.errors.jsonl` a line for each failed
     attempt. An incomplete last line is removed when the file is opened again.
 
-    Raises:
-        ValueError: Another process writes the file, it was started with other settings, or a line was not written by
-            regeneration.
+    Raises ValueError: another process writes the file, it was started with other settings, or a line was not written by
+    regeneration.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:

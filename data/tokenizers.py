@@ -25,8 +25,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
     The first special token is used for padding and beginning of sequence, the last for the end of sequence.
 
-    Raises:
-        ValueError: Special tokens are missing or repeated, or `vocab_size` is too small, or too large for the texts.
+    Raises ValueError: special tokens are missing or repeated, or `vocab_size` is too small, or too large for the texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -43,8 +43,7 @@ def save_artifact(
     `write` fills an empty folder, `card` is the text of README.md (default: generated from the manifest). The others
     are fields of `Manifest`; secrets are removed.
 
-    Raises:
-        ValueError: Values cannot be stored as JSON, file names are not portable, or `out` holds other files.
+    Raises ValueError: values cannot be stored as JSON, file names are not portable, or `out` holds other files.
     """
     assert kind in KINDS, kind
     check_replaceable(out)

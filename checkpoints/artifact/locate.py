@@ -31,9 +31,8 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
     A local folder is returned as it is. An artifact on the hub (`user/name[@revision]`) is downloaded and verified.
     From a repository without `artifact.json`, only the files of `kind` are downloaded.
 
-    Raises:
-        ValueError: There is no such folder, repository or revision, access is denied, the hub cannot be reached, a
-            folder is combined with `revision`, or the artifact is damaged or of another kind.
+    Raises ValueError: there is no such folder, repository or revision, access is denied, the hub cannot be reached, a
+    folder is combined with `revision`, or the artifact is damaged or of another kind.
     """
     folder = here(place)
     if folder is not None:
@@ -54,8 +53,7 @@ def model_source(place: str, *, weights: bool = True) -> str:
     GGUF files are converted. `user/name@revision` and artifacts on the hub are downloaded, without `weights` only their
     configuration and tokenizer. Other hub ids are returned unchanged.
 
-    Raises:
-        ValueError: `resolve` raises it, or there is nothing at a path.
+    Raises ValueError: `resolve` raises it, or there is nothing at a path.
     """
     if split_revision(place)[1] is not None:
         return str(resolve(place) if weights else find_folder(place, SETTINGS_FILES))

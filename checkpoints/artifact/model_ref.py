@@ -48,8 +48,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
         source: Folder, GGUF file, or `user/name[@revision]` on the hub, which is downloaded.
         path: Folder of the files, if known.
 
-    Raises:
-        ValueError: There is no such model, or a file differs from the artifact's manifest.
+    Raises ValueError: there is no such model, or a file differs from the artifact's manifest.
     """
     path = path or model_source(source)
     revision = Path(path).name if split_revision(source)[1] is not None else None

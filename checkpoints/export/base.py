@@ -108,9 +108,8 @@ def export_artifact(
 ) -> list[str]:
     """Write an artifact in another format to `out` atomically, and return a line for each item found equal.
 
-    Raises:
-        ValueError: The format or an option is unknown or unsuitable, the artifact is damaged or does not fit, `out`
-            holds something else, or the export differs from its artifact.
+    Raises ValueError: the format or an option is unknown or unsuitable, the artifact is damaged or does not fit, `out`
+    holds something else, or the export differs from its artifact.
     """
     options, artifact, out = options or ExportOptions(), Path(artifact), Path(out)
     if form not in formats:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from ..artifact.compat import CONFIG_FILE, patch_tokenizer, write_config
 from ..artifact.locate import SETTINGS_FILES, find_folder, model_source
 from ..artifact.model_ref import resolve_model, tokenizer_fingerprint
+from ..heads.logits import LogitShape
 from ..pairs.checks import check_pair
 from ..pairs.sides import open_side
 from ..storage.messages import first_line
@@ -121,10 +122,10 @@ def _doctor(source: Source, target: str) -> str:
 
 
 def output_projection(target: str, source: Source | None = None) -> Tensor:
-    """Read only the target's output projection [V, D] from its files.
+    """Read only the target's output projection [V, D] from its files, multiplied by the scale of its logits.
 
-    Raises ValueError if `source` was made for another target, or there is no configuration or projection in
-    safetensors.
+    Raises ValueError if `source` was made for another target, there is no configuration or projection in safetensors,
+    or the projection has a bias.
     """
     folder = model_source(target)
     wanted = ((source.manifest.target if source else None) or {}).get("sha256")
@@ -135,10 +136,13 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
     config = load_config(target).get_text_config(decoder=True)
     try:
         model = meta_model(config)
-        name = names_of_embeddings(model)[1]
+        _, name, bias = names_of_embeddings(model)
         weight_VD = read_tensor(folder, name, f"{model.base_model_prefix}.")
     except UNLOADABLE as error:
         raise ValueError(f"the output projection of {target} cannot be read: {first_line(error)}") from error
+    if bias is not None:
+        raise ValueError(f"the output projection of {target} has a bias ({bias}), for which heads of engines have none")
     if weight_VD is None:
         raise ValueError(f"the output projection of the target {target}, {name}, is in no safetensors file of it")
-    return weight_VD
+    scale = LogitShape.of(config).scale  # a soft cap would not change the order of tokens
+    return weight_VD if scale == 1 else weight_VD * scale

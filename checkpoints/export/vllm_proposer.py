@@ -18,8 +18,7 @@ SUCCESSORS_FILE = "successors.npy"
 class BigramProposer:
     """Proposer that vLLM creates with its configuration and calls after each step.
 
-    Raises:
-        ValueError: `successors.npy` has another dtype, or more tokens than the served model.
+    Raises ValueError: `successors.npy` has another dtype, or more tokens than the served model.
     """
 
     def __init__(self, vllm_config: Any) -> None:

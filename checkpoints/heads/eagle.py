@@ -28,6 +28,7 @@ from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
 from .layouts import EAGLE
+from .logits import LogitShape
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = "norm_before_residual"
@@ -91,6 +92,8 @@ class EagleHeads(nn.Module):
     """
 
     projection_kind = "target"
+    output = bias_V = None
+    """What makes logits of products with the projection: nothing, as in serving engines."""
     own_head: Tensor | None = None
     """Output rows [R, D] from the files, which may differ from the target's."""
 
@@ -187,7 +190,7 @@ class EagleHeads(nn.Module):
             getattr(mine.mlp, name).weight.copy_(getattr(theirs.mlp, name).weight)
         mine.hidden_norm.weight.copy_(theirs.input_layernorm.weight)
         mine.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight)
-        self.norm.weight.copy_(decoder.norm.weight)
+        self.norm.weight.copy_(decoder.norm.weight * LogitShape.of(target.config).scale)
         return self
 
     def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:

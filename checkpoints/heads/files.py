@@ -33,8 +33,7 @@ def save_heads(
         base_model_name_or_path: Name of the target.
         state: Tensors of the heads if the module does not hold them, as with ZeRO-3.
 
-    Raises:
-        ValueError: A tensor is missing, has another shape, or has no values or some that are not finite.
+    Raises ValueError: A tensor is missing, has another shape, or has no values or some that are not finite.
     """
     found = heads.state_dict() if state is None else dict(state)
     _check_complete(heads, found)

@@ -94,8 +94,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
         unpickle: Allow reading `.pt`, from which only tensors are loaded.
         states: Hidden states that the heads read, overriding the config.
 
-    Raises:
-        ValueError: A file or tensor is missing, or is not as expected.
+    Raises ValueError: A file or tensor is missing, or is not as expected.
     """
     directory = Path(directory)
     if is_eagle(directory):
@@ -104,7 +103,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     if path is None:
         raise ValueError(f"there are no heads in {directory}: none of {', '.join(_ORDER)}")
     if path.name == PICKLED_FILE and not unpickle:
-        raise ValueError(f"{path} is pickled: read it with `unpickle=True`, or --unpickle on the command line")
+        raise ValueError(f"{path} is pickled: read it with `unpickle=True`, or `draftsmith import --unpickle`")
     if path.name == PICKLED_FILE:
         tensors = read_pickled(path)
     else:

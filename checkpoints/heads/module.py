@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..storage.draft_vocabulary import TOKENS, check_tokens, widen
+from .logits import LogitShape
 
 PROJECTIONS = ("own", "low-rank", "target")
 STATES = ("after-norm", "before-norm")
@@ -112,7 +113,8 @@ class PredictionHeads(nn.Module):
         self.num_heads, self.num_layers, self.hidden_size = num_heads, num_layers, hidden_size
         self.projection_kind, self.rank, self.states, self.scale = projection, rank, states, float(scale)
         self._vocab_size = vocab_size
-        self._attached: tuple[Tensor] | None = None  # in a tuple, so that it is not registered as a parameter
+        self._attached: tuple[Tensor, Tensor | None] | None = None  # in a tuple, not to be registered as parameters
+        self.shape = LogitShape()
         self._rows: tuple[tuple[int, torch.device], Tensor] | None = None
         self._product: tuple[Any, Callable[[Tensor], Tensor]] | None = None
         self.register_buffer(TOKENS, None)
@@ -199,21 +201,23 @@ class PredictionHeads(nn.Module):
         self._rows = None
         return self
 
-    def attach(self, lm_head_weight_VD: Tensor) -> Self:
+    def attach(self, lm_head_weight_VD: Tensor, bias_V: Tensor | None = None, shape: LogitShape | None = None) -> Self:
         """Attach the target's output projection [V, D], which heads of projection "target" share.
 
         It is neither a parameter nor in the state dict, and stays on its device when the heads move. Features are cast
-        to its dtype. Raises ValueError if the heads have their own projections or the shape differs.
+        to its dtype. Its bias [V] and the `shape` of the target's logits are applied as well. Raises ValueError if the
+        heads have their own projections or the shape differs.
         """
         if self.projection_kind != "target":
             raise ValueError(f"heads with {self.projection_kind} projections take none of the target's")
-        shape = list(getattr(lm_head_weight_VD, "ds_shape", lm_head_weight_VD.shape))  # shape before ZeRO-3's sharding
+        size = list(getattr(lm_head_weight_VD, "ds_shape", lm_head_weight_VD.shape))  # shape before ZeRO-3's sharding
         expected = [self._vocab_size if self._vocab_size is not None else "V", self.hidden_size]
-        if len(shape) != 2 or shape[1] != expected[1] or expected[0] not in ("V", shape[0]):
-            raise ValueError(f"the target's output projection is {shape}, the heads expect {expected}".replace("'", ""))
+        if len(size) != 2 or size[1] != expected[1] or expected[0] not in ("V", size[0]):
+            raise ValueError(f"the target's output projection is {size}, the heads expect {expected}".replace("'", ""))
         if (ids_P := self.proposed) is not None and not ids_P.is_meta:
-            check_tokens(ids_P, shape[0])
-        self._vocab_size, self._attached, self._rows = shape[0], (lm_head_weight_VD,), None
+            check_tokens(ids_P, size[0])
+        self._vocab_size, self._attached, self._rows = size[0], (lm_head_weight_VD, bias_V), None
+        self.shape = shape or LogitShape()
         return self
 
     def _head(self, k: int) -> nn.Sequential:
@@ -235,13 +239,29 @@ class PredictionHeads(nn.Module):
         self._head(k)
         if self._attached is None:
             raise ValueError(_UNATTACHED)
-        (weight_VD,), ids_P = self._attached, self.proposed
+        (weight_VD, _), ids_P = self._attached, self.proposed
         if ids_P is None:
             return weight_VD
         place = (weight_VD.data_ptr(), weight_VD.device)  # the target may have moved since
         if self._rows is None or self._rows[0] != place:
             self._rows = (place, weight_VD.detach()[ids_P.to(weight_VD.device)])
         return self._rows[1]
+
+    @property
+    def output(self) -> Callable[[Tensor], Tensor] | None:
+        """Function from what `projection` gives to the logits of the proposed tokens; None: they are the logits."""
+        return None if self.bias_V is None and self.shape == LogitShape() else self._to_logits
+
+    @property
+    def bias_V(self) -> Tensor | None:
+        """The bias of the target's output projection, if heads share one that has it."""
+        return None if self._attached is None else self._attached[1]
+
+    def _to_logits(self, products_XP: Tensor) -> Tensor:
+        if (bias_P := self.bias_V) is not None:
+            bias_P = bias_P if self.proposed is None else bias_P[self.proposed.to(bias_P.device)]
+            products_XP = products_XP + bias_P.to(products_XP)
+        return self.shape(products_XP)
 
     def multiply_by(self, product: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
         """Use `product(weight)`, a function from [X, D] to [X, V], for the shared projection outside of training."""
@@ -276,6 +296,7 @@ class PredictionHeads(nn.Module):
         else:
             rows_XP = self._product[1](features_XD.reshape(-1, self.hidden_size))
             logits_XP = rows_XP.view(*features_XD.shape[:-1], -1)
+        logits_XP = logits_XP if self.output is None else self.output(logits_XP)
         return logits_XP if ids_P is None else widen(logits_XP, ids_P.to(logits_XP.device), self.vocab_size)
 
     def features(self, hidden_XD: Tensor) -> Tensor:

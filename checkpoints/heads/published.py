@@ -92,7 +92,7 @@ def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
     elif not pickled.is_file():
         raise ValueError(f"there are no heads in {directory}: neither {whole.name} nor {pickled.name}")
     elif not unpickle:
-        raise ValueError(f"{pickled} is pickled: read it with `unpickle=True`, or --unpickle on the command line")
+        raise ValueError(f"{pickled} is pickled: read it with `unpickle=True`, or `draftsmith import --unpickle`")
     else:
         found = read_pickled(pickled)
     renamed = {re.sub(r"^(model\.)?(layers\.0\.)?", _shorter, name): tensor for name, tensor in found.items()}

@@ -72,9 +72,8 @@ def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, pri
         card: Function that returns README.md for the manifest.
         private: Require a private repository.
 
-    Raises:
-        ValueError: The artifact is damaged, a text in it holds a token, the repository is public, or the hub cannot be
-            reached.
+    Raises ValueError: the artifact is damaged, a text in it holds a token, the repository is public, or the hub cannot
+    be reached.
     """
     check_repository_name(repo)
     files = _files_to_push(artifact, card)
@@ -98,8 +97,7 @@ def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, pri
 def push(plan: Plan) -> str:
     """Make the commit of a plan, unless it changes nothing, and return its id.
 
-    Raises:
-        ValueError: No token is stored, or the hub refuses; nothing is published then.
+    Raises ValueError: no token is stored, or the hub refuses; nothing is published then.
     """
     if plan.account is None:
         raise ValueError("no token is stored: log in with `hf auth login`, then push again")
@@ -119,9 +117,8 @@ def pull(source: str, out: Path) -> tuple[Manifest, str]:
     Returns:
         The manifest and the commit.
 
-    Raises:
-        ValueError: `out` is not empty, the repository holds no artifact, a file differs from the manifest, or the hub
-            cannot be reached.
+    Raises ValueError: `out` is not empty, the repository holds no artifact, a file differs from the manifest, or the
+    hub cannot be reached.
     """
     repo, revision = hub_place(source)
     check_new(out)

@@ -41,8 +41,7 @@ def repair(target: Side, drafter: Side, out: Path, command: str) -> list[str]:
     Returns:
         Descriptions of the changes.
 
-    Raises:
-        ValueError: Rows cannot be matched, or `out` is not empty.
+    Raises ValueError: rows cannot be matched, or `out` is not empty.
     """
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; the repaired drafter is written to a new folder")

@@ -183,8 +183,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
             downloaded.
         load_tokenizer: Function that returns the tokenizer of a folder.
 
-    Raises:
-        ValueError: There is no language model that can be read without remote code.
+    Raises ValueError: there is no language model that can be read without remote code.
     """
     folder = find_folder(source, _FILES)
     manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None

@@ -42,8 +42,7 @@ def atomic_text(path: Path, text: str) -> None:
 def check_writable(path: Path, *, folder: bool = False) -> None:
     """Check, before long work, that a file or folder can be written at a path, without creating it.
 
-    Raises:
-        ValueError: The path is a device, a FIFO, a link to no folder or of the other kind, or not writable.
+    Raises ValueError: the path is a device, a FIFO, a link to no folder or of the other kind, or not writable.
     """
     if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
         kind = "directory" if folder else "regular file"

@@ -29,8 +29,7 @@ def render_chat(
         tools: Tools that may be called.
         options: Variables of the template, such as `enable_thinking`; `date` (default: 2024-07-26) is its current date.
 
-    Raises:
-        ValueError: The template fails.
+    Raises ValueError: the template fails.
     """
     from jinja2 import TemplateError
 

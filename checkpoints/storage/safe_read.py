@@ -81,8 +81,7 @@ def read_text(path: Path) -> str:
 def shards_of(index: Path, wanted: Callable[[str], bool] = lambda tensor: True) -> dict[str, str]:
     """Return the safetensors files by tensor of an index, for tensors whose name is `wanted`.
 
-    Raises:
-        ValueError: It is not an index, or names other files than safetensors in its folder.
+    Raises ValueError: it is not an index, or names other files than safetensors in its folder.
     """
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):

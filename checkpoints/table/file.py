@@ -33,8 +33,7 @@ def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: In
         parts: Consecutive parts of a run, as `merge_runs` yields them.
         unigram_V: Number of times that each token was seen, int64 [V]; read after the last part.
 
-    Raises:
-        ValueError: A pair was seen more often than an int32 can hold, or the counts are for another vocabulary.
+    Raises ValueError: A pair was seen more often than an int32 can hold, or the counts are for another vocabulary.
     """
     key_dtype(vocab_size)
     if unigram_V.shape != (vocab_size,):

@@ -41,8 +41,7 @@ class BigramTable:
         count: int32 [E]; count of the pair, at least 1.
         unigram: int64 [V]; count of each token, in a pair or not.
 
-    Raises:
-        ValueError: The tensors contradict each other.
+    Raises ValueError: the tensors contradict each other.
     """
 
     device = torch.device("cpu")
@@ -60,8 +59,7 @@ class BigramTable:
     def load(cls, directory: Path) -> BigramTable:
         """Load the table in a directory and its texts; the entries stay memory-mapped.
 
-        Raises:
-            ValueError: A file is missing, damaged or inconsistent.
+        Raises ValueError: A file is missing, damaged or inconsistent.
         """
         table = cls.read(Path(directory) / TABLE_FILE)
         table.texts = TextStore.load(directory, table.vocab_size)

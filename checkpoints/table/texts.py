@@ -77,8 +77,7 @@ class TextStore:
     def load(cls, directory: Path, vocab_size: int) -> Self | None:
         """Load the texts in a directory, or return None if there are none.
 
-        Raises:
-            ValueError: The file is damaged, or tokens or positions are out of range.
+        Raises ValueError: the file is damaged, or tokens or positions are out of range.
         """
         path = Path(directory) / TEXTS_FILE
         if not path.is_file():

@@ -112,8 +112,7 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
 
     Tied embeddings that the adapter changes are untied before merging.
 
-    Raises:
-        ValueError: peft is missing, weights are pickled, or the adapter does not fit.
+    Raises ValueError: peft is missing, weights are pickled, or the adapter does not fit.
     """
     try:
         from peft import PeftModel
@@ -152,12 +151,10 @@ def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
 def _untie(model: PreTrainedModel) -> None:
     """Give a model with tied embeddings a separate output projection if an adapter changes either of them."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
-    inner = [getattr(layer, "base_layer", layer) for layer in layers]
-    if inner == layers or inner[0].weight is not inner[1].weight:
-        return
-    inner[1].weight = nn.Parameter(inner[1].weight.detach().clone(), requires_grad=False)
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        config.tie_word_embeddings = False
+    first, last = inner = [getattr(layer, "base_layer", layer) for layer in layers]
+    if inner != layers and first.weight is last.weight:
+        last.weight = nn.Parameter(last.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = model.config.get_text_config(decoder=True).tie_word_embeddings = False
 
 
 def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:

@@ -49,8 +49,7 @@ def prepare(
     Prepared data in the folder is replaced. `packing` is "best-fit", or "pad" for one document a block, padded to the
     longest of a batch. `source` is recorded in the manifest; `progress` is called with the numbers of rows and tokens.
 
-    Raises:
-        ValueError: There is nothing to train on, or `out_dir` contains other files.
+    Raises ValueError: there is nothing to train on, or `out_dir` contains other files.
     """
     out, rows = Path(out_dir), 0
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):

@@ -98,8 +98,7 @@ class Cleaner:
         tools: Convert tool calls and results to turns, as Hermes and Qwen do.
         questions: Keep rows that have questions only, to be answered.
 
-    Raises:
-        ValueError: A language is unknown, or a package is not installed.
+    Raises ValueError: A language is unknown, or a package is not installed.
     """
 
     def __init__(

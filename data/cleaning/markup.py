@@ -61,8 +61,7 @@ def html_to_markdown(text: str) -> str:
 
     Texts without tags, or with tags that are nested too deep for the parser, are returned unchanged.
 
-    Raises:
-        ValueError: markdownify is not installed.
+    Raises ValueError: markdownify is not installed.
     """
     if not holds_html(text):
         return text

@@ -100,8 +100,7 @@ class Renderer:
     longer exchange, first the start of the question is cut, down to half of the room if the answer needs the rest, then
     the end of the answer. With `last_turn_only` only the last answer of a conversation is supervised.
 
-    Raises:
-        ValueError: Turns are not [system], user, assistant, …, or the tokenizer lacks a special token.
+    Raises ValueError: turns are not [system], user, assistant, …, or the tokenizer lacks a special token.
     """
 
     def __init__(

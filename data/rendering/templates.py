@@ -131,8 +131,7 @@ CHATML_JINJA = (
 def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Template:
     """Return the template of a name; "tokenizer" is the tokenizer's own, with variables.
 
-    Raises:
-        ValueError: There is no such template, the tokenizer's own cannot be used, or another one is given variables.
+    Raises ValueError: there is no such template, the tokenizer's own cannot be used, or another one is given variables.
     """
     if name == OWN:
         return own_template(tokenizer, options or {})
@@ -225,9 +224,8 @@ def _constant_texts(chat: _Chat) -> Template:
 def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
     """Return a tokenizer's own template for conversations with tools (JSON list).
 
-    Raises:
-        ValueError: It is another template, does not render the tools before the first question, or renders calls in
-            another form than `<tool_call>`, `<tool_response>`.
+    Raises ValueError: it is another template, does not render the tools before the first question, or renders calls in
+    another form than `<tool_call>`, `<tool_response>`.
     """
     given = json.loads(tools)
     if template.name != OWN:

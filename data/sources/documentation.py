@@ -104,8 +104,7 @@ def documentation_conversations(
     Returns:
         The training conversations, the held-out conversations and a report for JSON.
 
-    Raises:
-        ValueError: A package name is dotted.
+    Raises ValueError: A package name is dotted.
     """
     found, skipped = _find_packages(packages, seed)
     train: list[Conversation] = []

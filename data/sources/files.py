@@ -57,8 +57,7 @@ def local_rows(
 
     `columns` selects among the columns of a Parquet file.
 
-    Raises:
-        ValueError: There is nothing to read, or a row cannot be read.
+    Raises ValueError: there is nothing to read, or a row cannot be read.
     """
     index, count = shard
     number = 0

@@ -45,8 +45,7 @@ def hub_rows(
 
     `near` is a hint for errors.
 
-    Raises:
-        ValueError: `datasets` is not installed, or the dataset cannot be loaded.
+    Raises ValueError: `datasets` is not installed, or the dataset cannot be loaded.
     """
     try:
         import datasets

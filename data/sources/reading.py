@@ -50,9 +50,8 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
 
     A source is a local file or folder, else the name or hub id of a registered corpus, else any other hub id.
 
-    Raises:
-        ValueError: There is no such source (with the nearest name), the hub cannot be reached, or a row cannot be read
-            (with file, row and the expected form).
+    Raises ValueError: there is no such source (with the nearest name), the hub cannot be reached, or a row cannot be
+    read (with file, row and the expected form).
     """
     corpus, rows = _open_rows(source, opening)
     yield from map(corpus.read, rows)
@@ -94,8 +93,7 @@ def read_conversations(
 
     `report` is filled while the iterator is consumed.
 
-    Raises:
-        ValueError: As `open_dialogues`.
+    Raises ValueError: as `open_dialogues`.
     """
     report = CorpusReport() if report is None else report
     cleaning = Cleaning() if cleaning is None else cleaning
@@ -118,8 +116,7 @@ def read_prompts(
     The first question of a conversation is the prompt, its answer a reference, and later questions are follow-ups.
     Rows without a question are counted in `skipped` under "no question".
 
-    Raises:
-        ValueError: As `open_dialogues`, or the source does not have a group.
+    Raises ValueError: as `open_dialogues`, or the source does not have a group.
     """
     corpus = find_corpus(source)
     for group in groups or ():

@@ -6,7 +6,6 @@ auxiliary hidden states, H heads, E head width. Of trees: N nodes, L leaves, P n
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ...checkpoints.heads.logits import LogitShape
 from ...checkpoints.storage.draft_vocabulary import widen
 from ...checkpoints.verify.windows import position_limit, windows
 from ..tree import Tree
@@ -259,10 +259,7 @@ class TransformersModel(LanguageModel):
         heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self._softcap = getattr(config, "final_logit_softcapping", None)
-        # Cohere, Falcon-H1 and others multiply their logits, while Granite and others divide them.
-        factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
-        self._scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
+        self._shape = LogitShape.of(config)
         # Llama 4 gives its decoder another name than its class says: `base_model` is the whole model.
         self._decoder: nn.Module = model.model if model.base_model is model else model.base_model
         self._kept_R = kept_tokens(model)
@@ -323,10 +320,7 @@ class TransformersModel(LanguageModel):
         else:
             bias_R = None if head.bias is None else head.bias[self._kept_R]
             logits_XV = F.linear(hidden_XD, self._kept_weight_RD, bias_R)
-        if self._scale != 1:
-            logits_XV = logits_XV * self._scale
-        if self._softcap is not None:
-            logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)
+        logits_XV = self._shape(logits_XV)
         return logits_XV if self._kept_R is None else widen(logits_XV, self._kept_R, self.vocab_size)
 
 

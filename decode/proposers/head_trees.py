@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...checkpoints.heads.logits import LogitShape
 from ...checkpoints.heads.module import PredictionHeads
 from ...checkpoints.table.table import BigramTable, check_add_k
 from ..engine import Context, Limits, Proposal, Proposer
@@ -185,10 +186,12 @@ def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) 
     """
     if getattr(heads, "projection_kind", None) != "target":
         return
-    weight_VD = model.get_output_embeddings().weight.detach()
-    if weight_VD.device.type == "meta":
+    head = model.get_output_embeddings()
+    if head.weight.device.type == "meta":
         raise ValueError("the heads use the target's output projection, which is offloaded: keep it on a device")
-    heads.attach(weight_VD.to(device))
+    bias_V = getattr(head, "bias", None)
+    shape = LogitShape.of(model.config.get_text_config(decoder=True))
+    heads.attach(head.weight.detach().to(device), None if bias_V is None else bias_V.detach().to(device), shape)
 
 
 def check_heads(heads: HeadModule, context: Context) -> None:

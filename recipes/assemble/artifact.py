@@ -123,8 +123,7 @@ class Run:
 def check_out(out: Path, recipe: TrainingRecipe) -> None:
     """Check that an output directory is free or holds an intact artifact of this recipe.
 
-    Raises:
-        ValueError: It holds other files, the artifact of another recipe or target, or a damaged artifact.
+    Raises ValueError: it holds other files, the artifact of another recipe or target, or a damaged artifact.
     """
     if not out.exists():
         return

@@ -63,8 +63,7 @@ class Prepared:
 def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -> Prepared:
     """Read, clean, render, split and pack the data of a recipe, or reuse the result of an earlier run.
 
-    Raises:
-        ValueError: Nothing is held out, or the share of supervised tokens is below its minimum.
+    Raises ValueError: nothing is held out, or the share of supervised tokens is below its minimum.
     """
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")
@@ -254,8 +253,9 @@ def _read_part(
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
-    """Return whether a corpus has too few different ids to draw held-out rows by id."""
-    return has_few_ids(_read_part(section, part, CorpusReport()))
+    """Return whether a corpus is to be divided, and has too few different ids to be divided by them."""
+    is_divided = part.weight % 1 or (section.heldout_source is None and section.heldout_share)
+    return bool(is_divided) and has_few_ids(_read_part(section, part, CorpusReport()))
 
 
 def is_held_out(section: DataSection, conversation: Conversation, *, by_content: bool = False) -> bool:

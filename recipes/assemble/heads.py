@@ -16,6 +16,7 @@ from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...checkpoints.heads.eagle import EagleHeads, save_eagle
 from ...checkpoints.heads.files import PredictionHeads, save_heads
+from ...checkpoints.heads.logits import LogitShape
 from ...data.blocks.packing import PADDING
 from ...train.config import Medusa2
 from ...train.forward.packed import PackedForward
@@ -132,7 +133,8 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
         eagle = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads)
         eagle = eagle.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
         return eagle.begin_as(target)
-    start_VD, scale = weight_VD.float(), 1.0
+    shape, scale = LogitShape.of(target.config.get_text_config(decoder=True)), 1.0
+    start_VD = weight_VD.float() * shape.scale
     if recipe.states == "before-norm":
         scale, norm_D = _before_norm(target, prepared)
         start_VD = start_VD * norm_D
@@ -141,7 +143,8 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
     if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
         heads.propose(frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads"))
     if recipe.projection == "target":
-        heads.attach(target.get_output_embeddings().weight)
+        head = target.get_output_embeddings()
+        heads.attach(head.weight, head.bias, shape)
     return heads
 
 

@@ -75,8 +75,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     Returns:
         Directory of the cache of the training data.
 
-    Raises:
-        ValueError: The recipe has no cache or no target, or the disk is too small.
+    Raises ValueError: the recipe has no cache or no target, or the disk is too small.
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
     recipe = _check(settle_precision(recipe))

@@ -202,8 +202,7 @@ def parse_recipe(
         given: Changes by key path, applied first.
         kinds: Kinds of recipes that the caller can run.
 
-    Raises:
-        ValueError: The recipe has mistakes. One message lists them with the paths of the keys and the closest names.
+    Raises ValueError: the recipe has mistakes. One message lists them with the paths of the keys and the closest names.
     """
     for key, value in (given or {}).items():
         _set(values, key, value)

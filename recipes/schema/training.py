@@ -375,8 +375,8 @@ class TableRecipe(Section):
     tokenizer: str
     """Directory or hub id of the tokenizer."""
     vocab_size: int | None = Field(None, ge=1)
-    """Vocabulary size of the table; by default the tokenizer's. Where the target's embeddings are padded, set the size
-    of the embeddings, such as 32064 for a tokenizer of 32000."""
+    """Vocabulary size of the table; by default that of the model in the tokenizer's directory, else the tokenizer's.
+    Where the target's embeddings are padded, it is their size, such as 32064 for a tokenizer of 32000."""
     data: DataSection
     count: CountSection = CountSection()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...checkpoints.heads.logits import LogitShape
 from ...checkpoints.verify.windows import sliding_window
 from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
@@ -241,9 +242,8 @@ def has_plain_head(model: Any) -> bool:
     config = model.config.get_text_config()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         return False
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            return False
+    if LogitShape.of(config) != LogitShape():
+        return False
     with _tried(model):
         tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
         hidden_BTD = _decoder(model)(tokens_BT, use_cache=False).last_hidden_state

@@ -13,7 +13,7 @@ may be gathered during the forward pass only (DeepSpeed ZeRO-3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ class SparseTeacher:
 
 
 Teacher = DenseTeacher | SparseTeacher
+Output = Callable[[Tensor], Tensor] | None
+"""Function from products with a projection to logits; None: they are the logits."""
 
 
 def chunk_positions(vocab: int, device: torch.device) -> int:
@@ -81,9 +83,8 @@ class Targets(NamedTuple):
 class TeacherTargets:
     """Log-probabilities of a teacher at `temperature`, chunk by chunk.
 
-    Raises:
-        ValueError: The vocabulary is not the drafter's, `top_k` is used at a temperature other than 1, or
-            a sparse teacher has fewer tokens than `top_k` asks for.
+    Raises ValueError: the vocabulary is not the drafter's, `top_k` is used at a temperature other than 1, or a sparse
+    teacher has fewer tokens than `top_k` asks for.
     """
 
     def __init__(self, teacher: Teacher, vocab: int, top_k: int | None = None, temperature: float = 1.0) -> None:
@@ -221,7 +222,9 @@ class Plan:
         temperature: float,
         chunk: int | None,
         top_k: int | None,
+        output: Output = None,
     ) -> None:
+        self._output = output
         assert features_XKD.shape[:2] == labels_XK.shape, (features_XKD.shape, labels_XK.shape)
         assert len(projections) == labels_XK.shape[1], (len(projections), labels_XK.shape)
         self._label_weight = float(weights.get(LABELS, 0.0))
@@ -265,7 +268,11 @@ class Plan:
 
     def score_chunk(self, head: int, rows_C: Tensor, target_rows_C: Tensor | None, logits_CV: Tensor) -> Tensor:
         """Return the sum of a chunk's losses; their gradient overwrites `logits_CV`."""
-        labels_C = self._labels_XK[rows_C, head]
+        labels_C, products_CV = self._labels_XK[rows_C, head], logits_CV
+        if self._output is not None:
+            with torch.enable_grad():
+                made_CV = self._output(given_CV := products_CV.detach().requires_grad_())
+            logits_CV = made_CV.detach().clone()
         sums = []
         for start in range(0, len(labels_C), self._block):
             block, targets = slice(start, start + self._block), None
@@ -275,6 +282,8 @@ class Plan:
             loss_R, grad_RV = self._score(upcast(logits_CV[block]), targets, labels_C[block])
             logits_CV[block] = grad_RV
             sums.append(loss_R.sum())
+        if self._output is not None:
+            products_CV.copy_(torch.autograd.grad(made_CV, given_CV, logits_CV)[0])
         return torch.stack(sums).sum()
 
     def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:

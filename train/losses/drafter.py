@@ -16,6 +16,7 @@ from .chunks import (
     IGNORED,
     DenseTeacher,
     FusedLoss,
+    Output,
     Plan,
     Product,
     SparseTeacher,
@@ -68,17 +69,18 @@ def heads_mixture(
     temperature: float = 1.0,
     chunk: int | None = None,
     top_k: int | None = None,
+    output: Output = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of `mixture` for each head, [K], and the numbers of positions, int64 [K].
 
     This is Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) for cross-entropy, and its self-distillation
     (section 2.3.2) for a divergence. Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a
     projection [V, D]. `labels_XK` are those of `head_labels`. `teacher_rows_XK` (int64) is the teacher's row for
-    labels_XK[x, k] (None: row x); its logits are computed once for all heads. For the other arguments and errors see
-    `mixture`.
+    labels_XK[x, k] (None: row x); its logits are computed once for all heads. `output` turns the products
+    [C, V] into logits (None: they are logits). For the other arguments and errors see `mixture`.
     """
     plan = Plan(
-        weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k
+        weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k, output
     )  # fmt: skip
     sums_K: Tensor = FusedLoss.apply(plan, torch.is_grad_enabled(), features_XKD, *projections)
     return sums_K, plan.counts_K
@@ -97,8 +99,7 @@ def narrowed(
     Other labels become −100, and the teacher becomes its distribution conditional on these tokens. A drafter that
     learns it also has the largest overlap with the full distribution that is possible with these tokens.
 
-    Raises:
-        ValueError: A sparse teacher has more tokens than `ids`.
+    Raises ValueError: A sparse teacher has more tokens than `ids`.
     """
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
     told = None if teacher is None else among(ids, vocab, teacher)
@@ -159,6 +160,7 @@ def _blocks_of_logits(
     chunk: int | None,
     teacher: Teacher | None = None,
     proposed: Tensor | None = None,
+    output: Output = None,
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
     """Yield labels (int64 [R]), logits [R, V] and a teacher's targets, by blocks of the positions with a label.
 
@@ -177,6 +179,8 @@ def _blocks_of_logits(
     kept = (labels_X != IGNORED).nonzero()[:, 0]
     for rows_C in kept.split(size) if len(kept) else ():
         logits_CV = product(hidden_XD.detach()[rows_C], weight_VD)
+        if output is not None:
+            logits_CV = output(logits_CV)
         if targets is not None:
             targets.load(rows_C)
         for start in range(0, len(rows_C), block):
@@ -198,11 +202,13 @@ class LabelHits:
 
 
 @torch.no_grad()
-def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None) -> LabelHits:
-    """Compute how well a drafter predicts the labels; see `mixture` for the arguments."""
+def label_hits(
+    hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None, output: Output = None
+) -> LabelHits:
+    """Compute how well a drafter predicts the labels; see `heads_mixture` for the arguments."""
     loss = torch.zeros((), dtype=torch.promote_types(hidden_XD.dtype, torch.float32), device=labels_X.device)
     top1, top5 = (torch.zeros((), dtype=torch.int64, device=labels_X.device) for _ in range(2))
-    for labels_R, logits_RV, _ in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk):
+    for labels_R, logits_RV, _ in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, output=output):
         labels_R1 = labels_R[:, None]
         mine_R1 = logits_RV.gather(1, labels_R1)
         loss -= logits_RV.log_softmax(1).gather(1, labels_R1).sum()

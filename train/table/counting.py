@@ -44,8 +44,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         memory_mb: Mebibytes for counts and for sorting. More memory means fewer and larger runs.
         threads: Number of background threads.
 
-    Raises:
-        ValueError: The folder belongs to another vocabulary, is damaged, or is in use by another process.
+    Raises ValueError: the folder belongs to another vocabulary, is damaged, or is in use by another process.
     """
 
     def __init__(self, vocab_size: int, folder: Path, memory_mb: float = 512, threads: int = 2) -> None:

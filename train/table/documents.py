@@ -37,8 +37,7 @@ def token_documents(
             supervised span with the token before it.
         last_turn_only: Supervise the last answer only.
 
-    Raises:
-        ValueError: The turns of a conversation are not [system], user, assistant, …
+    Raises ValueError: the turns of a conversation are not [system], user, assistant, …
     """
     if pairs == "documents":  # the default system prompt would distort the counts
         template = replace(template, start=template.next)

@@ -120,8 +120,7 @@ class DrafterTask(Task):
     `on_policy`, a share of the responses is sampled from the drafter. Evaluations use `evaluate_blocks` blocks of
     `heldout` (None: all), compare with `eval_teacher`, and add the metrics that `evaluate_fn` returns for the model.
 
-    Raises:
-        ValueError: The weights are invalid, the vocabularies differ, or cross-entropy is combined with `on_policy`.
+    Raises ValueError: the weights are invalid, the vocabularies differ, or cross-entropy is combined with `on_policy`.
     """
 
     name = "drafter"

@@ -78,9 +78,8 @@ class HeadsModule(nn.Module):
             teacher = among(ids_R, self.heads.vocab_size, teacher)
         features_XKD = self.features(batch, states_YD, rows_X)
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
-        sums_K, counts_K = heads_mixture(
-            weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, self.temperature
-        )
+        given = (projections, labels_XK, teacher, teacher_rows_XK, self.temperature)
+        sums_K, counts_K = heads_mixture(weights, features_XKD, *given, output=self.heads.output)
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
     def features(self, batch: Batch, states_YD: Tensor, rows_X: Tensor) -> Tensor:
@@ -119,7 +118,8 @@ class HeadsModule(nn.Module):
 
     def read_directly(self) -> list[nn.Parameter]:
         """Return the parameters that `forward` reads without calling their layer, which ZeRO-3 must gather."""
-        found = [*(self.heads.projection(k) for k in range(self.num_heads)), self._target.weight_VD()]
+        projections = (self.heads.projection(k) for k in range(self.num_heads))
+        found = [*projections, self.heads.bias_V, self._target.weight_VD()]
         # parameters of a target outside the module are never sharded
         inside = {id(parameter) for parameter in self.parameters()}
         return [p for p in dict.fromkeys(found) if isinstance(p, nn.Parameter) and id(p) in inside]
@@ -146,8 +146,7 @@ class HeadsTask(Task):
     objectives learn from the target's distribution of the same token (self-distillation, section 2.3.2). `states` is a
     cache of the target's hidden states, and `evaluate_fn` returns further metrics of the heads.
 
-    Raises:
-        ValueError: The weights are invalid, or the heads do not fit the target or the cache.
+    Raises ValueError: the weights are invalid, or the heads do not fit the target or the cache.
     """
 
     name = "heads"
@@ -204,7 +203,8 @@ class HeadsTask(Task):
             rows_X, labels_XK = module.trained_rows(batch)
             features_XKD = module.features(batch, module.frozen_states(batch), rows_X)
             for k in range(module.num_heads):
-                hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k])
+                heads = module.heads
+                hits = label_hits(features_XKD[:, k], heads.projection(k), labels_XK[:, k], output=heads.output)
                 found = (hits.loss, hits.top1, hits.top5, hits.count)
                 sums_K4[k] += torch.tensor([float(number) for number in found], dtype=torch.float64)
         metrics: dict[str, float] = {}

@@ -21,7 +21,9 @@ from ....checkpoints.artifact.artifact import save_artifact
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.messages import gigabytes
-from ....checkpoints.storage.safe_read import load_json
+from ....checkpoints.storage.names import CONFIG_FILE
+from ....checkpoints.storage.places import here
+from ....checkpoints.storage.safe_read import load_json, read_json
 from ....checkpoints.table.facts import table_facts
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....checkpoints.table.texts import TextStore
@@ -78,7 +80,11 @@ def run_table(recipe: TableRecipe, accelerator: Any) -> None:
 def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
     """Return the vocabulary size of a recipe's table."""
     needed = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-    vocab_size = needed if recipe.vocab_size is None else recipe.vocab_size
+    vocab_size = recipe.vocab_size
+    if vocab_size is None:  # a model's embeddings may have more rows than its tokenizer has tokens
+        folder = here(recipe.tokenizer)
+        config = read_json(folder / CONFIG_FILE) if folder and (folder / CONFIG_FILE).is_file() else {}
+        vocab_size = max(needed, (config.get("text_config") or config).get("vocab_size") or 0)
     if vocab_size < needed:
         raise ValueError(f"`vocab_size` is {vocab_size}, and the tokenizer {recipe.tokenizer} has {needed}")
     return vocab_size

@@ -113,8 +113,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
         target: Target of the drafter.
         unpickle: Whether to read pickled weights; only tensors are loaded from them.
 
-    Raises:
-        ValueError: No target is named, the source is an artifact already, or the drafter does not fit the target.
+    Raises ValueError: no target is named, the source is an artifact already, or the drafter does not fit the target.
     """
     check_new(out)
     if target is None:

@@ -63,8 +63,7 @@ def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]
         `temperature`, `stages` (`value` is the acceptance rate), `gaps` (with a 99 % `interval` over prompts),
         `training` metrics, the `readings` of EAGLE-3 heads (see `Reading`), and reasons for `skipped` stages.
 
-    Raises:
-        ValueError: The recipe does not name exactly one part.
+    Raises ValueError: the recipe does not name exactly one part.
     """
     parts = [part for part in CHAINS if getattr(recipe, part) is not None]
     if len(parts) != 1:

@@ -149,8 +149,7 @@ def check_server(target: str, files: Sequence[Path]) -> bool:
         target: Directory or hub id of the target, whose tokenizer counts the prompt tokens.
         files: Results of `bench` and of `evaluate`, in any order.
 
-    Raises:
-        ValueError: There is not one file of each kind, or no row of `speculative` at the server's temperature.
+    Raises ValueError: there is not one file of each kind, or no row of `speculative` at the server's temperature.
     """
     loaded = {results["kind"]: (path, results) for path in files for results in [load_results(path)]}
     if len(files) != 2 or set(loaded) != {BENCH, EVALUATION}:

@@ -42,8 +42,7 @@ def evaluate_recipe(
         names: Labels or methods of the rows to run, whose baselines are added. By default these are the rows of the
             recipe or, without a recipe, of `core_methods`; `methods=all` selects every method that the parts allow.
 
-    Raises:
-        ValueError: Neither a recipe nor a target is given.
+    Raises ValueError: neither a recipe nor a target is given.
     """
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None and value is not False}
     if name is not None and "=" in name and not Path(name).is_file():

@@ -89,8 +89,7 @@ def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
     Returns:
         The decisions and measurements of the JSON file.
 
-    Raises:
-        ValueError: The directory belongs to another forge, there are too few prompts, or a stage fails.
+    Raises ValueError: the directory belongs to another forge, there are too few prompts, or a stage fails.
     """
     out = Path(recipe.out)
     check_writable(out, folder=True)
@@ -363,7 +362,8 @@ class _Forge:
         except NotLosslessError:
             raise
         except ValueError as error:  # given drafters may be incompatible with the trained ones
-            if not (own := [name for name in self.sources if name not in self.recipe.drafters]):
+            own = [name for name in self.sources if name not in self.recipe.drafters]
+            if len(own) in (0, len(self.sources)):
                 raise
             self._note(f"given drafters are left out: {error}", workload)
             return tune_sources(own)

@@ -43,8 +43,7 @@ STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table"
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     """Run the unfinished stages and the evaluation, and return the results.
 
-    Raises:
-        ValueError: `out` holds a quickstart with other settings.
+    Raises ValueError: `out` holds a quickstart with other settings.
     """
     out, resolved, start = Path(recipe.out), resolve(recipe), time.monotonic()
     check_writable(out, folder=True)
@@ -131,8 +130,11 @@ def make_target(name: str, folder: Path) -> None:
     import_gguf(found, folder) if is_gguf(found) else folder.symlink_to(found.resolve())
 
 
-def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
-    """Write train.jsonl, heldout.jsonl and report.json from the documentation of installed packages and from files."""
+def make_corpus(recipe: QuickstartRecipe, folder: Path, *, min_heldout: int = 0) -> None:
+    """Write train.jsonl, heldout.jsonl and report.json from the documentation of installed packages and from files.
+
+    Of each file at least `min_heldout` rows are held out.
+    """
     report_file = folder / "report.json"
     if report_file.is_file():
         report = load_json(report_file, "conversations")
@@ -151,9 +153,10 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     for name in section.files:
         rows = list(read_conversations(name, questions=True))
         by_content = has_few_ids(rows)
-        for row in rows:
-            draw = hashed_share(f"held out {drawn_name(row, by_content=by_content)}")
-            (heldout if draw < section.heldout_share else train).append(row)
+        draws = [hashed_share(f"held out {drawn_name(row, by_content=by_content)}") for row in rows]
+        least = sorted(draws)[:min_heldout]
+        for row, draw in zip(rows, draws, strict=True):
+            (heldout if draw < section.heldout_share or draw in least else train).append(row)
         log(f"corpus: {len(rows):,} conversations of {name}")
     if section.files:
         for side in (train, heldout):

@@ -146,7 +146,7 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
     write_recipe(recipe, out / "forge.yaml")
     if not target.is_dir():
         make_target(recipe.target, target)
-    make_corpus(base, corpus)
+    make_corpus(base, corpus, min_heldout=MIN_BATCHES * max(recipe.batch))
     report, heldout = load_json(corpus / "report.json", "conversations"), corpus / "heldout.jsonl"
     answered, batch, most = report["conversations"] - report["heldout"], max(recipe.batch), recipe.max_prompt_tokens
     tokenizer, asked = load_tokenizer(str(target)), base.evaluate

@@ -98,8 +98,7 @@ class Plan:
 def plan_recipe(recipe: TrainingRecipe) -> Plan:
     """Plan a recipe of kind drafter or heads; all launched processes call this function.
 
-    Raises:
-        ValueError: The run does not fit into memory or onto the disk, or the recipe is for a table.
+    Raises ValueError: the run does not fit into memory or onto the disk, or the recipe is for a table.
     """
     if not isinstance(recipe, DrafterRecipe | HeadsRecipe):
         raise ValueError("--plan is for recipes of kind drafter or heads; a table is counted in one pass over the data")

@@ -68,8 +68,7 @@ def make_run(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Run:
 def accelerator_for(recipe: TrainingRecipe) -> Any:
     """Return the accelerator of the launched processes, with the recipe's precision and trackers.
 
-    Raises:
-        ValueError: A tracker is not installed, or the launch is not supported (see `make_accelerator`).
+    Raises ValueError: A tracker is not installed, or the launch is not supported (see `make_accelerator`).
     """
     if isinstance(recipe, TableRecipe):
         return make_accelerator("no")

@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from draftsmith.checkpoints.export.target import output_projection
+from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import Parts, build_method
@@ -20,7 +22,9 @@ from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.artifact import check_target
+from draftsmith.recipes.assemble.heads import _new_heads
 from draftsmith.recipes.assemble.models import TrainableModel, build_model, check_vocabulary, cut_layers, load_trainable
+from draftsmith.recipes.schema.loading import parse_recipe
 from draftsmith.recipes.schema.training import ModelSection
 from draftsmith.train.forward.packed import make_forward
 from draftsmith.train.losses.drafter import shifted_labels
@@ -43,6 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": LLAMA | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
     "t5": T5,
     "umt5": T5 | {"num_decoder_layers": 3},
+    "granite": LLAMA | {"logits_scaling": 5.0},
+    "phi": COMMON | {"intermediate_size": 24, "max_position_embeddings": 64},
 }  # fmt: skip
 TOKENS = torch.tensor([[5, 9, 2, 7, 1, 30, 11, 4]])
 
@@ -347,3 +353,26 @@ def test_refusals_of_parts(saved: Any) -> None:
         check_vocabulary(41, model, "it")
     with pytest.raises(ValueError, match="t5"):
         load_trainable(saved("t5"), decoder=True)
+
+
+@pytest.mark.parametrize("form", ["own", "low-rank", "target"])
+def test_heads_begin_with_the_scale_of_the_targets_logits(form: str, saved: Any, tmp_path: Path) -> None:
+    folder = saved("granite")
+    target = load_trainable(folder, decoder=True)
+    more = {"rank": 16} if form == "low-rank" else {}
+    values = {"kind": "heads", "out": str(tmp_path), "target": folder, "data": {"source": "any"}, "projection": form}
+    recipe = parse_recipe(values | more, "the test's recipe")
+    with torch.no_grad():
+        expected, hidden = target(TOKENS).logits, target.model(TOKENS).last_hidden_state
+        found = _new_heads(recipe, target, None)(hidden)  # type: ignore[arg-type]
+    torch.testing.assert_close(found[:, :, 0], expected, rtol=1e-3, atol=1e-4)
+    if form == "target":
+        eagle = EagleHeads.for_target(target.config, [1, 2]).begin_as(target)
+        torch.testing.assert_close(eagle.norm.weight, target.model.norm.weight / 5)
+        weight = target.lm_head.weight
+        torch.testing.assert_close(output_projection(folder), weight / 5)
+
+
+def test_exported_heads_are_refused_a_projection_with_a_bias(saved: Any) -> None:
+    with pytest.raises(ValueError, match=r"has a bias \(lm_head\.bias\)"):
+        output_projection(saved("phi"))

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.decode.proposers.head_trees import attach_projection
 from draftsmith.train.loop.fit import fit
+from draftsmith.train.losses.drafter import head_labels
 from draftsmith.train.tasks.heads import HeadsTask
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -97,16 +100,33 @@ def test_head_k_learns_the_token_k_plus_2_ahead_or_what_the_target_says_of_it(
     torch.testing.assert_close(sums.detach(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["cohere", "granite", "gemma2", "phi"])
+OWN_LOGITS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.2},
+    "granite": {"logits_scaling": 7.0},
+    "hyperclovax": {"logits_scaling": 0.3},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0},
+    "phi": {},  # a bias
+}
+
+
+def target_with_own_logits(family: str, vocab_size: int) -> Any:
+    """A target whose logits are scaled, capped, or have a bias."""
+    sizes = {"vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **OWN_LOGITS[family])).eval()
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.mul_(3)
+        if (bias := target.get_output_embeddings().bias) is not None:
+            bias.normal_()
+    return target
+
+
+@pytest.mark.parametrize("family", OWN_LOGITS)
 def test_soft_targets_of_any_family_are_what_the_model_says(worker: ModuleType, family: str):
     """Logits that are scaled, capped, or have a bias."""
-    sizes = {"vocab_size": worker.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
-    own = {"cohere": {"logit_scale": 0.2}, "granite": {"logits_scaling": 7.0}, "gemma2": {"head_dim": 8}, "phi": {}}
-    torch.manual_seed(0)
-    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **own[family])).eval()
-    for parameter in target.parameters():
-        parameter.data.mul_(3)
+    target = target_with_own_logits(family, worker.VOCAB)
     heads = PredictionHeads.from_lm_head(target.get_output_embeddings().weight.detach(), HEADS, 1)
     module = HeadsTask(target, heads, None, objective={"forward-kl": 1.0}).module
     batch = worker.make_data(2).batch([0])
@@ -116,6 +136,39 @@ def test_soft_targets_of_any_family_are_what_the_model_says(worker: ModuleType, 
         teacher = module.teacher(module.frozen_states(batch))  # type: ignore[operator]
         found = teacher.hidden_XE if teacher.weight_VE is None else teacher.hidden_XE @ teacher.weight_VE.T
     torch.testing.assert_close(found[first], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("proposed", [None, 3])
+@pytest.mark.parametrize("family", OWN_LOGITS)
+def test_heads_with_the_targets_projection_make_its_logits(worker: ModuleType, family: str, proposed: int | None):
+    """Heads whose residual blocks change nothing give the target's own logits for its hidden states, and learn them."""
+    target = target_with_own_logits(family, worker.VOCAB)
+    heads = PredictionHeads(HEADS, 1, 16, None, projection="target").eval()
+    kept = torch.arange(0, worker.VOCAB, proposed or 1)
+    heads.propose(kept if proposed else None)
+    attach_projection(heads, target, torch.device("cpu"))
+    data = worker.make_data(2)
+    batch = data.batch([0])
+    expected_BTV, hidden_BTD = target(batch.tokens_BT).logits, target.base_model(batch.tokens_BT).last_hidden_state
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            found_BTKV = heads(hidden_BTD)
+        for k in range(HEADS):
+            torch.testing.assert_close(found_BTKV[:, :, k, kept], expected_BTV[..., kept], rtol=1e-4, atol=1e-5)
+    task = HeadsTask(target, heads, data, objective={"cross-entropy": 1.0})
+    hidden_XD = task.module.frozen_states(batch)  # type: ignore[operator]
+    labels_XK = head_labels(batch.labels_BT, batch.documents_BT, HEADS).flatten(0, 1)
+    labels_XK = torch.where(torch.isin(labels_XK, kept), labels_XK, -100)
+    logits_XKV = heads(hidden_XD)
+    wanted = F.cross_entropy(logits_XKV.flatten(0, 1), labels_XK.flatten(), reduction="sum", ignore_index=-100)
+    wanted_grads = torch.autograd.grad(wanted, list(heads.parameters()))
+    sums_K, _ = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    torch.testing.assert_close(sums_K.sum(), wanted, rtol=1e-4, atol=1e-4)
+    for found, grad in zip(torch.autograd.grad(sums_K.sum(), list(heads.parameters())), wanted_grads, strict=True):
+        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-4)
+    loss = F.cross_entropy(logits_XKV[:, 0], labels_XK[:, 0], ignore_index=-100)
+    one = HeadsTask(target, heads, data, objective={"cross-entropy": 1.0}, evaluate_blocks=1)
+    torch.testing.assert_close(one.evaluate(one.module)["head0_loss"], loss.item(), rtol=1e-4, atol=1e-4)
 
 
 def test_logits_that_are_made_in_an_unknown_way_are_refused(worker: ModuleType):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -122,6 +123,17 @@ def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str,
         with pytest.raises(ValueError, match=re.escape(words)):
             run_train(loaded(recipe | changes))
         assert not list(tmp_path.glob("table*")), changes
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_table_has_a_row_for_each_embedding_of_the_model_beside_the_tokenizer(
+    nested: bool, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    model = shutil.copytree(recipe["tokenizer"], tmp_path / "model")
+    sizes = {"vocab_size": V + 64}  # padded
+    (model / "config.json").write_text(json.dumps({"text_config": sizes} if nested else sizes))
+    assert BigramTable.load(run_train(loaded(recipe | {"tokenizer": str(model)}))).vocab_size == V + 64
+    assert BigramTable.load(run_train(loaded(recipe | {"out": str(tmp_path / "plain")}))).vocab_size == V
 
 
 def test_settings_that_change_nothing_leave_a_finished_table_as_it_is(recipe: dict[str, Any]) -> None:
