@@ -111,7 +111,11 @@ class Proposer(ABC):
 
     @abstractmethod
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        """Return the maximum number of nodes with the root, and of positions needed beyond the last kept token."""
+        """Return the size and reach of the largest proposal.
+
+        Returns:
+            Maximum number of nodes, including the root, and number of positions needed beyond the last kept token.
+        """
 
     def start(self, context: Context) -> None:
         """Read the prompts. `generate` calls this once, before the first proposal."""
@@ -137,7 +141,11 @@ class Proposer(ABC):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Return the model (None for the target) or heads, and the token count, of each forward of a proposal."""
+        """Return the forwards that a proposal of `nodes` nodes takes for one row.
+
+        Returns:
+            Model (None for the target) or heads, and number of tokens, of each forward. Empty by default.
+        """
         return []
 
 
@@ -151,7 +159,13 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
-        """Return the verdict. `target_BNV` holds the target's scores after each node, of the kind named by `judges`."""
+        """Return the verdict on a proposal.
+
+        Args:
+            proposal: Scored token tree.
+            target_BNV: Scores of the target after each node, of the kind named by `judges`.
+            rng: Random numbers of the batch.
+        """
 
 
 class Profile(Protocol):
@@ -364,7 +378,17 @@ def generate(
     rng: Rng,
     profile: Profile | None = None,
 ) -> Iterator[Step]:
-    """Decode a batch of prompts (token ids, or encoder inputs) and yield a `Step` after each iteration.
+    """Decode a batch of prompts and yield a `Step` after each iteration.
+
+    Args:
+        target: Target model.
+        proposer: Proposer of the method.
+        verifier: Verifier of the method.
+        prompts: Token ids of each row. Encoder-decoders read them with the encoder.
+        limits: Conditions that end a row.
+        sampling: Warping of the distributions of target and drafter.
+        rng: Random numbers, with one generator per row.
+        profile: Profiler of the steps.
 
     Raises:
         ValueError: The batch or a prompt is empty, a token is outside the vocabulary, a prompt leaves too few positions

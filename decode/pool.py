@@ -55,8 +55,11 @@ class Pool:
         self._watch = Watch()
 
     def add(self, prompt: Sequence[int], seed: int, sampling: Sampling | None = None) -> int:
-        """Queue a prompt and return the ticket of its text. `sampling` overrides that of the pool. Raises ValueError if
-        the prompt is empty or contains a token outside the vocabulary."""
+        """Queue a prompt and return the ticket of its text. `sampling` overrides that of the pool.
+
+        Raises:
+            ValueError: The prompt is empty or contains a token outside the vocabulary.
+        """
         check_prompts(self._target, [prompt])
         self._tickets += 1
         self._waiting.append((self._tickets, list(prompt), seed, sampling or self._sampling))
@@ -69,8 +72,11 @@ class Pool:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, list[int]]]:
-        """Generate a token per row, and return the ticket and the new ids of each text that ended. Raises ValueError if
-        logits are NaN or infinite."""
+        """Generate a token per row, and return the ticket and the new ids of each text that ended.
+
+        Raises:
+            ValueError: Logits are NaN or infinite.
+        """
         self._admit()
         count = self._close_ranks()
         rows = self._rows[:count]

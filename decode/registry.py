@@ -97,8 +97,12 @@ def register(
 
 
 def method_config(name: str, options: Mapping[str, Any]) -> MethodConfig:
-    """Return the options of a method with defaults filled in. Raises ValueError: A method, option or choice is unknown
-    (the message names the nearest known one), a value has another type, or a count is below 1."""
+    """Return the options of a method with defaults filled in.
+
+    Raises:
+        ValueError: A method, option or choice is unknown (the message names the nearest known one), a value has another
+            type, or a count is below 1.
+    """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
     hints = _option_types(METHODS[name])
@@ -128,8 +132,11 @@ def _option_types(config: type[MethodConfig]) -> dict[str, Any]:
 
 
 def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:
-    """Return the proposer and verifier of a method. Raises ValueError: Options are wrong or contradict each other, or
-    an artifact is missing."""
+    """Return the proposer and verifier of a method.
+
+    Raises:
+        ValueError: Options are wrong or contradict each other, or an artifact is missing.
+    """
     config = method_config(name, options)
     for part in config.needs:
         if getattr(parts, part) is None:

@@ -50,17 +50,24 @@ class Rng:
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
-    """Draw a token id per row, [...] int64, from probabilities that need not be normalised.
+    """Draw one token per row by inverting the cumulative distribution.
 
-    Tokens of probability 0 are never drawn. `uniform_X` lies in [0, 1).
+    Args:
+        probs_XV: Probabilities, which need not be normalised. Tokens of probability 0 are never drawn.
+        uniform_X: Uniform numbers in [0, 1).
+
+    Returns:
+        Token ids, [...] int64.
     """
     return draw_many(probs_XV, uniform_X[..., None])[0][..., 0]
 
 
 def draw_many(probs_XV: Tensor, uniform_XC: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw independent tokens [..., C] as `categorical` does, and return them with the searched cumulative values.
+    """Draw independent tokens from each distribution, as `categorical` does.
 
-    These are NaN if the probabilities are. The last token is drawn then, so that its id stays in the vocabulary.
+    Returns:
+        Token ids [..., C], and the values searched for in the cumulative distribution. These are NaN if the
+        probabilities are, and then the last token is drawn, so that its id stays in the vocabulary.
     """
     cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
     wanted_XC = uniform_XC * cdf_XV[..., -1:]

@@ -85,7 +85,11 @@ class Tree:
 
     @cached_property
     def leaf_paths(self) -> tuple[Tensor, Tensor]:
-        """Return the paths [leaves, K + 1] of the first row to equally deep leaves, and a leaf below each node [N]."""
+        """Return the paths of the first row, whose leaves must have the same depth.
+
+        Returns:
+            Nodes of the path of each leaf, [leaves, K + 1]; and the index of a leaf below each node, [N].
+        """
         leaves_L = torch.nonzero(self.depth_BN[0] == self.max_depth)[:, 0]
         above_LN = self.ancestors_BNN[0, leaves_L]
         path_LP = torch.nonzero(above_LN)[:, 1].view(len(leaves_L), self.max_depth + 1)
@@ -105,7 +109,11 @@ class Tree:
 
     @cached_property
     def inner_children(self) -> tuple[Tensor, Tensor]:
-        """Return the children [M, C] of the first row's inner nodes, which come first, and their existence mask."""
+        """Return the children of the nodes of the first row that have any. These nodes must precede all leaves.
+
+        Returns:
+            Children [M, C], int64, padded with 0; and a bool mask of those that exist.
+        """
         is_child_NN = self.parents_BN[0] == torch.arange(self.nodes, device=self.parents_BN.device)[:, None]
         count_N = is_child_NN.sum(1)
         exists_MC = torch.arange(int(count_N.max()), device=count_N.device) < count_N[count_N > 0, None]
@@ -163,7 +171,11 @@ def _k_ary(branching: tuple[int, ...]) -> Tree:
 
 
 def parse_branching(text: str) -> tuple[int, ...]:
-    """Parse a k-configuration such as `4x2x2x1` (arXiv 2401.06706, section 4.3), or raise ValueError."""
+    """Parse a k-configuration such as `4x2x2x1` (arXiv 2401.06706, section 4.3).
+
+    Raises:
+        ValueError: The text does not parse.
+    """
     parts = str(text).lower().split("x")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"k-configuration {text!r} does not parse: give positive integers joined by x, such as 4x2x1")
@@ -179,11 +191,17 @@ MEDUSA_63 = (
 
 
 def parse_tree(text: str) -> tuple[Tree, Tensor]:
-    """Parse a k-configuration or a list of paths into a tree and the candidate rank of each node [N].
+    """Parse a tree whose nodes take candidates by rank, given as a k-configuration or as a list of paths.
 
     A list such as `0, 1, 0.0, 0.2` names each node by the ranks on its path, as in Medusa's sparse trees: the first and
     second candidate of the first head and, after the first, the first and third candidate of the second head. Prefixes
-    are added. `medusa-63` is the tree that Medusa published. Other text raises ValueError.
+    are added. `medusa-63` is the tree that Medusa published.
+
+    Returns:
+        The tree, and the rank of each node [N] (0 for the root).
+
+    Raises:
+        ValueError: The text does not parse.
     """
     text = MEDUSA_63 if text == "medusa-63" else text
     if not set(text) & set(",."):

@@ -118,8 +118,11 @@ class EnergyMeter:
         self._close()
 
     def idle_watts(self) -> float:
-        """Return the power while this process is idle, after earlier work has faded. Raises CounterError if the counter
-        fails."""
+        """Return the power while this process is idle, after earlier work has faded.
+
+        Raises:
+            CounterError: The counter fails.
+        """
 
         def rest() -> float:
             self._sleep(self.timing.period / 20)
@@ -141,7 +144,10 @@ class EnergyMeter:
     ) -> Energy:
         """Return the energy of a unit of work. `seed` determines the random waits.
 
-        `work` does some work, waits for the devices, and returns the number of units done. Raises CounterError.
+        `work` does some work, waits for the devices, and returns the number of units done.
+
+        Raises:
+            CounterError: The counter fails.
         """
         rng, timing = random.Random(seed), self.timing
         trials, times = [], []

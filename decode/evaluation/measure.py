@@ -256,8 +256,8 @@ def measure(
 
     The order changes from prompt to prompt (`turn`). The tokens of a prompt depend on the seed and its index only, so
     all repeats give the same tokens. The transformers model `reference` adds a row of greedy decoding if an entry is
-    greedy. Prompts are decoded in batches of `batch`. `finished` contains the runs of an interrupted evaluation, which
-    are not repeated; `on_run` receives every other run.
+    greedy. `finished` contains the runs of an interrupted evaluation, which are not repeated; `on_run` receives every
+    other run.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
     first = warm_ups(prompts, limits, target.device.type, target.supports_any_length)
@@ -366,8 +366,11 @@ def energy_of(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Energy:
-    """Measure the joules per token of an entry, with prefill, by repeated decoding of the first prompts. Raises
-    CounterError if the counter fails."""
+    """Measure the joules per token of an entry, with prefill, by repeated decoding of the first prompts.
+
+    Raises:
+        CounterError: The counter fails.
+    """
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
 
     def decode_all() -> float:

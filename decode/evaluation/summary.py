@@ -79,8 +79,11 @@ class Summariser:
     batch: int = 1
 
     def summarise(self, entries: Sequence[Entry], progress: Callable[[int, int, str], None] | None = None) -> Summary:
-        """Return a row for each entry. Raises ValueError if an entry has no autoregressive baseline with the same
-        sampling settings."""
+        """Return a row for each entry.
+
+        Raises:
+            ValueError: An entry has no autoregressive baseline with the same sampling settings.
+        """
         bases = {entry.sampling: self.runs[entry.label] for entry in entries if entry.method == BASELINE}
         greedy = next((run for sampling, run in bases.items() if sampling.greedy), None)
         summary = Summary()

@@ -244,8 +244,11 @@ class SlotCache(Cache):
 
 
 class TransformersModel(LanguageModel):
-    """Any transformers decoder, also with `device_map`, run with our cache, a 4-D mask and explicit positions. Raises
-    ValueError for "before-norm" states if no final norm is found."""
+    """Any transformers decoder, also with `device_map`, run with our cache, a 4-D mask and explicit positions.
+
+    Raises:
+        ValueError: No final norm is found, and `states` is "before-norm".
+    """
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -260,7 +263,7 @@ class TransformersModel(LanguageModel):
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._shape = LogitShape.of(config)
-        # Llama 4 gives its decoder another name than its class says: `base_model` is the whole model.
+        # In Llama 4 `base_model` is the whole model, because the decoder has an unusual name.
         self._decoder: nn.Module = model.model if model.base_model is model else model.base_model
         self._kept_R = kept_tokens(model)
         if self._kept_R is not None:

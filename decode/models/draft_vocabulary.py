@@ -19,8 +19,11 @@ _BUFFER = "draft_tokens_R"
 
 
 def keep_tokens(model: Any, ids_R: Tensor) -> None:
-    """Restrict a model to a draft vocabulary. Raises ValueError: The ids are not increasing or exceed the
-    vocabulary."""
+    """Restrict a model to a draft vocabulary.
+
+    Raises:
+        ValueError: The ids are not increasing or exceed the vocabulary.
+    """
     weight = model.get_output_embeddings().weight
     check_tokens(ids_R, len(weight))
     model.register_buffer(_BUFFER, ids_R.long().to(weight.device), persistent=False)
@@ -37,7 +40,11 @@ def save_vocabulary(model: Any, folder: Path) -> None:
 
 
 def load_vocabulary(model: Any, folder: Path) -> None:
-    """Restrict a model to the draft vocabulary in its folder, if any. Raise ValueError if the file is invalid."""
+    """Restrict a model to the draft vocabulary in its folder, if there is one.
+
+    Raises:
+        ValueError: The file is invalid.
+    """
     ids_R = read_vocabulary(folder, len(model.get_output_embeddings().weight))
     if ids_R is not None:
         keep_tokens(model, ids_R)

@@ -31,8 +31,11 @@ def check_states(states: str) -> None:
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:
-    """Return the module whose output is a decoder's last hidden states. Raises ValueError if no norm of a usual name
-    follows all layers, or a projection follows it (OPT)."""
+    """Return the module whose output is a decoder's last hidden states.
+
+    Raises:
+        ValueError: No norm of a usual name follows all layers, or a projection follows it (OPT).
+    """
     projected = getattr(getattr(decoder, "decoder", decoder), "project_out", None) is not None
     for name in () if projected else _NAMES:
         module: Any = decoder

@@ -74,8 +74,12 @@ def check_finite(logits_XV: Tensor, model: Any) -> None:
 
 
 def tolerances_of(model: Any) -> tuple[float, float]:
-    """Return what `check_close` tolerates in the format of a model's weights: of a chain compared with the model's own
-    forward, which rounds elsewhere, and of a tree compared with chains of the same implementation."""
+    """Return the tolerances of `check_close` for the format of a model's weights.
+
+    Returns:
+        The tolerance between a chain and the model's own forward, which rounds at other points, and that between a tree
+        and chains of the same implementation.
+    """
     if model.dtype == torch.float32 and not is_int8(model):
         return 1e-4, 1e-4
     return (2e-2 if model.dtype == torch.float32 else 5e-2), 5e-3
@@ -92,8 +96,10 @@ def check_close(
 
 
 def relative_rms(found_XV: Tensor, wanted_XV: Tensor) -> float:
-    """Return the root mean square of a difference over that of the wanted logits around their mean, without infinite
-    logits. Unlike the largest difference, it does not grow with the vocabulary."""
+    """Return the root mean square of a difference relative to that of the wanted logits around their mean.
+
+    Infinite logits are ignored. Unlike the largest difference, this does not grow with the vocabulary.
+    """
     is_finite_XV = wanted_XV.isfinite() & found_XV.isfinite()
     count_X1 = is_finite_XV.sum(-1, keepdim=True).clamp(min=1)
     wanted_XV, found_XV = (each.double().masked_fill(~is_finite_XV, 0.0) for each in (wanted_XV, found_XV))

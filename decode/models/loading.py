@@ -102,8 +102,8 @@ _PROMPTS, _BRANCHES = ([105, 101, 107], [99, 104]), ([102, 103], [106])
 """Ids of words: after special tokens, which have low ids, rounding in bfloat16 can be a fifth of the logits."""
 _FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 _NOISY, _NOISIEST = 4.0, 10.0
-"""Tolerated difference of two forwards, in that of two of the model's own, which counts up to this many tolerances of
-trees: a model that is not causal differs from itself by more."""
+"""Tolerated difference relative to that between two of the model's own forwards, and the limit of the latter in
+tolerances of trees. Models that are not causal exceed the limit."""
 
 
 @torch.inference_mode()

@@ -152,7 +152,10 @@ class ParallelChain(DrafterProposer):
     """Chain of `gamma` tokens from one forward of a drafter that was trained for parallel drafting with mask tokens.
 
     Each token is sampled independently of the others, so the usual chain verifiers apply. Source: PARD (An et al. 2025,
-    arXiv 2504.18583), with the token layout of vLLM 0.32. Raises ValueError if the drafter has no mask token.
+    arXiv 2504.18583), with the token layout of vLLM 0.32.
+
+    Raises:
+        ValueError: The drafter has no mask token.
     """
 
     def __init__(self, model: LanguageModel, gamma: int) -> None:

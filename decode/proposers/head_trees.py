@@ -182,7 +182,8 @@ def states_of(heads: Any) -> str:
 def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) -> None:
     """Attach the target's output projection on `device` to heads of `projection_kind` "target".
 
-    Raises ValueError if the projection is offloaded, or has another hidden size or vocabulary.
+    Raises:
+        ValueError: The projection is offloaded, or has another hidden size or vocabulary.
     """
     if getattr(heads, "projection_kind", None) != "target":
         return
@@ -195,7 +196,11 @@ def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) 
 
 
 def check_heads(heads: HeadModule, context: Context) -> None:
-    """Check that heads fit the target, or raise ValueError, and make them use its matrix products."""
+    """Check that heads fit the target, and make them use its matrix products.
+
+    Raises:
+        ValueError: The heads have another vocabulary or hidden size, or read other hidden states.
+    """
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")
     theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size

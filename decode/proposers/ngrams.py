@@ -52,8 +52,11 @@ class TableSource(NamedTuple):
 
 
 class TableChain(Proposer):
-    """Chain of `gamma` tokens from a table of counts, as the n-gram baselines of arXiv 2211.17192 (table 3). Raises
-    ValueError: A setting is out of range or, at the start of decoding, the table has another vocabulary."""
+    """Chain of `gamma` tokens from a table of counts, as the n-gram baselines of arXiv 2211.17192 (table 3).
+
+    Raises:
+        ValueError: A setting is out of range or, at the start of decoding, the table has another vocabulary.
+    """
 
     def __init__(self, table: BigramTable, gamma: int, source: TableSource) -> None:
         if source.prior <= 0:

@@ -419,7 +419,11 @@ def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Ver
 
 
 def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Follow `next_BN` until a node refers to itself. Return it [B], and a verdict without the next token."""
+    """Follow `next_BN` from the root until a node refers to itself.
+
+    Returns:
+        The last node [B], and the verdict on its path with a placeholder for the next token.
+    """
     line = [next_BN.new_zeros(len(next_BN), 1)]
     for _ in range(proposal.tree.max_depth):
         line.append(next_BN.gather(1, line[-1]))

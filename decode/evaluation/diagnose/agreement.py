@@ -198,8 +198,11 @@ def score(
     sampling: Sampling,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Read passages with the target and a source of drafts by teacher forcing, and compare them at every token. Raises
-    ValueError if there is no token to predict."""
+    """Read passages with the target and a source of drafts by teacher forcing, and compare them at every token.
+
+    Raises:
+        ValueError: There is no token to predict.
+    """
     if not any(passage.text for passage in passages):
         raise ValueError(f"{len(passages)} passages without any token to predict")
     measures, valid = [], []

@@ -119,7 +119,11 @@ def _rotary(heads: EagleHeads, base: float | None) -> LlamaRotaryEmbedding:
 def agreements(
     model: Any, folder: Path, passages: Sequence[Passage], progress: Callable[[int, int], None]
 ) -> list[Reading]:
-    """Return every reading with its agreement on given texts. Raises ValueError if there is no token to predict."""
+    """Return every reading with its agreement on given texts.
+
+    Raises:
+        ValueError: There is no token to predict.
+    """
     if not any(passage.text for passage in passages):
         raise ValueError(f"{len(passages)} passages without any token to predict")
     ways = readings(read_json(folder / CONFIG_FILE), model.config)
