@@ -28,7 +28,7 @@ class SkippedPrompts:
     def __bool__(self) -> bool:
         return bool(self.too_long or self.skipped)
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """Return the counts as text."""
         counts = Counter({"too long": len(self.too_long)}) + self.skipped
         return ", ".join(f"{count} prompts ({reason})" for reason, count in counts.items())
@@ -51,7 +51,10 @@ def load_prompts(
     skipped: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
     """Return questions of an evaluation set or of conversations with their token ids, alternating between fixed groups.
-    Raises ValueError: There is no prompt, or none has at most `max_tokens` tokens."""
+
+    Raises:
+        ValueError: There is no prompt, or none has at most `max_tokens` tokens.
+    """
     encode = prompt_renderer(template, tokenizer)
     lengths: list[int] = []
     skipped = SkippedPrompts() if skipped is None else skipped
@@ -68,7 +71,7 @@ def load_prompts(
     prompts = list(islice(_in_turn(source, short_enough()), limit))
     if not lengths:
         of = f" of {', '.join(groups)}" if groups else ""
-        raise ValueError(f"no prompt{of} in {source}: {skipped.words() or 'it is empty'}")
+        raise ValueError(f"no prompt{of} in {source}: {skipped.summary() or 'it is empty'}")
     if not prompts:
         raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {min(lengths)}")
     return prompts

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..storage.gguf import gguf_folder, is_gguf
 from ..storage.names import ADAPTER_FILE, CONFIG_FILE, DRAFT_VOCABULARY, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
-from ..storage.places import check_place, here, hub_place, is_path, out_of_reach, split_revision
+from ..storage.places import check_place, find_local, hub_place, is_path, out_of_reach, split_revision
 from ..storage.redaction import REDACTED, redacted
 from .artifact import load_manifest, verify_artifact
 
@@ -34,7 +34,7 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
     Raises ValueError: there is no such folder, repository or revision, access is denied, the hub cannot be reached, a
     folder is combined with `revision`, or the artifact is damaged or of another kind.
     """
-    folder = here(place)
+    folder = find_local(place)
     if folder is not None:
         if revision is not None:
             raise ValueError(f"{place} is here, where it has no revisions: leave out {revision!r}")
@@ -60,7 +60,7 @@ def model_source(place: str, *, weights: bool = True) -> str:
     if is_gguf(place):
         return str(gguf_folder(place))
     check_place(place)
-    if here(place) is not None or "/" not in place or is_path(place):
+    if find_local(place) is not None or "/" not in place or is_path(place):
         return place
     try:
         folder = fetch(place, [MANIFEST_FILE])
@@ -76,7 +76,7 @@ def fetch_model(place: str) -> Path:
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
     """Return the folder itself, or that of the downloaded files of a hub id. Raises ValueError if there is none."""
-    folder = here(source)
+    folder = find_local(source)
     if folder is None:
         repo, revision = hub_place(source)
         return fetch(repo, files, revision)

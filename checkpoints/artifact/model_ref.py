@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.names import ADAPTER_CONFIG, CONFIG_FILE, DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES, WHOLE_FILES
-from ..storage.places import adapter_base, here, is_path, split_revision
+from ..storage.places import adapter_base, find_local, is_path, split_revision
 from ..storage.safe_read import file_hash, read_json, shards_of
 from .artifact import load_manifest
 from .locate import fetch_model, model_source
@@ -52,7 +52,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
     """
     path = path or model_source(source)
     revision = Path(path).name if split_revision(source)[1] is not None else None
-    folder = here(path)
+    folder = find_local(path)
     if folder is None and "/" in path and not is_path(path):
         folder = fetch_model(path)
         path = str(folder) if _weights(folder) else path  # pickled weights, if any, are left to transformers
@@ -87,7 +87,7 @@ def target_record(source: str, sha256: str | None = None) -> dict[str, str | Non
 
 def is_unchanged(record: dict[str, Any]) -> bool:
     """Check that the files of a `ModelRef.record` are unchanged or are not on this machine."""
-    folder = here(str(record["source"]))
+    folder = find_local(str(record["source"]))
     if folder is None or record["sha256"] is None:
         return True
     try:
@@ -105,7 +105,7 @@ def _deciding_files(folder: Path) -> dict[str, Path]:
         found = {path.name: path for path in (*settings, *_weights(folder)) if path.is_file()}
     if ADAPTER_CONFIG in found and CONFIG_FILE not in found:
         base = adapter_base(read_json(folder / ADAPTER_CONFIG))
-        path = None if base is None else here(model_source(base)) or fetch_model(base)
+        path = None if base is None else find_local(model_source(base)) or fetch_model(base)
         if path is not None and path.resolve() != folder.resolve():
             found |= {f"base/{name}": each for name, each in _deciding_files(path).items()}
     return found

@@ -17,7 +17,7 @@ from ..heads.eagle import load_eagle, save_eagle
 from ..storage.gguf import read_gguf
 from ..storage.messages import first_line
 from ..storage.names import CONFIG_FILE, DRAFT_VOCABULARY, MANIFEST_FILE
-from ..storage.places import here
+from ..storage.places import find_local
 from ..storage.safe_read import read_json
 from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
@@ -175,7 +175,7 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
     target = target_name(source, options)
     if target is None:
         return {"is_artifact": False, "is_here": False}
-    is_here = here(target) is not None or Path(target).is_absolute()
+    is_here = find_local(target) is not None or Path(target).is_absolute()
     return {"is_artifact": (Path(target) / MANIFEST_FILE).is_file(), "is_here": is_here}
 
 

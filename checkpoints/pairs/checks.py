@@ -14,7 +14,7 @@ from ..artifact.artifact import file_faults
 from ..artifact.model_ref import tokenizer_fingerprint
 from ..storage.chat_templates import render_chat
 from ..storage.names import DRAFT_VOCABULARY
-from ..storage.places import here
+from ..storage.places import find_local
 from ..verify.families import family_fault, is_stateful
 from .sides import REFUSED, Diagnosis, Effect, Finding, Side, refused, works_but
 
@@ -142,7 +142,7 @@ def _weights_of(side: Side, name: str) -> Iterator[tuple[str, str, str, dict[str
         value = f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}"
         effects = refused(f"the {name} does not load as it is")
         yield "rows", f"the {name}'s weights and configuration disagree", value, effects
-    if side.manifest is not None and here(side.source) and (faults := file_faults(side.folder, side.manifest)):
+    if side.manifest is not None and find_local(side.source) and (faults := file_faults(side.folder, side.manifest)):
         reason = "it loads no artifact whose files differ from its artifact.json"
         effects = refused(reason, "draftsmith") if name == "drafter" else {}
         yield "changed files", f"the {name} differs from its artifact.json", _list(faults), effects

@@ -18,7 +18,7 @@ from ..artifact.manifest import Manifest
 from ..artifact.model_ref import weight_files
 from ..storage.messages import first_line
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
-from ..storage.places import here
+from ..storage.places import find_local
 from ..verify.inspect import header_shapes
 from ..verify.model_files import UNLOADABLE, base_of, is_adapter, meta_model, names_of_embeddings, weights_fault
 from ..verify.windows import position_limit, sliding_window
@@ -209,7 +209,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         rows, head_rows = _rows(whole, shapes)
     except UNLOADABLE as error:
         raise ValueError(f"{source}: its configuration makes no model: {first_line(error)}") from error
-    fault = "" if here(source) is None else weights_fault(folder)
+    fault = "" if find_local(source) is None else weights_fault(folder)
     return Side(source, folder, config, generation, tokenizer, rows, head_rows, manifest, fault)
 
 

@@ -19,7 +19,7 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's message without errno; for system errors the file and the reason."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -36,7 +36,7 @@ def gigabytes(size: float) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message (and the next after a heading), or its type."""
-    lines = [line.strip() for line in words(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in error_text(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 

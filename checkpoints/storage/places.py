@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .gguf import PACKAGE, gguf_folder, is_gguf
-from .messages import words
+from .messages import error_text
 
 _PATIENCE = 4.0
 """Seconds to wait for the hub's first response."""
@@ -21,7 +21,7 @@ _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 def split_revision(place: str) -> tuple[str, str | None]:
     """Return name and revision of `user/name@revision`, otherwise the place and None. Raises ValueError if invalid."""
     repo, at, _ = place.partition("@")
-    is_named = at and "/" in repo and not is_path(repo) and here(place) is None
+    is_named = at and "/" in repo and not is_path(repo) and find_local(place) is None
     return hub_place(place) if is_named else (place, None)
 
 
@@ -30,11 +30,11 @@ def adapter_base(settings: Mapping[str, Any]) -> str | None:
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         return None
-    is_on_hub = "/" in base and "@" not in base and not is_path(base) and here(base) is None
+    is_on_hub = "/" in base and "@" not in base and not is_path(base) and find_local(base) is None
     return f"{base}@{revision}" if is_on_hub and isinstance(revision, str) else base
 
 
-def here(place: str | Path) -> Path | None:
+def find_local(place: str | Path) -> Path | None:
     """Return the local file or folder of this name, or None.
 
     GGUF files, also in packages, are converted to a folder.
@@ -70,7 +70,7 @@ def is_path(place: str) -> bool:
 
 def check_place(place: str) -> None:
     """Raise ValueError for a path that does not exist. For hub ids, the hub is tried once per process."""
-    if here(place) is None:
+    if find_local(place) is None:
         if is_path(place):
             raise ValueError(f"there is no folder {place}")
         out_of_reach()
@@ -102,7 +102,7 @@ def _ask(endpoint: str) -> str:
             get_session().head(endpoint, timeout=_PATIENCE)
             reasons.clear()
         except (OSError, HTTPError) as error:
-            reasons[:] = [f"{endpoint} cannot be reached: {words(error)}"]
+            reasons[:] = [f"{endpoint} cannot be reached: {error_text(error)}"]
 
     asking = threading.Thread(target=ask, daemon=True)  # name resolution has no timeout
     asking.start()

@@ -90,8 +90,11 @@ class ChatLayout:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def documents(self, conversation: Conversation, limit: int) -> Iterator[ChatDocument]:
-        """Yield documents of at most `limit` tokens; one without spans has no room for its exchange. Raises ValueError:
-        The template cannot render the conversation, or does not show an answer and its end."""
+        """Yield documents of at most `limit` tokens; one without spans has no room for its exchange.
+
+        Raises:
+            ValueError: The template cannot render the conversation, or does not show an answer and its end.
+        """
         draft: _Draft | None = None
         for number in range(len(conversation.turns) // 2):
             first = 0 if draft is None else draft.first

@@ -58,8 +58,11 @@ class LintReport:
 
 
 class Linter:
-    """Checker of documents rendered with a tokenizer and a template, which keeps a `report` of them. Raises ValueError:
-    The template needs {eos} or {bos}, or a special token, that the tokenizer lacks."""
+    """Checker of documents rendered with a tokenizer and a template, which keeps a `report` of them.
+
+    Raises:
+        ValueError: The template needs {eos} or {bos}, or a special token, that the tokenizer lacks.
+    """
 
     def __init__(self, tokenizer: Any, template: Template) -> None:
         self.report = LintReport()

@@ -163,8 +163,11 @@ def filled(template: Template, tokenizer: Any) -> Template:
 
 
 def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
-    """Return the chat template of a tokenizer, as constant texts if these reproduce it. Raises ValueError: There is
-    none, or it cannot render a question and an answer."""
+    """Return the chat template of a tokenizer, as constant texts if these reproduce it.
+
+    Raises:
+        ValueError: There is none, or it cannot render a question and an answer.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this one has none")
     chat = _Chat(tokenizer, dict(options))
@@ -192,8 +195,12 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
 
 
 def _constant_texts(chat: _Chat) -> Template:
-    """Return a chat template as constant texts. Raises ValueError: It rewrites earlier turns, adds text before an
-    answer that the prompt lacks, or ends an answer without a special token."""
+    """Return a chat template as constant texts.
+
+    Raises:
+        ValueError: It rewrites earlier turns, adds text before an answer that the prompt lacks, or ends an answer
+            without a special token.
+    """
     prompts = [chat.render(turns, prompt=True) for turns in (1, 2, 3)]
     wholes = [chat.render(turns, prompt=False) for turns in (1, 2, 3)]
     for earlier, later in zip([*prompts, *wholes[:2]], [*wholes, *prompts[1:]], strict=True):

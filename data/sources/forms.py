@@ -57,8 +57,11 @@ def _find_form(present: Collection[str]) -> tuple[str, str | None] | None:
 
 
 def read_dialogue(row: Row) -> Dialogue:
-    """Return the dialogue of a row. A text becomes a prompt, and a list of messages a conversation. Raises ValueError:
-    The row has no known form; the message has its location."""
+    """Return the dialogue of a row. A text becomes a prompt, and a list of messages a conversation.
+
+    Raises:
+        ValueError: The row has no known form; the message has its location.
+    """
     if isinstance(row.value, str):
         return Dialogue(row.name, (("user", row.value),), "a prompt a row")
     if _is_message_list(row.value):

@@ -17,7 +17,7 @@ import typer
 from rich.table import Column, Table
 
 from ... import __version__
-from ...checkpoints.storage.messages import words
+from ...checkpoints.storage.messages import error_text
 from ...train.parallel.processes import Interrupted, TrainingError, lost_another
 from ..session.launch import destroy_process_group, is_first, refuse_several
 from ..session.terminal import console, log
@@ -273,12 +273,12 @@ def main() -> None:
     except TrainingError as error:
         _fail(f"error: {error}", 1)
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        _fail(f"error: {words(error)}", 2)
+        _fail(f"error: {error_text(error)}", 2)
     except Exception as error:
         if "No space left" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
-            _fail(f"error: no space left on the disk: {words(error)}; what was saved before is whole", 1)
+            _fail(f"error: no space left on the disk: {error_text(error)}; what was saved before is whole", 1)
         if isinstance(error, OSError):
-            _fail(f"error: {words(error)}", 1)
+            _fail(f"error: {error_text(error)}", 1)
         if lost_another(error):
             reason, rank = " ".join(str(error).split()), os.environ.get("RANK", "0")
             _fail(f"process {rank} ended, because another one of this launch has, or does not answer: {reason}", 1)

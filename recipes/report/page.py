@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ...checkpoints.storage.atomic import atomic_text
-from ..schema.results import BENCH, beside, load_results
+from ..schema.results import BENCH, derive_path, load_results
 from ..session.terminal import console, log
 from .certificate import KIND, certificate_section, load_certificate
 from .charts import method_charts
@@ -73,7 +73,7 @@ def write_report(
 
 def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
     """Return the section of the certificate next to the results, or an alert if it cannot be read."""
-    path = beside(results, KIND)
+    path = derive_path(results, KIND)
     if not path.is_file():
         return ""
     try:

@@ -108,7 +108,7 @@ class BenchResults(Results):
 _MODELS: dict[str, type[Results]] = {EVALUATION: EvaluationResults, BENCH: BenchResults}
 
 
-def beside(results: Path, name: str) -> Path:
+def derive_path(results: Path, name: str) -> Path:
     """Return the path of a file next to results: `name.json` for `results.json`, otherwise `STEM.name.json`."""
     return results.with_name(f"{name}.json" if results.stem == "results" else f"{results.stem}.{name}.json")
 

@@ -54,8 +54,10 @@ class StateFolder:
         """Metrics of the evaluations by step."""
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
-        """Return the position of the newest complete checkpoint, or None, and truncate the log there. Raises ValueError
-        if settings differ."""
+        """Return the position of the newest complete checkpoint, or None, and truncate the log there.
+
+        Raises ValueError if settings differ.
+        """
 
         def open_folder() -> Position | None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
@@ -113,8 +115,10 @@ class StateFolder:
         return from_main(self._accelerator, look)
 
     def save(self, position: Position, pinned: int | None = None) -> None:
-        """Write a checkpoint, then delete all but the newest `keep` and that of step `pinned`. Raises OSError on
-        failure."""
+        """Write a checkpoint, then delete all but the newest `keep` and that of step `pinned`.
+
+        Raises OSError on failure.
+        """
         target = self._path(position.step)
         temporary = target.with_name("." + target.name)
         weights, optimizer = self._gather()

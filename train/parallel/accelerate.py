@@ -21,8 +21,10 @@ _SIZED_BY_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_
 
 
 def make_accelerator(precision: str, **options: Any) -> Any:
-    """Return an `accelerate.Accelerator` for the launched processes; `options` are passed to it. Raises ValueError for
-    unsupported parallelism or precision, or if the processes do not form one group."""
+    """Return an `accelerate.Accelerator` for the launched processes; `options` are passed to it.
+
+    Raises ValueError for unsupported parallelism or precision, or if the processes do not form one group.
+    """
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
 

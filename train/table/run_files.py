@@ -72,8 +72,10 @@ def _open_run(path: Path, vocab_size: int) -> tuple[FileArray, FileArray]:
 
 
 def read_index(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Return a folder's index, empty if nothing was spilled. Raises ValueError if it or a run does not fit or is
-    damaged."""
+    """Return a folder's index, empty if nothing was spilled.
+
+    Raises ValueError if it or a run does not fit or is damaged.
+    """
     path, advice = folder / INDEX, f"delete {folder} to count again"
     if not path.is_file():
         return {"place": None, "tokens": 0, "documents": 0, "runs": [], "ends": [0] * vocab_size}
@@ -105,8 +107,10 @@ def remove_leftovers(folder: Path, index: dict[str, Any]) -> None:
 
 
 def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[int, int]:
-    """Merge the runs of finished counters into a table file; return its numbers of tokens and documents. Raises
-    ValueError if counts are of another vocabulary, or files are missing or damaged."""
+    """Merge the runs of finished counters into a table file; return its numbers of tokens and documents.
+
+    Raises ValueError if counts are of another vocabulary, or files are missing or damaged.
+    """
     found = [(folder, read_index(folder, vocab_size)) for folder in folders]
     runs = [_open_run(folder / run["name"], vocab_size) for folder, index in found for run in index["runs"]]
     tokens, documents = (sum(index[key] for _, index in found) for key in ("tokens", "documents"))

@@ -127,7 +127,9 @@ class HeadsModule(nn.Module):
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
     """Return a function from last hidden states [..., D] to logits [..., V] for output layers other than one matrix.
-    Raises ValueError if it does not reproduce the target's logits."""
+
+    Raises ValueError if it does not reproduce the target's logits.
+    """
     scorer = TransformersModel(target)
     token_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
     with torch.no_grad():

@@ -117,8 +117,10 @@ class CachedHidden:
         """Settings that must not change when a run resumes (JSON values)."""
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return hidden states [B, T, D] in the stored dtype, 0 at positions without a row. Raises ValueError if no
-        cache covers the batch's documents, or a file is damaged."""
+        """Return hidden states [B, T, D] in the stored dtype, 0 at positions without a row.
+
+        Raises ValueError if no cache covers the batch's documents, or a file is damaged.
+        """
         cache, positions_R, rows_R = look_up(self._caches, batch)
         device = batch.tokens_BT.device
         # pinned memory allows an asynchronous copy to the GPU; torch frees it afterwards
@@ -224,8 +226,10 @@ class CachedTeacher:
         """Do nothing: rows are read from disk and moved to the device of each batch."""
 
     def __call__(self, batch: Batch) -> SparseTeacher:
-        """Return ids (int64) and log-probabilities (float32), both [X, K] in descending order. Raises ValueError if no
-        cache covers the batch's documents, or a file is damaged."""
+        """Return ids (int64) and log-probabilities (float32), both [X, K] in descending order.
+
+        Raises ValueError if no cache covers the batch's documents, or a file is damaged.
+        """
         cache, positions_R, rows_R = look_up(self._caches, batch)
         ids_RK, log_probs_RK = self._read(cache, rows_R)
         device = batch.tokens_BT.device

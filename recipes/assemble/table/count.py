@@ -22,7 +22,7 @@ from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.messages import gigabytes
 from ....checkpoints.storage.names import CONFIG_FILE
-from ....checkpoints.storage.places import here
+from ....checkpoints.storage.places import find_local
 from ....checkpoints.storage.safe_read import load_json, read_json
 from ....checkpoints.table.facts import table_facts
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
@@ -82,7 +82,7 @@ def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
     needed = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     vocab_size = recipe.vocab_size
     if vocab_size is None:  # a model's embeddings may have more rows than its tokenizer has tokens
-        folder = here(recipe.tokenizer)
+        folder = find_local(recipe.tokenizer)
         config = read_json(folder / CONFIG_FILE) if folder and (folder / CONFIG_FILE).is_file() else {}
         vocab_size = max(needed, (config.get("text_config") or config).get("vocab_size") or 0)
     if vocab_size < needed:

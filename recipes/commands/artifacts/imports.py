@@ -32,7 +32,7 @@ from ....checkpoints.storage.names import (
     TOKENIZER_FILES,
     WHOLE_FILES,
 )
-from ....checkpoints.storage.places import here, hub_place
+from ....checkpoints.storage.places import find_local, hub_place
 from ....checkpoints.storage.safe_read import copy_files, read_json
 from ....checkpoints.verify import model_files
 from ....checkpoints.verify.model_files import UNLOADABLE, base_of, is_adapter, load_config, read_tensor
@@ -68,7 +68,7 @@ def import_published(
         import_gguf(gguf_file(source), out)
         return
     folder = find_folder(source, [MANIFEST_FILE, CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", HEADS_FILE])
-    if here(source) is None and (folder / MANIFEST_FILE).is_file():
+    if find_local(source) is None and (folder / MANIFEST_FILE).is_file():
         manifest, commit = pull(source, out)
         log(f"import: wrote {out}: the {manifest.role} of {source} at {commit}, {len(manifest.files)} verified files")
         return
@@ -260,7 +260,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
 
 def _heads_folder(source: str, unpickle: bool) -> Path:
     """Return the directory of heads; only the files with the heads are downloaded from the hub."""
-    path = here(source)
+    path = find_local(source)
     if path is not None:
         return path
     repo, revision = hub_place(source)

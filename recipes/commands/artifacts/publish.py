@@ -12,7 +12,7 @@ from ....checkpoints.hub.push_pull import is_on_hub
 from ....data.sources.registry import find_corpus
 from ....decode.methods import METHODS, method_config
 from ...report.certificate import KIND, load_certificate
-from ...schema.results import beside, load_results
+from ...schema.results import derive_path, load_results
 from ...session.terminal import log
 
 
@@ -44,7 +44,7 @@ def measured_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any
     results = load_results(path)
     name = _name_in(results["artifacts"], artifact, manifest, path)
     rows = [row for row in results["methods"] if _uses(row, name)]
-    certificates, file = [], beside(path, KIND)
+    certificates, file = [], derive_path(path, KIND)
     if file.is_file():
         found = load_certificate(file)
         if (found["artifacts"].get(name) or {}).get("sha256") == results["artifacts"][name]["sha256"]:

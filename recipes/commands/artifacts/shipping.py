@@ -29,7 +29,7 @@ def export(
     The written files are loaded again and compared with the artifact. Example: `export runs/drafter --to vllm-sglang`.
     """
     from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
-    from ....checkpoints.storage.places import here, hub_place
+    from ....checkpoints.storage.places import find_local, hub_place
     from .export import FORMATS
 
     if artifact is None:
@@ -42,7 +42,7 @@ def export(
         return
     if to is None:
         raise ValueError(f"say with --to in which format to export {artifact}; `draftsmith export` lists them")
-    if target is not None and here(target) is None:
+    if target is not None and find_local(target) is None:
         hub_place(target)  # raises if this cannot be a hub id
     artifact = artifact.expanduser()
     folder = out.expanduser() if out else artifact.resolve().with_name(f"{artifact.resolve().name}-{to}")

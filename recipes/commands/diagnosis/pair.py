@@ -34,7 +34,7 @@ from ....data.tokenizers import load_tokenizer
 from ....decode.evaluation.diagnose.expected import compare_server, draft_length, expected_of
 from ...report.terminal.diagnosis import show_diagnosis, show_findings
 from ...schema.evaluation import EvaluateRecipe
-from ...schema.results import BENCH, EVALUATION, beside, load_results
+from ...schema.results import BENCH, EVALUATION, derive_path, load_results
 from ...schema.serving import BenchRecipe
 from ...session.terminal import console, log, write_json
 from ..evaluation.recipe import evaluate_recipe
@@ -104,7 +104,7 @@ def _measure(found: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) ->
     findings, about = measure_pair(recipe)
     found["findings"] += [finding.as_json() for finding in findings]
     found |= {"schema": 5, "kind": KIND} | about
-    path = out or beside(Path(recipe.out), KIND)
+    path = out or derive_path(Path(recipe.out), KIND)
     atomic_text(path, _to_text(found))
     log(f"doctor: wrote {path}")
 

@@ -22,7 +22,7 @@ from ....decode.warpers import Sampling
 from ...assemble.evaluation import Case, entries_of, open_case
 from ...report.certificate import KIND, SCHEMA, VERDICTS, certificates_table, explanations
 from ...schema.evaluation import EvaluateRecipe
-from ...schema.results import beside
+from ...schema.results import derive_path
 from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console
@@ -50,7 +50,7 @@ def run_certify(
         batch: Batch size.
         out: Certificate file (default: next to the results).
     """
-    out = out or beside(Path(recipe.out), KIND)
+    out = out or derive_path(Path(recipe.out), KIND)
     check_writable(out)
     case = open_case(recipe)
     opened = case.opened
@@ -76,7 +76,7 @@ def run_certify(
         with signals.bar("certifying", "tokens") as advance:
             amounts = [_planned_tokens(case, plan, entry) for entry in entries]
             for number, entry in enumerate(entries):
-                before, keep = sum(amounts[:number]), kept.each(f"texts of {entry.label}", _TEXTS)
+                before, keep = sum(amounts[:number]), kept.numbered(f"texts of {entry.label}", _TEXTS)
 
                 def progress(done: int, _: int, before: int = before, label: str = entry.label) -> None:
                     advance(before + done, sum(amounts), label)

@@ -30,7 +30,7 @@ from ...report.page import report_beside, write_report
 from ...report.tables import UNSTEADY, conclusions, energy_table, method_table
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
-from ...schema.results import EVALUATION, beside, load_results, write_results
+from ...schema.results import EVALUATION, derive_path, load_results, write_results
 from ...session.machine import machine
 from ...session.stopping import Stoppable
 from ...session.terminal import console, log
@@ -61,7 +61,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         asked = ", ".join(f"{name}={value}" for name, value in ignored.items())
         log(f"evaluate: no method, nor the reference run, applies {asked} of the target's generation_config.json")
     if skipped:
-        log(f"evaluate: skipped {skipped.words()}")
+        log(f"evaluate: skipped {skipped.summary()}")
     with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity, signals) as kept:
         summary, resumed = _measure(case, kept, signals)
         results = _results(case, skipped, resumed, summary)
@@ -95,7 +95,7 @@ def evaluate_once(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 def certify_once(recipe: EvaluateRecipe, tokens: int) -> dict[str, str]:
     """Return the verdicts of a certificate by row, certifying only if they are missing or outdated."""
-    stamp = beside(Path(recipe.out), KIND).with_suffix(".stamp.json")
+    stamp = derive_path(Path(recipe.out), KIND).with_suffix(".stamp.json")
     identity = identity_of([recipe.recorded(exclude={"out"}), tokens], recipe.sources(), recipe)
     if (found := read_finished(stamp, identity)) is None:
         found = {"identity": identity, "verdicts": {each.label: each.verdict for each in run_certify(recipe, tokens)}}

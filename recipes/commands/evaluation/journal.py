@@ -53,7 +53,7 @@ class Journal:
         self.add(name, form, found)
         return found
 
-    def each(self, name: str, form: TypeAdapter[Found]) -> Callable[[int, Callable[[], Found]], Found]:
+    def numbered(self, name: str, form: TypeAdapter[Found]) -> Callable[[int, Callable[[], Found]], Found]:
         """Return a function like `__call__` that takes numbers in place of names."""
         return lambda number, work: self(f"{name} {number}", form, work)
 

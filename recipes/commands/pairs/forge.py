@@ -48,7 +48,7 @@ from ...report.certificate import KIND
 from ...report.forge import write_forge_page
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import write_recipe
-from ...schema.results import beside
+from ...schema.results import derive_path
 from ...schema.training import DrafterRecipe, HeadsRecipe
 from ...session.launch import run_launched
 from ...session.machine import machine
@@ -383,7 +383,9 @@ class _Forge:
         self._note("; ".join(f"{label}: {verdict}" for label, verdict in verdicts.items()), workload)
         if broken := [label for label, verdict in verdicts.items() if verdict == "not lossless"]:
             self._write()
-            raise NotLosslessError(f"{broken[0]} is not lossless: {beside(Path(recipe.out), KIND)} has the evidence")
+            raise NotLosslessError(
+                f"{broken[0]} is not lossless: {derive_path(Path(recipe.out), KIND)} has the evidence"
+            )
 
     def _serve(self) -> None:
         """Tune the draft lengths of the winners and of fully trained drafters in the serving engine."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.checkpoints.storage import messages
-from draftsmith.checkpoints.storage.messages import first_line, install_hint, words
+from draftsmith.checkpoints.storage.messages import error_text, first_line, install_hint
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[3]
 def test_errors_of_the_system_have_no_numbers(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Errno") as raised:
         (tmp_path / "nowhere").read_text()
-    assert words(raised.value) == f"{tmp_path / 'nowhere'}: No such file or directory"
-    assert first_line(raised.value) == words(raised.value)
-    assert words(OSError("[Errno -2] in a library's words")) == "in a library's words"
+    assert error_text(raised.value) == f"{tmp_path / 'nowhere'}: No such file or directory"
+    assert first_line(raised.value) == error_text(raised.value)
+    assert error_text(OSError("[Errno -2] in a library's words")) == "in a library's words"
     assert first_line(ValueError()) == "ValueError"
 
 

@@ -19,7 +19,7 @@ from draftsmith.recipes.report.compare import compare
 from draftsmith.recipes.report.page import best_lossless, run_report
 from draftsmith.recipes.report.tables import conclusions, method_table, number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from draftsmith.recipes.schema.results import beside, load_results
+from draftsmith.recipes.schema.results import derive_path, load_results
 from draftsmith.recipes.session.terminal import Terminal
 from transformers import LlamaForCausalLM
 
@@ -194,7 +194,7 @@ def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
     for row, one in zip(rows, made, strict=True):
         assert row[6] == ("–" if not one.tests else f"{min(test['p_value'] for test in one.tests):.1g}")
     assert "certificate" not in page.alerts
-    path = beside(rich, "certificate")
+    path = derive_path(rich, "certificate")
     told = json.loads(path.read_text())
     told["recipe"]["drafter"] = "elsewhere"
     path.write_text(json.dumps(told | {"complete": False}))

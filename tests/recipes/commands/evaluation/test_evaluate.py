@@ -222,7 +222,7 @@ def test_prompts_are_reproducible_and_those_skipped_are_named(corpus: Path, tmp_
     assert first == load_prompts(str(tmp_path / "rows.json"), get_template("chatml"), tokenizer, 10, 100)
     assert [prompt.id for prompt, _ in first] == [f"row{place}" for place in range(12) if place not in (4, 7)]
     assert passed.as_dict() == {"counts": {"too long": 1, "no question": 1}, "too_long": ["row4"]}
-    assert passed.words() == "1 prompts (too long), 1 prompts (no question)"
+    assert passed.summary() == "1 prompts (too long), 1 prompts (no question)"
     assert not SkippedPrompts()
     for text, why in (("[]", "it is empty"), (json.dumps([rows[7]]), r"1 prompts \(no question\)")):
         (tmp_path / "none.json").write_text(text)
