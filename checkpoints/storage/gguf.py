@@ -1,22 +1,33 @@
 """Conversion of a GGUF file to a model folder: configuration, dequantised safetensors, tokenizer, chat template.
 
-transformers reads the file. Two of its results are corrected: models that keep their quantizer cannot be saved, and
-byte-level BPE with an unknown pre-tokenizer (`tokenizer.ggml.pre`) falls back to GPT-2's, which changes ids.
+transformers reads the configuration and the tokenizer, and names the tensors, which are written one at a time. One of
+its results is corrected: byte-level BPE with an unknown pre-tokenizer (`tokenizer.ggml.pre`) falls back to GPT-2's,
+which changes ids.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .atomic import atomic_dir
 from .messages import did_you_mean, first_line, install_hint
 
 SUFFIX = ".gguf"
 PACKAGE = "package:"
+Progress = Callable[[int, int], None]
+"""Called with how many tensors are written, and of how many."""
+_SAFETENSORS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
+_AT_ONCE = 1 << 18
+"""Numbers that are dequantised at a time, which stay in a processor's cache."""
 _TOKENIZER = {"model": "tokenizer.ggml.model", "pre": "tokenizer.ggml.pre"}
 _GPT2 = {"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"}
 """Names of pre-tokenizers equal to GPT-2's, which transformers falls back to (llama.cpp, `llama-vocab.cpp`)."""
@@ -53,7 +64,7 @@ def gguf_folder(place: str | Path) -> Path:
     """
     file = gguf_file(place)
     found = file.stat()
-    key = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}"
+    key = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}\nauto"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "draftsmith" / "gguf" / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.is_dir():
@@ -68,39 +79,145 @@ def read_gguf(file: Path) -> Any:
         from gguf import GGUFReader
     except ImportError as error:
         raise ValueError(f"{file}: GGUF files need the package gguf: {install_hint('gguf')}") from error
+
+    class Reader(GGUFReader):
+        """Reader that takes its million slices of a plain array: those of `numpy.memmap` cost four times as much."""
+
+        data = property(lambda self: self.plain, lambda self, data: setattr(self, "plain", data.view(np.ndarray)))
+
     try:
-        return GGUFReader(file)
+        return Reader(file)
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{file} is no GGUF file that can be read here: {first_line(error)}") from error
 
 
-def convert_gguf(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file to a folder in float32, which represents its dequantised blocks exactly.
+def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progress | None = None) -> None:
+    """Write the model of a GGUF file to a folder, tensor by tensor.
 
-    Raises ValueError as `read_gguf` does, or if transformers does not support the model or its pre-tokenizer.
+    Args:
+        file: GGUF file.
+        folder: Output folder.
+        dtype: Type of the weights; auto: bfloat16 where the file is quantised or holds bfloat16, otherwise float32.
+        progress: Called with the number of tensors written, and of all.
+
+    Raises:
+        ValueError: The file cannot be read, or transformers does not support the model or its pre-tokenizer.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-    fields = read_gguf(file).fields
+    if dtype != "auto" and f"torch.{dtype}" not in _SAFETENSORS:
+        raise ValueError(f"dtype is {dtype!r}: expected auto, float32, bfloat16 or float16")
+    reader = read_gguf(file)
+    dtype = _dtype_of(reader) if dtype == "auto" else dtype
+    given: dict[str, Any] = {"gguf_file": file.name}
     try:
-        split = {name: fields[key].contents() for name, key in _TOKENIZER.items() if key in fields}
-        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        split = {name: reader.fields[key].contents() for name, key in _TOKENIZER.items() if key in reader.fields}
+        with _parsed(reader):
+            config = AutoConfig.from_pretrained(file.parent, **given)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, config=config, **given)
+        settings = config.to_dict()
+        for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+            settings.pop(key, None)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(type(config).from_dict(settings), dtype=getattr(torch, dtype))
+        model.tie_weights()
+        architecture = reader.fields["general.architecture"].contents()
+        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
+        if names := _names_of(reader, model, processor):
+            _stream(reader, model, names, processor, folder / "model.safetensors", progress)
+        else:  # a mixture of experts: several tensors of the file are one of the model
+            given |= {"dtype": model.dtype, "output_loading_info": True}
+            loaded, found = AutoModelForCausalLM.from_pretrained(file.parent, **given)
+            if found["missing_keys"]:
+                raise ValueError(f"it lacks {sorted(found['missing_keys'])[0]}")
+            model.load_state_dict(loaded.state_dict(), assign=True)
+            model.tie_weights()
+            model.save_pretrained(folder)
     except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
         raise ValueError(f"{file} is no GGUF file that can be read here: {first_line(error)}") from error
     if split.get("model") == "gpt2":
         _set_splitting(tokenizer.backend_tokenizer, split.get("pre", "default"), file)
-    settings = loaded.config.to_dict()
-    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        settings.pop(key, None)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(settings), dtype=loaded.dtype)
-    model.load_state_dict(loaded.state_dict(), assign=True)
-    model.tie_weights()
-    model.generation_config = loaded.generation_config
-    model.save_pretrained(folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _parsed(reader: Any) -> Iterator[None]:
+    """Have transformers use a parsed file: it parses the file for each thing that it reads, in ten seconds."""
+    import gguf
+
+    original = gguf.GGUFReader
+    gguf.GGUFReader = lambda *_: reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = original
+
+
+def _dtype_of(reader: Any) -> str:
+    """Return the type that holds a file's matrices: bfloat16 where they are that, or quantised."""
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    return "float32" if kinds <= {"F64", "F32", "F16"} else "bfloat16"
+
+
+def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
+    """Return the model's names of a file's tensors by the file's; empty where the model has others."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    try:
+        known = get_gguf_hf_weights_map(model, processor)
+    except NotImplementedError:
+        return {}
+    found = {tensor.name: known[tensor.name] for tensor in reader.tensors if tensor.name in known}
+    return found if set(found.values()) == set(model.state_dict()) - set(model.all_tied_weights_keys) else {}
+
+
+def _stream(
+    reader: Any, model: Any, names: dict[str, str], processor: Any, path: Path, progress: Progress | None
+) -> None:
+    """Write a file's tensors, dequantised, to a safetensors file, one at a time."""
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    wanted, end = model.state_dict(), 0
+    for name in names.values():
+        start, end = end, end + wanted[name].nbytes
+        kind = _SAFETENSORS[str(wanted[name].dtype)]
+        header[name] = {"dtype": kind, "shape": list(wanted[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    tensors = [tensor for tensor in reader.tensors if tensor.name in names]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for number, tensor in enumerate(tensors):
+            found: dict[str, Any] = {}
+            about = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": found}}
+            made = processor.process(weights=_dequantised(tensor), name=tensor.name, **about)
+            (value,) = found.values() if made.name is None else [torch.from_numpy(made.weights)]
+            meant = wanted[names[tensor.name]]
+            if value.shape != meant.shape:
+                sizes = f"{list(value.shape)}, and its configuration asks for {list(meant.shape)}"
+                raise ValueError(f"{tensor.name} has shape {sizes}")
+            out.write(value.to(meant.dtype).contiguous().view(torch.uint8).numpy().data)
+            if progress:
+                progress(number + 1, len(tensors))
+
+
+def _dequantised(tensor: Any) -> Any:
+    """Return a tensor of a file in float32, some rows at a time: whole ones take several times their memory."""
+    from gguf.quants import dequantize
+
+    rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+    made = np.empty((len(rows), tensor.shape[0]), np.float32)
+    step = max(1, _AT_ONCE // made.shape[1])
+    for start in range(0, len(rows), step):
+        made[start : start + step] = dequantize(rows[start : start + step], tensor.tensor_type)
+    return made.reshape(*reversed(tensor.shape.tolist()))
 
 
 def _set_splitting(backend: Any, name: str, file: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from ..engine import Limits
@@ -89,15 +90,21 @@ class Summariser:
         summary = Summary()
         if greedy is not None and REFERENCE in self.runs:
             summary.same = identical(self.runs[REFERENCE], greedy)
-        for number, entry in enumerate(entries):
+        done, steps = 0, len(entries) * (len(self.asked) + 3)
+
+        def advance(label: str) -> None:
+            nonlocal done
+            if progress:
+                progress(done, steps, label)
+            done += 1
+
+        for entry in entries:
             if entry.sampling not in bases:
                 raise ValueError(
                     f"{entry.label!r} needs {BASELINE!r} at temperature {entry.sampling.temperature:g} beside it"
                 )
-            if progress:
-                progress(number, len(entries), entry.label)
             base = bases[entry.sampling]
-            row = self._row(entry, base)
+            row = self._row(entry, base, partial(advance, entry.label))
             counts = total(self.runs[entry.label].tallies)
             # a batch takes as long as its longest text, so its speedup is not bounded by the tokens per iteration
             forwards = counts.steps / counts.rounds if self.batch == 1 else math.inf
@@ -108,19 +115,26 @@ class Summariser:
                 summary.rows.append(row)
         return summary
 
-    def _row(self, entry: Entry, base: Run) -> dict[str, Any]:
+    def _row(self, entry: Entry, base: Run, advance: Callable[[], None]) -> dict[str, Any]:
         run, prompts = self.runs[entry.label], [prompt.ids for prompt in self.asked]
         method = build_method(entry.method, self.parts, entry.sampling, **entry.options)
         counts = total(run.tallies)
         lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
         nodes, context = counts.nodes / max(1, counts.rounds), round(statistics.mean(lengths))
+        advance()
         profile = profile_steps(self.target, self.parts, entry, prompts, self.limits, self.seed, self.batch)
+        advance()
         drafting, forwards = drafting_cost(self.target, method, nodes, context)
+        nats = list[float]()
+        for given, ids in zip(prompts, run.ids, strict=True):
+            advance()
+            nats.append(surprisal(self.target, given, ids))
+        advance()
         known = _Entry(
             entry,
             run,
             base,
-            nats=[surprisal(self.target, prompt, ids) for prompt, ids in zip(prompts, run.ids, strict=True)],
+            nats=nats,
             rouge=[
                 rouge_l(self.text_of(ids), prompt.references) if self.text_of and prompt.references else None
                 for prompt, ids in zip(self.asked, run.ids, strict=True)

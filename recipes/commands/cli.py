@@ -201,6 +201,12 @@ def import_(
         bool, typer.Option("--unpickle", help="Also read pickled files (.pt, .bin), of which only tensors are loaded.")
     ] = False,
     states: Annotated[str | None, typer.Option(help="Hidden states that the heads read, such as before-norm.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of a GGUF file's weights: float32, bfloat16, float16 (default: bfloat16 if it is quantised)."
+        ),
+    ] = None,
 ) -> None:
     """Convert published drafters, heads or GGUF files.
 
@@ -209,7 +215,7 @@ def import_(
     """
     from .artifacts.imports import import_published
 
-    import_published(source, out, target, unpickle=unpickle, states=states)
+    import_published(source, out, target, unpickle=unpickle, states=states, dtype=dtype)
 
 
 @app.command()

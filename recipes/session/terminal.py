@@ -18,6 +18,7 @@ from ...checkpoints.storage.messages import pictured
 from ...checkpoints.storage.redaction import redacted
 
 _SECONDS_BETWEEN_LINES = 15.0
+_SECONDS_TO_FIRST_LINE = 5.0
 
 
 class Terminal(Console):
@@ -89,7 +90,8 @@ def bar(title: str, unit: str) -> Iterator[Advance]:
 
 
 def _lines(title: str, unit: str) -> Advance:
-    start = last = time.monotonic()
+    start = time.monotonic()
+    last = start + _SECONDS_TO_FIRST_LINE - _SECONDS_BETWEEN_LINES
     first: int | None = None
 
     def advance_line(done: int, total: int, note: str = "") -> None:

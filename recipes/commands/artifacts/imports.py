@@ -38,7 +38,7 @@ from ....checkpoints.verify import model_files
 from ....checkpoints.verify.model_files import UNLOADABLE, base_of, is_adapter, load_config, read_tensor
 from ....data.tokenizers import load_tokenizer
 from ....decode.models.loading import load_model
-from ...session.terminal import log
+from ...session.terminal import bar, log
 from ...session.typed import typed_command
 
 _SMALL = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
@@ -48,7 +48,13 @@ _PICKLED = "pytorch_model*.bin"
 
 
 def import_published(
-    source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
+    source: str,
+    out: Path,
+    target: str | None = None,
+    *,
+    unpickle: bool = False,
+    states: str | None = None,
+    dtype: str | None = None,
 ) -> None:
     """Import a directory or hub id as an artifact, or a GGUF file as a model.
 
@@ -60,13 +66,16 @@ def import_published(
         target: Target of the drafter or the heads.
         unpickle: Whether to read pickled weights; only tensors are loaded from them.
         states: Hidden states that Medusa heads read.
+        dtype: Type of the weights of a GGUF file's model; None: see `convert_gguf`.
     """
     check_new(out)
     if is_gguf(source):
         if target is not None:
             raise ValueError(f"--target {target}: {source} becomes a plain model, which is for no other model")
-        import_gguf(gguf_file(source), out)
+        import_gguf(gguf_file(source), out, dtype or "auto")
         return
+    if dtype is not None:
+        raise ValueError(f"--dtype {dtype} is for GGUF files; the weights of {source} are copied as they are")
     folder = find_folder(source, [MANIFEST_FILE, CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", HEADS_FILE])
     if find_local(source) is None and (folder / MANIFEST_FILE).is_file():
         manifest, commit = pull(source, out)
@@ -84,10 +93,10 @@ def import_published(
     import_drafter(source, folder, out, target, unpickle=unpickle)
 
 
-def import_gguf(file: Path, out: Path) -> None:
-    """Write the model of a GGUF file to a new directory, in float32."""
-    with atomic_dir(out) as folder:
-        convert_gguf(file, folder)
+def import_gguf(file: Path, out: Path, dtype: str = "auto") -> None:
+    """Write the model of a GGUF file to a new directory, in a type as `convert_gguf` takes it."""
+    with atomic_dir(out) as folder, bar(f"reading {file.name}", "tensors") as advance:
+        convert_gguf(file, folder, dtype, advance)
         patch_model(folder)
         patch_tokenizer(folder)
     log(f"model: wrote {out}")

@@ -150,7 +150,7 @@ def _measure(case: Case, kept: Journal, signals: Stoppable) -> tuple[Summary, in
         energies=_count_energy(case, kept, signals) if recipe.energy != "off" else {},
         batch=recipe.batch,
     )
-    with signals.bar("timing steps, reading texts", "methods") as advance:
+    with signals.bar("timing steps, reading texts", "steps") as advance:
         return summariser.summarise(entries, advance), len(known["finished"])
 
 

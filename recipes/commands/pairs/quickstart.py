@@ -127,7 +127,7 @@ def make_target(name: str, folder: Path) -> None:
     """Convert the target's GGUF file to a model directory, or link to its directory."""
     found = find_target(name)
     log(f"— target: {found} → {folder}")
-    import_gguf(found, folder) if is_gguf(found) else folder.symlink_to(found.resolve())
+    import_gguf(found, folder, "float32") if is_gguf(found) else folder.symlink_to(found.resolve())
 
 
 def make_corpus(recipe: QuickstartRecipe, folder: Path, *, min_heldout: int = 0) -> None:

@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from draftsmith.checkpoints.storage import gguf
 from draftsmith.checkpoints.storage.gguf import convert_gguf
 from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.models.loading import load_model
+from draftsmith.recipes.commands.artifacts.imports import import_published
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
 from transformers import LlamaForCausalLM
 
 VOCAB, LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 280, 2, 64, 4, 2, 96
@@ -51,8 +54,8 @@ def values_of(file: Path, heads: int, kv_heads: int) -> dict[str, np.ndarray]:
     return found
 
 
-def write_gguf(file: Path, pre: str, architecture: str = "llama") -> Path:
-    """Write a tiny tied Llama of random Q4_1 and Q8_0 blocks, whose tokenizer splits by the rule that is named."""
+def write_gguf(file: Path, pre: str, architecture: str = "llama", quantised: bool = True) -> Path:
+    """Write a tiny tied Llama of random Q4_1 and Q8_0 blocks or of float16, whose tokenizer splits by a named rule."""
     rng, writer = np.random.default_rng(0), GGUFWriter(file, architecture)
     for key, value in {
         "context_length": 512, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": INNER,
@@ -79,6 +82,7 @@ def write_gguf(file: Path, pre: str, architecture: str = "llama") -> Path:
     blocks |= {f"blk.{n}.ffn_down": (HIDDEN, INNER) for n in range(LAYERS)} | {"token_embd": (VOCAB, HIDDEN)}
     for name, size in blocks.items():
         kind = GGMLQuantizationType.Q8_0 if name == "token_embd" else GGMLQuantizationType.Q4_1
+        kind = kind if quantised else GGMLQuantizationType.F16
         packed = quantize(rng.normal(0, 0.3, size).astype(np.float32), kind)
         writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
     for name in ("output_norm", *(f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn"))):
@@ -98,7 +102,7 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])
 def test_a_folder_has_the_files_tensors_to_the_bit(write: Callable[..., Path], tmp_path: Path, pre: str) -> None:
     file = write(pre)
-    convert_gguf(file, tmp_path)
+    convert_gguf(file, tmp_path, "float32")
     found, wanted = load_file(tmp_path / "model.safetensors"), values_of(file, HEADS, KV_HEADS)
     assert found.keys() == wanted.keys(), "the output layer is the embedding, and not stored twice"
     for name, value in wanted.items():
@@ -109,6 +113,31 @@ def test_a_folder_has_the_files_tensors_to_the_bit(write: Callable[..., Path], t
     config = json.loads((tmp_path / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["eos_token_id"] == 2
+
+
+def test_quantised_files_become_bfloat16_and_others_keep_their_numbers(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, calls = write("smollm"), list[tuple[int, int]]()
+    monkeypatch.setattr(gguf, "_AT_ONCE", 3 * HIDDEN)
+    convert_gguf(file, tmp_path / "a", progress=lambda *call: calls.append(call))
+    found = load_torch(tmp_path / "a" / "model.safetensors")
+    for name, value in values_of(file, HEADS, KV_HEADS).items():
+        assert torch.equal(found[name], torch.from_numpy(np.ascontiguousarray(value)).bfloat16())
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert calls[-1] == (len(found), len(found))
+    convert_gguf(write("smollm", "llama", False), tmp_path / "b")
+    assert {tensor.dtype for tensor in load_torch(tmp_path / "b" / "model.safetensors").values()} == {torch.float32}
+
+
+def test_a_type_is_one_of_weights_and_only_for_gguf_files(write: Callable[..., Path], tmp_path: Path) -> None:
+    file = write("smollm")
+    with pytest.raises(ValueError, match=r"'int8'.*bfloat16"):
+        import_published(str(file), tmp_path / "a", dtype="int8")
+    import_published(str(file), tmp_path / "b", dtype="float16")
+    assert load_model(str(tmp_path / "b")).dtype == torch.float16
+    with pytest.raises(ValueError, match="--dtype float16 is for GGUF files"):
+        import_published(str(tmp_path / "b"), tmp_path / "c", dtype="float16")
 
 
 def test_digits_are_split_off_where_the_file_says_so(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -156,7 +185,7 @@ def test_smollm2_has_llama_cpps_ids_and_the_files_tensors(tmp_path: Path) -> Non
     assert spec is not None
     assert spec.origin is not None
     (file,) = Path(spec.origin).parent.glob("*.gguf")
-    convert_gguf(file, tmp_path)
+    convert_gguf(file, tmp_path, "float32")
     tokenizer = load_tokenizer(str(tmp_path))
     for text, ids in GOLDEN:
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
