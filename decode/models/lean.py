@@ -123,7 +123,7 @@ class LeanDecoder(LanguageModel):
         self._parallel = getattr(config, "use_parallel_residual", False)
         self._embedding_VD = embedding
         self._product = partial(Product, int8=int8)
-        self._head = self._product(head)
+        self._head = self._product(head, keep=True)
         # One complex product rotates adjacent elements, while transformers pairs element e with e + E/2. Queries and
         # keys are therefore projected in interleaved order, which does not change their inner products. GPUs use
         # kernels instead.
@@ -185,12 +185,14 @@ class LeanDecoder(LanguageModel):
                 )
             else:
                 norm_in_D, norm_mlp_D = (None if norm is None else self._scaled(norm) for _, norm in sides)
-        elif not self._rotation.reorders and not modules[0][0].weight.requires_grad:
+        if not self._folded and not modules[0][0].weight.requires_grad:
             # Frozen module weights become views of these, to save memory. Trainable ones may be managed by others, such
             # as DeepSpeed.
-            for several, whole in zip(modules, (qkv_OI, up_OI), strict=True):
-                parts = whole.split([len(module.weight) for module in several]) if len(several) > 1 else ()
-                for module, part in zip(several, parts, strict=False):
+            for several, whole in zip(modules, (None if self._rotation.reorders else qkv_OI, up_OI), strict=True):
+                if whole is None or len(several) == 1:
+                    continue
+                parts = whole.split([len(module.weight) for module in several])
+                for module, part in zip(several, parts, strict=True):
                     module.weight.data = part
         in_order = norm_in_D, weights[1], norm_mlp_D, weights[3]
         norm_in_D, norm_attended_D, norm_mlp_D, norm_made_D = (

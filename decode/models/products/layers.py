@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .native import compiled, in_use
-from .product import WIDE, FewRows, Product, fits
+from .product import WIDE, FewRows, Product
 
 Side = tuple[Tensor, Tensor | None]
 """Rotation of a layer's queries and keys, complex [1 or B, M, 1, E / 2], and its mask [1 or B, 1, M, S]."""
@@ -51,14 +51,14 @@ class DecoderLayers:
     @staticmethod
     def fit(layers: Sequence[Any], width: int) -> bool:
         """Return whether the C function supports these layers and this head width."""
-        weights = [product.weight_OI for layer in layers for product in _products(layer)]
-        right = all(fits(each) and not any(n % _WIDTH for n in each.shape) for each in weights) and width % _WIDTH == 0
+        products = [product for layer in layers for product in _products(layer)]
+        right = all(each.fits and not any(n % _WIDTH for n in each.shape) for each in products) and width % _WIDTH == 0
         return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
         """Prepare layers that `fit`. `sides` gives the index of each layer's `Side` in calls."""
         self._sides, self._architecture = tuple(sides), kind
-        hidden = layers[0].up.weight_OI.shape[1]  # the input of queries may be wider
+        hidden = layers[0].up.shape[1]  # the input of queries may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
         few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
         kept = [
@@ -72,7 +72,7 @@ class DecoderLayers:
         self._table[:, 4:13] = torch.tensor([[_address(each) for each in of_layer] for of_layer in kept])
         self._kind = few[0][0].kind
         assert all(product.kind == self._kind for products in few for product in products)
-        self._mlp = layers[0].down.weight_OI.shape[1]
+        self._mlp = layers[0].down.shape[1]
         self._most_tokens = min(product.most_rows for products in few for product in products)
         self._call = compiled().layers
         # With AMX the library is faster for many bfloat16 rows.

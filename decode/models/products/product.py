@@ -20,6 +20,7 @@ _WIDTH = 16
 WIDE, _NARROW, PAIRS, _BYTES, FOURS = range(5)  # as numbered in C
 _TOGETHER = (1, 1, 2, 4, 4)  # adjacent inputs by kind
 _MAX_INT8 = 127
+_AT_ONCE = 1 << 18  # numbers that are rounded at a time, which fit into the cache
 
 
 def round_to_int8(model: nn.Module) -> None:
@@ -32,8 +33,12 @@ def round_to_int8(model: nn.Module) -> None:
 
 def rounded(weight_OI: Tensor) -> Tensor:
     """Return a matrix rounded to int8, in its own dtype."""
-    integers_OI, scale_O = integers_of(weight_OI)
-    return (integers_OI * scale_O[..., None]).to(weight_OI.dtype)
+    parts = weight_OI.split(max(1, _AT_ONCE // max(1, weight_OI[:1].numel())))
+    made_OI, row = torch.empty_like(weight_OI), 0
+    for integers_OI, scale_O in map(integers_of, parts):
+        made_OI[row : row + len(scale_O)] = integers_OI * scale_O[..., None]
+        row += len(scale_O)
+    return made_OI
 
 
 def is_int8(model: nn.Module) -> bool:
@@ -79,6 +84,11 @@ class FewRows:
         self.most_rows = min(FEW_ROWS, _MAX_STACK_NUMBERS // self._inputs)
         self._call = compiled().few_rows
 
+    def matrix(self) -> Tensor:
+        """Return a copy of W [O, I], which is not int8."""
+        rows_OI = self._weight.transpose(1, 2).reshape(-1, self._inputs)
+        return rows_OI[: self._outputs]
+
     @property
     def pointer(self) -> int:
         """Return the address of the weights."""
@@ -118,19 +128,30 @@ def fits(weight_OI: Tensor) -> bool:
 class Product:
     """Product x Wᵀ + b, by `FewRows` for up to 64 rows and large weights on a CPU, else by the library."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, int8: bool = False) -> None:
-        self.weight_OI, self.int8 = weight_OI, int8
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, int8: bool = False, keep: bool = False) -> None:
+        """Prepare the product. `keep` stores float32 weights twice, for faster products of many rows."""
+        self.shape, self.dtype, self.int8 = weight_OI.shape, weight_OI.dtype, int8
         self.bias_O = None if bias_O is None else bias_O.to(weight_OI.dtype)
         self.added_O = None if bias_O is None else bias_O.float().contiguous()
-        large = weight_OI.numel() >= SMALLEST_PACKED
-        self.few_rows = FewRows(weight_OI, int8) if large and fits(weight_OI) else None
+        large, self.fits = weight_OI.numel() >= SMALLEST_PACKED, fits(weight_OI)
+        self.few_rows = FewRows(weight_OI, int8) if large and self.fits else None
+        is_stored = self.few_rows is not None and self.few_rows.kind == WIDE and not keep
+        self._weight_OI = None if is_stored else weight_OI
+
+    @property
+    def weight_OI(self) -> Tensor:
+        """Weights, [O, I]."""
+        if self._weight_OI is not None:
+            return self._weight_OI
+        assert self.few_rows is not None
+        return self.few_rows.matrix()
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """Return x Wᵀ + b, [X, O]."""
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             return self.few_rows(x_XI.float(), self.added_O).to(x_XI.dtype)
-        if x_XI.dtype != self.weight_OI.dtype:
-            return self(x_XI.to(self.weight_OI.dtype)).to(x_XI.dtype)
+        if x_XI.dtype != self.dtype:
+            return self(x_XI.to(self.dtype)).to(x_XI.dtype)
         return F.linear(x_XI, self.weight_OI, self.bias_O)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
@@ -138,7 +159,7 @@ class Product:
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             added_XO = sum_XO.float() if self.added_O is None else sum_XO.float() + self.added_O
             return self.few_rows(x_XI.float(), added_XO).to(sum_XO.dtype)
-        if x_XI.dtype != self.weight_OI.dtype or self.bias_O is not None:
+        if x_XI.dtype != self.dtype or self.bias_O is not None:
             return sum_XO + self(x_XI)
         if sum_XO.is_cuda:
             return sum_XO.addmm_(x_XI, self.weight_OI.t())

@@ -19,6 +19,7 @@ from draftsmith.decode.models.kv_cache import KVCache
 from draftsmith.decode.models.lean import ACTIVATED, LeanDecoder
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.models.products import native
+from draftsmith.decode.models.products import product as products
 from draftsmith.decode.models.products.native import compiled, library_products
 from draftsmith.decode.models.products.product import (
     FEW_ROWS,
@@ -311,3 +312,34 @@ def test_it_is_compiled_once_and_only_where_it_can_be(tmp_path: Path) -> None:
     made = library.stat().st_mtime_ns
     assert asked() == ("True", [library])
     assert library.stat().st_mtime_ns == made
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_float32_weights_are_stored_once() -> None:
+    weight_OI = torch.randn(SMALLEST_PACKED // 32 + 5, 36)
+    made, kept = Product(weight_OI), Product(weight_OI, keep=True)
+    assert made._weight_OI is None
+    assert kept._weight_OI is weight_OI
+    assert torch.equal(made.weight_OI, weight_OI)
+    x_XI = torch.randn(FEW_ROWS + 1, 36)
+    assert torch.equal(made(x_XI), kept(x_XI))
+
+
+@torch.inference_mode()
+def test_frozen_weights_of_joined_products_are_stored_once(make_llama: Any) -> None:
+    model = make_llama(hidden_size=64, intermediate_size=128).bfloat16().requires_grad_(False)
+    before = model(torch.arange(9)[None]).logits
+    thin = LeanDecoder(model)
+    for layer, made in zip(model.model.layers, thin._layers, strict=True):
+        places = {part.weight.untyped_storage().data_ptr() for part in (layer.mlp.gate_proj, layer.mlp.up_proj)}
+        assert places == {made.up.weight_OI.untyped_storage().data_ptr()}
+    assert torch.equal(model(torch.arange(9)[None]).logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_by_parts_is_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(3, 5, 40).to(dtype)
+    whole = rounded(weight)
+    monkeypatch.setattr(products, "_AT_ONCE", 250)
+    assert torch.equal(rounded(weight), whole)
