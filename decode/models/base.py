@@ -264,7 +264,7 @@ class TransformersModel(LanguageModel):
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._shape = LogitShape.of(config)
         # In Llama 4 `base_model` is the whole model, because the decoder has an unusual name.
-        self._decoder: nn.Module = model.model if model.base_model is model else model.base_model
+        self._decoder: nn.Module = getattr(model, "model", model) if model.base_model is model else model.base_model
         self._kept_R = kept_tokens(model)
         if self._kept_R is not None:
             self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]

@@ -270,4 +270,4 @@ def _tried(model: Any) -> Iterator[None]:
 def _decoder(model: Any) -> Any:
     """Return the submodule of a causal LM that outputs the last hidden state."""
     decoder = model.base_model
-    return decoder if decoder is not model else model.get_decoder()
+    return decoder if decoder is not model else getattr(model, "model", None) or model.get_decoder()

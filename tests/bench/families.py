@@ -1,0 +1,150 @@
+"""Decoder families of transformers: which load here, train as a target, decode chains and decode trees.
+
+A tiny random model of each type is built; what it decodes is compared with its own `generate` for rows of several
+lengths. Run with
+
+    python tests/bench/families.py [--quick]
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+from common import finish, parser_of
+from draftsmith.checkpoints.verify.families import ENCODER_DECODERS, family_fault
+from draftsmith.checkpoints.verify.model_files import UNLOADABLE, meta_model, model_class, quietly
+from draftsmith.decode.engine import Limits, decode_texts
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from draftsmith.train.forward.packed import make_forward
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCAB, NEW, LARGEST = 120, 16, 4_000_000
+# For whichever of these fields a configuration has.
+SIZES: dict[int, str] = {
+    VOCAB: "vocab_size",
+    32: "hidden_size d_model n_embd lru_width hidden_size_per_layer_input",
+    48: "intermediate_size ffn_dim d_ff n_inner shared_intermediate_size intermediate_size_mlp ffn_hidden_size",
+    16: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size q_lora_rank",
+    2: "num_hidden_layers n_layer num_layers n_layers num_key_value_heads num_kv_heads num_experts_per_tok moe_topk",
+    4: "num_attention_heads n_head n_heads num_heads attention_heads num_experts num_local_experts n_routed_experts",
+    8: "head_dim d_kv kv_channels dim_head rotary_dim moe_num_experts",
+    512: "max_position_embeddings n_positions n_ctx max_seq_len",
+    1: "n_group topk_group first_k_dense_replace num_shared_experts n_shared_experts moe_num_shared_experts",
+}
+MORE: dict[str, dict[str, Any]] = {
+    "opt": {"word_embed_proj_dim": 32},
+    **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm2_moe")},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gemma2": {"query_pre_attn_scalar": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    **{kind: {"head_dim": 8} for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **{kind: {"decoder_start_token_id": 0} for kind in ENCODER_DECODERS},
+}
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+LLAMA3 = ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon (ALiBi)": ("falcon", {"alibi": True, "multi_query": False}),
+    "falcon (new)": ("falcon", {"new_decoder_architecture": True, "multi_query": False}),
+    "gpt_neo (global)": ("gpt_neo", {"attention_types": [[["global"], 2]]}),
+    "llama (llama3)": ("llama", {"rope_parameters": LLAMA3}),
+    "llama (yarn)": ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}}),
+}
+
+
+def build(kind: str, more: dict[str, Any]) -> Any:
+    """Return a tiny random model, or why its family is refused."""
+    whole = AutoConfig.for_model(kind)
+    if not more and kind not in MORE and (fault := family_fault(whole)):
+        return fault
+    fields = whole.to_dict()
+    small = {name: size for size, names in SIZES.items() for name in names.split() if fields.get(name) is not None}
+    small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | MORE.get(kind, {}) | more
+    if fields.get("layer_types"):
+        small.setdefault("layer_types", (list(dict.fromkeys(fields["layer_types"])) * 2)[:2])
+    config = AutoConfig.for_model(kind, **small)
+    if fault := family_fault(config):
+        return fault
+    if (count := sum(weight.numel() for weight in meta_model(config).parameters())) > LARGEST:
+        raise ValueError(f"no tiny model of it is known ({count:,} parameters)")
+    torch.manual_seed(0)
+    model = model_class(config).from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 or "norm" in name or "ln" in name:
+                weight.normal_(0, 0.25) if weight.dim() > 1 else weight.uniform_(0.7, 1.3)
+    model.generation_config.update(eos_token_id=None, pad_token_id=0, use_cache=True)
+    return model
+
+
+def try_family(kind: str, more: dict[str, Any]) -> tuple[dict[str, bool], str]:
+    """Return which of loading, training and decoding work, and why not."""
+    done = {"loads": False, "trains": False, "chains": False, "trees": False}
+    try:
+        model = build(kind, more)
+    except UNLOADABLE as error:
+        return {}, f"not built: {' '.join(str(error).split())[:90]}"
+    try:
+        if isinstance(model, str):
+            return done, model
+        target = wrap_model(model)
+    except ValueError as error:
+        return done, str(error)
+    done["loads"], why = True, target.tree_fault or ""
+    draws = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(5, VOCAB, (count,), generator=draws).tolist() for count in (20, 9)]
+    wanted = []
+    for prompt in prompts:
+        found = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist()
+        wanted.append(found[1:] if model.config.is_encoder_decoder else found[len(prompt) :])
+    other, sampling = copy.deepcopy(model).requires_grad_(False), Sampling()
+    for weight in other.parameters():
+        weight.add_(torch.randn(weight.shape, generator=draws) * 0.02)
+    parts = Parts(wrap_model(other, check=False))
+    for column, name in (("chains", "speculative"), ("trees", "multi-candidate")):
+        if column == "chains" or target.tree_fault is None:
+            method = build_method(name, parts, sampling)
+            texts = decode_texts(target, *method, prompts, Limits(NEW), sampling, Rng.for_rows(0, len(prompts)))
+            done[column] = texts == wanted
+            why = why or ("" if done[column] else f"{name} decoding differs from generate")
+    try:
+        make_forward(model)
+        done["trains"] = True
+    except UNLOADABLE as error:
+        why = why or str(error)
+    return done, why
+
+
+def main() -> None:
+    """Print the table, the reasons and the counts."""
+    arguments = parser_of(__doc__, "the first ten families only").parse_args()
+    torch.set_num_threads(1)
+    known = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODERS})
+    rows = {kind: (kind, dict[str, Any]()) for kind in known} | VARIANTS
+    reasons, counts = defaultdict(list), defaultdict(int)
+    print("| family | loads | trains | chains | trees |\n|---|---|---|---|---|")
+    for name, (kind, more) in sorted(rows.items())[: 10 if arguments.quick else None]:
+        with quietly(), warnings.catch_warnings(action="ignore"):
+            done, why = try_family(kind, more)
+        reasons[re.sub(r" by [\d.e-]+ of their spread.*", "", why.replace(repr(kind), "…"))].append(name)
+        counts["families"] += bool(done)
+        if done:
+            print(f"| {name} | {' | '.join('yes' if ok else 'no' for ok in done.values())} |", flush=True)
+        for column, ok in done.items():
+            counts[column] += ok
+    for why, names in sorted(reasons.items()):
+        print(f"- {', '.join(names)}: {why}" if why else "")
+    finish(dict(counts))
+
+
+if __name__ == "__main__":
+    main()

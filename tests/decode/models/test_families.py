@@ -1,0 +1,21 @@
+"""Every decoder family of transformers that a tiny model can be built of (`tests/bench/families.py`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_families_decode_what_generate_writes_or_are_refused() -> None:
+    bench = Path(__file__).parents[2] / "bench" / "families.py"
+    done = subprocess.run([sys.executable, str(bench)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["families"] >= 179, done.stdout
+    assert (found["trains"], found["trees"]) >= (91, 92), done.stdout
+    assert found["chains"] == found["loads"] >= 93, "a family that loads decodes something else"
