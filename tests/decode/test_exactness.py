@@ -109,7 +109,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"tree": "3x2x1"}),
     ("medusa", {"tree": "0, 2, 0.1, 0.1.0, 2.0"}),
     ("slim-ss", {"num_candidates": 4}),
-    ("slim-s", {"num_candidates": "4x2x3", "num_sequences": 6}),
+    ("slim-s", {"num_candidates": "4x2x3x1", "num_sequences": 6}),
     ("slim-l", {"num_candidates": 4, "unseen_correlation": 0.0}),
     ("slim-s", {"num_candidates": 3, "num_sequences": 6, "min_prob": 0.1}),
 ]

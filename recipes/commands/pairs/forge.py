@@ -176,7 +176,7 @@ class _Forge:
         extra = "; measuring in the engine is not included" if self.recipe.engine is not None else ""
         self._note(f"of {duration(self.seconds)} about {costs}; the rest is for training{extra}")
         passes = 2 * EVALUATION_OVERHEAD * MIN_BATCHES * (1 + MAX_FINALISTS)
-        least = self.ledger.spent + passes * sum(map(self._batch_seconds, self.workloads))
+        least = passes * sum(map(self._batch_seconds, self.workloads))
         if least > self.seconds:
             self._note(f"{duration(self.seconds)} are too few: measuring takes about {duration(least)}")
         return chosen
@@ -299,8 +299,9 @@ class _Forge:
                 self._note(f"left out: {left_out}: short trials may take {most:.0f} s, {tried:.0f} s are spent")
                 break
             folder = Path(str(self._train(candidate, _TRIED).artifact))
-            rates[name] = float(load_manifest(folder).training["seconds"]) / _TRIED
-            last = self.ledger.seconds[f"training {folder.name}"]
+            # A recorded time, so that a resumed forge decides the same.
+            last = float(load_manifest(folder).training["seconds"])
+            rates[name] = last / _TRIED
             tried += last
         return rates, tried
 

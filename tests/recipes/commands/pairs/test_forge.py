@@ -304,6 +304,7 @@ def test_a_drafter_with_another_vocabulary_is_reported(
     assert "64" in refused
 
 
+@pytest.mark.slow
 def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Callable[..., list[str]]) -> None:
     lines = in_vllm(None, "lookup")
     assert lines[0].startswith("vllm, lookup, batch 1, temperature 0: ")
@@ -329,6 +330,7 @@ def test_an_engine_that_is_not_there_is_told_before_anything_is_done(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_given_drafter_that_does_not_fit_is_left_out(
     forged: Callable[..., list[str]], tiny_pair: Path, make_llama: Callable[..., Any], tmp_path: Path
 ) -> None:
