@@ -27,9 +27,15 @@ SETTINGS: dict[str, dict[str, str]] = {
     "spin 10000": {"GOMP_SPINCOUNT": "10000"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "one thread": {"OMP_NUM_THREADS": "1"},
+    "by idle cores": {},  # as the command line chooses
 }
 CHILD = """
 import sys, time
+if "by idle cores" in sys.argv:
+    sys.argv[1:1] = ["evaluate"]
+    from draftsmith.recipes.session.threads import choose_threads
+    choose_threads()
+    del sys.argv[1]
 from pathlib import Path
 import torch
 from pair import Pair
@@ -76,7 +82,7 @@ def main() -> None:
         for others in (0, options.busy):
             with busy(others):
                 for name, setting in SETTINGS.items():
-                    command = [sys.executable, "-c", CHILD, str(options.pair.resolve())]
+                    command = [sys.executable, "-c", CHILD, str(options.pair.resolve()), name]
                     place: dict[str, Any] = {"cwd": Path(__file__).parent, "env": free | setting}
                     said = subprocess.check_output(command, text=True, **place)
                     measured = tuple(map(float, said.splitlines()[-1].split()))

@@ -1,0 +1,42 @@
+"""Number of OpenMP threads, chosen by the cores that are idle before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_SECONDS = 0.1
+_COMPUTING = {"quickstart", "forge", "regenerate", "train", "evaluate", "certify", "tune", "doctor"}
+_IDLE = 3, 4  # columns of idle time, also while waiting for a disk
+
+
+def choose_threads() -> None:
+    """Set `OMP_NUM_THREADS` to the number of idle cores for commands that compute, unless the user has set it.
+
+    Threads wait for each other after every product, so that a busy process on one core stops all of them
+    (`tests/bench/contention.py`). Without `/proc/stat` nothing changes.
+    """
+    if "OMP_NUM_THREADS" in os.environ or not _STAT.is_file() or not _COMPUTING & {*sys.argv[1:2]}:
+        return
+    cores = os.sched_getaffinity(0)
+    before = _STAT.read_text()
+    time.sleep(_SECONDS)
+    threads = max(1, round(count_idle(before, _STAT.read_text(), cores)))
+    if threads < len(cores):
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        print(f"{threads} of {len(cores)} cores idle: OMP_NUM_THREADS={threads}", file=sys.stderr)
+
+
+def count_idle(before: str, after: str, cores: Collection[int]) -> float:
+    """Return the number of idle cores between two readings of `/proc/stat`, of the cores with these numbers."""
+    idle = 0.0
+    for old, new in zip(before.splitlines(), after.splitlines(), strict=False):
+        name, *ticks = new.split()
+        if name[3:].isdigit() and int(name[3:]) in cores and old.startswith(f"{name} "):
+            spent = [int(b) - int(a) for a, b in zip(old.split()[1:9], ticks[:8], strict=True)]
+            idle += sum(spent[column] for column in _IDLE) / sum(spent) if sum(spent) else 1.0
+    return idle
