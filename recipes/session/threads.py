@@ -14,21 +14,24 @@ _COMPUTING = {"quickstart", "forge", "regenerate", "train", "evaluate", "certify
 _IDLE = 3, 4  # columns of idle time, also while waiting for a disk
 
 
-def choose_threads() -> None:
+def choose_threads() -> str:
     """Set `OMP_NUM_THREADS` to the number of idle cores for commands that compute, unless the user has set it.
+
+    Returns the line to log, or an empty text if nothing changes.
 
     Threads wait for each other after every product, so that a busy process on one core stops all of them
     (`tests/bench/contention.py`). Without `/proc/stat` nothing changes.
     """
     if "OMP_NUM_THREADS" in os.environ or not _STAT.is_file() or not _COMPUTING & {*sys.argv[1:2]}:
-        return
+        return ""
     cores = os.sched_getaffinity(0)
     before = _STAT.read_text()
     time.sleep(_SECONDS)
     threads = max(1, round(count_idle(before, _STAT.read_text(), cores)))
-    if threads < len(cores):
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        print(f"{threads} of {len(cores)} cores idle: OMP_NUM_THREADS={threads}", file=sys.stderr)
+    if threads >= len(cores):
+        return ""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return f"{threads} of {len(cores)} cores are idle: using OMP_NUM_THREADS={threads}"
 
 
 def count_idle(before: str, after: str, cores: Collection[int]) -> float:

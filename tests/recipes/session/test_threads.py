@@ -42,6 +42,7 @@ def test_the_command_line_sets_what_the_user_has_not_set(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    threads.choose_threads()
+    line = threads.choose_threads()
+    assert ("1 of 2 cores" in line) == (expected == "1")
     assert os.environ.get("OMP_NUM_THREADS") == expected
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
