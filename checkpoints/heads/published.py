@@ -61,7 +61,9 @@ def read_published(
         raise ValueError(f"{directory / CONFIG_FILE}: transformer_layer_config is {inner!r}, expected settings")
     stored = _tensors(directory, unpickle)
     if strange := [name for name in stored for part in _STRANGE if part in name]:
-        raise ValueError(f"{directory}: {strange[0]} is no tensor of EAGLE-3's one Llama layer, which alone is read")
+        raise ValueError(
+            f"{directory}: {strange[0]} is not a tensor of an EAGLE-3 layer of Llama's form, the only one that is supported"
+        )
     sizes = LlamaConfig(**{name: value for name, value in inner.items() if name not in ("architectures", "dtype")})
     sizes.num_hidden_layers, sizes.tie_word_embeddings = 1, False
     setattr(sizes, NORMED, bool(config.get(NORMED, SPECULATORS in config)))

@@ -77,9 +77,9 @@ def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
     """
     source = model_source(str(source))
     config = load_config(source)
-    if settings.get("device_map") is None and getattr(config, "quantization_config", None) is None:
-        _check_room(Path(source), config, settings.get("dtype"))
     try:
+        if settings.get("device_map") is None and getattr(config, "quantization_config", None) is None:
+            _check_room(Path(source), config, settings.get("dtype"))
         safe = {"use_safetensors": only_safetensors(source), "trust_remote_code": False}
         return load_whole(model_class(config), source, **safe, **settings).eval()
     except UNLOADABLE as error:

@@ -74,7 +74,7 @@ class ChatLayout:
         self._checked = set[str]()
 
     def is_needed(self, conversation: Conversation) -> bool:
-        """Check that the constant texts of the template do not give the ids of `apply_chat_template`."""
+        """Return whether the constant texts of the template differ from `apply_chat_template` for a conversation."""
         return bool(self.template.jinja) or any(self._special.search(turn.text) for turn in conversation.turns)
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:

@@ -50,7 +50,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"tree": "2x1"}),
     ("slim-s", {"num_sequences": 8, "min_prob": 0.05}),
 ]
-"""Rows beside those of all methods with their default settings."""
+"""Rows in addition to those of all methods with their default settings."""
 OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"gamma": 1}),
     ("speculative", {"gamma": 2}),
@@ -91,7 +91,7 @@ BRIEF = ("tokens_per_step", "speedup", "speedup_interval", "tokens_per_second")
 
 
 def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **more: Any) -> Any:
-    """An evaluation of the pair on the prompts that are asked for."""
+    """Return the evaluation of the pair on the given prompts."""
     out = options.work / f"{title_of(options, temperature)}.json"
     values = {"kind": "evaluate", "out": str(out), "target": "", "prompts": ""}
     first = EvaluateRecipe.model_validate(values | {"methods": methods})
@@ -118,7 +118,7 @@ def title_of(options: argparse.Namespace, temperature: float) -> str:
 
 
 def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """The baseline and a pair's rows, all of them or those whose labels are chosen, also by patterns."""
+    """Return the baseline and the rows of a pair whose labels match a pattern."""
     known = [(name, {}) for name, method in METHODS.items() if method.lossless or name == "mjsd"] + MORE
     known = [row for row in known if row[0] != BASELINE["method"]]
     if mask_token(load_config(str(folder / "drafter"))) is not None:
@@ -138,7 +138,7 @@ def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
 
 
 def rounded(value: Any) -> Any:
-    """Four digits that count."""
+    """Return a number with four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Mapping):
@@ -147,12 +147,12 @@ def rounded(value: Any) -> Any:
 
 
 def short(word: Path | str) -> str:
-    """A path's end, which says enough."""
+    """Return the last part of a path."""
     return str(Path(*Path(word).parts[-2:])) if Path(word).is_absolute() else str(word)
 
 
 def methods(options: argparse.Namespace) -> dict[str, Any]:
-    """Every row at every temperature."""
+    """Return every row at every temperature."""
     found = {}
     for temperature in options.temperatures:
         recipe = recipe_of(options, temperature, rows_of(options.rows, options.pair))
@@ -172,14 +172,14 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a row of results."""
+    """Return the numbers of a row that are recorded."""
     kept = {key: row[key] for key in NUMBERS}
     kept["groups"] = {name: {key: part[key] for key in IN_GROUPS} for name, part in row["by_category"].items()}
     return dict(rounded(kept))
 
 
 def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """The rows, then tokens per step and speedup of each by group."""
+    """Print the rows, and the tokens per step and speedup of each by group."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
@@ -204,7 +204,7 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def brief(found: Any) -> Any:
-    """What the last line says: numbers of all prompts together."""
+    """Return the numbers of all prompts for the last line."""
     if not isinstance(found, dict):
         return found
     left_out = {*NUMBERS, "groups", "categories"} - {*BRIEF}

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def device_time(call: Callable[[], Any], runs: int) -> tuple[float, float]:
-    """Microseconds on the device, and on the host until all is queued; medians."""
+    """Return median microseconds on the device, and on the host until all work is queued."""
     found, queued = [], []
     for _ in range(runs + 3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -43,7 +43,7 @@ def device_time(call: Callable[[], Any], runs: int) -> tuple[float, float]:
 
 
 def kernels(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float, float]]:
-    """By kernel, its microseconds and its number in one call, the longest first."""
+    """Return microseconds and number of calls by kernel, the longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(runs):
             call()
@@ -54,7 +54,7 @@ def kernels(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float, fl
 
 @torch.inference_mode()
 def of_shape(shape: str, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """By context and rows."""
+    """Return the times by context and rows."""
     positions = max(options.context) + max(options.rows) + 64
     plain = random_llama(SHAPES[shape], positions, "cuda", getattr(torch, options.dtype)).eval().requires_grad_(False)
     weights = sum(each.nbytes for each in plain.model.layers.parameters()) + plain.lm_head.weight.nbytes

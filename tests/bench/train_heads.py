@@ -80,7 +80,7 @@ class Inputs:
 
 
 def fused(inputs: Inputs, kind: str) -> float:
-    """The loss, with its gradients left behind."""
+    """Return the fused loss and leave its gradients in the inputs."""
     given = (inputs.features_XKD, inputs.projections, inputs.labels_XK)
     taught = (inputs.teacher, inputs.rows_XK) if kind == "soft" else ()
     sums_K, counts_K = heads_mixture(WEIGHTS[kind], *given, *taught)
@@ -90,7 +90,7 @@ def fused(inputs: Inputs, kind: str) -> float:
 
 
 def naive(inputs: Inputs, kind: str) -> float:
-    """The same, as one would write it."""
+    """Return the loss of a direct implementation."""
     positions = len(inputs.labels_XK)
     features_BTKD = inputs.features_XKD.unflatten(0, (BLOCKS, positions // BLOCKS))
     logits_BTKV = torch.stack([features_BTKD[:, :, k] @ w_VD.T for k, w_VD in enumerate(inputs.projections)], dim=2)

@@ -36,7 +36,7 @@ MakeHeads = Callable[..., torch.nn.Module]
 
 
 class Watching(Verifier):
-    """Another verifier whose proposals are remembered."""
+    """Verifier that records the proposals of another one."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier, self.lossless, self.judges = verifier, verifier.lossless, verifier.judges
@@ -79,7 +79,7 @@ def run(
 
 @torch.no_grad()
 def log_probs(model: LlamaForCausalLM, ids: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[B, T, V] float64, by plain forwards of whole texts of one length."""
+    """Return log-probabilities float64 [B, T, V] of texts of one length, by plain forward passes."""
     return model(torch.tensor(ids)).logits.double().log_softmax(-1)
 
 
@@ -91,7 +91,7 @@ def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int) -> list[i
 
 
 def make_pair(make_llama: MakeLlama, vocab: int, noise: float) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """A target, and a drafter that often agrees with it: the same weights with some noise."""
+    """Return a target, and a drafter with the same weights and some noise, which often agrees with it."""
     target, drafter = (make_llama(vocab, seed=0, sharpness=2.0) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_mjsd_keeps_the_longest_passing_prefix(make_llama: MakeLlama, sampling: 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
 def test_bild_falls_back_and_rolls_back_where_its_thresholds_say(make_llama: MakeLlama, sampling: Sampling) -> None:
-    """By plain forwards of both models."""
+    """Compare each step with plain forward passes of both models."""
     target, drafter = make_pair(make_llama, 16, noise=0.1)
     fallback, rollback, cut, refused = 0.3, 1.5, 0, 0
     options = {"gamma": 6, "fallback_threshold": fallback, "rollback_threshold": rollback}
@@ -228,7 +228,7 @@ def test_batch_speculative_is_a_k_configuration(make_llama: MakeLlama) -> None:
 
 
 class Beside(Proposer):
-    """Proposes what the first proposer does, and remembers what the second would have proposed."""
+    """Proposer that returns the first proposer's tree and records the second one's."""
 
     def __init__(self, first: Proposer, second: Proposer) -> None:
         self.both = (first, second)
@@ -249,7 +249,7 @@ class Beside(Proposer):
 
 
 def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
-    """The token sequences that lead from the root to each node of a tree."""
+    """Return the token sequences from the root to each node of a tree."""
     parents = proposal.tree.parents_BN.expand(len(proposal.tokens_BN), -1)[row].tolist()
     found: dict[int, tuple[int, ...]] = {0: ()}
     for node, (parent, token) in enumerate(zip(parents, proposal.tokens_BN[row].tolist(), strict=True)):
@@ -325,7 +325,7 @@ def test_slim_may_find_no_sequence_at_all(make_llama: MakeLlama, make_heads: Mak
 
 
 def likeliest(model: LlamaForCausalLM, text: Sequence[int], count: int, stop: int | None) -> list[int]:
-    """The continuation of `count` tokens of the highest joint probability, of all there are; or shorter, at a stop."""
+    """Return the most likely continuation of `count` tokens, or a shorter one that ends with the stop token."""
     every_ET = torch.tensor(list(itertools.product(range(model.config.vocab_size), repeat=count)))
     scores_ETV = log_probs(model, [[*text, *tokens] for tokens in every_ET.tolist()])[:, len(text) - 1 : -1]
     scores_ET = scores_ETV.gather(2, every_ET[..., None])[..., 0]
@@ -381,7 +381,7 @@ def test_prompt_lookup_reads_on_in_a_text_that_repeats_itself(make_markov: MakeM
 
 
 def latest_match(text: list[int], longest: int) -> int:
-    """Where the text goes on after the latest of its longest earlier matches with its end, by trying every place."""
+    """Return the place after the latest of the longest earlier matches of a text's end, by trying every place."""
     for size in range(min(longest, len(text) - 1), 0, -1):
         for place in range(len(text) - 1, size - 1, -1):
             if text[place - size : place] == text[-size:]:

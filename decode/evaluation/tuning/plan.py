@@ -121,5 +121,5 @@ def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) ->
 
 
 def count_rows(seconds: float, batch_seconds: float, least: int) -> int:
-    """Return the number of rows besides the baseline that can be measured in a time, on a minimum of batches."""
+    """Return the number of rows, without the baseline, that can be measured in a time on the minimum of batches."""
     return max(least, int(seconds / (EVALUATION_OVERHEAD * MIN_BATCHES * batch_seconds)) - 1)

@@ -33,7 +33,7 @@ WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
 
 
 def model_name(name: str) -> str:
-    """By a GGUF's name of a tensor, that of transformers' Llama."""
+    """Return the name of a GGUF tensor in transformers' Llama."""
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     return f"model.layers.{found[1]}.{NAMES[found[2]]}.weight" if found else WHOLE[name]
 
@@ -44,7 +44,7 @@ def in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def values_of(file: Path, heads: int, kv_heads: int) -> dict[str, np.ndarray]:
-    """What a Llama's GGUF stands for, read by the package gguf alone."""
+    """Return the values of a Llama's GGUF file, read with the package gguf only."""
     found = {}
     for tensor in GGUFReader(file).tensors:
         value = dequantize(tensor.data, tensor.tensor_type)
@@ -95,7 +95,7 @@ def write_gguf(file: Path, pre: str, architecture: str = "llama", quantised: boo
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`write_gguf` to a folder of its own."""
+    """Return a function that calls `write_gguf` with its own folder."""
     return lambda *how: write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", *how)
 
 

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 @pytest.fixture
 def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The command for a small target, for so long."""
+    """Return a function that builds the command of a forge for a small target."""
 
     def command(out: Path, *more: str, hours: str = "0.01") -> list[str]:
         words = ["forge", str(tiny_pair / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
@@ -49,7 +49,7 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
 def test_it_runs_is_killed_and_decides_the_same(
     forged: Callable[..., list[str]], tmp_path: Path, kills: tuple[str, ...]
 ) -> None:
-    """Killed as soon as each of these is there. Speeds are measured once, so that what is decided by them stands."""
+    """Kill the forge as soon as each of these files exists. Measured speeds are stored, so decisions are the same."""
     out = tmp_path / "forge"
     for ready in kills:
         with subprocess.Popen(forged(out), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
@@ -77,7 +77,7 @@ def test_it_runs_is_killed_and_decides_the_same(
 
 
 def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float = 0.05) -> None:
-    """Costs of forwards, by default the same for any number of tokens, so that heads are worth training."""
+    """Write the costs of forward passes, by default equal for any number of tokens, so that heads pay."""
     out.mkdir(parents=True)
     costs: dict[str, Any] = {
         "shape": {"layers": 2, "layer_parameters": 1e6, "hidden": 64, "vocabulary": 1000},
@@ -88,12 +88,12 @@ def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float 
 
 
 def lines_of(results: dict[str, Any]) -> list[str]:
-    """Of its story."""
+    """Return all lines of the decision log."""
     return list(itertools.chain(*results["decision_log"].values()))
 
 
 def told(command: list[str], out: Path) -> dict[str, Any]:
-    """What a forge tells that ran to its end."""
+    """Run a forge to its end and return its results."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads((out / "forge.json").read_text()))
@@ -141,7 +141,7 @@ def first_layers(folder: Path, tokenizer: Path, layers: int, kept: int) -> None:
 
 @pytest.fixture
 def shallow(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The command for a target of eight layers, of which drafters of two soon say what it says."""
+    """Return a function that builds the command for a target of eight layers that two layers reproduce."""
     first_layers(tmp_path / "target", corpus / "tokenizer", 8, 8)
 
     def command(out: Path, *more: str) -> list[str]:
@@ -171,7 +171,7 @@ def test_planted_situations_are_decided_rightly(
 
 @pytest.mark.slow
 def test_training_is_launched_as_it_says(forged: Callable[..., list[str]], tmp_path: Path) -> None:
-    """On two processes, whose manifests say so; a launch that fails ends it."""
+    """Train on two processes, which the manifests record; a failed launch ends the forge."""
     planned(out := tmp_path / "forge")
     settings = "--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -223,7 +223,7 @@ def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., lis
 
 @pytest.mark.slow
 def test_more_hours_train_what_was_chosen(shallow: Callable[..., list[str]], tmp_path: Path) -> None:
-    """The race is not run again; a larger budget runs another, and both know what is spent."""
+    """Check that candidates do not compete again, that a larger budget trains anew, and that both count the time."""
     out = tmp_path / "forge"
     first = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
     again = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
@@ -259,7 +259,7 @@ def test_what_is_refused_leaves_the_folder_to_a_plan_which_trains_nothing(
 
 @pytest.fixture
 def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Tunes a drafter in the stand-in of vLLM, which accepts two of its draft tokens per step, with one and two."""
+    """Return a function that tunes a drafter in a stand-in of vLLM, which accepts two draft tokens per step."""
     for module in (in_engine, lengths):
         monkeypatch.setattr(module, "MAX_TOKENS", 2)
     (tmp_path / "target").symlink_to(tiny_pair / "target")
