@@ -62,7 +62,7 @@ def read_published(
     stored = _tensors(directory, unpickle)
     if strange := [name for name in stored for part in _STRANGE if part in name]:
         raise ValueError(
-            f"{directory}: {strange[0]} is not a tensor of an EAGLE-3 layer of Llama's form, the only one that is supported"
+            f"{directory}: {strange[0]} is not supported: EAGLE-3 heads must be one Llama layer"
         )
     sizes = LlamaConfig(**{name: value for name, value in inner.items() if name not in ("architectures", "dtype")})
     sizes.num_hidden_layers, sizes.tie_word_embeddings = 1, False
