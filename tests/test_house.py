@@ -18,6 +18,7 @@ from typing import Any
 
 import draftsmith
 import pytest
+from helpers.syntax import parse_file
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,7 +131,7 @@ def test_every_dependency_is_pinned_to_a_version_it_allows(project: dict[str, An
 
 def imports(path: Path) -> Iterator[tuple[int, str, str]]:
     """Level, module and name of every import in a file, inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -220,7 +221,7 @@ def test_files_and_functions_stay_readable() -> None:
     for path in MODULES:
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= MAX_FILE_LINES, path
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parse_file(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert (node.end_lineno or node.lineno) - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from draftsmith.recipes.commands.cli import app
+from helpers.syntax import parse_file
 from typer.main import get_command
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def definitions(room: str) -> Iterator[tuple[Path, Function | ast.ClassDef]]:
     """Yield the functions and classes of a room with their files."""
     for path in sorted((ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse_file(path)):
             if isinstance(node, Function | ast.ClassDef):
                 yield path, node
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from draftsmith.recipes.report.tables import Cell, Column, Table
 from draftsmith.recipes.session.terminal import console, log, write_json
+from helpers.syntax import parse_file
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -69,7 +70,7 @@ def test_nothing_else_prints() -> None:
     for path in sorted(ROOT.glob("[a-z]*/**/*.py")):
         if path.is_relative_to(ROOT / "tests") or path in PRINT:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse_file(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             prints = called in ("print", "Console", "typer.echo", "typer.secho", "sys.stdout.write", "sys.stderr.write")
             marks = called.endswith("from_markup") or (

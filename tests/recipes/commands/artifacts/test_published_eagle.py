@@ -169,7 +169,7 @@ def test_a_planted_error_is_named_with_who_minds_it(
         (lambda config, weights: config.update(vocab_size=99), r"vocab_size.*99"),
         (lambda config, weights: weights.pop("lm_head.weight"), r"lm_head.weight"),
         (lambda config, weights: weights.pop("norm.weight"), r"norm.weight"),
-        (lambda config, weights: weights.update({"fc_norm.weight": torch.ones(2)}), r"fc_norm.*EAGLE-3's one"),
+        (lambda config, weights: weights.update({"fc_norm.weight": torch.ones(2)}), r"fc_norm.*one Llama layer"),
         (lambda config, weights: weights.update({"embed_tokens.weight": torch.ones(5, 5)}), r"embed_tokens.*\[5, 5\]"),
     ],
 )
