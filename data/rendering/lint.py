@@ -136,16 +136,16 @@ class Linter:
         ids, spans = document.ids.tolist(), document.spans
         if len(answers) != len(spans):
             return ANSWER_DIFFERS
-        bodies, befores = [], []
+        bodies, gaps = [], []
         for number, (start, end) in enumerate(spans):
             is_cut = document.answer_cut > 0 and number == len(spans) - 1
             if not is_cut and ids[end - 1] != self._end_id:
                 return ANSWER_DIFFERS
             bodies.append(ids[start : end if is_cut else end - 1])
-            befores.append(ids[spans[number - 1][1] if number else 0 : start])
+            gaps.append(ids[spans[number - 1][1] if number else 0 : start])
         if self._special[[token for body in bodies for token in body]].any():
             return ANSWER_DIFFERS
-        texts = self._decoder.decode([*bodies, *befores])
+        texts = self._decoder.decode([*bodies, *gaps])
         space = " " if self._template.middle.endswith(" ") else ""  # part of the answer
         for number, answer in enumerate(answers):
             is_cut = document.answer_cut > 0 and number == len(spans) - 1

@@ -1,4 +1,4 @@
-"""Schema of `results.json` of `draftsmith evaluate` and `draftsmith bench`; `docs/results.md` lists its keys.
+"""Schema of `results.json` of `draftsmith evaluate` and `draftsmith bench`; `docs/reference/results.md` lists its keys.
 
 Other keys are kept unchanged.
 """

@@ -57,7 +57,8 @@ def test_what_is_written_is_read_again(results: dict[str, Any], tmp_path: Path) 
     assert [entry.name for entry in path.parent.iterdir()] == ["results.json"]
 
 
-KEYS = set(re.findall(r"^- `(\w+)`", (Path(__file__).parents[3] / "docs" / "results.md").read_text(), re.MULTILINE))
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "results.md"
+KEYS = set(re.findall(r"^- `(\w+)`", DOCUMENT.read_text(), re.MULTILINE))
 
 
 def test_every_key_that_is_written_is_documented(results: dict[str, Any]) -> None:

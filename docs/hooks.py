@@ -1,0 +1,142 @@
+"""Hook of MkDocs that replaces `<!-- generated: NAME -->` by reference text made from the code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import griffe
+from draftsmith.decode.registry import methods_table
+from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.schema.data import Section
+from draftsmith.recipes.schema.loading import RECIPES
+from draftsmith.train import config
+from pydantic_core import PydanticUndefined
+from typer.main import get_command
+
+SETTINGS = griffe.visit(config.__name__, filepath=config.__file__, code=inspect.getsource(config))
+GENERATED = re.compile(r"<!-- generated: (\w+) -->")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the markers of a page."""
+    return GENERATED.sub(lambda found: GENERATORS[found[1]](), markdown)
+
+
+def cell(text: str) -> str:
+    """Return text as the content of a table cell."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").strip()
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table, or nothing without rows."""
+    lines = [head, ["---"] * len(head), *rows] if rows else []
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+
+
+def command_line() -> str:
+    """Return a section for each command of the command line."""
+    return "".join(describe_command("draftsmith", command) for command in get_command(app).commands.values())
+
+
+def describe_command(program: str, command: Any) -> str:
+    """Return the help, the usage, the arguments and the options of a command and of its subcommands."""
+    name = f"{program} {command.name}"
+    if hasattr(command, "commands"):
+        return "".join(describe_command(name, each) for each in command.commands.values())
+    context = command.context_class(command, info_name=name)
+    usage = " ".join(command.get_usage(context).removeprefix("Usage:").split())
+    records = [record for each in command.params if (record := each.get_help_record(context))]
+    rows = [[f"`{shown}`", cell(text)] for shown, text in records]
+    text = inspect.cleandoc(command.help or "").replace(f"`{command.name} ", f"`{name} ")
+    return f"## {name}\n\n{text}\n\n```text\n{usage}\n```\n\n" + table(["argument or option", "description"], rows)
+
+
+def recipes() -> str:
+    """Return a section for each kind of recipe, then one for each section of their keys."""
+    sections: dict[str, type[Section]] = {}
+    text = ""
+    for kind, recipe in RECIPES.items():
+        text += f"## kind: {kind} {{ #{recipe.__name__.lower()} }}\n\n{describe_section(recipe, sections)}"
+    text += "## Sections\n\n"
+    written: set[str] = {recipe.__name__ for recipe in RECIPES.values()}
+    while missing := [name for name in sections if name not in written]:
+        for name in missing:
+            written.add(name)
+            title = re.sub(r"Section$|^_", "", name)
+            text += f"### {title} {{ #{name.lower()} }}\n\n{describe_section(sections[name], sections)}"
+    return text
+
+
+def describe_section(section: type[Section], sections: dict[str, type[Section]]) -> str:
+    """Return the table of a section's keys, and add the sections that they hold to `sections`."""
+    about = inspect.cleandoc(section.__doc__ or "") if section.__doc__ != Section.__doc__ else ""
+    rows = []
+    for name, field in section.model_fields.items():
+        nested = list(nested_sections(field.annotation))
+        sections.update({each.__name__: each for each in nested})
+        default = "required" if field.default is PydanticUndefined and not field.default_factory else default_of(field)
+        kind = " or ".join(f"[section](#{each.__name__.lower()})" for each in nested) or f"{type_of(field.annotation)}"
+        if limits := [f"{SIGNS[sign]} {value:g}" for sign, value in limits_of(field)]:
+            kind += " " + ", ".join(limits)
+        rows.append([f"`{name}`", cell(kind), cell(default), cell(field.description or dataclass_doc(section, name))])
+    return about + "\n\n" + table(["key", "type", "default", "description"], rows)
+
+
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def limits_of(field: Any) -> Iterator[tuple[str, float]]:
+    """Yield the limits of a number, as pydantic keeps them."""
+    for rule in field.metadata:
+        yield from ((sign, getattr(rule, sign)) for sign in SIGNS if hasattr(rule, sign))
+
+
+def default_of(field: Any) -> str:
+    """Return the default of a field as it is written in YAML."""
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, Section):
+        return "defaults of the section"
+    shown = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else None
+    text = str(list(value) if isinstance(value, tuple) else value)
+    return f"`{shown or text}`" if text else '`""`'
+
+
+def nested_sections(annotation: Any) -> Iterator[type[Section]]:
+    """Yield the sections in an annotation."""
+    if inspect.isclass(annotation) and issubclass(annotation, Section):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from nested_sections(part)
+
+
+def type_of(annotation: Any) -> str:
+    """Return the name of a type as users of YAML know it."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " or ".join(f"`{part}`" for part in parts)
+    if origin is typing.Annotated:
+        return type_of(parts[0])
+    if origin in (list, tuple):
+        return f"list of {type_of(parts[0])}"
+    if origin is dict:
+        return f"mapping of {type_of(parts[1])}"
+    if parts:
+        return " or ".join(dict.fromkeys(type_of(part) for part in parts if part is not type(None)))
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "any value"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def dataclass_doc(section: type[Section], name: str) -> str:
+    """Return the documentation of a key that a section took over from a dataclass of `train.config`."""
+    for base in section.__mro__:
+        members = SETTINGS.members.get(base.__name__.lstrip("_"))
+        if members is not None and name in members.members and members.members[name].docstring:
+            return str(members.members[name].docstring.value)
+    return ""
+
+
+GENERATORS = {"cli": command_line, "recipes": recipes, "methods": methods_table}
