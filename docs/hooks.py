@@ -6,6 +6,7 @@ import inspect
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
@@ -17,7 +18,7 @@ from draftsmith.train import config
 from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
-SETTINGS = griffe.visit(config.__name__, filepath=config.__file__, code=inspect.getsource(config))
+SETTINGS = griffe.visit(config.__name__, filepath=Path(inspect.getfile(config)), code=inspect.getsource(config))
 GENERATED = re.compile(r"<!-- generated: (\w+) -->")
 
 
@@ -28,7 +29,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def cell(text: str) -> str:
     """Return text as the content of a table cell."""
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").strip()
+    parts = re.sub(r"\s+", " ", text).replace("|", "\\|").strip().split("`")  # odd parts are code
+    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -39,7 +41,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def command_line() -> str:
     """Return a section for each command of the command line."""
-    return "".join(describe_command("draftsmith", command) for command in get_command(app).commands.values())
+    group: Any = get_command(app)
+    return "".join(describe_command("draftsmith", command) for command in group.commands.values())
 
 
 def describe_command(program: str, command: Any) -> str:
@@ -134,8 +137,9 @@ def dataclass_doc(section: type[Section], name: str) -> str:
     """Return the documentation of a key that a section took over from a dataclass of `train.config`."""
     for base in section.__mro__:
         members = SETTINGS.members.get(base.__name__.lstrip("_"))
-        if members is not None and name in members.members and members.members[name].docstring:
-            return str(members.members[name].docstring.value)
+        member = members.members.get(name) if members is not None else None
+        if member is not None and member.docstring:
+            return str(member.docstring.value)
     return ""
 
 
