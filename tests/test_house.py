@@ -240,7 +240,7 @@ def test_markdown_lines_fit_into_120_columns() -> None:
     assert len(paths) > 5
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            assert len(line) <= 120, f"{path}:{number} has {len(line)} columns"
+            assert len(line) <= 120 or line.startswith("|"), f"{path}:{number} has {len(line)} columns"
 
 
 @pytest.mark.parametrize(
