@@ -28,7 +28,7 @@ _REMEDIES = (
     ("content is not text", "Images and other parts that are no text are not read"),
 )
 """Prefixes of reasons, and their remedies; the first match is shown."""
-_ANY_REMEDY = "See `clean` for the rules of roles and exchanges, and data/README.md for the columns that are read"
+_ANY_REMEDY = "See `clean` for the rules of roles and exchanges, and docs/how-to/row-formats.md for the columns"
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ _GAMMA = "draft tokens per step"
 _MAX_GAMMA = "maximum number of draft tokens per step"
 _CONFIDENCE = "drafting stops where the drafter's most likely token has a lower probability"
 _MAX_NODES, _MIN_PROB = "maximum number of draft tokens", "minimum joint probability of a node"
-_ALL_HEADS = "heads used; none: all"
-_VERIFICATION = "of each token, or of the whole block, which accepts at least as many"
+_ALL_HEADS = "number of heads to use (none: all)"
+_VERIFICATION = "`block`: verify the whole draft, which accepts at least as many tokens"
 _ADD_K = "number added to each count"
 
 Chain = Literal["token", "block"]
@@ -107,7 +107,7 @@ class Speculative(_WithDrafter):
 
     gamma: Annotated[int, _GAMMA] = 4
     verification: Annotated[Chain, _VERIFICATION] = "token"
-    parallel: Annotated[bool, "whether one forward of a drafter trained for it (PARD) drafts all tokens"] = False
+    parallel: Annotated[bool, "draft all tokens with one forward of a drafter trained for it (PARD)"] = False
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         if _drafter(parts).translation is not None and not self.parallel:
@@ -126,11 +126,11 @@ class Adaptive(_WithDrafter):
 
     gamma: Annotated[int, _MAX_GAMMA] = 8
     policy: Annotated[
-        Literal["confidence", "oracle"], "rule that ends a chain; the oracle knows the acceptance rates"
+        Literal["confidence", "oracle"], "rule that ends a chain; `oracle` uses the true acceptance rates"
     ] = "confidence"
     confidence_threshold: Annotated[float, _CONFIDENCE] = 0.4
     draft_cost: Annotated[float, "cost of a forward of the drafter, in forwards of the target"] = 0.1
-    token_cost: Annotated[float, "cost of one more token in a forward of the target, in such forwards"] = 0.03
+    token_cost: Annotated[float, "cost of one more token in a forward of the target, in forwards of one token"] = 0.03
     verification: Annotated[Chain, _VERIFICATION] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
@@ -159,8 +159,8 @@ class NaiveMultiCandidate(_WithDrafter):
     """Tree of candidates sampled from a drafter, matched with samples from the target."""
 
     k_config: Annotated[str, "candidates of a node, by depth"] = "4x2x2x1"
-    replacement: Annotated[bool, "whether candidates are sampled with replacement"] = False
-    attention: Annotated[Literal["tree", "batch"], "one row with tree attention, or a row for each path"] = "tree"
+    replacement: Annotated[bool, "sample candidates with replacement"] = False
+    attention: Annotated[Literal["tree", "batch"], "`batch`: one row for each path, without tree attention"] = "tree"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return _exact(self._proposer(parts, sampling), sampling, SampleAndMatch())
@@ -176,7 +176,7 @@ class NaiveMultiCandidate(_WithDrafter):
 class MultiCandidateConfig(NaiveMultiCandidate):
     """Tree of candidates sampled from a drafter, verified by rejection sampling."""
 
-    verification: Annotated[Literal["token", "traversal"], "from the root, or from the leaves"] = "token"
+    verification: Annotated[Literal["token", "traversal"], "`traversal`: verify from the leaves to the root"] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         verifier = Traversal if self.verification == "traversal" else MultiCandidate
@@ -188,7 +188,7 @@ class BatchSpeculative(_WithDrafter):
     """Chains sampled from a drafter with replacement."""
 
     gamma: Annotated[int, _GAMMA] = 4
-    num_drafts: Annotated[int, "chains"] = 4
+    num_drafts: Annotated[int, "number of chains"] = 4
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         branching = (1 if sampling.greedy else self.num_drafts, *(1,) * (self.gamma - 1))
@@ -209,7 +209,7 @@ class SpecInfer(_WithDrafter):
     """Chains from several drafters, merged into a tree."""
 
     gamma: Annotated[int, _GAMMA] = 4
-    num_drafts: Annotated[int, "chains of each drafter"] = 1
+    num_drafts: Annotated[int, "number of chains of each drafter"] = 1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         drafters = (_drafter(parts), *parts.more_drafters)
@@ -246,8 +246,8 @@ class PromptLookupConfig(MethodConfig):
     """Continuation of the latest earlier match in the text (prompt lookup)."""
 
     gamma: Annotated[int, _GAMMA] = 4
-    max_ngram: Annotated[int, "longest match that is looked for"] = 3
-    min_ngram: Annotated[int, "shortest match"] = 1
+    max_ngram: Annotated[int, "longest n-gram to match"] = 3
+    min_ngram: Annotated[int, "shortest n-gram to match"] = 1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return _exact(PromptLookup(self.gamma, self.max_ngram, self.min_ngram), sampling, ExactChain())
@@ -260,10 +260,10 @@ class Suffix(_WithDrafter):
     max_nodes: Annotated[int, _MAX_NODES] = 8
     max_depth: Annotated[int, "maximum depth"] = 8
     min_prob: Annotated[float, _MIN_PROB] = 0.1
-    datastore: Annotated[Literal["none", "table"], "source of earlier texts"] = "none"
-    fallback: Annotated[Literal["none", "drafter", "heads"], "second source of tokens"] = "none"
-    num_candidates: Annotated[int, "candidates of a head"] = 4
-    draft_depth: Annotated[int, "levels that the drafter drafts"] = 3
+    datastore: Annotated[Literal["none", "table"], "`table`: also match texts that the table stores"] = "none"
+    fallback: Annotated[Literal["none", "drafter", "heads"], "second source of draft tokens"] = "none"
+    num_candidates: Annotated[int, "candidates of each head"] = 4
+    draft_depth: Annotated[int, "levels to draft with the drafter"] = 3
     width: Annotated[int, "nodes that the drafter expands per level, and candidates of each"] = 2
     confidence_threshold: Annotated[float, "the drafter drafts where no token found is more likely"] = 0.7
 
@@ -308,10 +308,10 @@ _MEDUSA_TREE = "4x2x1x1"
 class Medusa(MethodConfig):
     """Fixed tree of the heads' candidates."""
 
-    tree: Annotated[str, "candidates of a node by depth, or paths such as `0, 1, 0.0, 0.2`"] = _MEDUSA_TREE
+    tree: Annotated[str, "candidates of a node by depth, paths such as `0, 1, 0.0, 0.2`, or `medusa-63`"] = _MEDUSA_TREE
     acceptance: Annotated[Literal["exact", "typical"], "rule above temperature 0"] = "exact"
-    epsilon: Annotated[float, "threshold of typical acceptance"] = 0.09
-    delta: Annotated[float, "its factor of the entropy"] = 0.3
+    epsilon: Annotated[float, "threshold ε of typical acceptance"] = 0.09
+    delta: Annotated[float, "factor δ of exp(−entropy) in typical acceptance"] = 0.3
 
     @property
     def is_lossless(self) -> bool:
@@ -330,13 +330,13 @@ class Medusa(MethodConfig):
 class SlimSS(MethodConfig):
     """Most likely sequence of the heads' candidates by the table's posterior (SLiM)."""
 
-    num_sequences: Annotated[int, "sequences"] = 1
-    num_candidates: Annotated[int | str, "candidates of a head, or of each, such as 10x5x3"] = 10
+    num_sequences: Annotated[int, "number of sequences"] = 1
+    num_candidates: Annotated[int | str, "candidates of each head; different numbers such as 10x5x3"] = 10
     unseen_correlation: Annotated[float, "correlation r of pairs that the table does not hold"] = 0.01
     max_depth: Annotated[int | None, _ALL_HEADS] = None
-    lengths: Annotated[Literal["all", "full"], "whether beginnings of sequences compete too"] = "all"
-    min_prob: Annotated[float, "sequences need a larger posterior"] = 0.0
-    correlation: Annotated[Literal["table", "none"], "source of r"] = "table"
+    lengths: Annotated[Literal["all", "full"], "`all`: prefixes of sequences compete too"] = "all"
+    min_prob: Annotated[float, "sequences with at most this posterior are dropped"] = 0.0
+    correlation: Annotated[Literal["table", "none"], "source of the correlation r (none: r = 1)"] = "table"
     add_k: Annotated[float, _ADD_K] = 0.0
 
     @property
@@ -357,14 +357,14 @@ class SlimSS(MethodConfig):
 class SlimS(SlimSS):
     """Tree of the most likely such sequences."""
 
-    num_sequences: Annotated[int, "sequences"] = 20
+    num_sequences: Annotated[int, "number of sequences"] = 20
 
 
 @register("slim-l", ("heads", "table"))
 class SlimL(SlimSS):
     """Larger tree of such sequences."""
 
-    num_sequences: Annotated[int, "sequences"] = 40
+    num_sequences: Annotated[int, "number of sequences"] = 40
 
 
 @register("mjsd", ("drafter",), lossless=False)
@@ -372,7 +372,7 @@ class JointSpeculative(_WithDrafter):
     """Most likely sequence of a drafter's beam, accepted by joint likelihood."""
 
     gamma: Annotated[int, _GAMMA] = 4
-    num_beams: Annotated[int, "beams"] = 8
+    num_beams: Annotated[int, "number of beams"] = 8
     likelihood_threshold: Annotated[float, "minimum ratio of the joint likelihoods of target and drafter"] = 0.1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
@@ -416,9 +416,9 @@ class RelaxedUnoptimized(RelaxedOptimal):
 class Beam(_WithDrafter):
     """Beam search of the target over all new tokens."""
 
-    num_beams: Annotated[int, "beams"] = 4
-    draft_beams: Annotated[int | None, "beams of a drafter, which save forwards; none: no drafter"] = None
-    draft_gamma: Annotated[int, "levels that the drafter drafts"] = 3
+    num_beams: Annotated[int, "number of beams"] = 4
+    draft_beams: Annotated[int | None, "number of beams of a drafter (none: no drafter)"] = None
+    draft_gamma: Annotated[int, "levels to draft with the drafter"] = 3
 
     @property
     def needs(self) -> tuple[Part, ...]:
@@ -438,7 +438,7 @@ class JointGreedy(MethodConfig):
     """Beam search of the target over a few tokens per step (multi-token joint greedy decoding)."""
 
     gamma: Annotated[int, "tokens per step"] = 2
-    num_beams: Annotated[int, "beams"] = 8
+    num_beams: Annotated[int, "number of beams"] = 8
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return Method(TargetBeam(self.gamma, self.num_beams), AcceptAll())

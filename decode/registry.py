@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields, replace
-from textwrap import wrap
 from typing import (
     Any,
     ClassVar,
@@ -173,30 +172,28 @@ def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Optio
 
 
 def methods_table() -> str:
-    """Return the Markdown table of all methods and the list of their options, as in `decode/README.md`."""
-    rows, lines = ["| method | drafts | lossless |", "|---|---|---|"], list[str]()
+    """Return the Markdown table of all methods, as in `docs/methods/index.md`."""
+    rows = ["| method | drafts | lossless |", "|---|---|---|"]
     for name, config in METHODS.items():
-        bases = [each for each in METHODS.values() if each is config.__mro__[1]]
-        known = {each.name: each.default for base in bases for each in fields(base)} or {"drafter": 1}
-        options = [f"as `{base.name}`" for base in bases]
-        hints = get_type_hints(config, include_extras=True)
-        options += [
-            _describe(each.name, each.default, *get_args(hints[each.name]))
-            for each in fields(config)
-            if each.name not in known or known[each.name] != each.default
-        ]
         lossy = [each for each in _choices_that_matter(name) if not replace(config(), **each).is_lossless]
         lossless = ["yes" if config.lossless else "no"]
         lossless += [f"no with `{key}: {choice}`" for each in lossy for key, choice in each.items()]
         summary = (config.__doc__ or "").partition("\n")[0].removesuffix(".")
         rows.append(f"| `{name}` | {summary} | {', '.join(lossless)} |")
-        text = f"- `{name}`: {'; '.join(options) or 'no options'}"
-        lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join([*rows, "", "Options with their defaults:", "", *lines]) + "\n"
+    return "\n".join(rows) + "\n"
 
 
-def _describe(name: str, default: Any, hint: Any, doc: str) -> str:
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
-    values = ", ".join(f"**{choice}**" if choice == default else choice for choice in choices)
-    shown = values or (str(default).lower() if default is None or isinstance(default, bool) else default)
-    return f"`{name}` ({shown}): {doc}"
+def options_table(name: str) -> str:
+    """Return the Markdown table of the options in which a method differs from the one that it extends."""
+    config, rows = METHODS[name], ["| option | default | description |", "|---|---|---|"]
+    bases = [each for each in METHODS.values() if each is config.__mro__[1]]
+    known = {each.name: each.default for base in bases for each in fields(base)} or {"drafter": 1}
+    hints = get_type_hints(config, include_extras=True)
+    for each in fields(config):
+        if each.name not in known or known[each.name] != each.default:
+            hint, doc = get_args(hints[each.name])
+            choices = get_args(hint) if get_origin(hint) is Literal else (each.default,)
+            values = ", ".join(f"**{choice}**" if choice == each.default else choice for choice in choices)
+            shown = values if len(choices) > 1 else str(each.default).lower()
+            rows.append(f"| `{each.name}` | {shown} | {doc} |")
+    return "\n".join(rows) + "\n"

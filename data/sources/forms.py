@@ -1,4 +1,4 @@
-"""Forms of rows: the columns of the messages. data/README.md shows a row of each form."""
+"""Forms of rows: the columns of the messages. docs/how-to/row-formats.md shows a row of each."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class MethodSection(Section):
     label: str | None = None
     """Name of the row (default: the method, with the temperature of the row if it has one)."""
     options: dict[str, Any] = {}
-    """Options of the method, such as gamma, which `decode/README.md` lists. Two defaults of SLiM differ from its paper:
+    """Options of the method, such as gamma, which `docs/methods` lists. Two defaults of SLiM differ from its paper:
     equation 2 is `lengths: full` (appendix C is `all`), and equation 5 is `unseen_correlation: 0`."""
     temperature: float | None = Field(None, ge=0)
     """Sampling temperature (default: the recipe's). At 0, `mjsd` searches the beams that Algorithm 1 of arXiv

@@ -15,6 +15,7 @@ from draftsmith.decode.methods import (
     method_variants,
     methods_table,
 )
+from draftsmith.decode.registry import options_table
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -23,9 +24,10 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_readme_has_the_generated_table() -> None:
-    assert methods_table() in (ROOT / "decode" / "README.md").read_text(encoding="utf-8")
-    assert methods_table().count("\n| `") == methods_table().count("\n- `") == len(METHODS)
+def test_documentation_has_the_generated_tables() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "methods").glob("*.md"))
+    assert [name for name in METHODS if options_table(name) not in pages and options_table(name).count("\n") > 2] == []
+    assert methods_table() in pages
 
 
 def test_help_lists_every_method() -> None:

@@ -101,8 +101,8 @@ def test_no_row_makes_it_fail_otherwise_than_by_an_error_with_a_place(value: Any
         assert isinstance(dialogue.id, str)
 
 
-README = Path(draftsmith.__path__[0]) / "data" / "README.md"
-ITEMS = re.findall(r"^- (`.+?)(?=\n- |\n\n)", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+PAGE = Path(draftsmith.__path__[0]) / "docs" / "how-to" / "row-formats.md"
+ITEMS = re.findall(r"^- (`.+?)(?=\n- |\n\n)", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 FORMS = [re.fullmatch(r"`(.+?)`: (.+) is read as (.+)", " ".join(item.split())) for item in ITEMS]
 TABLE = [form.groups() for form in FORMS]
 

@@ -33,7 +33,7 @@ PADDED = torch.tensor([[PAD, PAD, 1, 2, 3], [9, 8, 7, 6, 5], [PAD, PAD, PAD, PAD
 MASK = (PADDED != PAD).long()
 BATCH = {"inputs": PADDED, "attention_mask": MASK, "pad_token_id": PAD}
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-README = Path(__file__).resolve().parents[3] / "decode" / "README.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "transformers.md"
 
 
 def check_same(model: Any, custom: drop_in.CustomGenerate, **asked: Any) -> torch.Tensor:
@@ -355,15 +355,14 @@ def quickstart(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> P
     return tmp_path
 
 
-def test_the_example_of_the_readme_runs(
+def test_the_example_of_the_documentation_runs(
     quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = README.read_text(encoding="utf-8").partition("## Use from transformers\n")[2].partition("\n## ")[0]
-    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(quickstart)
     capsys.readouterr()
     names: dict[str, Any] = {}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(example, PAGE.name, "exec"), names)
     plain = names["model"].generate(**names["inputs"], max_new_tokens=64)
     assert names["output"].tolist() == plain.tolist()
     shown = names["tokenizer"].decode(plain[0, names["inputs"]["input_ids"].shape[1] :])

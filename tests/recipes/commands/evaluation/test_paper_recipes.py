@@ -16,7 +16,7 @@ from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe, shipped_recipes
 
 BENCH = Path(__file__).parents[3] / "bench"
-EVALUATE = Path(__file__).parents[4] / "recipes" / "evaluate"
+PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "reproduce-papers.md"
 NAMES = [name for name in shipped_recipes() if name.startswith("evaluate/") and name.count("/") == 2]
 
 
@@ -45,8 +45,8 @@ def test_a_recipe_names_methods_and_options_that_exist(name: str, papers: Any) -
     assert "not measured" not in [papers.judge(predicate, rows) for predicate in claims.values()]
 
 
-def test_every_command_of_the_readme_exists() -> None:
-    commands = re.findall(r"`draftsmith evaluate (\S+)((?: --method [^`]+)?)`", (EVALUATE / "README.md").read_text())
+def test_every_command_of_the_documentation_exists() -> None:
+    commands = re.findall(r"`draftsmith evaluate (\S+)((?: --method [^`]+)?)`", PAGE.read_text())
     named = {name for name, _ in commands}
     assert {name.removeprefix("evaluate/") for name in NAMES} <= named
     for name, rows in commands:
