@@ -1,4 +1,4 @@
-"""Hook of MkDocs that replaces `<!-- generated: NAME -->` by reference text made from the code."""
+"""Hook of MkDocs that replaces `<!-- generated: NAME ARGUMENT -->` by reference text made from the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-from draftsmith.decode.registry import methods_table
+from draftsmith.decode.methods import methods_table
+from draftsmith.decode.registry import options_table
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.schema.data import Section
 from draftsmith.recipes.schema.loading import RECIPES
@@ -19,12 +20,12 @@ from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 SETTINGS = griffe.visit(config.__name__, filepath=Path(inspect.getfile(config)), code=inspect.getsource(config))
-GENERATED = re.compile(r"<!-- generated: (\w+) -->")
+GENERATED = re.compile(r"<!-- generated: (\w+)(?: ([\w-]+))? -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the markers of a page."""
-    return GENERATED.sub(lambda found: GENERATORS[found[1]](), markdown)
+    return GENERATED.sub(lambda found: GENERATORS[found[1]](*filter(None, found.groups()[1:])), markdown)
 
 
 def cell(text: str) -> str:
@@ -143,4 +144,4 @@ def dataclass_doc(section: type[Section], name: str) -> str:
     return ""
 
 
-GENERATORS = {"cli": command_line, "recipes": recipes, "methods": methods_table}
+GENERATORS = {"cli": command_line, "recipes": recipes, "methods": methods_table, "options": options_table}
