@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,4 +144,9 @@ def dataclass_doc(section: type[Section], name: str) -> str:
     return ""
 
 
-GENERATORS = {"cli": command_line, "recipes": recipes, "methods": methods_table, "options": options_table}
+GENERATORS: dict[str, Callable[..., str]] = {
+    "cli": command_line,
+    "recipes": recipes,
+    "methods": methods_table,
+    "options": options_table,
+}
