@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,19 @@ from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.schema.data import Section
 from draftsmith.recipes.schema.loading import RECIPES
 from draftsmith.train import config
+from mkdocs.exceptions import PluginError
 from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 SETTINGS = griffe.visit(config.__name__, filepath=Path(inspect.getfile(config)), code=inspect.getsource(config))
 GENERATED = re.compile(r"<!-- generated: (\w+)(?: ([\w-]+))? -->")
+
+
+def on_pre_build(config: Any) -> None:
+    """Raise an error if a figure differs from its data."""
+    figures = runpy.run_path(str(Path(config.docs_dir) / "figures.py"))["FIGURES"]
+    if old := [path.name for path, draw in figures.items() if path.read_text(encoding="utf-8") != draw()]:
+        raise PluginError(f"{', '.join(old)}: outdated; run `python docs/figures.py`")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
