@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+import yaml
 from draftsmith.decode.methods import methods_table
 from draftsmith.decode.registry import options_table
 from draftsmith.recipes.commands.cli import app
@@ -95,7 +96,10 @@ def describe_section(section: type[Section], sections: dict[str, type[Section]])
         kind = " or ".join(f"[section](#{each.__name__.lower()})" for each in nested) or f"{type_of(field.annotation)}"
         if limits := [f"{SIGNS[sign]} {value:g}" for sign, value in limits_of(field)]:
             kind += " " + ", ".join(limits)
-        rows.append([f"`{name}`", cell(kind), cell(default), cell(field.description or dataclass_doc(section, name))])
+        text = field.description or dataclass_doc(section, name)
+        if not text:
+            text = inspect.cleandoc(nested[0].__doc__ or "").split("\n\n")[0] if nested else "Kind of the recipe."
+        rows.append([f"`{name}`", cell(kind), cell(default), cell(text)])
     return about + "\n\n" + table(["key", "type", "default", "description"], rows)
 
 
@@ -113,9 +117,9 @@ def default_of(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, Section):
         return "defaults of the section"
-    shown = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else None
-    text = str(list(value) if isinstance(value, tuple) else value)
-    return f"`{shown or text}`" if text else '`""`'
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+    return f"`{text}`"
 
 
 def nested_sections(annotation: Any) -> Iterator[type[Section]]:
