@@ -28,7 +28,6 @@ from .registry import (
     build_method,
     method_config,
     method_variants,
-    methods_table,
     register,
 )
 from .tree import parse_branching
@@ -55,7 +54,6 @@ __all__ = [
     "build_method",
     "method_config",
     "method_variants",
-    "methods_table",
 ]
 
 _GAMMA = "draft tokens per step"

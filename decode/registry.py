@@ -169,31 +169,3 @@ def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Optio
         and "datastore" not in options
         and not (config.greedy_only if temperature else config.is_lossless < METHODS[name].lossless)
     ]
-
-
-def methods_table() -> str:
-    """Return the Markdown table of all methods, as in `docs/methods/index.md`."""
-    rows = ["| method | drafts | lossless |", "|---|---|---|"]
-    for name, config in METHODS.items():
-        lossy = [each for each in _choices_that_matter(name) if not replace(config(), **each).is_lossless]
-        lossless = ["yes" if config.lossless else "no"]
-        lossless += [f"no with `{key}: {choice}`" for each in lossy for key, choice in each.items()]
-        summary = (config.__doc__ or "").partition("\n")[0].removesuffix(".")
-        rows.append(f"| `{name}` | {summary} | {', '.join(lossless)} |")
-    return "\n".join(rows) + "\n"
-
-
-def options_table(name: str) -> str:
-    """Return the Markdown table of the options in which a method differs from the one that it extends."""
-    config, rows = METHODS[name], ["| option | default | description |", "|---|---|---|"]
-    bases = [each for each in METHODS.values() if each is config.__mro__[1]]
-    known = {each.name: each.default for base in bases for each in fields(base)} or {"drafter": 1}
-    hints = get_type_hints(config, include_extras=True)
-    for each in fields(config):
-        if each.name not in known or known[each.name] != each.default:
-            hint, doc = get_args(hints[each.name])
-            choices = get_args(hint) if get_origin(hint) is Literal else (each.default,)
-            values = ", ".join(f"**{choice}**" if choice == each.default else choice for choice in choices)
-            shown = values if len(choices) > 1 else str(each.default).lower()
-            rows.append(f"| `{each.name}` | {shown} | {doc} |")
-    return "\n".join(rows) + "\n"

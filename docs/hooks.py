@@ -7,13 +7,13 @@ import re
 import runpy
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import griffe
 import yaml
-from draftsmith.decode.methods import methods_table
-from draftsmith.decode.registry import options_table
+from draftsmith.decode.methods import METHODS, method_config, method_variants
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.schema.data import Section
 from draftsmith.recipes.schema.loading import RECIPES
@@ -47,7 +47,7 @@ def cell(text: str) -> str:
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table, or nothing without rows."""
     lines = [head, ["---"] * len(head), *rows] if rows else []
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n" * bool(rows)
 
 
 def command_line() -> str:
@@ -155,6 +155,34 @@ def dataclass_doc(section: type[Section], name: str) -> str:
         if member is not None and member.docstring:
             return str(member.docstring.value)
     return ""
+
+
+def methods_table() -> str:
+    """Return the table of all methods."""
+    rows = []
+    for name, method in METHODS.items():
+        lossless = ["yes" if method.lossless else "no"]
+        for options in (options for variant, options in method_variants() if variant == name and method.lossless):
+            if not method_config(name, options).is_lossless:
+                lossless += [f"no with `{key}: {choice}`" for key, choice in options.items()]
+        summary = (method.__doc__ or "").partition("\n")[0].removesuffix(".")
+        rows.append([f"`{name}`", summary, ", ".join(lossless)])
+    return table(["method", "drafts", "lossless"], rows)
+
+
+def options_table(name: str) -> str:
+    """Return the table of the options in which a method differs from the one that it extends."""
+    method, rows = METHODS[name], list[list[str]]()
+    bases = [each for each in METHODS.values() if each is method.__mro__[1]]
+    known = {each.name: each.default for base in bases for each in fields(base)} or {"drafter": 1}
+    hints = typing.get_type_hints(method, include_extras=True)
+    for each in fields(method):
+        if each.name not in known or known[each.name] != each.default:
+            hint, doc = typing.get_args(hints[each.name])
+            choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+            values = ", ".join(f"**{choice}**" if choice == each.default else choice for choice in choices)
+            rows.append([f"`{each.name}`", values or str(each.default).lower(), cell(doc)])
+    return table(["option", "default", "description"], rows)
 
 
 GENERATORS: dict[str, Callable[..., str]] = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,9 +16,7 @@ from draftsmith.decode.methods import (
     build_method,
     method_config,
     method_variants,
-    methods_table,
 )
-from draftsmith.decode.registry import options_table
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -25,11 +25,12 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_documentation_has_the_options_of_every_method() -> None:
+def test_documentation_has_the_options_of_every_method(load_script: Callable[[Path], ModuleType]) -> None:
+    hooks = load_script(ROOT / "docs" / "hooks.py")
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "methods").glob("*.md"))
     named = set(re.findall("<!-- generated: options (.+) -->", pages))
-    assert named == {name for name in METHODS if options_table(name).count("\n") > 2}
-    assert methods_table().count("\n| `") == len(METHODS)
+    assert named == {name for name in METHODS if hooks.options_table(name)}
+    assert hooks.methods_table().count("\n| `") == len(METHODS)
 
 
 def test_help_lists_every_method() -> None:
