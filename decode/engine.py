@@ -442,14 +442,14 @@ def decode_texts(
 def check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
     """Raise ValueError if the batch or a prompt is empty, or a token is outside the target's vocabulary."""
     if not prompts:
-        raise ValueError("there is no prompt to decode: the batch is empty")
+        raise ValueError("the batch is empty: pass at least one prompt")
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"prompt {row} has no tokens: give at least one")
+            raise ValueError(f"prompt {row} has no tokens: pass at least one")
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < target.vocab_size)
             raise ValueError(
-                f"prompt {row} holds token {wrong}; the target's vocabulary has {target.vocab_size} tokens"
+                f"prompt {row} contains token {wrong}, but the target's vocabulary has {target.vocab_size} tokens"
             )
 
 
@@ -459,6 +459,6 @@ def _check_positions(target: LanguageModel, lengths: Sequence[int], limits: Limi
         needed = length + limits.max_new_tokens - 1 + max_depth
         if needed > target.max_positions:
             raise ValueError(
-                f"prompt {row} has {length} tokens; with {limits.max_new_tokens} new ones and a look-ahead of "
-                f"{max_depth} that is {needed} positions, and the target has {target.max_positions}"
+                f"prompt {row} has {length} tokens; with {limits.max_new_tokens} new tokens and {max_depth} draft "
+                f"tokens it needs {needed} positions, but the target has {target.max_positions}: reduce max_new_tokens"
             )

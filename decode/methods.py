@@ -275,7 +275,7 @@ class Suffix(_WithDrafter):
         if self.datastore == "table":
             assert parts.table is not None
             if (texts := parts.table.texts) is None:
-                raise ValueError("`datastore: table` needs a table with texts, and this has none: use `count.texts`")
+                raise ValueError("`datastore: table` requires a table with texts: set `count.texts` when counting")
         heads = parts.heads if self.fallback == "heads" else None
         tree = SuffixTree(self.max_nodes, self.max_depth, self.min_prob, texts, heads, self.num_candidates)
         if self.fallback != "drafter":
@@ -426,7 +426,7 @@ class Beam(_WithDrafter):
         if self.draft_beams is None:
             return Method(TargetBeam(0, self.num_beams), AcceptAll())
         if not sampling.greedy:
-            raise ValueError(f"`draft_beams` needs temperature 0, got {sampling.temperature:g}")
+            raise ValueError(f"`draft_beams` requires temperature 0, got {sampling.temperature:g}")
         beam = SpeculativeBeam(_drafter(parts), self.num_beams, self.draft_beams, self.draft_gamma)
         return Method(beam, AcceptAll())
 

@@ -139,10 +139,10 @@ def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) ->
     config = method_config(name, options)
     for part in config.needs:
         if getattr(parts, part) is None:
-            raise ValueError(f"method {name!r} needs a {part}, and none was given")
+            raise ValueError(f"method {name!r} requires `{part}`, but none was given")
     if (number := getattr(config, "drafter", 1)) > 1:
         if number > len(parts.more_drafters) + 1:
-            raise ValueError(f"`drafter` of method {name!r} is {number}: there are {len(parts.more_drafters) + 1}")
+            raise ValueError(f"`drafter` of method {name!r} is {number}, but there are {len(parts.more_drafters) + 1}")
         parts = replace(parts, drafter=parts.more_drafters[number - 2])
     return config.build(parts, sampling)
 

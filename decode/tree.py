@@ -150,7 +150,7 @@ class Tree:
 @cache
 def _chain(gamma: int) -> Tree:
     if gamma < 0:
-        raise ValueError(f"a chain needs a length of at least 0, got {gamma}")
+        raise ValueError(f"the length of a chain must be at least 0, got {gamma}")
     depth_N = torch.arange(gamma + 1)
     line_NP = (depth_N[:, None] - depth_N).clamp(min=0)
     return Tree((depth_N - 1)[None], depth_N[None], line_NP[None], gamma, is_chain=True)
@@ -159,7 +159,9 @@ def _chain(gamma: int) -> Tree:
 @cache
 def _k_ary(branching: tuple[int, ...]) -> Tree:
     if any(width < 1 for width in branching):
-        raise ValueError(f"every level of a tree needs at least 1 child a node, got {'x'.join(map(str, branching))}")
+        raise ValueError(
+            f"each level of a tree must have at least 1 child per node, got {'x'.join(map(str, branching))}"
+        )
     if all(width == 1 for width in branching):
         return _chain(len(branching))
     parents, level = [-1], [0]
@@ -178,7 +180,7 @@ def parse_branching(text: str) -> tuple[int, ...]:
     """
     parts = str(text).lower().split("x")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"k-configuration {text!r} does not parse: give positive integers joined by x, such as 4x2x1")
+        raise ValueError(f"k-configuration {text!r} is invalid: use positive integers joined by x, such as 4x2x1")
     return tuple(int(part) for part in parts)
 
 
@@ -211,9 +213,7 @@ def parse_tree(text: str) -> tuple[Tree, Tensor]:
     for part in text.split(","):
         steps = part.strip().split(".")
         if not all(step.isdigit() for step in steps):
-            raise ValueError(
-                f"tree {text!r} does not parse at {part.strip()!r}: give ranks joined by dots, such as 0.2"
-            )
+            raise ValueError(f"tree {text!r} is invalid at {part.strip()!r}: use ranks joined by dots, such as 0.2")
         path = tuple(int(step) for step in steps)
         paths |= {path[:length] for length in range(len(path) + 1)}
     ordered = sorted(paths, key=lambda path: (len(path), path))

@@ -31,7 +31,7 @@ class Sampling:
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
     @property
     def greedy(self) -> bool:

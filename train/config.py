@@ -18,7 +18,7 @@ def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
     if global_batch % together:
         raise ValueError(
             f"global_batch {global_batch} cannot be split into micro_batch {micro_batch} × {processes} processes = "
-            f"{together} blocks at a time; choose a multiple of {together}"
+            f"{together} blocks; choose a multiple of {together}"
         )
     return global_batch // together
 

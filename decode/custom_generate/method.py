@@ -68,7 +68,7 @@ def method(
     given = {"drafter": drafter, "heads": heads, "table": table}
     for part in needs:
         if given[part] is None:
-            raise ValueError(f"method {name!r} needs a {part}, and none was given")
+            raise ValueError(f"method {name!r} requires `{part}`, but none was given")
     models = [_Drafter(source) for source in (drafter, *more_drafters) if "drafter" in needs]
     loaded = isinstance(heads, (str, Path))
     if "heads" not in needs:
@@ -144,13 +144,13 @@ class CustomGenerate:
             for size, mine in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
                 theirs = getattr(part, size, mine)
                 if theirs != mine:
-                    raise ValueError(f"{size} of the {what} is {theirs}, of the target {mine}: they must be the same")
+                    raise ValueError(f"{size} must be equal, got {theirs} for the {what} and {mine} for the target")
         if isinstance(self.heads, PredictionHeads):
             weight = next(self.heads.parameters())
             if (weight.device, weight.dtype) != (target.device, target.dtype):
                 if not self.loaded_heads:
                     given, wanted = (f"{side.dtype} on {side.device}" for side in (weight, target))
-                    raise ValueError(f"the heads are {given}, the target is {wanted}: they must be the same")
+                    raise ValueError(f"the heads are {given}, but the target is {wanted}: convert the heads")
                 self.heads.to(target.device, target.dtype)
             # Drop copies of weights, since they do not follow writes to `.data`.
             self.heads.train(self.heads.training)
@@ -165,7 +165,7 @@ class _Drafter:
         self._loaded = isinstance(source, (str, Path))
         if not self._loaded and not isinstance(source, PreTrainedModel):
             kind = type(source).__name__
-            raise ValueError(f"a drafter must be a transformers model, a folder or a hub id, got a {kind}")
+            raise ValueError(f"a drafter must be a transformers model, a directory or a hub id, got {kind}")
         self.model = source
         if self._loaded:
             found = model_source(str(source))
@@ -177,7 +177,7 @@ class _Drafter:
         drafter = _scorer(self.model, "drafter", None)
         check_same_vocabulary(target, drafter, "drafter")
         if drafter.device != target.device:
-            raise ValueError(f"the drafter is on {drafter.device}, the target on {target.device}: put both on one")
+            raise ValueError(f"the drafter is on {drafter.device}, but the target is on {target.device}: move one")
         return drafter
 
 
@@ -201,7 +201,7 @@ _TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary(
 def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
     """Return the wrapped model. It is wrapped again if its weights or the requested states (None: any) changed."""
     if model.training:
-        raise ValueError(f"the {what} is in training mode, in which forwards differ by chance: call its eval() first")
+        raise ValueError(f"the {what} is in training mode, where dropout changes its output: call its eval() first")
     state = _state(model)
     cached = _TARGETS.get(model)
     if cached is not None and cached.state == state and states in (None, cached.states):

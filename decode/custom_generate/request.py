@@ -53,25 +53,25 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
     """
     sharded = any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in model.parameters())
     if inputs.pop("synced_gpus", None) or sharded:
-        raise _refusal("synced_gpus", "weights that are shared out (ZeRO-3, FSDP, tensor parallelism) must be gathered")
+        raise _refusal("synced_gpus", "gather sharded weights (ZeRO-3, FSDP, tensor parallelism) first")
     if inputs.pop("assistant_model", None) is not None:
-        raise _refusal("assistant_model", "give it as `drafter` of the method")
+        raise _refusal("assistant_model", "pass it to the method as `drafter`")
     if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
-        raise _refusal("inputs that an adapter prepares (prompt tuning)", "it reads input_ids alone")
+        raise _refusal("inputs that an adapter prepares (prompt tuning)", "it reads input_ids only")
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         asks = "num_beams, penalty_alpha, prompt_lookup_num_tokens, use_mtp, dola_layers, constraints and the like"
-        raise _refusal(str(mode.value), f"`custom_generate` is the method; unset {asks}")
+        raise _refusal(str(mode.value), f"`custom_generate` selects the method; unset {asks}")
     if config.return_dict_in_generate and any(getattr(config, name) for name in _OUTPUTS):
-        raise _refusal(next(name for name in _OUTPUTS if getattr(config, name)), "it gives sequences alone")
+        raise _refusal(next(name for name in _OUTPUTS if getattr(config, name)), "it returns sequences only")
     if config.cache_implementation == "quantized":
-        raise _refusal("cache_implementation='quantized'", "it has a cache of its own")
+        raise _refusal("cache_implementation='quantized'", "it uses its own cache; unset this option")
     cache = inputs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise _refusal("past_key_values", "it has a cache of its own; give all tokens as input_ids")
+        raise _refusal("past_key_values", "it uses its own cache; pass all tokens as input_ids")
     for name, value in inputs.items():
         if value is not None and name not in _INPUTS:
-            raise _refusal(name, "it reads input_ids alone")
+            raise _refusal(name, "it reads input_ids only")
 
 
 def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
@@ -82,10 +82,10 @@ def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
         if kind is LogitNormalization:
             continue  # probabilities always sum to 1 here
         if kind not in _WARPERS:
-            instead = "it warps by temperature, top_k and top_p; unset what asks for it, here or in generation_config"
+            instead = "only temperature, top_k and top_p are applied; unset the option in generation_config"
             raise _refusal(kind.__name__, instead)
         if getattr(processor, "filter_value", -math.inf) > -math.inf or getattr(processor, "min_tokens_to_keep", 1) > 1:
-            raise _refusal(f"filter_value and min_tokens_to_keep of {kind.__name__}", "leave them at their defaults")
+            raise _refusal(f"filter_value and min_tokens_to_keep of {kind.__name__}", "keep their defaults")
         values.append((_WARPERS[kind], getattr(processor, _WARPERS[kind])))
     names = [name for name, _ in values]
     if names != [name for name in _WARPERS.values() if name in names]:
@@ -103,19 +103,19 @@ def prompts_of(
     if has_source:
         start_id: Any = getattr(target, "start_id", None)
         if ids_BT.shape[1] != 1 or (ids_BT != start_id).any():
-            raise _refusal("decoder_input_ids", "decoding starts from the model's own first token")
+            raise _refusal("decoder_input_ids", "decoding starts with the model's decoder_start_token_id")
         if source_BT is None or source_BT.dim() != 2 or source_BT.is_floating_point() or (source_BT < 0).any():
-            raise _refusal("encoder_outputs and inputs_embeds", "it reads the source as input_ids")
+            raise _refusal("encoder_outputs and inputs_embeds", "pass the source as input_ids")
         ids_BT = source_BT.repeat_interleave(len(ids_BT) // len(source_BT), 0)
     kept_BT = torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool()
     if positions_BT is not None:
         usual_BT = kept_BT.long().cumsum(-1) - 1
         if positions_BT.shape[1:] != usual_BT.shape[1:] or ((positions_BT != usual_BT) & kept_BT).any():
-            raise _refusal("position_ids", "positions are counted from a row's first token")
+            raise _refusal("position_ids", "positions are counted from the first token of a row")
     prompts = []
     for row, (ids, kept) in enumerate(zip(ids_BT.tolist(), kept_BT.tolist(), strict=True)):
         if kept != sorted(kept) and not (has_source and kept == sorted(kept, reverse=True)):
-            raise _refusal(f"padding that is not on the left (row {row})", "give the tokenizer padding_side='left'")
+            raise _refusal(f"padding that is not on the left (row {row})", "set padding_side='left' in the tokenizer")
         prompts.append([token for token, keep in zip(ids, kept, strict=True) if keep])
     return prompts
 
@@ -139,7 +139,7 @@ class Replay:
         if any(hasattr(rule, "eos_token_id") for rule in criteria):
             pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
             if pad is None:
-                raise _refusal("a criterion with eos_token_id alone", "give pad_token_id too")
+                raise _refusal("eos_token_id without pad_token_id", "set pad_token_id too")
             self._pad = int(torch.as_tensor(pad).flatten()[0])
         self.ids_BT = torch.zeros(batch, self.length + self.limits.max_new_tokens, dtype=torch.int64)
         self.ids_BT[:, : self.length] = ids_BT

@@ -178,13 +178,13 @@ class EnergyMeter:
                 units += work()
             last, value, now = value, self.joules(), clock()
             if value < last:
-                raise CounterError(f"the counter of {self.covers} went back by {last - value:g} J")
+                raise CounterError(f"the energy counter of {self.covers} decreased by {last - value:g} J")
             if value > last:
                 changed_at = now
                 if now - begin >= seconds:
                     return _Window(now, value, units, paused)
             elif now - changed_at > max(_SILENCE, 20 * period):
-                raise CounterError(f"the counter of {self.covers} has stood still for {now - changed_at:.1f} s")
+                raise CounterError(f"the energy counter of {self.covers} did not change for {now - changed_at:.1f} s")
             if pause and pauses < _PAUSES and now - begin >= (pauses + 0.5) * seconds / _PAUSES:
                 self._sleep(pause)
                 pauses, paused = pauses + 1, paused + clock() - now
@@ -211,7 +211,7 @@ class RaplCounter:
         try:
             now = self._read()
         except (OSError, ValueError) as error:
-            raise CounterError(f"the processor's energy counter cannot be read any more: {error}") from error
+            raise CounterError(f"the processor's energy counter can no longer be read: {error}") from error
         self._total += sum((new - old) % most for new, old, most in zip(now, self._last, self._ranges, strict=True))
         self._last = now
         return self._total * 1e-6
@@ -226,7 +226,7 @@ def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str
     if "cuda" in kinds:
         return _open_nvml(sorted({cuda_uuid(device) for device in devices if device.type == "cuda"}))
     if kinds != {"cpu"}:
-        return None, f"no counter of energy is known for devices of type {', '.join(sorted(kinds)) or 'none'}"
+        return None, f"energy counters are not supported for devices of type {', '.join(sorted(kinds)) or 'none'}"
     return _open_rapl()
 
 
@@ -244,10 +244,10 @@ def _open_rapl() -> tuple[EnergyMeter | None, str]:
         # A package contains its cores but not the memory; `psys`, the platform, contains both.
         memory = [zone for zone, name in names.items() if name == "dram"]
         if not packages:
-            return None, f"the processor's energy counter (RAPL) is not there: no package among {POWERCAP}/intel-rapl:*"
+            return None, f"the processor has no energy counter (RAPL): {POWERCAP}/intel-rapl:* contains no package"
         counter = RaplCounter([*packages, *memory])
     except PermissionError as error:
-        return None, f"{error.filename} may be read by root alone: `sudo chmod a+r {POWERCAP}/intel-rapl:*/energy_uj`"
+        return None, f"only root can read {error.filename}: run `sudo chmod a+r {POWERCAP}/intel-rapl:*/energy_uj`"
     except (OSError, ValueError) as error:
         return None, f"the processor's energy counter (RAPL) cannot be read: {error}"
     covers = f"processor packages ({len(packages)})" + (" and their memory" if memory else "")
@@ -259,20 +259,20 @@ def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:
-        return None, "GPUs are counted through NVML: pip install nvidia-ml-py"
+        return None, "the energy of GPUs is read through NVML: run `pip install nvidia-ml-py`"
 
     def joules() -> float:
         try:
             return sum(nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles) * 1e-3
         except nvml.NVMLError as error:
-            raise CounterError(f"NVML's energy counter cannot be read any more: {error}") from error
+            raise CounterError(f"NVML's energy counter can no longer be read: {error}") from error
 
     try:
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         joules()
     except (nvml.NVMLError, CounterError) as error:
-        return None, f"NVML counts no energy of these devices: {error}"
+        return None, f"NVML does not report the energy of these devices: {error}"
     covers = f"GPU boards ({len(handles)}), without the processor"
     return EnergyMeter(joules, "nvml", covers, NVML, close=nvml.nvmlShutdown), covers
 

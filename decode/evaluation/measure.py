@@ -398,9 +398,9 @@ def check_capacity(
     most, label, positions, which = min(found)
     if len(longest) > most:
         raise ValueError(
-            f"prompt {name} has {len(longest)} tokens; with {limits.max_new_tokens} new ones and the look-ahead of "
-            f"{label} they do not fit into the {which}'s {positions} positions: "
-            + (f"`max_prompt_tokens={most}` leaves such prompts out" if most > 0 else "ask for fewer `max_new_tokens`")
+            f"prompt {name} has {len(longest)} tokens, which with {limits.max_new_tokens} new tokens and the draft "
+            f"tokens of {label} exceed the {which}'s {positions} positions: "
+            + (f"set `max_prompt_tokens={most}` to drop such prompts" if most > 0 else "reduce `max_new_tokens`")
         )
 
 

@@ -101,7 +101,7 @@ class Summariser:
         for entry in entries:
             if entry.sampling not in bases:
                 raise ValueError(
-                    f"{entry.label!r} needs {BASELINE!r} at temperature {entry.sampling.temperature:g} beside it"
+                    f"{entry.label!r} requires {BASELINE!r} at temperature {entry.sampling.temperature:g} as baseline"
                 )
             base = bases[entry.sampling]
             row = self._row(entry, base, partial(advance, entry.label))
@@ -110,7 +110,7 @@ class Summariser:
             forwards = counts.steps / counts.rounds if self.batch == 1 else math.inf
             fault = self._check_text(entry, row, base, summary) or impossible(row, forwards)
             if fault:
-                summary.errors.append(f"the measurement of {entry.label!r} cannot be true: {fault}")
+                summary.errors.append(f"the measurement of {entry.label!r} is impossible: {fault}")
             else:
                 summary.rows.append(row)
         return summary
@@ -213,7 +213,7 @@ class Summariser:
         run = self.runs[entry.label]
         for index, (ids, tally) in enumerate(zip(run.ids, run.tallies, strict=True)):
             if len(ids) != tally.tokens:
-                return f"prompt {self._named(index)} has {len(ids)} tokens, and its steps made {tally.tokens}"
+                return f"prompt {self._named(index)} has {len(ids)} tokens, but its steps counted {tally.tokens}"
         if not (entry.sampling.greedy and row["lossless"]):
             return None
         texts, greedy_texts = run.ids, base.ids
@@ -227,13 +227,13 @@ class Summariser:
         if not wrong:
             return None
         summary.broken.append(
-            f"{entry.label!r} calls itself lossless, but differs from greedy decoding on {len(wrong)} of "
+            f"{entry.label!r} claims to be lossless, but differs from greedy decoding on {len(wrong)} of "
             f"{len(run.ids)} prompts, first on prompt {self._named(wrong[0])}"
         )
         for index in wrong:
             made, wanted = len(texts[index]), len(greedy_texts[index])
             if made != wanted:
-                return f"prompt {self._named(index)} has {made} tokens, and of greedy decoding {wanted}"
+                return f"prompt {self._named(index)} has {made} tokens, but {wanted} in greedy decoding"
         return None
 
     def _named(self, index: int) -> str:

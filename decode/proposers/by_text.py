@@ -39,17 +39,17 @@ class TextChain(Proposer):
 
     def start(self, context: Context) -> None:
         if self.drafter.device != context.target.device:
-            where = f"the drafter is on {self.drafter.device}, the target on {context.target.device}"
+            where = f"the drafter is on {self.drafter.device}, but the target is on {context.target.device}"
             raise ValueError(f"{where}: move one")
         prompts = [self._translation.there(prompt) for prompt in context.prompts]
         ids, self._cache = self.drafter.begin(prompts, _SLOTS * context.limits.max_new_tokens + self.gamma)
         if ids is not prompts:
-            raise ValueError("an encoder-decoder does not draft by its text: it needs the target's tokens")
+            raise ValueError("an encoder-decoder cannot draft for a target with another tokenizer")
         self._room = min(self._cache.capacity, self.drafter.max_positions) - self.gamma
         if (longest := max(map(len, prompts))) > self._room:
             raise ValueError(
-                f"the drafter has {self.drafter.max_positions} positions; a prompt of {longest} of its tokens and a "
-                f"look-ahead of {self.gamma} need {longest + self.gamma}"
+                f"the drafter has {self.drafter.max_positions} positions, but a prompt of {longest} of its tokens and "
+                f"{self.gamma} draft tokens need {longest + self.gamma}"
             )
         self._tree = Tree.chain(self.gamma).to(context.ids_BS.device)
         padded_BS = torch.tensor([[*row, *[0] * (longest - len(row))] for row in prompts])

@@ -34,13 +34,15 @@ class DraftState:
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
         check_same_vocabulary(context.target, model, "drafter")
         if model.device != context.target.device:
-            raise ValueError(f"the drafter is on {model.device}, the target on {context.target.device}: move one")
+            raise ValueError(
+                f"the drafter is on {model.device}, but the target is on {context.target.device}: move one"
+            )
         self.model = model
         longest = max(context.lengths) + context.limits.max_new_tokens
         if longest - 1 + max_depth > model.max_positions:
             raise ValueError(
-                f"the drafter has {model.max_positions} positions; prompt, new tokens and a look-ahead of {max_depth} "
-                f"need {longest - 1 + max_depth}"
+                f"the drafter has {model.max_positions} positions, but prompt, new tokens and {max_depth} draft tokens "
+                f"need {longest - 1 + max_depth}: reduce max_new_tokens"
             )
         ids, self.cache = model.begin(context.prompts, context.limits.max_new_tokens + max_nodes)
         committed = [row[:length].tolist() for row, length in zip(context.host_ids_BS, context.lengths, strict=True)]
@@ -60,14 +62,14 @@ class DraftState:
         """Run the prompts through a drafter that reads the target's hidden states."""
         if context.aux_BSG is None or context.target.aux_layers != required:
             raise ValueError(
-                f"the drafter reads the target's layers {required}, the target gives {context.target.aux_layers}: "
+                f"the drafter reads the target's layers {required}, but it returns {context.target.aux_layers}: "
                 f"wrap it with wrap_model(model, aux_layers={required})"
             )
         longest, shortest = max(context.lengths), min(context.lengths)
         if shortest < 2:
             raise ValueError(
-                f"prompt {context.lengths.index(shortest)} has {shortest} token, and this drafter, which reads what "
-                "the target made of the token before, needs 2 at least"
+                f"prompt {context.lengths.index(shortest)} has {shortest} token, but this drafter needs at least 2, "
+                "because it reads the target's hidden state at the preceding token"
             )
         if longest > 2:
             above_BTD = self.model.fuse_aux(context.aux_BSG[:, : longest - 2])

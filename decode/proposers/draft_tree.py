@@ -70,7 +70,7 @@ class DraftTree(DrafterProposer):
         different = context.sampling.greedy or not self.replacement
         if different and max(self.branching) > self.model.draft_vocab_size:
             raise ValueError(
-                f"the tree asks for {max(self.branching)} different candidates of a vocabulary of "
+                f"the tree has {max(self.branching)} distinct candidates per node, but the drafter's vocabulary has "
                 f"{self.model.draft_vocab_size} tokens"
             )
         super().start(context)
@@ -161,7 +161,7 @@ class ParallelChain(DrafterProposer):
     def __init__(self, model: LanguageModel, gamma: int) -> None:
         token = mask_token(model.config)
         if token is None:
-            raise ValueError("the drafter was trained without `parallel`: its config.json has no `pard_token`")
+            raise ValueError("the drafter was not trained with `parallel`: its config.json has no `pard_token`")
         self.model, self.gamma, self._token = model, gamma, token
         self._tree = Tree.chain(gamma).to(model.device)
         self._ahead_K = torch.arange(gamma)

@@ -44,9 +44,7 @@ class HeadTree(Proposer):
     def __init__(self, heads: HeadModule, shape: str) -> None:
         self.tree, self.ranks_N = parse_tree(shape)
         if self.tree.max_depth > heads.num_heads:
-            raise ValueError(
-                f"the tree is {self.tree.max_depth} levels deep, but there are only {heads.num_heads} heads"
-            )
+            raise ValueError(f"the tree has {self.tree.max_depth} levels, but there are only {heads.num_heads} heads")
         self.heads = heads
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
@@ -58,7 +56,7 @@ class HeadTree(Proposer):
         self._width = 1 + int(self.ranks_N.max())
         if self._width > context.target.vocab_size:
             raise ValueError(
-                f"the tree asks for {self._width} candidates of a head; the vocabulary has {context.target.vocab_size}"
+                f"the tree has {self._width} candidates per head, but there are {context.target.vocab_size} tokens"
             )
         self._place_N = ((self.tree.depth_BN[0].cpu() - 1) * self._width + self.ranks_N)[1:].to(context.ids_BS.device)
 
@@ -110,7 +108,7 @@ class PrunedHeadTree(Proposer):
         if not 1 <= max_depth <= heads.num_heads:
             raise ValueError(f"max_depth must be between 1 and the number of heads, {heads.num_heads}, got {max_depth}")
         if len(num_candidates) != max_depth or min(num_candidates) < 1:
-            raise ValueError(f"num_candidates must name {max_depth} positive numbers, got {[*num_candidates]}")
+            raise ValueError(f"num_candidates must contain {max_depth} positive numbers, got {[*num_candidates]}")
         if unseen_correlation < 0:
             raise ValueError(f"unseen_correlation must be at least 0, got {unseen_correlation}")
         if not 0 <= min_prob < 1:
@@ -189,7 +187,7 @@ def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) 
         return
     head = model.get_output_embeddings()
     if head.weight.device.type == "meta":
-        raise ValueError("the heads use the target's output projection, which is offloaded: keep it on a device")
+        raise ValueError("the heads use the target's output projection, which is offloaded: place it on a device")
     bias_V = getattr(head, "bias", None)
     shape = LogitShape.of(model.config.get_text_config(decoder=True))
     heads.attach(head.weight.detach().to(device), None if bias_V is None else bias_V.detach().to(device), shape)
@@ -205,11 +203,11 @@ def check_heads(heads: HeadModule, context: Context) -> None:
         check_same_vocabulary(context.target, heads, "module of prediction heads")
     theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
     if theirs != mine:
-        raise ValueError(f"the heads take hidden states of {theirs}, the target makes {mine}")
+        raise ValueError(f"the heads read hidden states of size {theirs}, but those of the target have {mine}")
     if states_of(heads) != context.target.states:
         raise ValueError(
-            f"the heads read hidden states {states_of(heads)}, the target gives those {context.target.states}: wrap it "
-            f"with wrap_model(model, states={states_of(heads)!r})"
+            f"the heads read {states_of(heads)} states, but the target returns {context.target.states} states: wrap "
+            f"it with wrap_model(model, states={states_of(heads)!r})"
         )
     if isinstance(heads, PredictionHeads):
         heads.multiply_by(Product)

@@ -28,7 +28,7 @@ class JointLikelihood(Verifier):
 
     def __init__(self, threshold: float, greedy: bool) -> None:
         if not 0 <= threshold <= 1:
-            raise ValueError(f"the threshold of joint likelihood must lie in [0, 1], got {threshold}")
+            raise ValueError(f"likelihood_threshold must be in [0, 1], got {threshold}")
         self._log_threshold = math.log(threshold) if threshold else -math.inf
         # At temperature 0 probabilities are one-hot, so both models are compared unwarped.
         self.judges = "unwarped" if greedy else "probabilities"
@@ -57,7 +57,7 @@ class Rollback(Verifier):
 
     def __init__(self, threshold: float, greedy: bool) -> None:
         if threshold < 0:
-            raise ValueError(f"the rollback threshold must be at least 0, got {threshold}")
+            raise ValueError(f"rollback_threshold must be at least 0, got {threshold}")
         self._log_threshold = -threshold
         self.judges = "unwarped" if greedy else "probabilities"
 
@@ -80,7 +80,7 @@ class OverAcceptance(ExactChain):
 
     def __init__(self, epsilon: float, optimal: bool) -> None:
         if not 0 <= epsilon <= 1:
-            raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}")
+            raise ValueError(f"epsilon must be in [0, 1], got {epsilon}")
         self.tolerance, self._optimal = epsilon, optimal
 
     def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
@@ -98,9 +98,7 @@ class TypicalAcceptance(Verifier):
 
     def __init__(self, epsilon: float, delta: float) -> None:
         if not (0 < epsilon < 1 and 0 < delta <= 1):
-            raise ValueError(
-                f"typical acceptance needs epsilon in (0, 1) and delta in (0, 1], got {epsilon} and {delta}"
-            )
+            raise ValueError(f"epsilon must be in (0, 1) and delta in (0, 1], got {epsilon} and {delta}")
         self._epsilon, self._delta = epsilon, delta
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:

@@ -55,19 +55,19 @@ class PackedForward(Projected):
         if not self._layers:
             check_states(states)
         if model.config.is_encoder_decoder:
-            raise ValueError(f"{type(model).__name__} is an encoder-decoder, and a decoder is needed here")
+            raise ValueError(f"{type(model).__name__} is an encoder-decoder, but a decoder is required")
         self.model = model = bare_model(model)
         self.config = model.config.get_text_config()
         parameters = inspect.signature(_decoder(model).forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         if "flash" in self._kernel and not takes_any:
             raise ValueError(
-                f"{type(model).__name__} passes nothing on to its attention: with {self._kernel} the documents of a "
-                "block would see each other; use sdpa or eager"
+                f"{type(model).__name__} passes no arguments to its attention, so {self._kernel} would attend across "
+                "the documents of a block; use sdpa or eager"
             )
         if "position_ids" not in parameters:
             raise ValueError(
-                f"{type(model).__name__} takes no position_ids, so blocks of several documents are refused"
+                f"{type(model).__name__} takes no position_ids, so blocks of several documents are not supported"
             )
         self.plain_head = has_plain_head(model)
         self._positions = _learned_positions(model)
@@ -84,7 +84,7 @@ class PackedForward(Projected):
         if not self.by_document and not _keeps_documents_apart(self):
             raise ValueError(
                 f"{type(model).__name__} carries states from one document of a block into the next (convolutions, "
-                "recurrence), so packed blocks are refused"
+                "recurrence), so packed blocks are not supported"
             )
 
     def __call__(self, batch: Batch | MaskedBatch) -> Tensor:
@@ -132,14 +132,14 @@ class PackedForward(Projected):
         longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
         if longest > self._positions:
             raise ValueError(
-                f"a document has {longest} tokens, and {type(self.model).__name__} {self._positions} positions"
+                f"a document has {longest} tokens, but {type(self.model).__name__} has {self._positions} positions"
             )
         return positions_BT.clamp(max=self._positions - 1)
 
     def check_masks(self) -> None:
         """Raise ValueError if the attention kernel takes no mask (`MaskedBatch`)."""
         if "flash" in self._kernel:
-            raise ValueError(f"`parallel` is trained with sdpa or eager attention, and the model has {self._kernel}")
+            raise ValueError(f"`parallel` requires sdpa or eager attention, but the model uses {self._kernel}")
 
     def _attention(self, batch: Batch | MaskedBatch) -> dict[str, Any]:
         """Return the mask and positions that separate documents; a mask of None selects the model's causal kernel."""
@@ -148,7 +148,7 @@ class PackedForward(Projected):
         if isinstance(batch, MaskedBatch):
             longest, window = int(positions_BT.max()) + 1, sliding_window(self.config)
             if window is not None and longest > window:
-                raise ValueError(f"`parallel`: a document has {longest} tokens, and the model's window {window}")
+                raise ValueError(f"`parallel`: a document has {longest} tokens, but the model's window is {window}")
             return {"attention_mask": self._as_taken(batch.visible_BTT[:, None]), "position_ids": positions_BT}
         if self._slides(batch.tokens_BT.shape[1]):
             # models with sliding windows build their own masks, and separate documents where positions restart

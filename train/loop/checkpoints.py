@@ -252,7 +252,7 @@ def _position_of(folder: Path) -> tuple[Position, str]:
         files = dict(summary["files"])
         position, run = Position(**{each.name: summary[each.name] for each in fields(Position)}), str(summary["run"])
     except FileNotFoundError as error:
-        raise ValueError(f"incomplete, it has no {_SUMMARY}") from error
+        raise ValueError(f"it is incomplete: {_SUMMARY} is missing") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
     for name, known in files.items():

@@ -145,7 +145,7 @@ class _Run:
         self.stopping: signal.Signals | None = None
         if config.gradient_checkpointing:
             if not hasattr(task.module, "gradient_checkpointing_enable"):
-                raise ValueError(f"gradient_checkpointing is set, but the task {task.name!r} does not offer it")
+                raise ValueError(f"gradient_checkpointing is set, but the task {task.name!r} does not support it")
             task.module.gradient_checkpointing_enable()  # type: ignore[operator]
 
     def prepare(self) -> Position:
@@ -268,7 +268,7 @@ class _Run:
         line["step_tokens"] = tokens
         fault = self._fault(step, loss, norm, losses)
         if fault is not None:
-            report.line(f"{self.title}: {fault}; skipped, the weights stay as they are")
+            report.line(f"{self.title}: {fault}; the step is skipped, the weights are unchanged")
             line |= {"loss": math.nan, "skipped": fault}
             self.stepper.discard()
         else:
@@ -316,7 +316,10 @@ class _Run:
         self.skipped += 1
         what = f"the gradient's norm is {norm}" + (f", above max_norm {limit}" if math.isfinite(norm) else "")
         if not math.isfinite(loss):
-            what = f"the loss is {loss}" + ", and fp16 ends at 65,504: try precision bf16" * self.stepper.scales_loss
+            what = (
+                f"the loss is {loss}"
+                + ", and fp16 overflows above 65,504: use precision bf16" * self.stepper.scales_loss
+            )
         rank, size = self.accelerator.process_index, self.config.micro_batch
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
         blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]
@@ -328,7 +331,7 @@ class _Run:
             return where
         raise TrainingError(
             f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were changed. "
-            "Lower learning_rate or clip_norm, set on_bad_step: skip, or look at these blocks"
+            "Lower learning_rate or clip_norm, set on_bad_step: skip, or inspect these blocks"
         )
 
     def _evaluate(self, position: Position, report: Report) -> None:
@@ -363,7 +366,7 @@ class _Run:
     def _stop(self, position: Position, number: signal.Signals, report: Report) -> None:
         self._save(position)
         done = f"stopped by {number.name} after step {position.step} of {self.config.steps}"
-        message = f"{done}; saved in {self.state.folder}, run the same again to resume"
+        message = f"{done}; saved in {self.state.folder}, rerun the command to resume"
         report.line(f"{self.title}: {message}")
         raise Interrupted(number, message)
 
@@ -373,14 +376,14 @@ class _Run:
             return position.step
         if self.best[1] == 0:
             report.line(
-                f"{self.title}: warning: training did not improve {self.config.keep_best} over the initial weights; "
-                "the artifact will hold these: train longer, or check the data and the learning rate"
+                f"{self.title}: warning: training did not improve {self.config.keep_best} over the initial weights, "
+                "which the artifact will contain: train longer, or check the data and the learning rate"
             )
         value, step = self.best
         last = self.state.evaluations[position.step][str(self.config.keep_best)]
         found = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"
         if not self.state.has(step):
-            report.line(f"{self.title}: {found}, but there is no checkpoint of step {step}: the last weights stay")
+            report.line(f"{self.title}: {found}, but there is no checkpoint of step {step}: the last weights are kept")
             return position.step
         self.state.load_weights(step)
         report.line(f"{self.title}: {found}: the weights of step {step} are kept")

@@ -94,18 +94,16 @@ class TeacherTargets:
             self.positions, kept = teacher.ids_XK.shape
             top_k = top_k or kept
             if top_k > kept:
-                raise ValueError(f"top_k wants the {top_k} most likely tokens, and the teacher keeps {kept}")
+                raise ValueError(f"top_k is {top_k}, but the teacher stores the {kept} most likely tokens")
         else:
             self.positions = len(teacher.hidden_XE)
             theirs = teacher.hidden_XE.shape[1] if teacher.weight_VE is None else len(teacher.weight_VE)
             if theirs != vocab:
-                raise ValueError(
-                    f"the drafter's vocabulary has {vocab} tokens, the teacher's {theirs}: they must agree"
-                )
+                raise ValueError(f"the drafter's vocabulary has {vocab} tokens, but the teacher's has {theirs}")
             self._product = Product(teacher.hidden_XE.dtype)
         self._top_k = top_k
         if top_k is not None and temperature != 1:
-            raise ValueError(f"top_k needs temperature 1, got {temperature}")
+            raise ValueError(f"top_k requires temperature 1, got {temperature}")
 
     def load(self, rows_C: Tensor) -> None:
         """Load the chunk of these positions."""
@@ -239,7 +237,7 @@ class Plan:
         self._targets: TeacherTargets | None = None
         if self._divergences:
             if teacher is None:
-                raise ValueError(f"objective {dict(weights)} needs a teacher, and none was given")
+                raise ValueError(f"objective {dict(weights)} requires a teacher, but none was given")
             self._targets = TeacherTargets(teacher, vocab, top_k, self._temperature)
             assert teacher_rows_XK is not None or self._targets.positions == len(labels_XK)
 
@@ -252,7 +250,7 @@ class Plan:
         source, kept = self._teacher_rows_XK, list(enumerate(self._kept))
         rows_of_heads = [rows if source is None else source[rows, head] for head, rows in kept]
         wanted_N = torch.cat(rows_of_heads).unique()
-        assert not len(wanted_N) or int(wanted_N[0]) >= 0, "a position with a label, and no teacher for it"
+        assert not len(wanted_N) or int(wanted_N[0]) >= 0, "a position has a label but no teacher row"
         chunks = _even(wanted_N, self._size)
         edges = [0, *torch.tensor([len(rows_C) for rows_C in chunks]).cumsum(0).tolist()]
         # positions of each head, sorted by their teacher rows and split at the chunk borders
@@ -352,7 +350,7 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output_K: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.grads is not None, "a fused loss can be differentiated once: its gradients were handed on"
+        assert ctx.grads is not None, "a fused loss can be differentiated only once"
         (grad_XKD, grads, dtypes), ctx.grads = ctx.grads, None
         if grad_XKD is not None:
             grad_XKD.mul_(grad_output_K[:, None])

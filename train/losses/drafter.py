@@ -123,7 +123,7 @@ def among(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
         return DenseTeacher(*rows_of(ids, teacher.hidden_XE, teacher.weight_VE))
     count, named = len(ids), teacher.ids_XK.shape[1]
     if named > count:
-        raise ValueError(f"the teacher keeps {named} tokens, more than the draft vocabulary's {count}")
+        raise ValueError(f"the teacher stores {named} tokens per position, but the draft vocabulary has {count}")
     places_XK, width = places_of(ids, vocab, teacher.ids_XK), min(count, 2 * named)
     lost_XK = places_XK < 0
     taken_XW = places_XK.new_zeros(len(places_XK), width + 1)

@@ -151,7 +151,7 @@ def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, R
     """
     known = ", ".join(OBJECTIVES)
     if not weights:
-        raise ValueError(f"no objective given, expected weights for some of: {known}")
+        raise ValueError(f"no objective was given: set the weights of some of: {known}")
     for name in weights:
         if name not in OBJECTIVES:
             raise ValueError(f"unknown objective {name!r}, expected one of: {known}.{did_you_mean(name, OBJECTIVES)}")
@@ -159,7 +159,7 @@ def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, R
     for when, values in (("start", [r.start for r in ramps.values()]), ("end", [r.end for r in ramps.values()])):
         if not any(values):
             given = ", ".join(f"{name}: {value}" for name, value in weights.items())
-            raise ValueError(f"all weights are 0 at the {when} of the run ({given}): nothing would be trained")
+            raise ValueError(f"all weights are 0 at the {when} of the run ({given}), so nothing would be trained")
     return ramps
 
 
@@ -176,6 +176,6 @@ def _parse_ramp(name: str, value: float | Sequence[float]) -> Ramp:
         if min(ramp.start, ramp.end) >= 0 < ramp.until <= 1 and (ramp.start or ramp.end):
             return ramp
     raise ValueError(
-        f"objective {name!r} has weight {value!r}, expected a number, [from, to] or [from, to, share of the run], of 0 "
-        "or more and not always 0, with 0 < share ≤ 1"
+        f"objective {name!r} has weight {value!r}, expected a number, [start, end] or [start, end, share of the run], "
+        "with values of at least 0 that are not all 0, and 0 < share ≤ 1"
     )

@@ -32,10 +32,10 @@ def make_accelerator(precision: str, **options: Any) -> Any:
         AcceleratorState._reset_state()  # an earlier run of this process had another precision
     with_deepspeed = _is_set("ACCELERATE_USE_DEEPSPEED")
     if with_deepspeed and _is_set("ACCELERATE_USE_CPU"):
-        raise ValueError("ACCELERATE_USE_CPU is set, with which DeepSpeed would be left out: unset it")
+        raise ValueError("ACCELERATE_USE_CPU is set, which would disable DeepSpeed: unset it")
     on_cpu = not torch.accelerator.is_available()
     if on_cpu and precision == "fp16":
-        raise ValueError("precision is fp16, which processors have no fast products for: use auto or no")
+        raise ValueError("precision fp16 is not supported on CPUs: use auto or no")
     if on_cpu:
         # accelerate imports DeepSpeed if installed, which otherwise prints a warning about missing GPUs
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -71,7 +71,7 @@ def _check_launch(accelerator: Any, launched: int, with_deepspeed: bool) -> None
         raise ValueError(f"training under {kind} is not supported; sharded training is DeepSpeed's ZeRO 1, 2 or 3")
     if found != launched or (with_deepspeed and kind != "DEEPSPEED"):
         wanted = f"{launched} processes{' under DeepSpeed' if with_deepspeed else ''}"
-        raise ValueError(f"{wanted} were launched, and this one sees {found} ({kind}): check the accelerate config")
+        raise ValueError(f"{wanted} were launched, but this one sees {found} ({kind}): check the accelerate config")
 
 
 def _is_set(variable: str) -> bool:
@@ -91,13 +91,13 @@ def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
     settings: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     zero: dict[str, Any] = settings["zero_optimization"]
     if zero.get("stage") not in (1, 2, 3):
-        raise ValueError(f"ZeRO stage is {zero.get('stage')}, expected 1, 2 or 3; for none launch without DeepSpeed")
+        raise ValueError(f"the ZeRO stage must be 1, 2 or 3, got {zero.get('stage')}; else launch without DeepSpeed")
     for name in ("optimizer", "scheduler"):
         if name in settings:
-            raise ValueError(f"DeepSpeed's configuration has {name!r}, which the recipe decides: leave it out")
+            raise ValueError(f"DeepSpeed's configuration sets {name!r}, which the recipe determines: remove it")
     for part in ("offload_optimizer", "offload_param"):
         if zero.get(part, {}).get("device") == "nvme":
-            raise ValueError(f"{part} goes to nvme, which is not supported; offload to the cpu")
+            raise ValueError(f"{part} to nvme is not supported: offload to cpu")
     settings |= {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": micro_steps,

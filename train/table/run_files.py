@@ -84,12 +84,12 @@ def read_index(folder: Path, vocab_size: int) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{error}; {advice}") from error
     if index["vocab_size"] != vocab_size:
-        raise ValueError(f"{folder} holds counts for {index['vocab_size']} tokens, this vocabulary has {vocab_size}")
+        raise ValueError(f"{folder} has counts for {index['vocab_size']} tokens, but this vocabulary has {vocab_size}")
     for wanted in index["runs"]:
         file = folder / wanted["name"]
         size = file.stat().st_size if file.is_file() else 0
         if size != wanted["bytes"]:
-            raise ValueError(f"{file} is damaged: it has {size} bytes, {INDEX} has {wanted['bytes']}; {advice}")
+            raise ValueError(f"{file} is damaged: it has {size} bytes, expected {wanted['bytes']}; {advice}")
     return index
 
 
@@ -121,7 +121,9 @@ def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[
             add_left_counts(unigram_V, part)
             yield part
         if (counted := int(unigram_V.sum())) != tokens:
-            raise ValueError(f"{', '.join(map(str, folders))}: {counted} tokens are there, {tokens} were counted")
+            raise ValueError(
+                f"{', '.join(map(str, folders))}: the files contain {counted} tokens, but {tokens} were counted"
+            )
 
     write_table(path, vocab_size, parts(), unigram_V)  # writes `unigram_V` after the last part
     return tokens, documents

@@ -60,8 +60,8 @@ class DrafterModule(nn.Module):
         theirs = mine if teacher is None else teacher.vocab_size
         if mine != theirs:
             raise ValueError(
-                f"the drafter's vocabulary has {mine} tokens, the teacher's {theirs}: they must agree (`draftsmith "
-                "doctor TARGET DRAFTER --fix OUT` writes a drafter with the target's)"
+                f"the drafter's vocabulary has {mine} tokens, but the teacher's has {theirs}: `draftsmith doctor "
+                "TARGET DRAFTER --fix OUT` writes a drafter with the target's vocabulary"
             )
 
     def forward(
@@ -141,7 +141,7 @@ class DrafterTask(Task):
     ) -> None:
         objective = dict(objective or {"cross-entropy": 1.0})
         if on_policy is not None and "cross-entropy" in objective:
-            raise ValueError("cross-entropy on what the drafter itself has written would only confirm it: leave it out")
+            raise ValueError("`on_policy` does not support cross-entropy: the labels would be the drafter's samples")
         self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
         self._beside = [side for side in (teacher, eval_teacher) if side is not None]
         self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, parallel)

@@ -136,7 +136,7 @@ def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
         hidden_11D = target.base_model(token_11, use_cache=False).last_hidden_state
         wanted, found = target(token_11, use_cache=False).logits.float(), scorer.logits(hidden_11D).float()
     if float((found - wanted).abs().max()) > _LOGIT_TOLERANCE * float(wanted.abs().max()):
-        raise ValueError(f"how a {target.config.model_type!r} model makes its logits is not known here")
+        raise ValueError(f"the output layer of model type {target.config.model_type!r} is not supported")
     return scorer.logits
 
 
@@ -250,15 +250,15 @@ class EagleTask(HeadsTask):
 def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states: CachedHidden | None) -> None:
     """Raise ValueError if the heads do not fit their weights, the target or the cache of its states."""
     if len(weights) != heads.num_heads:
-        raise ValueError(f"head_weights is {weights}, expected {heads.num_heads} weights, one a head")
+        raise ValueError(f"head_weights must contain {heads.num_heads} weights, one per head, got {weights}")
     hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]
     if (heads.hidden_size, heads.vocab_size) != (hidden, vocab):
         raise ValueError(
-            f"the heads take hidden states of size {heads.hidden_size} and have {heads.vocab_size} tokens, the target "
-            f"makes {hidden} and has {vocab}"
+            f"the heads have hidden size {heads.hidden_size} and {heads.vocab_size} tokens, but the target has hidden "
+            f"size {hidden} and {vocab} tokens"
         )
     if states is not None and (states.states, states.hidden_size) != (heads.states, heads.states_size):
         raise ValueError(
-            f"the heads read {heads.states} states of size {heads.states_size}, and the cache holds {states.states} "
-            f"states of size {states.hidden_size}"
+            f"the heads read {heads.states} states of size {heads.states_size}, but the cache contains "
+            f"{states.states} states of size {states.hidden_size}"
         )

@@ -142,9 +142,9 @@ class Medusa2Task(HeadsTask):
     ) -> None:
         trained = [parameter for parameter in target.parameters() if parameter.requires_grad]
         if not trained:
-            raise ValueError("the target has no parameters to be trained: put adapters into its layers")
+            raise ValueError("the target has no trainable parameters: add adapters to its layers")
         if hasattr(target.get_output_embeddings(), "base_layer"):
-            raise ValueError("the target's output projection has an adapter, which heads do not see: leave it out")
+            raise ValueError("the target's output projection has an adapter, which heads do not use: remove it")
         self._medusa2 = medusa2
         super().__init__(target, heads, heldout, **options)
         for parameter in trained:

@@ -177,7 +177,7 @@ def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndar
         if found is not None:
             return cache, *found
     folders = ", ".join(str(cache.folder) for cache in caches)
-    raise ValueError(f"a batch holds documents that no cache of the target was made from ({folders})")
+    raise ValueError(f"a batch contains documents that are in none of the target's caches ({folders})")
 
 
 def kept_positions(batch: Batch, reach: int) -> np.ndarray:

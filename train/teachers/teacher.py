@@ -96,7 +96,7 @@ class CacheSource(Source):
     def columns(self, size: int) -> dict[str, Column]:
         """Return `ids`, `log_probs` and `log_rest` for `size` tokens. Raises ValueError if `top_k` exceeds them."""
         if not 1 <= self.top_k <= size:
-            raise ValueError(f"top_k is {self.top_k}, expected 1 … {size}, the size of the target's vocabulary")
+            raise ValueError(f"top_k must be between 1 and {size}, the target's vocabulary size, got {self.top_k}")
         ids = Column((self.top_k,), torch.uint16 if token_dtype(size).itemsize == 2 else torch.int32)
         return {"ids": ids, "log_probs": Column((self.top_k,), torch.float16), "log_rest": Column((), torch.float16)}
 
@@ -148,7 +148,7 @@ class HiddenRows:
             row = int((~kept_RD.isfinite()).any(1).nonzero()[0])
             document = int(batch.documents_BT.flatten()[positions_R[row]])
             raise ValueError(
-                f"a hidden state of document {document} is not finite, or too large for {self._dtype}: set "
+                f"a hidden state of document {document} is not finite in {self._dtype}: set "
                 "`target_dtype` and `hidden.dtype` to bfloat16"
             )
         yield {"hidden": kept_RD}
@@ -187,7 +187,7 @@ def top_log_probs(teacher: DenseTeacher, positions_R: Tensor, top_k: int) -> Ite
         top_CK, ids_CK = logits_CV.topk(top_k)
         total_C1 = logits_CV.logsumexp(1, keepdim=True)
         if not bool(total_C1.isfinite().all()):
-            raise ValueError("the target's logits are not finite: load it with a wider `teacher.dtype`")
+            raise ValueError("the target's logits are not finite: set `teacher.dtype` to a wider dtype")
         yield ids_CK, top_CK - total_C1
 
 

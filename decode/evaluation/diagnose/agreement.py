@@ -204,7 +204,7 @@ def score(
         ValueError: There is no token to predict.
     """
     if not any(passage.text for passage in passages):
-        raise ValueError(f"{len(passages)} passages without any token to predict")
+        raise ValueError(f"the {len(passages)} passages contain no token to predict")
     measures, valid = [], []
     done = 0
     for group in _groups(passages):

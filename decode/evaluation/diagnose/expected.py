@@ -59,21 +59,21 @@ def compare_server(expected: Expected, row: Mapping[str, Any]) -> Iterator[Findi
     changed = [gap for gap in apart.values() if gap]
     if changed:
         counts = f"{len(changed)} of {len(apart)} prompts"
-        what = f"the server reads {min(changed):+d} to {max(changed):+d} tokens in {counts}"
+        what = f"the server's number of tokens differs by {min(changed):+d} to {max(changed):+d} in {counts}"
         advice = "check its chat template, tokenizer and maximum context length"
         yield Finding("prompts", f"{label}: {what}", advice=advice, is_fault=True)
     if row["drafted_per_step"] is None:
         what = "the server does not report draft tokens"
-        yield Finding("drafts", f"{label}: {what}", advice="switch speculative decoding on", is_fault=True)
+        yield Finding("drafts", f"{label}: {what}", advice="enable speculative decoding", is_fault=True)
         return
     gamma = round(row["drafted_per_step"])
     if gamma != expected.gamma:
-        what = f"the server drafts {gamma} tokens per step, {expected.label!r} drafts {expected.gamma}"
+        what = f"the server drafts {gamma} tokens per step, but {expected.label!r} drafts {expected.gamma}"
         yield Finding("drafts", f"{label}: {what}", advice="set the same draft length", is_fault=True)
         if gamma > expected.gamma:
             return
     wanted, reached = expected.tokens_per_step(gamma, row["prompt_tokens"]), row["tokens_per_step"]
     if reached is not None and abs(reached / wanted - 1) > _TOLERANCE:
-        what = f"the server reaches {reached:.2f} tokens per step, {wanted:.2f} here"
-        advice = "look for another drafter, number format or vocabulary, or a shorter context of the drafter"
+        what = f"the server reaches {reached:.2f} tokens per step, expected {wanted:.2f}"
+        advice = "check if the server uses another drafter, dtype or vocabulary, or a shorter drafter context"
         yield Finding("tokens per step", f"{label}: {what}", advice=advice, is_fault=True)

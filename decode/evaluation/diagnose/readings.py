@@ -125,7 +125,7 @@ def agreements(
         ValueError: There is no token to predict.
     """
     if not any(passage.text for passage in passages):
-        raise ValueError(f"{len(passages)} passages without any token to predict")
+        raise ValueError(f"the {len(passages)} passages contain no token to predict")
     ways = readings(read_json(folder / CONFIG_FILE), model.config)
     layers = sorted({layer for way in ways for layer in way.layers})
     target = TransformersModel(model, aux_layers=layers)  # this wrapper does not change the layout of the weights

@@ -22,19 +22,19 @@ _MIN_LOSS = 0.02  # minimum loss of acceptance for which a cause is reported
 _EXACT, _ROUNDED = 0.01, 0.02  # tolerance of reproduced training metrics, in float32 and in 16 bits
 CAUSES = {
     "export": (
-        "on the same held-out blocks the files compute something else than the weights in memory",
-        "train or export again; look for what changed the files or the target since, such as a cast or a merge",
+        "the saved weights give other metrics on the held-out blocks than the weights in memory did",
+        "train or export again; check whether a cast or a merge changed the files or the target",
     ),
     "target": (
-        "this is not the target that it was trained for",
+        "the artifact was trained for another target",
         "decode with the target that it was trained for, or train it for this one (`target` in its recipe)",
     ),
     "fed": (
-        "the heads agree more with the target when they are fed otherwise than their config says",
-        "correct the config if it can express how they were trained, or train them again",
+        "the heads agree more with the target for other inputs than those of their config",
+        "correct the config if it can describe how they were trained, or train them again",
     ),
     "steps": (
-        "after the first step, which reads the target's states, hardly anything agrees",
+        "the heads agree with the target in the first step, which reads the target's states, but hardly later",
         "train with as many steps as are drafted (`num_heads`), so that heads learn to read their own states",
     ),
     "template": (
@@ -42,11 +42,11 @@ CAUSES = {
         "evaluate and serve with the template of training, or train with the one that is served",
     ),
     "text": (
-        "the target's own answers to these prompts differ from the text that it was trained on",
-        "train on the target's own answers (`draftsmith regenerate`) to prompts like those that are served",
+        "the target's responses to these prompts differ from the training text",
+        "train on on-policy responses (`draftsmith regenerate`) to prompts representative of your workload",
     ),
     "drafting": (
-        "teacher forcing counts every token alike, while decoding tries more of the hard ones",
+        "teacher forcing weights all tokens equally, while decoding verifies more of the difficult ones",
         "choose the draft length with `draftsmith tune`",
     ),
 }

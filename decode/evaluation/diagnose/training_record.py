@@ -47,7 +47,7 @@ class TrainingRecord:
         """Return the held-out documents that training measured on, or the reason why they are not available."""
         measured = (self.manifest.recipe.get("measure") or {}).get("blocks")
         if not self.metrics or not measured:
-            return f"training measured nothing of {self.folder} on held-out blocks"
+            return f"{self.folder} contains no training metrics on held-out blocks"
         cache = Path(str((self.manifest.recipe.get("data") or {}).get("cache")))
         for path in sorted(cache.glob("*/heldout/data.json")):
             try:
@@ -57,7 +57,7 @@ class TrainingRecord:
             if same:
                 data = PreparedData.load(path.parent)
                 return block_passages(data, min(data.blocks, int(measured)))
-        return f"training's held-out blocks are no longer in {cache}; `draftsmith prepare` writes them again"
+        return f"the held-out blocks of the training are not in {cache}: run `draftsmith prepare` to write them again"
 
 
 def training_record(folder: Path) -> TrainingRecord | None:

@@ -210,7 +210,7 @@ def test_a_lossless_method_that_writes_something_else_is_found_out(evaluation: E
     other = [*ids[:-1], (ids[-1] + 1) % 48]
     summary = evaluation.summary(changed(evaluation.runs, "chain", 1, other))
     (broken,) = summary.broken
-    assert "'chain' calls itself lossless, but differs from greedy decoding on 1 of 4 prompts" in broken
+    assert "'chain' claims to be lossless, but differs from greedy decoding on 1 of 4 prompts" in broken
     assert "first on prompt 1 (second)" in broken
     assert summary.errors == []
     row = next(row for row in summary.rows if row["label"] == "chain")
@@ -228,7 +228,7 @@ def test_counts_that_are_not_the_texts_are_refused(evaluation: Evaluation) -> No
     tokens = len(evaluation.runs["beam"].ids[2])
     wrong = changed(evaluation.runs, "beam", 2, evaluation.runs["beam"].ids[2], tokens=tokens + 1)
     (error,) = evaluation.summary(wrong).errors
-    assert f"prompt 2 (third) has {tokens} tokens, and its steps made {tokens + 1}" in error
+    assert f"prompt 2 (third) has {tokens} tokens, but its steps counted {tokens + 1}" in error
 
 
 def test_a_baseline_is_needed(evaluation: Evaluation) -> None:

@@ -137,7 +137,7 @@ def test_a_model_that_passes_nothing_to_its_attention_is_refused(reference: str)
         return forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache)
 
     model.model.forward = without
-    with pytest.raises(ValueError, match="passes nothing on to its attention: with flash_reference"):
+    with pytest.raises(ValueError, match="passes no arguments to its attention, so flash_reference"):
         make_forward(model)
 
 
