@@ -18,12 +18,12 @@ from torch import Tensor
 
 from .models.base import LanguageModel, extend_by_path
 from .models.finite import Watch
-from .models.kv_cache import KVCache, sent, to_host
+from .models.kv_cache import KVCache, to_device, to_host
 from .rng import Rng
 from .tree import Tree
 from .warpers import Sampling, warp
 
-READ_AT_ONCE = 2048
+PREFILL_TOKENS = 2048
 """Maximum number of prompt tokens per prefill forward."""
 
 
@@ -109,13 +109,16 @@ class Step:
 class Proposer(ABC):
     """Base class of proposers, which grow a token tree from the context."""
 
-    @abstractmethod
+    gamma: int
+    """Maximum number of draft tokens of proposers of chains."""
+
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        """Return the size and reach of the largest proposal.
+        """Return the size and reach of the largest proposal, by default for a chain.
 
         Returns:
             Maximum number of nodes, including the root, and number of positions needed beyond the last kept token.
         """
+        return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
         """Read the prompts. `generate` calls this once, before the first proposal."""
@@ -125,10 +128,10 @@ class Proposer(ABC):
     def propose(self, context: Context) -> Proposal:
         """Return the next tree, whose root is the last committed token of each row."""
 
-    def ahead(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
+    def prefetch(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
         """Return tensors that the next proposal needs on the host, computed from the hidden states of this tree.
 
-        They are copied together with the verdict, as `Context.ahead`. Profiles count this time in the commit phase.
+        They are copied together with the verdict, as `Context.prefetched`. Profiles count this as commit.
         """
         return ()
 
@@ -154,7 +157,7 @@ class Verifier(ABC):
 
     lossless: bool = True
     """True if the output follows the target's warped distribution."""
-    judges: Literal["probabilities", "unwarped", "logits"] = "probabilities"
+    score_type: Literal["probabilities", "unwarped", "logits"] = "probabilities"
     """Target scores that `verify` receives: warped probabilities, unwarped probabilities, or logits."""
 
     @abstractmethod
@@ -163,7 +166,7 @@ class Verifier(ABC):
 
         Args:
             proposal: Scored token tree.
-            target_BNV: Scores of the target after each node, of the kind named by `judges`.
+            target_BNV: Scores of the target after each node, of the kind named by `score_type`.
             rng: Random numbers of the batch.
         """
 
@@ -212,19 +215,19 @@ class Context:
         """Nodes of the chains of the last proposal, [B, M, K]. None if it had no chains."""
         self.proposed: list[tuple[list[int], list[int]]] = []
         """Tokens and parents of the last proposal of each row."""
-        self.ahead: list[Any] = []
-        """Values that the proposer requested with `Proposer.ahead`."""
+        self.prefetched: list[Any] = []
+        """Values that the proposer requested with `Proposer.prefetch`."""
         self._stop_ids = frozenset(limits.stop_ids)
         self._last_node = 0  # last accepted node of the first row
         self.watch = Watch()
         """Detector of NaN and infinite logits."""
-        read_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
-        self._hidden: tuple[Tensor, Verdict | None] = _last(read_BTG, self.lengths)[:, None], None
+        states_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
+        self._hidden: tuple[Tensor, Verdict | None] = _last(states_BTG, self.lengths)[:, None], None
         self.aux_BSG: Tensor | None = None
         """Auxiliary hidden states at each committed token but the root. None if the target returns none."""
         if target.aux_layers:
-            self.aux_BSG = read_BTG.new_zeros(len(ids), self.capacity, read_BTG.shape[2] - target.hidden_size)
-            self.aux_BSG[:, : read_BTG.shape[1]] = read_BTG[:, :, : -target.hidden_size]
+            self.aux_BSG = states_BTG.new_zeros(len(ids), self.capacity, states_BTG.shape[2] - target.hidden_size)
+            self.aux_BSG[:, : states_BTG.shape[1]] = states_BTG[:, :, : -target.hidden_size]
 
     @property
     def hidden_BD(self) -> Tensor:
@@ -245,8 +248,8 @@ class Context:
         if len(self.lengths) == 1:
             return self.aux_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
         first_B1 = self.cache.lengths_B[:, None] - count
-        places_BM1 = (first_B1 + torch.arange(count, device=first_B1.device))[..., None]
-        return self.aux_BSG.gather(1, places_BM1.expand(-1, -1, self.aux_BSG.shape[2]))
+        slots_BM1 = (first_B1 + torch.arange(count, device=first_B1.device))[..., None]
+        return self.aux_BSG.gather(1, slots_BM1.expand(-1, -1, self.aux_BSG.shape[2]))
 
     def last_ids(self, count: int) -> Tensor:
         """Return the last `count` committed tokens of each row, [B, count]. Each row must have that many."""
@@ -255,28 +258,28 @@ class Context:
         after_B1 = self.cache.lengths_B[:, None] + 1  # the cache does not hold the root
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
-    def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, ahead: Sequence[Tensor] = ()) -> Step:
-        """Commit the accepted paths, with the only host synchronisation of a step, which also copies `ahead`."""
+    def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, prefetch: Sequence[Tensor] = ()) -> Step:
+        """Commit the accepted paths, with the only host synchronisation of a step, which also copies `prefetch`."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
-        kept = (proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN)
-        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected, chains, *self.ahead = (
-            to_host(*kept, self.watch.seen(), *optional, *ahead)
+        required = (proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN)
+        tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected, chains, *self.prefetched = (
+            to_host(*required, self.watch.seen(), *optional, *prefetch)
         )
         self.watch.end_step(watched, self.ended, self.lengths)
         active, before = np.array([not ended for ended in self.ended]), list(self.lengths)
         paths = [path[:count] for path, count in zip(paths, accepted, strict=True)]
         new_ids = [
-            self._append(row, [*(own[node] for node in path), token])
-            for row, (own, path, token) in enumerate(zip(tokens, paths, next_tokens, strict=True))
+            self._append(row, [*(row_tokens[node] for node in path), token])
+            for row, (row_tokens, path, token) in enumerate(zip(tokens, paths, next_tokens, strict=True))
         ]
-        above = parents if len(parents) > 1 else parents * len(paths)
-        self.proposed = list(zip(tokens, above, strict=True))
+        row_parents = parents if len(parents) > 1 else parents * len(paths)
+        self.proposed = list(zip(tokens, row_parents, strict=True))
         if examined is None:
             exists = valid or [None] * len(paths)
-            tried = [_tried(*row) for row in zip(paths, above, exists, strict=True)]
-            examined, rejected = zip(*tried, strict=True)
+            counted = [_tried(*row) for row in zip(paths, row_parents, exists, strict=True)]
+            examined, rejected = zip(*counted, strict=True)
 
         deepest = max(accepted)
         if not tree.is_chain and any(path != list(range(1, len(path) + 1)) for path in paths):
@@ -285,8 +288,8 @@ class Context:
             self._send(before, depth + 1)
         if self.aux_BSG is not None:
             # Columns that are not accepted may refer to nodes that do not exist.
-            known_BK = verdict.path_BK.clamp(max=hidden_BND.shape[1] - 1)
-            path_BK1 = torch.nn.functional.pad(known_BK, (1, 0))[..., None]
+            path_BK = verdict.path_BK.clamp(max=hidden_BND.shape[1] - 1)
+            path_BK1 = torch.nn.functional.pad(path_BK, (1, 0))[..., None]
             aux_BKG = hidden_BND[..., : self.aux_BSG.shape[2]]
             aux_BKG = aux_BKG.gather(1, path_BK1.expand(-1, -1, aux_BKG.shape[2]))
             slots_BK1 = (self.cache.lengths_B[:, None] + torch.arange(depth + 1, device=path_BK1.device))[..., None]
@@ -319,7 +322,7 @@ class Context:
         """Copy the `count` tokens after the former end of each row to the device. Rejected ones are never read."""
         slots = np.minimum(np.array(lengths)[:, None] + np.arange(count), self.capacity - 1)
         packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
-        slots_BK1, new_BK1 = sent(packed, self.ids_BS.device)
+        slots_BK1, new_BK1 = to_device(packed, self.ids_BS.device)
         self.ids_BS.scatter_(1, slots_BK1, new_BK1)
 
 
@@ -334,38 +337,38 @@ def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tup
     """Return the number of examined draft tokens of a row and whether its path ended by a rejection (see `Verdict`)."""
     last_tried = dict(zip([0, *path], [*path, len(parents)], strict=True))  # last examined child by node
     end = path[-1] if path else 0
-    tried, refused = 0, False
+    examined, rejected = 0, False
     for node, parent in enumerate(parents):
         if node <= last_tried.get(parent, -1) and (valid is None or valid[node]):
-            tried += 1
-            refused |= parent == end
-    return tried, refused
+            examined += 1
+            rejected |= parent == end
+    return examined, rejected
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
     """Run all committed tokens but the last of each row, which becomes the root of the first tree.
 
-    Forwards of at most `READ_AT_ONCE` tokens bound the memory of activations. Returns the result of `model.extend`.
+    Forwards of at most `PREFILL_TOKENS` tokens bound the memory of activations. Returns the result of `model.extend`.
     """
     longest, width = max(lengths) - 1, model.hidden_size * (len(model.aux_layers) + 1)
-    read = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
-    parts = -(-longest // READ_AT_ONCE)
+    states = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
+    parts = -(-longest // PREFILL_TOKENS)
     for part in range(parts):
         first, last = longest * part // parts, longest * (part + 1) // parts
         cache.set_lengths([first] * len(lengths))
-        read.append(model.extend(cache, ids_BS[:, first:last]))
+        states.append(model.extend(cache, ids_BS[:, first:last]))
     cache.set_lengths([length - 1 for length in lengths])
-    return torch.cat(read, 1) if parts != 1 else read[1]
+    return torch.cat(states, 1) if parts != 1 else states[1]
 
 
-def _last(read_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
+def _last(states_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the states [B, G] of the last token that was run in each row (zeros for rows of one token)."""
-    if not read_BTG.shape[1]:
-        return read_BTG.new_zeros(len(lengths), read_BTG.shape[2])
-    last_B = torch.tensor([max(length - 2, 0) for length in lengths], device=read_BTG.device)
-    last_BG = read_BTG.gather(1, last_B[:, None, None].expand(-1, 1, read_BTG.shape[2]))[:, 0]
-    alone_B1 = torch.tensor(lengths, device=read_BTG.device)[:, None] < 2
-    return last_BG.masked_fill(alone_B1, 0.0)
+    if not states_BTG.shape[1]:
+        return states_BTG.new_zeros(len(lengths), states_BTG.shape[2])
+    last_B = torch.tensor([max(length - 2, 0) for length in lengths], device=states_BTG.device)
+    last_BG = states_BTG.gather(1, last_B[:, None, None].expand(-1, 1, states_BTG.shape[2]))[:, 0]
+    is_single_B1 = torch.tensor(lengths, device=states_BTG.device)[:, None] < 2
+    return last_BG.masked_fill(is_single_B1, 0.0)
 
 
 def generate(
@@ -395,7 +398,7 @@ def generate(
             for the new tokens and the tree, the drafter, heads or table belong to another target, or logits are NaN,
             infinite, or all minus infinity.
     """
-    warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.judges]
+    warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.score_type]
     mark: Callable[[str], None] = profile.mark if profile else lambda phase: None
     with torch.inference_mode():
         context = Context(target, prompts, limits, sampling, rng, proposer.capacity(limits))
@@ -414,7 +417,7 @@ def generate(
                 context.watch("the target's", logits_BNV.amax(-1), proposal.tree.depth_BN)
                 verdict = verifier.verify(proposal, warp(logits_BNV, warping) if warping else logits_BNV, rng)
                 mark("verify")
-                step = context.commit(proposal, verdict, hidden_BND, proposer.ahead(context, verdict, hidden_BND))
+                step = context.commit(proposal, verdict, hidden_BND, proposer.prefetch(context, verdict, hidden_BND))
                 proposer.commit(context, proposal, verdict)
                 mark("commit")
             yield step
@@ -447,9 +450,9 @@ def check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> No
         if not prompt:
             raise ValueError(f"prompt {row} has no tokens: pass at least one")
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < target.vocab_size)
+            invalid = next(token for token in prompt if not 0 <= token < target.vocab_size)
             raise ValueError(
-                f"prompt {row} contains token {wrong}, but the target's vocabulary has {target.vocab_size} tokens"
+                f"prompt {row} contains token {invalid}, but the target's vocabulary has {target.vocab_size} tokens"
             )
 
 

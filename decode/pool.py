@@ -67,7 +67,6 @@ class Pool:
 
     @property
     def busy(self) -> bool:
-        """Return whether any text is unfinished."""
         return bool(self._waiting) or any(row.ticket is not None for row in self._rows)
 
     @torch.inference_mode()
@@ -78,7 +77,7 @@ class Pool:
             ValueError: Logits are NaN or infinite.
         """
         self._admit()
-        count = self._close_ranks()
+        count = self._compact_rows()
         rows = self._rows[:count]
         cache = self._cache.rows(0, count, [len(row.ids) - 1 for row in rows])
         roots_B1 = torch.tensor([row.ids[-1:] for row in rows]).to(self._target.device)
@@ -96,12 +95,12 @@ class Pool:
         return finished
 
     def _draw(self, logits_BV: torch.Tensor, rows: Sequence[_Row]) -> list[int]:
-        drawn = logits_BV.argmax(-1)
+        token_B = logits_BV.argmax(-1)
         for sampling in {row.sampling for row in rows if not row.sampling.greedy}:
-            chosen = [index for index, row in enumerate(rows) if row.sampling == sampling]
-            uniform_C = torch.cat([rng.uniform() for index in chosen if (rng := rows[index].rng)])
-            drawn[chosen] = categorical(warp(logits_BV[chosen], sampling), uniform_C)
-        return drawn.tolist()
+            indices = [index for index, row in enumerate(rows) if row.sampling == sampling]
+            uniform_C = torch.cat([rng.uniform() for index in indices if (rng := rows[index].rng)])
+            token_B[indices] = categorical(warp(logits_BV[indices], sampling), uniform_C)
+        return token_B.tolist()
 
     def _admit(self) -> None:
         """Assign waiting prompts to free rows, preferring the row with the longest common prefix."""
@@ -125,18 +124,18 @@ class Pool:
             cache: KVCache = self._cache.rows(index, index + 1, [first])
             self._target.extend(cache, torch.tensor([part]).to(self._target.device))
 
-    def _close_ranks(self) -> int:
+    def _compact_rows(self) -> int:
         """Move running texts before free rows, and return their number."""
         running = [index for index, row in enumerate(self._rows) if row.ticket is not None]
-        for place in range(len(running)):
-            if self._rows[place].ticket is None:
+        for free in range(len(running)):
+            if self._rows[free].ticket is None:
                 last = running.pop()
-                self._cache.swap_rows(place, last)
-                self._rows[place], self._rows[last] = self._rows[last], self._rows[place]
+                self._cache.swap_rows(free, last)
+                self._rows[free], self._rows[last] = self._rows[last], self._rows[free]
         return sum(row.ticket is not None for row in self._rows)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(first), len(second)))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

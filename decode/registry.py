@@ -127,7 +127,7 @@ def _check_value(what: str, value: Any, hint: Any) -> None:
 
 def _option_types(config: type[MethodConfig]) -> dict[str, Any]:
     hints = get_type_hints(config)
-    return {each.name: hints[each.name] for each in fields(config)}
+    return {option.name: hints[option.name] for option in fields(config)}
 
 
 def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:
@@ -155,8 +155,9 @@ def method_variants() -> list[tuple[str, Options]]:
 def _choices_that_matter(name: str) -> list[Options]:
     config, types = METHODS[name](), _option_types(METHODS[name])
     choices = [(key, choice) for key, hint in types.items() if get_origin(hint) is Literal for choice in get_args(hint)]
-    changed = [({key: choice}, replace(config, **{key: choice})) for key, choice in choices]
-    return [each for each, new in changed if set(new.needs) > set(config.needs) or new.is_lossless < config.is_lossless]
+    variants = [({key: choice}, replace(config, **{key: choice})) for key, choice in choices]
+    needs, lossless = set(config.needs), config.is_lossless
+    return [options for options, new in variants if set(new.needs) > needs or new.is_lossless < lossless]
 
 
 def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Options]]:

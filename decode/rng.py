@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Rng:
     def __init__(self, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._generators = [torch.Generator(device=self.device).manual_seed(seed) for seed in seeds]
-        self._ahead_BU = torch.empty(len(seeds), 0, dtype=torch.float64, device=self.device)
+        self._buffer_BU = torch.empty(len(seeds), 0, dtype=torch.float64, device=self.device)
 
     @classmethod
     def for_rows(cls, seed: int, rows: int, device: torch.device | str = "cpu") -> Rng:
@@ -33,15 +34,14 @@ class Rng:
         count = math.prod(shape)
         if count > _AHEAD:
             return self._draw(count).unflatten(1, shape)
-        if count > self._ahead_BU.shape[1]:
-            self._ahead_BU = self._draw(_AHEAD)
-        found_BU, self._ahead_BU = self._ahead_BU.tensor_split([count], 1)
-        return found_BU.reshape(-1, *shape)
+        if count > self._buffer_BU.shape[1]:
+            self._buffer_BU = self._draw(_AHEAD)
+        numbers_BU, self._buffer_BU = self._buffer_BU.tensor_split([count], 1)
+        return numbers_BU.reshape(-1, *shape)
 
     def _draw(self, count: int) -> Tensor:
-        draws = [
-            torch.rand(count, generator=each, dtype=torch.float64, device=self.device) for each in self._generators
-        ]
+        draw = partial(torch.rand, count, dtype=torch.float64, device=self.device)
+        draws = [draw(generator=generator) for generator in self._generators]
         return torch.stack(draws)
 
     def exponential(self, *shape: int) -> Tensor:
@@ -70,5 +70,5 @@ def draw_many(probs_XV: Tensor, uniform_XC: Tensor) -> tuple[Tensor, Tensor]:
         probabilities are, and then the last token is drawn, so that its id stays in the vocabulary.
     """
     cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
-    wanted_XC = uniform_XC * cdf_XV[..., -1:]
-    return torch.searchsorted(cdf_XV, wanted_XC, right=True).clamp_(max=cdf_XV.shape[-1] - 1), wanted_XC
+    value_XC = uniform_XC * cdf_XV[..., -1:]
+    return torch.searchsorted(cdf_XV, value_XC, right=True).clamp_(max=cdf_XV.shape[-1] - 1), value_XC

@@ -34,10 +34,10 @@ class Tree:
     @classmethod
     def from_parents(cls, parents_BN: Tensor, max_depth: int, depth_BN: Tensor | None = None) -> Tree:
         """Return a tree with these parents. Depths are computed unless they are given."""
-        above_BN = parents_BN.clamp(min=0)
+        parent_BN = parents_BN.clamp(min=0)
         line = [torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)]
         for _ in range(max_depth):
-            line.append(above_BN.gather(1, line[-1]))
+            line.append(parent_BN.gather(1, line[-1]))
         line_BNP = torch.stack(line, -1)
         if depth_BN is None:
             depth_BN = torch.where(parents_BN >= 0, (line_BNP > 0).sum(-1), 0)
@@ -46,20 +46,19 @@ class Tree:
     def grow(self, parents_BM: Tensor) -> Tree:
         """Return this tree with M more nodes as the next level, each below one of the deepest nodes of this tree."""
         rows, count = parents_BM.shape
-        places_BM1 = torch.arange(self.nodes, self.nodes + count, device=parents_BM.device).expand(rows, -1)[..., None]
+        index_BM1 = torch.arange(self.nodes, self.nodes + count, device=parents_BM.device).expand(rows, -1)[..., None]
         wide_BNP = self.line_BNP.expand(rows, -1, -1)
-        above_BMP = wide_BNP.gather(1, parents_BM[..., None].expand(-1, -1, wide_BNP.shape[2]))
+        lines_BMP = wide_BNP.gather(1, parents_BM[..., None].expand(-1, -1, wide_BNP.shape[2]))
         pad = torch.nn.functional.pad
         return Tree(
             torch.cat((self.parents_BN.expand(rows, -1), parents_BM), 1),
             pad(self.depth_BN.expand(rows, -1), (0, count), value=self.max_depth + 1),
-            torch.cat((pad(wide_BNP, (0, 1)), torch.cat((places_BM1, above_BMP), 2)), 1),
+            torch.cat((pad(wide_BNP, (0, 1)), torch.cat((index_BM1, lines_BMP), 2)), 1),
             self.max_depth + 1,
         )
 
     @classmethod
     def chain(cls, gamma: int) -> Tree:
-        """Return a chain of `gamma` tokens after the root."""
         return _chain(gamma)
 
     @classmethod
@@ -71,16 +70,16 @@ class Tree:
         """Return this tree on a device. Copies are cached."""
         if self.parents_BN.device == device:
             return self
-        if device not in self._elsewhere:
-            sides = [self.parents_BN, self.depth_BN, self.line_BNP]
+        if device not in self._copies:
+            tensors = [self.parents_BN, self.depth_BN, self.line_BNP]
             if device.type == "cuda":  # only copies from pinned memory are asynchronous
-                sides = [side.pin_memory() for side in sides]
-            parents_BN, depth_BN, line_BNP = (side.to(device, non_blocking=True) for side in sides)
-            self._elsewhere[device] = Tree(parents_BN, depth_BN, line_BNP, self.max_depth, self.is_chain)
-        return self._elsewhere[device]
+                tensors = [tensor.pin_memory() for tensor in tensors]
+            parents_BN, depth_BN, line_BNP = (tensor.to(device, non_blocking=True) for tensor in tensors)
+            self._copies[device] = Tree(parents_BN, depth_BN, line_BNP, self.max_depth, self.is_chain)
+        return self._copies[device]
 
     @cached_property
-    def _elsewhere(self) -> dict[torch.device, Tree]:
+    def _copies(self) -> dict[torch.device, Tree]:
         return {}
 
     @cached_property
@@ -91,9 +90,9 @@ class Tree:
             Nodes of the path of each leaf, [leaves, K + 1]; and the index of a leaf below each node, [N].
         """
         leaves_L = torch.nonzero(self.depth_BN[0] == self.max_depth)[:, 0]
-        above_LN = self.ancestors_BNN[0, leaves_L]
-        path_LP = torch.nonzero(above_LN)[:, 1].view(len(leaves_L), self.max_depth + 1)
-        return path_LP, above_LN.int().argmax(0)
+        on_path_LN = self.ancestors_BNN[0, leaves_L]
+        path_LP = torch.nonzero(on_path_LN)[:, 1].view(len(leaves_L), self.max_depth + 1)
+        return path_LP, on_path_LN.int().argmax(0)
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
@@ -104,8 +103,8 @@ class Tree:
     @cached_property
     def rank_BN(self) -> Tensor:
         """Return the index of each node among its siblings, int64, from 0."""
-        same_BNN = self.parents_BN[:, :, None] == self.parents_BN[:, None, :]
-        return same_BNN.tril(-1).sum(-1)
+        siblings_BNN = self.parents_BN[:, :, None] == self.parents_BN[:, None, :]
+        return siblings_BNN.tril(-1).sum(-1)
 
     @cached_property
     def inner_children(self) -> tuple[Tensor, Tensor]:
@@ -123,8 +122,8 @@ class Tree:
     @cached_property
     def children(self) -> list[list[int]]:
         """Return the children of each node of the first row."""
-        above = self.parents_BN[0].tolist()
-        return [[child for child, parent in enumerate(above) if parent == node] for node in range(len(above))]
+        parents = self.parents_BN[0].tolist()
+        return [[child for child, parent in enumerate(parents) if parent == node] for node in range(len(parents))]
 
     @cached_property
     def widths(self) -> list[int]:
@@ -159,9 +158,7 @@ def _chain(gamma: int) -> Tree:
 @cache
 def _k_ary(branching: tuple[int, ...]) -> Tree:
     if any(width < 1 for width in branching):
-        raise ValueError(
-            f"each level of a tree must have at least 1 child per node, got {'x'.join(map(str, branching))}"
-        )
+        raise ValueError(f"each level of a tree needs at least 1 child per node, got {'x'.join(map(str, branching))}")
     if all(width == 1 for width in branching):
         return _chain(len(branching))
     parents, level = [-1], [0]

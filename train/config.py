@@ -14,13 +14,13 @@ _MAY_CHANGE = {
 
 def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
     """Return the forward passes per process and step. Raises ValueError if `global_batch` cannot be split evenly."""
-    together = micro_batch * processes
-    if global_batch % together:
+    step_blocks = micro_batch * processes
+    if global_batch % step_blocks:
         raise ValueError(
             f"global_batch {global_batch} cannot be split into micro_batch {micro_batch} × {processes} processes = "
-            f"{together} blocks; choose a multiple of {together}"
+            f"{step_blocks} blocks; choose a multiple of {step_blocks}"
         )
-    return global_batch // together
+    return global_batch // step_blocks
 
 
 def _limited(default: Any, **limits: float) -> Any:
@@ -73,7 +73,7 @@ class FitConfig:
     keep_best: str | None = None
     """Evaluation metric that selects the best weights (higher is better). None keeps the last weights."""
 
-    def fixed(self) -> dict[str, Any]:
+    def resume_settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run must share. The others affect memory, speed or reports only."""
         return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
 
@@ -95,11 +95,13 @@ class Medusa2:
     rate: float = _limited(0.25, gt=0)
     """Ratio of the target's learning rate to the heads' learning rate."""
 
-    def heads_part(self, progress: float) -> float:
+    def heads_loss_weight(self, progress: float) -> float:
         """Return the weight of the heads' losses: 1 in the first stage, then a sine ramp up to `heads_weight`."""
-        return 1.0 if progress < self.heads_only else self.heads_weight * math.sin(math.pi / 2 * self.risen(progress))
+        if progress < self.heads_only:
+            return 1.0
+        return self.heads_weight * math.sin(math.pi / 2 * self.warmup_share(progress))
 
-    def risen(self, progress: float) -> float:
+    def warmup_share(self, progress: float) -> float:
         """Return the completed share of the second stage's warm-up, from 0 to 1."""
         if progress < self.heads_only:
             return 0.0

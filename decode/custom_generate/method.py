@@ -32,7 +32,7 @@ from ..models.lean import LeanDecoder
 from ..models.loading import load_model, wrap_model
 from ..proposers.head_trees import HeadModule, attach_projection, states_of
 from ..rng import Rng
-from .request import Replay, check_request, held_back, prompts_of, sampling_of
+from .request import OutputWriter, check_request, read_sampling, recover_arguments, unpad_prompts
 
 Part = TypeVar("Part")
 
@@ -65,9 +65,9 @@ def method(
     config = method_config(name, options)
     settings, needs = asdict(config), config.needs
     settings.pop("drafter", None)  # the first drafter is used
-    given = {"drafter": drafter, "heads": heads, "table": table}
+    artifacts = {"drafter": drafter, "heads": heads, "table": table}
     for part in needs:
-        if given[part] is None:
+        if artifacts[part] is None:
             raise ValueError(f"method {name!r} requires `{part}`, but none was given")
     models = [_Drafter(source) for source in (drafter, *more_drafters) if "drafter" in needs]
     loaded = isinstance(heads, (str, Path))
@@ -116,13 +116,13 @@ class CustomGenerate:
         Raises:
             ValueError: A setting or input is not supported, or the artifacts do not fit the target.
         """
-        model_kwargs = held_back(inspect.currentframe()) | model_kwargs
+        model_kwargs = recover_arguments(inspect.currentframe()) | model_kwargs
         streamer = model_kwargs.pop("streamer", None)
         check_request(model, generation_config, model_kwargs)
-        sampling = sampling_of(logits_processor, bool(generation_config.do_sample))
+        sampling = read_sampling(logits_processor, bool(generation_config.do_sample))
         target = _scorer(model, "target", None if self.heads is None else states_of(self.heads))
-        prompts = prompts_of(target, model, input_ids, inputs_tensor, model_kwargs)
-        replay = Replay(input_ids, stopping_criteria, generation_config, streamer)
+        prompts = unpad_prompts(target, model, input_ids, inputs_tensor, model_kwargs)
+        replay = OutputWriter(input_ids, stopping_criteria, generation_config, streamer)
         attach_projection(self.heads, model, target.device)
         built = build_method(self.name, self._parts(target), sampling, **self.options)
         seed = 0 if sampling.greedy else int(torch.randint(1 << 62, (), device=target.device))
@@ -141,16 +141,15 @@ class CustomGenerate:
     def _parts(self, target: LanguageModel) -> Parts:
         drafters = [drafter.scorer(target) for drafter in self.drafters]
         for what, part in (("heads", self.heads), ("table", self.table)):
-            for size, mine in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
-                theirs = getattr(part, size, mine)
-                if theirs != mine:
-                    raise ValueError(f"{size} must be equal, got {theirs} for the {what} and {mine} for the target")
+            for name, size in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
+                if (other := getattr(part, name, size)) != size:
+                    raise ValueError(f"{name} must be equal, got {other} for the {what} and {size} for the target")
         if isinstance(self.heads, PredictionHeads):
             weight = next(self.heads.parameters())
             if (weight.device, weight.dtype) != (target.device, target.dtype):
                 if not self.loaded_heads:
-                    given, wanted = (f"{side.dtype} on {side.device}" for side in (weight, target))
-                    raise ValueError(f"the heads are {given}, but the target is {wanted}: convert the heads")
+                    heads_on, target_on = (f"{weights.dtype} on {weights.device}" for weights in (weight, target))
+                    raise ValueError(f"the heads are {heads_on}, but the target is {target_on}: convert the heads")
                 self.heads.to(target.device, target.dtype)
             # Drop copies of weights, since they do not follow writes to `.data`.
             self.heads.train(self.heads.training)
@@ -168,8 +167,8 @@ class _Drafter:
             raise ValueError(f"a drafter must be a transformers model, a directory or a hub id, got {kind}")
         self.model = source
         if self._loaded:
-            found = model_source(str(source))
-            self.model = _read(Path(found), lambda _: load_model(found))
+            path = model_source(str(source))
+            self.model = _read(Path(path), lambda _: load_model(path))
 
     def scorer(self, target: LanguageModel) -> LanguageModel:
         if self._loaded:

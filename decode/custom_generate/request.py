@@ -34,7 +34,7 @@ _INPUTS = ("attention_mask", "position_ids", "past_key_values", "encoder_outputs
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
-def held_back(frame: Any) -> dict[str, Any]:
+def recover_arguments(frame: Any) -> dict[str, Any]:
     """Return arguments of the calling `generate` that it does not pass to a callable (transformers 5.17 to 5.23)."""
     caller = frame.f_back if frame else None
     if caller is None or caller.f_code is not _GENERATE:
@@ -74,7 +74,7 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
             raise _refusal(name, "it reads input_ids only")
 
 
-def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
+def read_sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
     """Return the warping of the processors, or raise ValueError for others than those of `warpers.warp`."""
     values: list[tuple[str, Any]] = []
     for processor in processors:
@@ -94,7 +94,7 @@ def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
     return Sampling(**{"temperature": 1.0} | dict(values)) if do_sample else Sampling()
 
 
-def prompts_of(
+def unpad_prompts(
     target: LanguageModel, model: PreTrainedModel, ids_BT: Tensor, source_BT: Tensor | None, inputs: dict[str, Any]
 ) -> list[list[int]]:
     """Return each row without padding, or for an encoder-decoder its source. Raise ValueError for other inputs."""
@@ -107,20 +107,20 @@ def prompts_of(
         if source_BT is None or source_BT.dim() != 2 or source_BT.is_floating_point() or (source_BT < 0).any():
             raise _refusal("encoder_outputs and inputs_embeds", "pass the source as input_ids")
         ids_BT = source_BT.repeat_interleave(len(ids_BT) // len(source_BT), 0)
-    kept_BT = torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool()
+    real_BT = torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool()
     if positions_BT is not None:
-        usual_BT = kept_BT.long().cumsum(-1) - 1
-        if positions_BT.shape[1:] != usual_BT.shape[1:] or ((positions_BT != usual_BT) & kept_BT).any():
+        usual_BT = real_BT.long().cumsum(-1) - 1
+        if positions_BT.shape[1:] != usual_BT.shape[1:] or ((positions_BT != usual_BT) & real_BT).any():
             raise _refusal("position_ids", "positions are counted from the first token of a row")
     prompts = []
-    for row, (ids, kept) in enumerate(zip(ids_BT.tolist(), kept_BT.tolist(), strict=True)):
-        if kept != sorted(kept) and not (has_source and kept == sorted(kept, reverse=True)):
+    for row, (ids, is_real) in enumerate(zip(ids_BT.tolist(), real_BT.tolist(), strict=True)):
+        if is_real != sorted(is_real) and not (has_source and is_real == sorted(is_real, reverse=True)):
             raise _refusal(f"padding that is not on the left (row {row})", "set padding_side='left' in the tokenizer")
-        prompts.append([token for token, keep in zip(ids, kept, strict=True) if keep])
+        prompts.append([token for token, real in zip(ids, is_real, strict=True) if real])
     return prompts
 
 
-class Replay:
+class OutputWriter:
     """Writer of committed tokens, one position of all rows at a time, as `generate` does.
 
     Rows that have ended are padded if a criterion has an `eos_token_id`. Otherwise they continue until the last row
@@ -133,8 +133,8 @@ class Replay:
         limit = min(rule.max_length for rule in criteria if type(rule) is MaxLengthCriteria)
         stop_ids = [rule.eos_token_id.tolist() for rule in criteria if type(rule) is EosTokenCriteria]
         self.limits = Limits(max(1, limit - self.length), tuple(token for ids in stop_ids for token in ids))
-        others = [rule for rule in criteria if type(rule) not in (MaxLengthCriteria, EosTokenCriteria)]
-        self._criteria, self._streamer, self._device = StoppingCriteriaList(others), streamer, ids_BT.device
+        other_criteria = [rule for rule in criteria if type(rule) not in (MaxLengthCriteria, EosTokenCriteria)]
+        self._criteria, self._streamer, self._device = StoppingCriteriaList(other_criteria), streamer, ids_BT.device
         self._pad: int | None = None
         if any(hasattr(rule, "eos_token_id") for rule in criteria):
             pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
@@ -144,19 +144,19 @@ class Replay:
         self.ids_BT = torch.zeros(batch, self.length + self.limits.max_new_tokens, dtype=torch.int64)
         self.ids_BT[:, : self.length] = ids_BT
         self._waiting: list[deque[int]] = [deque() for _ in range(batch)]
-        self._going = [True] * batch
+        self._active = [True] * batch
 
     def add(self, new_ids: list[list[int]]) -> bool:
         """Add the tokens that a step committed, and return whether any row continues."""
         for waiting, new in zip(self._waiting, new_ids, strict=True):
             waiting.extend(new)
         rows = range(len(new_ids))
-        while any(self._going) and all(self._waiting[row] or self._ended(row) for row in rows):
+        while any(self._active) and all(self._waiting[row] or self._ended(row) for row in rows):
             self._write([self._pad if self._ended(row) else self._waiting[row].popleft() for row in rows])
-        return any(self._going)
+        return any(self._active)
 
     def _ended(self, row: int) -> bool:
-        return self._pad is not None and not self._going[row]
+        return self._pad is not None and not self._active[row]
 
     def _write(self, column: list[Any]) -> None:
         column_B = torch.tensor(column)
@@ -165,8 +165,9 @@ class Replay:
         full = self.length == self.ids_BT.shape[1]
         ends = [full or token in self.limits.stop_ids for token in column]
         if self._criteria:
-            seen_BT = self.ids_BT[:, : self.length].to(self._device, copy=True)
-            ends = [one or other for one, other in zip(ends, self._criteria(seen_BT, None).tolist(), strict=True)]
-        self._going = [going and not end for going, end in zip(self._going, ends, strict=True)]
+            written_BT = self.ids_BT[:, : self.length].to(self._device, copy=True)
+            stops = self._criteria(written_BT, None).tolist()
+            ends = [end or stop for end, stop in zip(ends, stops, strict=True)]
+        self._active = [is_active and not end for is_active, end in zip(self._active, ends, strict=True)]
         if self._streamer is not None:
             self._streamer.put(column_B)

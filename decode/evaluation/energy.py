@@ -161,9 +161,9 @@ class EnergyMeter:
             times.append((end.at - begin.at - end.paused) / end.units)
         joules, seconds = statistics.fmean(trials), statistics.fmean(times)
         error = statistics.stdev(trials) / len(trials) ** 0.5 if len(trials) > 1 else 0.0
-        above = joules - idle_watts * seconds
+        excess = joules - idle_watts * seconds
         watts = joules / seconds
-        return Energy(self.source, joules, error, above if above >= 0 else None, watts, idle_watts, seconds, trials)
+        return Energy(self.source, joules, error, excess if excess >= 0 else None, watts, idle_watts, seconds, trials)
 
     def _run(self, work: Callable[[], float], seconds: float, pause: float = 0.0) -> _Window:
         """Work for `seconds`, then until the counter changes."""
@@ -207,7 +207,6 @@ class RaplCounter:
         return [int((zone / "energy_uj").read_text(encoding="ascii")) for zone in self._zones]
 
     def __call__(self) -> float:
-        """Return joules since the counter was created."""
         try:
             now = self._read()
         except (OSError, ValueError) as error:
@@ -288,7 +287,7 @@ def measure_batches(
     idle power except `joules_per_run_above_idle`.
     """
     sizes = sorted(batches)
-    calls = [raw_forward(model, 1, context, batch=batch, seed=seed, read=True) for batch in sizes]
+    calls = [raw_forward(model, 1, context, batch=batch, seed=seed, fill_cache=True) for batch in sizes]
     seconds, energies, failure, idle = time_in_turns(model, calls, runs), dict[int, Energy](), None, None
 
     def forward(call: Callable[[], Tensor]) -> float:
@@ -303,7 +302,7 @@ def measure_batches(
                 energies[batch] = meter.measure(partial(forward, call), idle, seed=seed)
     except CounterError as error:
         failure = str(error)
-    rows = [batch_row(batch, own, energies.get(batch)) for batch, own in zip(sizes, seconds, strict=True)]
+    rows = [batch_row(batch, series, energies.get(batch)) for batch, series in zip(sizes, seconds, strict=True)]
     source = meter.source if meter is not None and energies else None
     about = {"runs": runs, "context": context, "source": source, "idle_watts": idle, "failure": failure}
     return about | {"rows": rows}

@@ -76,30 +76,25 @@ class Run:
 
     @property
     def ids(self) -> list[list[int]]:
-        """Return the new tokens of each prompt."""
         return [runs[0].ids for runs in self.by_prompt]
 
     @property
     def tallies(self) -> list[Tally]:
-        """Return the counts of each prompt."""
         return [runs[0].tally for runs in self.by_prompt]
 
     def select(self, prompts: Sequence[int]) -> Run:
-        """Return the runs of these prompts."""
         return Run(
             [self.by_prompt[prompt] for prompt in prompts],
             [self.groups[prompt] for prompt in prompts] if self.groups else (),
         )
 
     def by_batch(self, values: Sequence[float]) -> list[list[float]]:
-        """Group values of prompts by batch."""
-        found: dict[int, list[float]] = {}
+        batches: dict[int, list[float]] = {}
         for group, value in zip(self.groups or range(len(values)), values, strict=True):
-            found.setdefault(group, []).append(value)
-        return list(found.values())
+            batches.setdefault(group, []).append(value)
+        return list(batches.values())
 
     def median_seconds(self) -> list[float]:
-        """Return the median seconds of each prompt."""
         return [statistics.median(run.seconds for run in runs) for runs in self.by_prompt]
 
     def stepping_seconds(self) -> list[float]:
@@ -119,7 +114,7 @@ class Run:
         elif len(times) < _MIN_PROMPTS:
             return None
         else:
-            steps = [max(some) for some in self.by_batch([tally.rounds for tally in self.tallies])]
+            steps = [max(rounds) for rounds in self.by_batch([tally.rounds for tally in self.tallies])]
             each = [seconds / count for (seconds,), count in zip(times, steps, strict=True)]
             undisturbed = float(np.quantile(each, 0.25)) * sum(steps)
         return sum(self.stepping_seconds()) / undisturbed
@@ -136,7 +131,7 @@ def are_steady(run: Run, base: Run) -> bool | None:
     return None if None in (run.slowdown(), base.slowdown()) else True
 
 
-def decode(
+def decode_prompt(
     target: LanguageModel,
     method: Method,
     sampling: Sampling,
@@ -146,10 +141,10 @@ def decode(
     profile: StepProfile | None = None,
 ) -> Decoded:
     """Decode one prompt with one method."""
-    return decode_together(target, method, sampling, seed, [prompt], limits, profile)[0]
+    return decode_batch(target, method, sampling, seed, [prompt], limits, profile)[0]
 
 
-def decode_together(
+def decode_batch(
     target: LanguageModel,
     method: Method,
     sampling: Sampling,
@@ -206,17 +201,17 @@ _NOT_APPLIED = {
 """Settings of `transformers.generate` that change greedy text, with their neutral values."""
 
 
-def not_applied(generation_config: Any) -> dict[str, Any]:
+def ignored_settings(generation_config: Any) -> dict[str, Any]:
     """Return the settings that change greedy text in `transformers.generate` and that no method here applies."""
-    found = {name: getattr(generation_config, name, None) for name in _NOT_APPLIED}
-    return {name: value for name, value in found.items() if value not in (None, [], {}, _NOT_APPLIED[name])}
+    values = {name: getattr(generation_config, name, None) for name in _NOT_APPLIED}
+    return {name: value for name, value in values.items() if value not in (None, [], {}, _NOT_APPLIED[name])}
 
 
 def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:
-    """Decode one prompt greedily with `transformers.generate`, without the model's `not_applied` settings."""
-    ids, own = torch.tensor([list(prompt)], device=model.device), model.generation_config
-    kept = ("bos_token_id", "decoder_start_token_id", "cache_implementation")
-    plain = GenerationConfig(**{name: getattr(own, name, None) for name in kept})
+    """Decode one prompt greedily with `transformers.generate`, without the model's `ignored_settings`."""
+    ids, generation_config = torch.tensor([list(prompt)], device=model.device), model.generation_config
+    names = ("bos_token_id", "decoder_start_token_id", "cache_implementation")
+    plain = GenerationConfig(**{name: getattr(generation_config, name, None) for name in names})
     start = time.perf_counter()
     model.generation_config = plain
     try:
@@ -230,7 +225,7 @@ def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decod
                 pad_token_id=0,
             )
     finally:
-        model.generation_config = own
+        model.generation_config = generation_config
     new = output[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
     seconds = time.perf_counter() - start
     count = len(new)
@@ -254,29 +249,29 @@ def measure(
 ) -> dict[str, Run]:
     """Decode every prompt with every entry `repeats` times, and return the runs by label.
 
-    The order changes from prompt to prompt (`turn`). The tokens of a prompt depend on the seed and its index only, so
-    all repeats give the same tokens. The transformers model `reference` adds a row of greedy decoding if an entry is
+    The order changes from prompt to prompt (`job_order`). The tokens of a prompt depend on the seed and its index only,
+    so all repeats give the same tokens. The transformers model `reference` adds a row of greedy decoding if an entry is
     greedy. `finished` contains the runs of an interrupted evaluation, which are not repeated; `on_run` receives every
     other run.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
-    first = warm_ups(prompts, limits, target.device.type, target.supports_any_length)
+    first = warm_up_prompts(prompts, limits, target.device.type, target.supports_any_length)
     labels, sizes = list(jobs), {min(batch, len(prompts)), len(prompts) % batch} - {0}
     keys = [key for repeat in range(repeats) for key in _round(labels, len(prompts), batch, repeat)]
 
-    missing = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
-    left = [key for key in keys if key in missing]  # first key of each incomplete batch
-    for label in dict.fromkeys(key.label for key in left):
+    incomplete = {key._replace(prompt=key.prompt // batch * batch) for key in keys if key not in done}
+    pending = [key for key in keys if key in incomplete]  # first key of each incomplete batch
+    for label in dict.fromkeys(key.label for key in pending):
         for rows, (prompt, until) in itertools.product(sizes, first):
             jobs[label](0, [prompt] * rows, until)
-    for number, key in enumerate(left):
+    for number, key in enumerate(pending):
         if progress:
-            progress(max(0, len(keys) - batch * (len(left) - number)), len(keys), key.label)
-        found = jobs[key.label](key.prompt, prompts[key.prompt : key.prompt + batch], limits)
-        for place, each in enumerate(found, key.prompt):
-            done[own := key._replace(prompt=place)] = each
+            progress(max(0, len(keys) - batch * (len(pending) - number)), len(keys), key.label)
+        results = jobs[key.label](key.prompt, prompts[key.prompt : key.prompt + batch], limits)
+        for index, result in enumerate(results, key.prompt):
+            done[run_key := key._replace(prompt=index)] = result
             if on_run:
-                on_run(own, each)
+                on_run(run_key, result)
     if progress:
         progress(len(keys), len(keys), "")
     by_prompt = {label: [[done[RunKey(label, prompt, repeat)] for repeat in range(repeats)]
@@ -285,7 +280,7 @@ def measure(
     return {label: Run(runs, groups) for label, runs in by_prompt.items()}
 
 
-def warm_ups(
+def warm_up_prompts(
     prompts: Sequence[Sequence[int]], limits: Limits, device: str, supports_any_length: bool = False
 ) -> list[tuple[Sequence[int], Limits]]:
     """Return the prompts and limits to decode before timing starts.
@@ -303,17 +298,17 @@ def warm_ups(
 
 def _round(labels: Sequence[str], prompts: int, batch: int, repeat: int) -> list[RunKey]:
     """Return the keys of one repeat, with the prompts of a batch in succession."""
-    together = [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]
-    orders = [turn(len(labels), repeat * len(together) + number) for number in range(len(together))]
-    pairs = zip(together, orders, strict=True)
-    return [RunKey(labels[job], prompt, repeat) for some, order in pairs for job in order for prompt in some]
+    groups = [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]
+    orders = [job_order(len(labels), repeat * len(groups) + number) for number in range(len(groups))]
+    pairs = zip(groups, orders, strict=True)
+    return [RunKey(labels[job], prompt, repeat) for prompts_, order in pairs for job in order for prompt in prompts_]
 
 
 def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int) -> dict[str, _Job]:
     """Return functions by label that decode a batch, given the index of its first prompt."""
 
     def job(method: Method, sampling: Sampling) -> _Job:
-        return lambda index, prompts, limits: decode_together(target, method, sampling, seed + index, prompts, limits)
+        return lambda index, prompts, limits: decode_batch(target, method, sampling, seed + index, prompts, limits)
 
     jobs = {
         entry.label: job(build_method(entry.method, parts, entry.sampling, **entry.options), entry.sampling)
@@ -324,7 +319,7 @@ def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], referen
     return jobs
 
 
-def turn(count: int, number: int) -> list[int]:
+def job_order(count: int, number: int) -> list[int]:
     """Return the order of `count` jobs at turn `number`.
 
     Over `count` turns (twice as many if odd) each job follows every other equally often (Williams 1949).
@@ -347,14 +342,14 @@ def profile_steps(
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
     whole = StepProfile(target.device)
     for first in range(0, min(PROFILED, len(prompts)), batch):
-        profile, together = StepProfile(target.device), prompts[first : first + batch]
+        profile, rows = StepProfile(target.device), prompts[first : first + batch]
         with profile.timing_forwards(target, parts.drafter, *parts.more_drafters, parts.heads):
-            decode_together(target, method, entry.sampling, seed + first, together, limits, profile)
+            decode_batch(target, method, entry.sampling, seed + first, rows, limits, profile)
         whole.add(profile)
     return whole
 
 
-def energy_of(
+def measure_entry_energy(
     target: LanguageModel,
     parts: Parts,
     entry: Entry,
@@ -374,11 +369,11 @@ def energy_of(
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
 
     def decode_all() -> float:
-        found = (
-            decode(target, method, entry.sampling, seed + index, prompt, limits)
+        results = (
+            decode_prompt(target, method, entry.sampling, seed + index, prompt, limits)
             for index, prompt in enumerate(prompts[:PROFILED])
         )
-        return float(sum(len(each.ids) for each in found))
+        return float(sum(len(result.ids) for result in results))
 
     return meter.measure(decode_all, idle_watts, seed=seed, progress=progress)
 
@@ -387,15 +382,15 @@ def check_capacity(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], prompts: Mapping[str, Sequence[int]], limits: Limits
 ) -> None:
     """Raise ValueError if the longest prompt and its answer exceed the positions of the target or a row's drafter."""
-    found = []
+    limits_by_entry = []
     for entry in entries:
         proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
-        nodes, ahead = proposer.capacity(limits)
+        nodes, lookahead = proposer.capacity(limits)
         for model in (target, *(model for model, _ in proposer.forwards(nodes) if isinstance(model, LanguageModel))):
-            most = model.max_positions - limits.max_new_tokens + 1 - ahead
-            found.append((most, entry.label, model.max_positions, "target" if model is target else "drafter"))
+            most = model.max_positions - limits.max_new_tokens + 1 - lookahead
+            limits_by_entry.append((most, entry.label, model.max_positions, "target" if model is target else "drafter"))
     name, longest = max(prompts.items(), key=lambda item: len(item[1]))
-    most, label, positions, which = min(found)
+    most, label, positions, which = min(limits_by_entry)
     if len(longest) > most:
         raise ValueError(
             f"prompt {name} has {len(longest)} tokens, which with {limits.max_new_tokens} new tokens and the draft "
@@ -407,7 +402,7 @@ def check_capacity(
 def devices_of(target: LanguageModel, parts: Parts) -> list[torch.device]:
     """Return the devices of a target and its drafters and heads."""
     models = [target, *filter(None, (parts.drafter, *parts.more_drafters))]
-    found = [device for model in models for device in (model.device, *(model.layer_devices or ()))]
+    devices = [device for model in models for device in (model.device, *(model.layer_devices or ()))]
     if isinstance(parts.heads, nn.Module):
-        found += [parameter.device for parameter in parts.heads.parameters()]
-    return list(dict.fromkeys(found))
+        devices += [parameter.device for parameter in parts.heads.parameters()]
+    return list(dict.fromkeys(devices))

@@ -66,14 +66,14 @@ class Tally:
         return self.iterations or self.steps
 
     def __add__(self, other: Tally) -> Tally:
-        found: dict[str, Any] = {}
-        for name, mine in vars(self).items():
-            theirs = getattr(other, name)
-            if isinstance(mine, list):  # by depth
-                found[name] = [one + another for one, another in zip_longest(mine, theirs, fillvalue=0)]
+        counts: dict[str, Any] = {}
+        for name, count in vars(self).items():
+            other_count = getattr(other, name)
+            if isinstance(count, list):  # by depth
+                counts[name] = [first + second for first, second in zip_longest(count, other_count, fillvalue=0)]
             else:
-                found[name] = mine + theirs
-        return Tally(**found)
+                counts[name] = count + other_count
+        return Tally(**counts)
 
     def metrics(self) -> dict[str, object]:
         """Return the metrics of this module by name. Values without any examined tokens are None."""
@@ -102,9 +102,9 @@ def speedup_interval(
     """
     over_P2 = np.array([tokens, base_tokens], dtype=np.float64).T
     under_P2 = np.array([seconds, base_seconds], dtype=np.float64).T
-    mine, theirs = over_P2.sum(0) / under_P2.sum(0)
+    rate, base_rate = over_P2.sum(0) / under_P2.sum(0)
     rates_R2 = resampled_ratios(over_P2, under_P2)
-    return float(mine / theirs), percentile_interval(None if rates_R2 is None else rates_R2[:, 0] / rates_R2[:, 1])
+    return float(rate / base_rate), percentile_interval(None if rates_R2 is None else rates_R2[:, 0] / rates_R2[:, 1])
 
 
 def tokens_per_step_interval(tallies: Sequence[Tally]) -> Interval | None:
@@ -113,7 +113,7 @@ def tokens_per_step_interval(tallies: Sequence[Tally]) -> Interval | None:
     return percentile_interval(resampled_ratios(tokens_P1, steps_P1))
 
 
-def impossible(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1.0) -> str | None:
+def find_impossible_value(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1.0) -> str | None:
     """Return the reason why a measured entry cannot be correct, or None. Such entries are reported as errors.
 
     Numbers must be finite and at least 0, shares at most 1, and perplexities at least 1. The speedup's interval must
@@ -133,7 +133,7 @@ def impossible(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1
     if per_step is not None and low > slack * forwards * per_step and entry.get("method") != "autoregressive":
         return f"speedup is at least {low:.2f}, above tokens_per_step of {per_step:.2f}"
     for name, part in entry.get("by_category", {}).items():
-        if reason := impossible({"method": entry.get("method")} | part, forwards, 1.1):
+        if reason := find_impossible_value({"method": entry.get("method")} | part, forwards, 1.1):
             return f"category {name!r}: {reason}"
     return None
 

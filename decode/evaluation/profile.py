@@ -35,7 +35,6 @@ class FirstStep:
         self._before, self.at = before, math.inf
 
     def start(self) -> None:
-        """Record the start of the first step."""
         if self.at == math.inf:
             self._before()
             self.at = time.perf_counter()
@@ -62,7 +61,6 @@ class StepProfile:
         self._forwards: list[tuple[Any, Any]] | None = None  # start and end of each forward of the current step
 
     def start(self) -> None:
-        """Record the start of a step."""
         self._started = self._last = time.perf_counter()
         self._between = self._started - self._ended if self._ended is not None else 0.0
         self._forwards = []
@@ -70,7 +68,6 @@ class StepProfile:
             self._marks = [("start", self._event())]
 
     def mark(self, phase: str) -> None:
-        """Record the end of a phase of the step."""
         now = time.perf_counter()
         if self._cuda:
             self._marks.append((phase, self._event()))
@@ -126,7 +123,6 @@ class StepProfile:
         self.shares.append(forwards / self.steps[-1] if self.steps[-1] else 1.0)
 
     def add(self, other: StepProfile) -> None:
-        """Append the steps of another profile."""
         self.steps += other.steps
         self.shares += other.shares
         for phase, seconds in other.seconds.items():
@@ -140,13 +136,12 @@ class StepProfile:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of an object temporarily."""
-    own = vars(owner).get(name)
+    original = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        delattr(owner, name) if own is None else setattr(owner, name, own)
+        delattr(owner, name) if original is None else setattr(owner, name, original)
 
 
 def time_in_turns(model: LanguageModel, calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
@@ -156,13 +151,13 @@ def time_in_turns(model: LanguageModel, calls: Sequence[Callable[[], object]], r
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        for call, own in zip(calls, seconds, strict=True):
+        for call, series in zip(calls, seconds, strict=True):
             call()
             synchronise(model)
             start = time.perf_counter()
             call()
             synchronise(model)
-            own.append(time.perf_counter() - start)
+            series.append(time.perf_counter() - start)
     return seconds
 
 
@@ -179,10 +174,10 @@ def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: 
     Forwards run in isolation after `context` committed tokens. The target scores `nodes` per iteration.
     """
     drafts = Counter[tuple[Any, int]]((model or target, count) for model, count in method.proposer.forwards(nodes))
-    calls = {each: isolated_forward(target, *each, context) for each in ((target, 1), *drafts)}
+    calls = {key: isolated_forward(target, *key, context) for key in ((target, 1), *drafts)}
     seconds = time_in_turns(target, list(calls.values()), _RUNS)
-    median = {each: statistics.median(series) for each, series in zip(calls, seconds, strict=True)}
-    drafting = sum(times * median[each] for each, times in drafts.items())
+    median = {key: statistics.median(series) for key, series in zip(calls, seconds, strict=True)}
+    drafting = sum(times * median[key] for key, times in drafts.items())
     return drafting / median[target, 1], drafts.total()
 
 
@@ -194,20 +189,20 @@ def isolated_forward(target: LanguageModel, part: Any, width: int, context: int)
 
 
 def raw_forward(
-    model: LanguageModel, nodes: int, context: int, *, batch: int = 1, seed: int = 0, read: bool = False,
+    model: LanguageModel, nodes: int, context: int, *, batch: int = 1, seed: int = 0, fill_cache: bool = False,
     tree: Tree | None = None,
 ) -> Callable[[], Tensor]:  # fmt: skip
     """Return a callable that runs a forward of `nodes` tokens after `context` committed ones.
 
-    Tokens differ, since equal ones would select the same experts of a mixture. `read` fills the cache with the context,
-    since the energy of a product depends on its values. With `tree`, its paths are scored as separate rows.
+    Tokens differ, since equal ones would select the same experts of a mixture. `fill_cache` runs the context, since the
+    energy of a product depends on its values. With `tree`, its paths are scored as separate rows.
     """
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(model.vocab_size, (batch, context + nodes), generator=generator)
     with torch.inference_mode():
         _, cache = model.begin(ids_BT[:, :context].tolist(), context + nodes)
         ids_BT = ids_BT.to(model.device)
-        if read:
+        if fill_cache:
             model.extend(cache, ids_BT[:, :context])
     cache.set_lengths([context] * batch)
     tokens_BN = ids_BT[:, context:]
@@ -223,10 +218,10 @@ class StepFlops(NamedTuple):
     drafting: float
     """FLOPs of the proposal's forwards."""
 
-    def per_token(self, kept: float) -> dict[str, float]:
-        """Return FLOPs per token for steps that yield `kept` tokens."""
+    def per_token(self, tokens: float) -> dict[str, float]:
+        """Return FLOPs per token for steps that yield `tokens` tokens."""
         total = self.verification + self.drafting
-        return {"verification": self.verification / kept, "drafting": self.drafting / kept, "total": total / kept}
+        return {"verification": self.verification / tokens, "drafting": self.drafting / tokens, "total": total / tokens}
 
 
 @torch.inference_mode()
@@ -241,13 +236,13 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
         counts = [count_flops(raw_forward(target, count, context)) for count in (low, low + 1)]
         verification = counts[0] + max(0.0, nodes - low) * (counts[1] - counts[0])
     contexts: dict[tuple[Any, int], list[int]] = {}
-    read = Counter[int]()
+    tokens_read = Counter[int]()
     for model, width in proposer.forwards(nodes):
-        contexts.setdefault((model or target, width), []).append(context + read[id(model)])
-        read[id(model)] += width
+        contexts.setdefault((model or target, width), []).append(context + tokens_read[id(model)])
+        tokens_read[id(model)] += width
     drafting = 0
-    for (model, width), found in contexts.items():  # FLOPs grow linearly with the context
-        drafting += len(found) * count_flops(isolated_forward(target, model, width, round(statistics.mean(found))))
+    for (model, width), lengths in contexts.items():  # FLOPs grow linearly with the context
+        drafting += len(lengths) * count_flops(isolated_forward(target, model, width, round(statistics.mean(lengths))))
     return StepFlops(verification, drafting)
 
 

@@ -70,18 +70,18 @@ def load_rows(
         dict(zip(names, (reply for block in blocks for reply in block.replies), strict=True)) for blocks in sides
     ]
     greedy, rows = temperature == 0, []
-    for number, (own, blocks) in enumerate(zip(answers, sides, strict=True)):
+    for number, (replies, blocks) in enumerate(zip(answers, sides, strict=True)):
         label, method = ("concurrency {}, baseline", BASELINE) if number else ("concurrency {}", "server")
         row: dict[str, Any] = {"label": label.format(concurrency), "method": method, "options": {}}
-        lengths = {name: reply.prompt_tokens for name, reply in own.items() if reply.prompt_tokens is not None}
+        lengths = {name: reply.prompt_tokens for name, reply in replies.items() if reply.prompt_tokens is not None}
         row |= {"temperature": temperature, "concurrency": concurrency, "prompt_tokens": lengths, "by_category": {}}
         row |= serving_metrics(blocks)
         rows.append(row | {"speedup": 1.0 if number else None, "speedup_interval": None, "identical_to_greedy": None})
     if len(sides) > 1:
         rows[0] |= compare_replies(answers[0], answers[1], greedy)
         for category in dict.fromkeys(categories.values()):
-            mine = {name: reply for name, reply in answers[0].items() if categories[name] == category}
-            rows[0]["by_category"][category] = {"prompts": len(mine)} | compare_replies(mine, answers[1], greedy)
+            chosen = {name: reply for name, reply in answers[0].items() if categories[name] == category}
+            rows[0]["by_category"][category] = {"prompts": len(chosen)} | compare_replies(chosen, answers[1], greedy)
     return rows
 
 
@@ -108,24 +108,25 @@ def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
     } | _acceptance(blocks, good)
 
 
-def compare_replies(mine: Mapping[str, Reply], theirs: Mapping[str, Reply], greedy: bool) -> dict[str, Any]:
+def compare_replies(replies: Mapping[str, Reply], base_replies: Mapping[str, Reply], greedy: bool) -> dict[str, Any]:
     """Compare a server's answers with a baseline's to the same prompts.
 
     The speedup is that of the time per token after the first, with its 95 % interval over prompts. At temperature 0
     identical texts are counted.
     """
-    both = [name for name, reply in mine.items() if name in theirs and reply.is_timed and theirs[name].is_timed]
-    if not both:
+    timed = [{name for name, reply in side.items() if reply.is_timed} for side in (replies, base_replies)]
+    names = [name for name in replies if name in timed[0] & timed[1]]
+    if not names:
         return {"speedup": None, "speedup_interval": None, "identical_to_greedy": None}
-    theirs_P, mine_P = (
-        np.array([(side[name].last - side[name].first) / (side[name].tokens - 1) for name in both])
-        for side in (theirs, mine)
+    base_P, own_P = (
+        np.array([(answers[name].last - answers[name].first) / (answers[name].tokens - 1) for name in names])
+        for answers in (base_replies, replies)
     )
-    same = sum(mine[name].text == theirs[name].text for name in both)
+    same = sum(replies[name].text == base_replies[name].text for name in names)
     return {
-        "speedup": float(theirs_P.sum() / mine_P.sum()),
-        "speedup_interval": _interval(theirs_P, mine_P),
-        "identical_to_greedy": [same, len(both)] if greedy else None,
+        "speedup": float(base_P.sum() / own_P.sum()),
+        "speedup_interval": _interval(base_P, own_P),
+        "identical_to_greedy": [same, len(names)] if greedy else None,
     }
 
 
@@ -139,19 +140,20 @@ def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any
     if drafted is None and any(reply.drafted is not None for reply in good):
         drafted = float(sum(reply.drafted or 0 for reply in good))
         accepted = float(sum(reply.accepted or 0 for reply in good))
-    found: dict[str, Any] = {"drafted": drafted, "accepted": accepted, "tokens_per_step_interval": None}
-    found |= dict.fromkeys(("acceptance_rate", "tokens_per_step", "drafted_per_step"))
+    metrics: dict[str, Any] = {"drafted": drafted, "accepted": accepted, "tokens_per_step_interval": None}
+    metrics |= dict.fromkeys(("acceptance_rate", "tokens_per_step", "drafted_per_step"))
     if drafted and accepted is not None:
-        later = sum(reply.tokens - 1 for reply in good)
-        steps = total.get("drafts") or later - accepted
-        found["drafted_per_step"] = drafted / steps if steps > 0 else None
-        found["acceptance_rate"] = accepted / drafted
-        steps = max(steps, later - accepted)
-        found["tokens_per_step"] = later / steps if steps > 0 else None
+        later_tokens = sum(reply.tokens - 1 for reply in good)
+        steps = total.get("drafts") or later_tokens - accepted
+        metrics["drafted_per_step"] = drafted / steps if steps > 0 else None
+        metrics["acceptance_rate"] = accepted / drafted
+        steps = max(steps, later_tokens - accepted)
+        metrics["tokens_per_step"] = later_tokens / steps if steps > 0 else None
     by_depth = [total[f"accepted {i}"] for i in range(len(total)) if f"accepted {i}" in total]
     before = [total.get("drafts", 0.0), *by_depth]
-    found["acceptance_by_depth"] = [own / up if up else 0.0 for own, up in zip(by_depth, before, strict=False)]
-    return found
+    pairs = zip(by_depth, before, strict=False)
+    metrics["acceptance_by_depth"] = [accepted / reached if reached else 0.0 for accepted, reached in pairs]
+    return metrics
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
@@ -162,6 +164,6 @@ def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 def _interval(over_P: Floats, under_P: Floats) -> list[float] | None:
     """Return the 95 % interval of the ratio of two sums over prompts."""
-    found_R1 = resampled_ratios(over_P[:, None], under_P[:, None])
-    interval = percentile_interval(None if found_R1 is None else found_R1[:, 0])
+    ratio_R1 = resampled_ratios(over_P[:, None], under_P[:, None])
+    interval = percentile_interval(None if ratio_R1 is None else ratio_R1[:, 0])
     return None if interval is None else list(interval)

@@ -14,7 +14,7 @@ from ..methods import Parts, build_method
 from ..models.base import LanguageModel
 from .energy import Energy
 from .measure import BASELINE, REFERENCE, Entry, Run, are_steady, profile_steps
-from .metrics import impossible, speedup_interval, tokens_per_step_interval, total
+from .metrics import find_impossible_value, speedup_interval, tokens_per_step_interval, total
 from .profile import StepFlops, drafting_cost, measured_flops
 from .quality import nearly_tied, perplexity_of, rouge_l, surprisal
 
@@ -71,7 +71,7 @@ class Summariser:
 
     target: LanguageModel
     parts: Parts
-    asked: Sequence[EvalPrompt]
+    prompts: Sequence[EvalPrompt]
     runs: Mapping[str, Run]
     limits: Limits
     seed: int = 0
@@ -89,8 +89,8 @@ class Summariser:
         greedy = next((run for sampling, run in bases.items() if sampling.greedy), None)
         summary = Summary()
         if greedy is not None and REFERENCE in self.runs:
-            summary.same = identical(self.runs[REFERENCE], greedy)
-        done, steps = 0, len(entries) * (len(self.asked) + 3)
+            summary.same = count_identical(self.runs[REFERENCE], greedy)
+        done, steps = 0, len(entries) * (len(self.prompts) + 3)
 
         def advance(label: str) -> None:
             nonlocal done
@@ -108,7 +108,7 @@ class Summariser:
             counts = total(self.runs[entry.label].tallies)
             # a batch takes as long as its longest text, so its speedup is not bounded by the tokens per iteration
             forwards = counts.steps / counts.rounds if self.batch == 1 else math.inf
-            fault = self._check_text(entry, row, base, summary) or impossible(row, forwards)
+            fault = self._check_text(entry, row, base, summary) or find_impossible_value(row, forwards)
             if fault:
                 summary.errors.append(f"the measurement of {entry.label!r} is impossible: {fault}")
             else:
@@ -116,7 +116,7 @@ class Summariser:
         return summary
 
     def _row(self, entry: Entry, base: Run, advance: Callable[[], None]) -> dict[str, Any]:
-        run, prompts = self.runs[entry.label], [prompt.ids for prompt in self.asked]
+        run, prompts = self.runs[entry.label], [prompt.ids for prompt in self.prompts]
         method = build_method(entry.method, self.parts, entry.sampling, **entry.options)
         counts = total(run.tallies)
         lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
@@ -126,18 +126,18 @@ class Summariser:
         advance()
         drafting, forwards = drafting_cost(self.target, method, nodes, context)
         nats = list[float]()
-        for given, ids in zip(prompts, run.ids, strict=True):
+        for prompt_ids, ids in zip(prompts, run.ids, strict=True):
             advance()
-            nats.append(surprisal(self.target, given, ids))
+            nats.append(surprisal(self.target, prompt_ids, ids))
         advance()
-        known = _Entry(
+        entry_costs = _Entry(
             entry,
             run,
             base,
             nats=nats,
             rouge=[
                 rouge_l(self.text_of(ids), prompt.references) if self.text_of and prompt.references else None
-                for prompt, ids in zip(self.asked, run.ids, strict=True)
+                for prompt, ids in zip(self.prompts, run.ids, strict=True)
             ],
             flops=measured_flops(self.target, method, nodes, context),
             drafting=drafting,
@@ -145,7 +145,7 @@ class Summariser:
         )
         joules = self.energies.get(entry.label)
         groups: dict[str, list[int]] = {}
-        for index, prompt in enumerate(self.asked):
+        for index, prompt in enumerate(self.prompts):
             groups.setdefault(prompt.category, []).append(index)
         return {
             "label": entry.label,
@@ -153,7 +153,7 @@ class Summariser:
             "options": entry.options,
             "temperature": entry.sampling.temperature,
             "lossless": method.verifier.lossless,
-            **self._metrics(known, range(len(self.asked))),
+            **self._metrics(entry_costs, range(len(self.prompts))),
             "runs": len(run.by_prompt[0]),
             "slowdown": run.slowdown(),
             "steady": are_steady(run, base),
@@ -165,47 +165,47 @@ class Summariser:
             "energy_source": joules.source if joules else None,
             "energy": asdict(joules) if joules else None,
             "by_category": {
-                name: {"prompts": len(group)} | self._metrics(known, group) for name, group in groups.items()
+                name: {"prompts": len(group)} | self._metrics(entry_costs, group) for name, group in groups.items()
             },
-            "by_prompt": [self._prompt_row(known, index) for index in range(len(self.asked))],
+            "by_prompt": [self._prompt_row(entry_costs, index) for index in range(len(self.prompts))],
         }
 
-    def _metrics(self, known: _Entry, chosen: Sequence[int]) -> dict[str, Any]:
+    def _metrics(self, costs: _Entry, indices: Sequence[int]) -> dict[str, Any]:
         """Return the metrics over all prompts, or over those of a category."""
-        run, base = known.run.select(chosen), known.base.select(chosen)
-        counts, greedy = total(run.tallies), known.entry.sampling.greedy
+        run, base = costs.run.select(indices), costs.base.select(indices)
+        counts, greedy = total(run.tallies), costs.entry.sampling.greedy
         reference = self.runs.get(REFERENCE) if greedy else None
         speeds = _speeds(run, base)
         # The bound is the speedup if steps consisted of their forwards only. It is a share of the measured time, so the
         # speedup cannot exceed it.
-        efficiency = 1 - (1 - known.share) * sum(run.stepping_seconds()) / sum(run.median_seconds())
+        efficiency = 1 - (1 - costs.share) * sum(run.stepping_seconds()) / sum(run.median_seconds())
         return {
             **counts.metrics(),
             "tokens_per_step_interval": tokens_per_step_interval(run.tallies),
             **speeds,
-            "speedup_over_transformers": _speeds(run, reference.select(chosen))["speedup"] if reference else None,
-            "identical_to_greedy": identical(run, base) if greedy else None,
+            "speedup_over_transformers": _speeds(run, reference.select(indices))["speedup"] if reference else None,
+            "identical_to_greedy": count_identical(run, base) if greedy else None,
             "bound": speeds["speedup"] / efficiency,
             "efficiency": efficiency,
-            "ideal": counts.tokens / counts.rounds / (1 + known.drafting),
-            "flops_per_token": known.flops.per_token(counts.tokens / counts.rounds),
-            "perplexity": perplexity_of([known.nats[index] for index in chosen], map(len, run.ids)),
-            "rouge_l": _mean([known.rouge[index] for index in chosen]),
+            "ideal": counts.tokens / counts.rounds / (1 + costs.drafting),
+            "flops_per_token": costs.flops.per_token(counts.tokens / counts.rounds),
+            "perplexity": perplexity_of([costs.nats[index] for index in indices], map(len, run.ids)),
+            "rouge_l": _mean([costs.rouge[index] for index in indices]),
         }
 
-    def _prompt_row(self, known: _Entry, index: int) -> dict[str, Any]:
-        tally, seconds = known.run.tallies[index], known.run.median_seconds()[index]
-        rates, base = tally.metrics(), known.base
+    def _prompt_row(self, costs: _Entry, index: int) -> dict[str, Any]:
+        tally, seconds = costs.run.tallies[index], costs.run.median_seconds()[index]
+        rates, base = tally.metrics(), costs.base
         return {
-            "prompt": self.asked[index].name,
-            "category": self.asked[index].category,
+            "prompt": self.prompts[index].name,
+            "category": self.prompts[index].category,
             **{name: getattr(tally, name) for name in ("tokens", "steps", "accepted", "examined")},
             "seconds": seconds,
             "tokens_per_step": rates["tokens_per_step"],
             "acceptance_rate": rates["acceptance_rate"],
             "speedup": (tally.tokens / seconds) / (len(base.ids[index]) / base.median_seconds()[index]),
-            "perplexity": perplexity_of([known.nats[index]], [tally.tokens]),
-            "rouge_l": known.rouge[index],
+            "perplexity": perplexity_of([costs.nats[index]], [tally.tokens]),
+            "rouge_l": costs.rouge[index],
         }
 
     def _check_text(self, entry: Entry, row: dict[str, Any], base: Run, summary: Summary) -> str | None:
@@ -221,7 +221,7 @@ class Summariser:
         wrong = [
             index
             for index in different
-            if not nearly_tied(self.target, self.asked[index].ids, texts[index], greedy_texts[index])
+            if not nearly_tied(self.target, self.prompts[index].ids, texts[index], greedy_texts[index])
         ]
         row["near_ties"] = len(different) - len(wrong)
         if not wrong:
@@ -231,18 +231,18 @@ class Summariser:
             f"{len(run.ids)} prompts, first on prompt {self._named(wrong[0])}"
         )
         for index in wrong:
-            made, wanted = len(texts[index]), len(greedy_texts[index])
-            if made != wanted:
-                return f"prompt {self._named(index)} has {made} tokens, but {wanted} in greedy decoding"
+            length, expected = len(texts[index]), len(greedy_texts[index])
+            if length != expected:
+                return f"prompt {self._named(index)} has {length} tokens, but {expected} in greedy decoding"
         return None
 
     def _named(self, index: int) -> str:
-        return f"{index} ({self.asked[index].name})" if self.asked[index].name else str(index)
+        return f"{index} ({self.prompts[index].name})" if self.prompts[index].name else str(index)
 
 
-def identical(run: Run, base: Run) -> list[int]:
+def count_identical(run: Run, base: Run) -> list[int]:
     """Return the number of prompts with exactly the baseline's tokens, and of all prompts."""
-    return [sum(mine == theirs for mine, theirs in zip(run.ids, base.ids, strict=True)), len(base.ids)]
+    return [sum(ids == base_ids for ids, base_ids in zip(run.ids, base.ids, strict=True)), len(base.ids)]
 
 
 def _speeds(run: Run, base: Run) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _speeds(run: Run, base: Run) -> dict[str, Any]:
 
 def _by_batch(run: Run) -> tuple[list[float], list[float]]:
     tokens, seconds = [float(len(ids)) for ids in run.ids], run.median_seconds()
-    return [sum(each) for each in run.by_batch(tokens)], [sum(each) for each in run.by_batch(seconds)]
+    return [sum(values) for values in run.by_batch(tokens)], [sum(values) for values in run.by_batch(seconds)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -37,7 +37,7 @@ class _Watched(Verifier):
 
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
-        self.lossless, self.judges = inner.lossless, inner.judges
+        self.lossless, self.score_type = inner.lossless, inner.score_type
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         verdict = self._inner.verify(proposal, target_BNV, rng)
@@ -59,18 +59,18 @@ def trace(
     return steps
 
 
-def _traced(proposal: Proposal, verdict: Verdict, kept: int, rejected: bool, examined: int) -> TracedStep:
-    """Return the step of the first row, of which `kept` new tokens were kept."""
+def _traced(proposal: Proposal, verdict: Verdict, num_kept: int, rejected: bool, examined: int) -> TracedStep:
+    """Return the step of the first row, of which `num_kept` new tokens were kept."""
     tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
-    filled = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
+    exists = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()
     last = path[-1] if path else 0
-    refused = [node for node in range(1, len(tokens)) if filled[node] and parents[node] == last] if rejected else []
-    if proposal.tree.is_chain and refused:
-        refused = list(range(refused[0], refused[0] + max(1, examined - len(path))))
-    whole = kept > len(path)
+    tried = [node for node in range(1, len(tokens)) if exists[node] and parents[node] == last] if rejected else []
+    if proposal.tree.is_chain and tried:
+        tried = list(range(tried[0], tried[0] + max(1, examined - len(path))))
+    is_complete = num_kept > len(path)
     return TracedStep(
-        accepted=tuple(tokens[node] for node in path[:kept]),
-        rejected=tuple(tokens[node] for node in refused) if whole else (),
-        next_id=int(verdict.next_B[0]) if whole else None,
+        accepted=tuple(tokens[node] for node in path[:num_kept]),
+        rejected=tuple(tokens[node] for node in tried) if is_complete else (),
+        next_id=int(verdict.next_B[0]) if is_complete else None,
     )

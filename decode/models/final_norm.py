@@ -15,7 +15,7 @@ _NAMES = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "deco
 """Names of the final norm in transformers' decoders."""
 
 
-def layers_in(states: str) -> tuple[int, ...]:
+def parse_layers(states: str) -> tuple[int, ...]:
     """Return the layers in a name of states such as "layers-2-15-27", or none for other names.
 
     The name means the inputs of these layers, followed by the last hidden states.

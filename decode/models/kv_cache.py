@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def sent(numbers: Tensor, device: torch.device) -> Tensor:
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device, asynchronously from pinned memory."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
@@ -121,7 +121,7 @@ class KVCache:
     def lengths_B(self) -> Tensor:
         """Return the lengths on the device, int64, copied there on first use."""
         if self._lengths_B is None:
-            self._lengths_B = sent(torch.tensor(self.lengths, dtype=torch.int64), self.device)
+            self._lengths_B = to_device(torch.tensor(self.lengths, dtype=torch.int64), self.device)
         return self._lengths_B
 
     def _slots(self, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -178,7 +178,7 @@ def load_model(
 
     Args:
         source: Folder or hub id (`user/name`, `user/name@revision`). A LoRA adapter is merged with its base model.
-        dtype: Dtype of the weights. "int8" rounds matrices to 8 bits per weight (see `held_as`).
+        dtype: Dtype of the weights. "int8" rounds matrices to 8 bits per weight (see `storage_dtype`).
         device: Device of the model.
         device_map: Distribution over several devices, as in accelerate: auto, balanced, sequential …
         attention: Name of an attention kernel of transformers (default: its choice).
@@ -190,7 +190,7 @@ def load_model(
     """
     source = model_source(source)
     folder = Path(source)
-    held = held_as(dtype, "several" if device_map else device) if isinstance(dtype, str) else dtype
+    held = storage_dtype(dtype, "several" if device_map else device) if isinstance(dtype, str) else dtype
     options = {"dtype": held, "device": device, "device_map": device_map, "attention": attention} | settings
     model = with_adapter(folder, partial(load_model, **options)) if is_adapter(folder) else _load(source, **options)
     if folder.is_dir():
@@ -200,7 +200,7 @@ def load_model(
     return model
 
 
-def held_as(dtype: str, device: str) -> str:
+def storage_dtype(dtype: str, device: str) -> str:
     """Return the dtype in which weights are stored: for "int8" float32 on a CPU and bfloat16 elsewhere."""
     return dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
 

@@ -37,12 +37,12 @@ class AdaptiveChain(DrafterProposer):
     def propose(self, context: Context) -> Proposal:
         chances = [] if context.sampling.greedy else [context.rng.uniform(self.gamma)]
         all_B = torch.ones(len(context.lengths), dtype=torch.bool, device=self.model.device)
-        found = self._run(context, self._draft.read_root(context), all_B, *chances)
-        sure_BK, tokens_BK, open_BK, *probs = found
-        context.watch("the drafter's", sure_BK, range(sure_BK.shape[1]))
+        results = self._run(context, self._draft.read_root(context), all_B, *chances)
+        confidence_BK, tokens_BK, valid_BK, *probs = results
+        context.watch("the drafter's", confidence_BK, range(confidence_BK.shape[1]))
         depth = tokens_BK.shape[1]
         proposal = Proposal(Tree.chain(depth).to(self.model.device), torch.cat((context.root_B1, tokens_BK), 1))
-        proposal.levels, proposal.valid_BN = self.gamma, torch.cat((all_B[:, None], open_BK), 1)
+        proposal.levels, proposal.valid_BN = self.gamma, torch.cat((all_B[:, None], valid_BK), 1)
         if depth and probs:
             proposal.draft_probs_BMV = probs[0]
         return proposal
@@ -57,14 +57,14 @@ class AdaptiveChain(DrafterProposer):
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
         """Return confidence by level, tokens, their validity by row and, above temperature 0, their distributions."""
         stops = not self.model.is_async
-        sure, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+        confidences, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         hidden_BMD = hidden_BD[:, None]
         for level in range(self.gamma):
             logits_BMV = self.model.logits(hidden_BMD)
             draft_BMV = warp(logits_BMV, sampling)
-            sure_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if sampling.greedy else draft_BMV
-            sure.append(sure_BMV.amax(-1))
-            open_B = open_B & self._go_on(draft_BMV[:, 0], sure[-1][:, 0], level)
+            certain_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if sampling.greedy else draft_BMV
+            confidences.append(certain_BMV.amax(-1))
+            open_B = open_B & self._go_on(draft_BMV[:, 0], confidences[-1][:, 0], level)
             if stops and not bool(open_B.any()):
                 break
             tokens.append(categorical(draft_BMV, chances[0][:, level, None]) if chances else draft_BMV.argmax(-1))
@@ -75,8 +75,9 @@ class AdaptiveChain(DrafterProposer):
             self._after_draft(tokens[-1], level)
             hidden_BMD = self._draft.grow(tokens[-1], self._tree, level + 1)
         none_B0 = torch.zeros(len(open_B), 0, dtype=torch.int64, device=open_B.device)
-        found = torch.cat(sure, 1), torch.cat((none_B0, *tokens), 1), torch.stack(valid or [open_B], 1)[:, : len(valid)]
-        return found if sampling.greedy else (*found, torch.cat(probs or [draft_BMV[:, :0]], 1))
+        valid_BK = torch.stack(valid or [open_B], 1)[:, : len(valid)]
+        results = torch.cat(confidences, 1), torch.cat((none_B0, *tokens), 1), valid_BK
+        return results if sampling.greedy else (*results, torch.cat(probs or [draft_BMV[:, :0]], 1))
 
     def _go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         """Return which rows draft the token of this level, bool [B], given its warped distribution."""

@@ -41,9 +41,6 @@ class DraftBeam(_Beam):
     def __init__(self, model: LanguageModel, gamma: int, num_beams: int) -> None:
         self.model, self.gamma, self.num_beams = model, gamma, num_beams
 
-    def capacity(self, limits: Limits) -> tuple[int, int]:
-        return self.gamma + 1, self.gamma
-
     def start(self, context: Context) -> None:
         self._state = DraftState(self.model, context, 1 + self.num_beams * self.gamma, self.gamma)
         self._chain = Tree.chain(self.gamma).to(self.model.device)
@@ -93,7 +90,7 @@ def best_beam(
     A beam whose last token is in `stop_ids` has ended: it repeats that token with an unchanged score.
     """
     model, rows = state.model, len(context.lengths)
-    whose = "the target's" if model is context.target else "the drafter's"
+    source = "the target's" if model is context.target else "the drafter's"
     tokens_BN, scores_BN = context.root_B1, torch.zeros(rows, 1, device=model.device)
     hidden_BMD = state.read_root(context)[:, None]
     tree = Tree.chain(0).to(model.device)
@@ -105,7 +102,7 @@ def best_beam(
             stay_BMV = torch.full_like(joint_BMV, -torch.inf).scatter_(2, last_BM1, scores_BN[:, first:, None])
             joint_BMV = torch.where(ended_BM[..., None], stay_BMV, joint_BMV)
         scores_BM, picked_BM = _pick(joint_BMV.flatten(1), beams, context)
-        context.watch(whose, scores_BM[:, :1], level)
+        context.watch(source, scores_BM[:, :1], level)
         vocab = joint_BMV.shape[-1]
         tree = tree.grow(first + picked_BM // vocab)
         first = tree.nodes - picked_BM.shape[1]
@@ -119,8 +116,8 @@ def best_beam(
     line_BN = tree.ancestors_BNN[torch.arange(rows, device=model.device), best_B]
     nodes_BN = torch.zeros(rows, gamma + 1, dtype=torch.int64, device=model.device)
     # Nodes outside the path are written to column 0, which is then reset to the root.
-    every_N = torch.arange(tree.nodes, device=model.device).expand(rows, -1)
-    nodes_BN.scatter_(1, torch.where(line_BN, tree.depth_BN, 0), every_N)
+    index_N = torch.arange(tree.nodes, device=model.device).expand(rows, -1)
+    nodes_BN.scatter_(1, torch.where(line_BN, tree.depth_BN, 0), index_N)
     nodes_BN[:, 0] = 0
     return tokens_BN.gather(1, nodes_BN), scores_BN.gather(1, nodes_BN), nodes_BN
 

@@ -8,15 +8,15 @@ Shape letters: B batch, M new tokens, K depth, D hidden.
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..engine import Context, Limits, Proposal, Proposer, prefill
+from ..engine import Context, Proposal, Proposer, prefill
 from ..models.base import LanguageModel, Translation
-from ..models.kv_cache import sent
+from ..models.kv_cache import to_device
+from ..pool import common_prefix
 from ..tree import Tree
 
 _SLOTS = 4
@@ -33,9 +33,6 @@ class TextChain(Proposer):
         assert drafter.translation is not None
         self.drafter, self.gamma = drafter, gamma
         self._translation: Translation = drafter.translation
-
-    def capacity(self, limits: Limits) -> tuple[int, int]:
-        return 1 + self.gamma, self.gamma
 
     def start(self, context: Context) -> None:
         if self.drafter.device != context.target.device:
@@ -58,54 +55,52 @@ class TextChain(Proposer):
 
     def propose(self, context: Context) -> Proposal:
         ids = [row[:length].tolist() for row, length in zip(context.host_ids_BS, context.lengths, strict=True)]
-        own = [self._translation.there(text) for text in ids]
-        able = [not ended and len(row) <= self._room for ended, row in zip(context.ended, own, strict=True)]
+        texts = [self._translation.there(text) for text in ids]
+        can_draft = [not ended and len(row) <= self._room for ended, row in zip(context.ended, texts, strict=True)]
         drafts: list[list[int]] = [[] for _ in ids]
-        if any(able):
+        if any(can_draft):
             # Rows that no longer draft read one token of their text again.
-            rows = [row if drafts_on else row[: self._room] for row, drafts_on in zip(own, able, strict=True)]
-            written = self._written(context, rows)
-            for row, drafts_on in enumerate(able):
+            rows = [row if drafts_on else row[: self._room] for row, drafts_on in zip(texts, can_draft, strict=True)]
+            outputs = self._run_drafter(context, rows)
+            for row, drafts_on in enumerate(can_draft):
                 if drafts_on:
-                    drafts[row] = self._translation.back(ids[row], own[row], written[row])[: self.gamma]
+                    drafts[row] = self._translation.back(ids[row], texts[row], outputs[row])[: self.gamma]
         counts_B = np.array([len(draft) for draft in drafts])
         depth, device = int(counts_B.max()), context.ids_BS.device
         padded_BK = np.array([[*draft, *[0] * (depth - len(draft))] for draft in drafts], dtype=np.int64)
-        tokens_BN = torch.cat((context.root_B1, sent(torch.from_numpy(padded_BK), device)), 1)
+        tokens_BN = torch.cat((context.root_B1, to_device(torch.from_numpy(padded_BK), device)), 1)
         proposal = Proposal(Tree.chain(depth).to(device), tokens_BN, levels=self.gamma)
         if (counts_B < depth).any():
             valid_BN = np.arange(depth + 1) <= counts_B[:, None]
-            proposal.valid_BN = sent(torch.from_numpy(valid_BN), device)
+            proposal.valid_BN = to_device(torch.from_numpy(valid_BN), device)
         return proposal
 
-    def _written(self, context: Context, rows: list[list[int]]) -> list[list[int]]:
+    def _run_drafter(self, context: Context, rows: list[list[int]]) -> list[list[int]]:
         """Return the tokens that the drafter generates greedily after each row, once it has read the new tokens."""
         # The last token is always read. Others are skipped while they equal those in the cache.
-        same = [
-            min(len(row) - 1, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, read, strict=False))))
-            for row, read in zip(rows, self._read, strict=True)
-        ]
-        pending = max(len(row) - known for row, known in zip(rows, same, strict=True))
+        pairs = zip(rows, self._read, strict=True)
+        shared = [min(len(row) - 1, common_prefix(row, cached)) for row, cached in pairs]
+        pending = max(len(row) - count for row, count in zip(rows, shared, strict=True))
         starts = [max(0, len(row) - pending) for row in rows]
         # The tokens that shorter rows read after their end are ignored.
         tokens = [(row[start:] + [0] * pending)[:pending] for row, start in zip(rows, starts, strict=True)]
         device = self.drafter.device
         last = [len(row) - 1 - start for row, start in zip(rows, starts, strict=True)]
-        sent_BX = sent(torch.tensor([[*row, at] for row, at in zip(tokens, last, strict=True)]), device)
+        sent_BX = to_device(torch.tensor([[*row, at] for row, at in zip(tokens, last, strict=True)]), device)
         self._cache.set_lengths(starts)
         hidden_BMD = self.drafter.extend(self._cache, sent_BX[:, :-1])
         hidden_B1D = hidden_BMD.gather(1, sent_BX[:, -1:, None].expand(-1, 1, hidden_BMD.shape[2]))
         self._cache.set_lengths([len(row) - 1 for row in rows])
         drafted = []
         for level in range(self.gamma):
-            wanted_B1, token_B1 = self.drafter.logits(hidden_B1D).max(-1)
-            context.watch("the drafter's", wanted_B1, level)
+            logit_B1, token_B1 = self.drafter.logits(hidden_B1D).max(-1)
+            context.watch("the drafter's", logit_B1, level)
             drafted.append(token_B1)
             if level + 1 < self.gamma:
                 hidden_B1D = self.drafter.extend(self._cache, token_B1, self._tree, level + 1)
-        written: list[list[int]] = torch.cat(drafted, 1).tolist()  # translation needs the tokens on the host
-        self._read = [row + draft[:-1] for row, draft in zip(rows, written, strict=True)]
-        return written
+        outputs: list[list[int]] = torch.cat(drafted, 1).tolist()  # translation needs the tokens on the host
+        self._read = [row + draft[:-1] for row, draft in zip(rows, outputs, strict=True)]
+        return outputs
 
     def stop(self) -> None:
         del self._cache, self._read

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..engine import Chains, Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
-from ..models.kv_cache import sent
+from ..models.kv_cache import to_device
 from ..rng import draw_many
 from ..tree import Tree
 from ..warpers import warp
@@ -41,35 +41,35 @@ class DraftChains(Proposer):
         self._own_tree = self._own_tree.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
-        alone = len(self._states) == 1
-        drawn = [
-            self._draft(state, context, "the drafter's" if alone else f"drafter {number}'s")
+        is_single = len(self._states) == 1
+        drafts = [
+            self._draft(state, context, "the drafter's" if is_single else f"drafter {number}'s")
             for number, state in enumerate(self._states, 1)
         ]
-        tokens_BMK = torch.cat([tokens for tokens, _ in drawn], 1)
+        tokens_BMK = torch.cat([tokens for tokens, _ in drafts], 1)
         tree, nodes_BMK = merge_chains(tokens_BMK)
         tokens_BN = torch.zeros_like(tree.parents_BN).scatter_(1, nodes_BMK.flatten(1), tokens_BMK.flatten(1))
         tokens_BN[:, 0] = context.root_B1[:, 0]
-        proposal = Proposal(tree, tokens_BN, chains=Chains(nodes_BMK, torch.cat([probs for _, probs in drawn], 1)))
+        proposal = Proposal(tree, tokens_BN, chains=Chains(nodes_BMK, torch.cat([probs for _, probs in drafts], 1)))
         proposal.valid_BN = tree.parents_BN >= 0
         return proposal
 
-    def _draft(self, state: DraftState, context: Context, whose: str) -> tuple[Tensor, Tensor]:
+    def _draft(self, state: DraftState, context: Context, source: str) -> tuple[Tensor, Tensor]:
         """Return the tokens [B, M, K] of one model's chains and their distributions (empty at temperature 0)."""
         hidden_BMD = state.read_root(context)[:, None]
         tokens, probs, count = [], [], self.num_drafts
         for level in range(self.gamma):
             logits_BMV = state.model.logits(hidden_BMD)
             if context.sampling.greedy:
-                wanted_BM, tokens_BM = logits_BMV.max(-1)
+                value_BM, tokens_BM = logits_BMV.max(-1)
                 probs.append(logits_BMV.new_zeros(len(logits_BMV), 1, 0))
             else:
                 probs_BMV = warp(logits_BMV, context.sampling)
                 at_root = probs_BMV.shape[1] == 1
                 uniform_BMC = context.rng.uniform(1, count) if at_root else context.rng.uniform(count, 1)
-                tokens_BM, wanted_BM = (part_BMC.flatten(1) for part_BMC in draw_many(probs_BMV, uniform_BMC))
+                tokens_BM, value_BM = (part_BMC.flatten(1) for part_BMC in draw_many(probs_BMV, uniform_BMC))
                 probs.append(probs_BMV.expand(-1, count, -1))
-            context.watch(whose, wanted_BM, level)
+            context.watch(source, value_BM, level)
             tokens.append(tokens_BM)
             if level + 1 < self.gamma:
                 hidden_BMD = state.grow(tokens_BM, self._own_tree, 1 + level * count)
@@ -80,12 +80,12 @@ class DraftChains(Proposer):
         path_BK = np.array([[*path, *[-1] * (self.gamma - len(path))] for path in context.paths])
         matched_BM = (np.array(context.chains) == path_BK[:, None]).cumprod(2).sum(2)
         depth_K = np.arange(self.gamma)
-        for state, own_BM in zip(self._states, np.split(matched_BM, len(self._states), 1), strict=True):
-            kept_B, chain_B = own_BM.max(1), own_BM.argmax(1)
-            own_BK = 1 + chain_B[:, None] + self.num_drafts * depth_K
-            own_path_BK = torch.from_numpy(np.where(depth_K < kept_B[:, None], own_BK, depth_K + 1))
+        for state, model_matches_BM in zip(self._states, np.split(matched_BM, len(self._states), 1), strict=True):
+            accepted_B, chain_B = model_matches_BM.max(1), model_matches_BM.argmax(1)
+            node_BK = 1 + chain_B[:, None] + self.num_drafts * depth_K
+            path_BK1 = torch.from_numpy(np.where(depth_K < accepted_B[:, None], node_BK, depth_K + 1))
             moves = self.num_drafts > 1
-            state.keep(context, kept_B.tolist(), sent(own_path_BK, context.ids_BS.device) if moves else None)
+            state.keep(context, accepted_B.tolist(), to_device(path_BK1, context.ids_BS.device) if moves else None)
 
     def stop(self) -> None:
         del self._states
@@ -102,15 +102,15 @@ def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:
     """
     rows, chains, depth = tokens_BMK.shape
     device = tokens_BMK.device
-    same_BMMK = tokens_BMK[:, :, None] == tokens_BMK[:, None]
+    equal_BMMK = tokens_BMK[:, :, None] == tokens_BMK[:, None]
     # The first chain with the same prefix represents all of them.
-    first_BMK = same_BMMK.int().cumprod(3).argmax(2)
+    first_BMK = equal_BMMK.int().cumprod(3).argmax(2)
     used_BMK = first_BMK == torch.arange(chains, device=device)[:, None]
     number_BKM = used_BMK.transpose(1, 2).flatten(1).cumsum(1).view(rows, depth, chains)
     nodes_BMK = number_BKM.transpose(1, 2).gather(1, first_BMK)
-    above_BMK = torch.nn.functional.pad(nodes_BMK[:, :, :-1], (1, 0))
+    parent_BMK = torch.nn.functional.pad(nodes_BMK[:, :, :-1], (1, 0))
     # On a GPU a few more nodes cost less than synchronising to count them.
     nodes = 1 + (int(number_BKM[:, -1, -1].max()) if device.type == "cpu" else chains * depth)
     parents_BN = torch.full((rows, nodes), -1, dtype=torch.int64, device=device)
-    parents_BN.scatter_(1, nodes_BMK.flatten(1), above_BMK.flatten(1))
+    parents_BN.scatter_(1, nodes_BMK.flatten(1), parent_BMK.flatten(1))
     return Tree.from_parents(parents_BN, depth), nodes_BMK

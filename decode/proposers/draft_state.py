@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..engine import Context, Limits, Proposal, Proposer, Verdict, prefill
+from ..engine import Context, Proposal, Proposer, Verdict, prefill
 from ..models.base import LanguageModel, check_same_vocabulary
 from ..tree import Tree
 
@@ -72,18 +72,18 @@ class DraftState:
                 "because it reads the target's hidden state at the preceding token"
             )
         if longest > 2:
-            above_BTD = self.model.fuse_aux(context.aux_BSG[:, : longest - 2])
-            self.model.extend_with_aux(above_BTD, self.cache, context.ids_BS[:, 1 : longest - 1])
+            states_BTD = self.model.fuse_aux(context.aux_BSG[:, : longest - 2])
+            self.model.extend_with_aux(states_BTD, self.cache, context.ids_BS[:, 1 : longest - 1])
 
     def read_root(self, context: Context) -> Tensor:
         """Read the tokens committed since the last proposal and return the hidden state [B, D] of the root."""
         return self.read_with(context)[:, 0]
 
-    def read_with(self, context: Context, behind_BM: Tensor | None = None) -> Tensor:
-        """Read the committed tokens and `behind_BM` (not kept). Return hidden states [B, 1 + M, D] from the root."""
+    def read_with(self, context: Context, extra_BM: Tensor | None = None) -> Tensor:
+        """Read the committed tokens and `extra_BM` (not kept). Return hidden states [B, 1 + M, D] from the root."""
         # All rows read equally many tokens. Rows with fewer new tokens read some again, with the same result; rows that
         # are too short start at 0, and what they read after their end is ignored.
-        pending = max(length - read for length, read in zip(context.lengths, self._read, strict=True))
+        pending = max(length - length_read for length, length_read in zip(context.lengths, self._read, strict=True))
         starts = [max(0, length - self._lag - pending) for length in context.lengths]
         self.cache.set_lengths(starts)
         extend = self.model.extend
@@ -91,21 +91,21 @@ class DraftState:
             if self._lag:
                 extend = partial(self.model.extend_with_aux, self.model.fuse_aux(context.aux_before(pending)))
             tokens_BM = context.last_ids(pending)
-            if behind_BM is not None:
-                tokens_BM, behind_BM = torch.cat((tokens_BM, behind_BM), 1), None
+            if extra_BM is not None:
+                tokens_BM, extra_BM = torch.cat((tokens_BM, extra_BM), 1), None
             hidden_BMD = extend(self.cache, tokens_BM)[:, pending - 1 :]
         else:
-            places_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)
+            slots_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)
             if self._lag:
                 assert context.aux_BSG is not None
-                places_BMG = places_BM[..., None].expand(-1, -1, context.aux_BSG.shape[2])
-                extend = partial(self.model.extend_with_aux, self.model.fuse_aux(context.aux_BSG.gather(1, places_BMG)))
-            hidden_BMD = extend(self.cache, context.ids_BS.gather(1, places_BM + self._lag))
+                slots_BMG = slots_BM[..., None].expand(-1, -1, context.aux_BSG.shape[2])
+                extend = partial(self.model.extend_with_aux, self.model.fuse_aux(context.aux_BSG.gather(1, slots_BMG)))
+            hidden_BMD = extend(self.cache, context.ids_BS.gather(1, slots_BM + self._lag))
             roots_B = context.cache.lengths_B - self._lag - self.cache.lengths_B
             hidden_BMD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B][:, None]
         self.cache.set_lengths([length - 1 - self._lag for length in context.lengths])
-        if behind_BM is not None:  # in some rows they do not follow the last token that was read
-            hidden_BMD = torch.cat((hidden_BMD, self.model.extend(self.cache, behind_BM, start=1)), 1)
+        if extra_BM is not None:  # in some rows they do not follow the last token that was read
+            hidden_BMD = torch.cat((hidden_BMD, self.model.extend(self.cache, extra_BM, start=1)), 1)
         self._levels = 0
         self._states_BND = hidden_BMD[:, :1]
         return hidden_BMD
@@ -116,8 +116,8 @@ class DraftState:
         if not self._lag:
             return self.model.extend(self.cache, tokens_BM, tree, start)
         parents_BM = tree.parents_BN[:, start : start + tokens_BM.shape[1]].expand(len(tokens_BM), -1)
-        above_BMD = self._states_BND.gather(1, parents_BM[..., None].expand(-1, -1, self._states_BND.shape[2]))
-        hidden_BMD = self.model.extend_with_aux(above_BMD, self.cache, tokens_BM, tree, start)
+        states_BMD = self._states_BND.gather(1, parents_BM[..., None].expand(-1, -1, self._states_BND.shape[2]))
+        hidden_BMD = self.model.extend_with_aux(states_BMD, self.cache, tokens_BM, tree, start)
         self._states_BND = torch.cat((self._states_BND, hidden_BMD), 1)
         return hidden_BMD
 
@@ -126,16 +126,16 @@ class DraftState:
     ) -> tuple[Tensor, ...]:
         """Call `LanguageModel.run_captured` with the root's hidden state as the first input; `run` grows this tree."""
 
-        def grown(hidden_BD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        def run_tree(hidden_BD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             self._states_BND = hidden_BD[:, None]
             return run(hidden_BD, *inputs)
 
-        found = self.model.run_captured(self.cache, tree, key, grown, hidden_BD, *inputs)
+        outputs = self.model.run_captured(self.cache, tree, key, run_tree, hidden_BD, *inputs)
         self._levels = max(0, tree.max_depth - 1)
-        return found
+        return outputs
 
-    def keep(self, context: Context, kept: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:
-        """Keep at most `kept` accepted nodes of each row (None: all) that were run.
+    def keep(self, context: Context, accepted: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:
+        """Keep at most `accepted` nodes of each row (None: all) that were run.
 
         `own_path_BK` is the path in the drafter's own numbering, or None if the nodes need not be moved.
         """
@@ -144,7 +144,7 @@ class DraftState:
             return
         if own_path_BK is not None and self._levels:
             self.cache.move_to_front(own_path_BK[:, : self._levels])
-        counts = context.accepted if kept is None else kept
+        counts = context.accepted if accepted is None else accepted
         self._read = [
             min(root + 1 + min(count, self._levels), length - 1)
             for root, count, length in zip(self.cache.lengths, counts, context.lengths, strict=True)
@@ -155,11 +155,7 @@ class DrafterProposer(Proposer):
     """Base class of proposers that draft at most `gamma` levels with one model and its cache."""
 
     model: LanguageModel
-    gamma: int
     _draft: DraftState
-
-    def capacity(self, limits: Limits) -> tuple[int, int]:
-        return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
         self._draft = DraftState(self.model, context, *self.capacity(context.limits))
@@ -171,11 +167,11 @@ class DrafterProposer(Proposer):
         del self._draft
 
 
-def own_path(nodes_BN: Tensor, path_BK: Tensor, kept_B: Tensor) -> Tensor:
+def own_path(nodes_BN: Tensor, path_BK: Tensor, accepted_B: Tensor) -> Tensor:
     """Return the path of a verdict in the drafter's numbering, [B, K], given the drafter's node of each proposal node.
 
     Rejected columns keep their own number, as `KVCache.move_to_front` requires.
     """
-    place_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
-    known_BK = path_BK.clamp(max=nodes_BN.shape[1] - 1)
-    return torch.where(place_K <= kept_B[:, None], nodes_BN.gather(1, known_BK), place_K)
+    position_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
+    valid_BK = path_BK.clamp(max=nodes_BN.shape[1] - 1)
+    return torch.where(position_K <= accepted_B[:, None], nodes_BN.gather(1, valid_BK), position_K)

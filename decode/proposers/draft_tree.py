@@ -108,15 +108,15 @@ class DraftTree(DrafterProposer):
         hidden_BMD, first = hidden_BD[:, None], 1
         levels = list[tuple[Tensor, ...]]()
         for level, width in enumerate(self.branching):
-            logits_BMR, kept_R = self.model.draft_logits(hidden_BMD)
+            logits_BMR, vocab_ids_R = self.model.draft_logits(hidden_BMD)
             if sampling.greedy:
                 most = logits_BMR.topk(width, -1) if width > 1 else logits_BMR.max(-1, keepdim=True)
                 tokens_BM, *more = most.indices.flatten(1), most.values[..., 0]
             else:
                 tokens_BM, *more = self._draw(warp(logits_BMR, sampling), chances[level], width)
-            if kept_R is not None:
-                tokens_BM = kept_R[tokens_BM]
-                more[1:2] = [widen(probs_BMR, kept_R, self.model.vocab_size, 0.0) for probs_BMR in more[1:2]]
+            if vocab_ids_R is not None:
+                tokens_BM = vocab_ids_R[tokens_BM]
+                more[1:2] = [widen(probs_BMR, vocab_ids_R, self.model.vocab_size, 0.0) for probs_BMR in more[1:2]]
             levels.append((tokens_BM, *more))
             if level + 1 < len(self.branching):
                 hidden_BMD = self._draft.grow(tokens_BM, self.tree, first)
@@ -129,9 +129,11 @@ class DraftTree(DrafterProposer):
     def _draw(self, probs_BMR: Tensor, chance_BMX: Tensor, width: int) -> tuple[Tensor, ...]:
         """Sample the candidates of the nodes of a level. The result has the same parts as that of `_grow`."""
         if self.replacement or width == 1:
-            drawn_BMC, wanted_BMC = draw_many(probs_BMR, chance_BMX)
-            found = drawn_BMC.flatten(1), wanted_BMC[..., 0], probs_BMR
-            return found if self.replacement or self._all_one else (*found, torch.ones_like(found[0], dtype=torch.bool))
+            token_BMC, value_BMC = draw_many(probs_BMR, chance_BMX)
+            outputs = token_BMC.flatten(1), value_BMC[..., 0], probs_BMR
+            if self.replacement or self._all_one:
+                return outputs
+            return *outputs, torch.ones_like(outputs[0], dtype=torch.bool)
         # Exponential races: sorting by p / E samples without replacement, in order. Subnormal quotients would tie.
         probs_BMR = torch.where(probs_BMR < _LEAST, 0.0, probs_BMR)
         top = (probs_BMR / chance_BMX).topk(width, -1)
@@ -171,19 +173,19 @@ class ParallelChain(DrafterProposer):
         self._masks_BM = torch.full_like(context.root_B1, self._token).repeat(1, self.gamma - 1)
 
     def propose(self, context: Context) -> Proposal:
-        logits_BKR, kept_R = self.model.draft_logits(self._draft.read_with(context, self._masks_BM))
+        logits_BKR, vocab_ids_R = self.model.draft_logits(self._draft.read_with(context, self._masks_BM))
         probs_BKV = None
         if context.sampling.greedy:
-            wanted_BK, tokens_BK = logits_BKR.max(-1)
+            value_BK, tokens_BK = logits_BKR.max(-1)
         else:
             probs_BKV = warp(logits_BKR, context.sampling)
-            drawn_BK1, wanted_BK1 = draw_many(probs_BKV, context.rng.uniform(self.gamma, 1))
-            tokens_BK, wanted_BK = drawn_BK1[..., 0], wanted_BK1[..., 0]
-        context.watch("the drafter's", wanted_BK, self._ahead_K)
-        if kept_R is not None:
-            tokens_BK = kept_R[tokens_BK]
+            token_BK1, value_BK1 = draw_many(probs_BKV, context.rng.uniform(self.gamma, 1))
+            tokens_BK, value_BK = token_BK1[..., 0], value_BK1[..., 0]
+        context.watch("the drafter's", value_BK, self._ahead_K)
+        if vocab_ids_R is not None:
+            tokens_BK = vocab_ids_R[tokens_BK]
             if probs_BKV is not None:
-                probs_BKV = widen(probs_BKV, kept_R, self.model.vocab_size, 0.0)
+                probs_BKV = widen(probs_BKV, vocab_ids_R, self.model.vocab_size, 0.0)
         return Proposal(self._tree, torch.cat((context.root_B1, tokens_BK), 1), probs_BKV)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:

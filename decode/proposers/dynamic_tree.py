@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..engine import Context, Limits, Proposal, Verdict
 from ..models.base import LanguageModel
-from ..models.kv_cache import sent
+from ..models.kv_cache import to_device
 from ..tree import Tree
 from ..warpers import Sampling, warp
 from .draft_state import DrafterProposer
@@ -37,9 +37,8 @@ class _Nodes(NamedTuple):
     tokens_BT: Tensor
     depth_BT: Tensor
 
-    def and_more(self, *sides: Tensor) -> _Nodes:
-        """Return these nodes followed by further ones."""
-        return _Nodes(*(torch.cat(pair, 1) for pair in zip(self, sides, strict=True)))
+    def concat(self, *fields: Tensor) -> _Nodes:
+        return _Nodes(*(torch.cat(pair, 1) for pair in zip(self, fields, strict=True)))
 
 
 class DynamicTree(DrafterProposer):
@@ -97,7 +96,7 @@ class DynamicTree(DrafterProposer):
         self._root = _Nodes(torch.ones_like(zeros_BT, dtype=torch.float32), zeros_BT - 1, zeros_BT, zeros_BT)
 
     def propose(self, context: Context) -> Proposal:
-        nodes, open_B = self._known(context)
+        nodes, open_B = self._suffix_nodes(context)
         self._drafted, self._ran = bool(open_B.any()), []
         sampling = _UNWARPED if context.sampling.greedy else context.sampling
         if self._drafted:
@@ -105,11 +104,11 @@ class DynamicTree(DrafterProposer):
             if self.model.is_async:
                 draft = partial(self._draft.run_captured, self._grown, (*self._settings, sampling), draft)
             hidden_BD = self._draft.read_root(context)
-            watched_BA, *best = draft(hidden_BD, sent(torch.from_numpy(open_B), self.model.device), *nodes)
+            watched_BA, *best = draft(hidden_BD, to_device(torch.from_numpy(open_B), self.model.device), *nodes)
             if self.model.is_async:  # a replay does not run the Python code
                 self._ran = [1] + [min(self.width, 1 + self.max_nodes)] * (self.max_depth - 1)
-            ahead = [level for level, count in enumerate(self._ran) for _ in range(count)]
-            context.watch("the drafter's", watched_BA, ahead)
+            levels = [level for level, count in enumerate(self._ran) for _ in range(count)]
+            context.watch("the drafter's", watched_BA, levels)
         else:
             best = [*self._best(nodes)]
         tokens_BN, parents_BN, depth_BN = best
@@ -122,7 +121,7 @@ class DynamicTree(DrafterProposer):
             tree = Tree.from_parents(parents_BN, int(depth_BN.max()), depth_BN)
         return Proposal(tree, all_BN, levels=self._levels)
 
-    def _known(self, context: Context) -> tuple[_Nodes, np.ndarray]:
+    def _suffix_nodes(self, context: Context) -> tuple[_Nodes, np.ndarray]:
         """Return the root with the nodes of the suffix tree, and the mask of rows that need the drafter."""
         rows, device = range(len(context.lengths)), self.model.device
         if self.suffix is None:
@@ -137,61 +136,61 @@ class DynamicTree(DrafterProposer):
             for number, (joint, parent, token) in enumerate(nodes, 1):
                 joint_BT[row, number] = joint
                 whole_3BT[:, row, number] = parent, token, whole_3BT[2, row, parent] + 1
-        surest_B = np.where(whole_3BT[0] == 0, joint_BT, 0.0).max(1)
-        open_B = ~np.array(context.ended) & (surest_B < self.confidence_threshold)
-        sides = sent(torch.from_numpy(joint_BT), device), *sent(torch.from_numpy(whole_3BT), device)
-        return _Nodes(*sides), open_B
+        max_prob_B = np.where(whole_3BT[0] == 0, joint_BT, 0.0).max(1)
+        open_B = ~np.array(context.ended) & (max_prob_B < self.confidence_threshold)
+        fields = to_device(torch.from_numpy(joint_BT), device), *to_device(torch.from_numpy(whole_3BT), device)
+        return _Nodes(*fields), open_B
 
     def _draft_levels(
-        self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *sides: Tensor
+        self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *fields: Tensor
     ) -> tuple[Tensor, ...]:
         """Return the confidence after each node that was run, followed by the result of `_best` for all candidates."""
-        nodes, stops, known = _Nodes(*sides), not self.model.is_async, sides[0].shape[1]
+        nodes, stops, num_suffix = _Nodes(*fields), not self.model.is_async, fields[0].shape[1]
         hidden_BAD, tree, watched = hidden_BD[:, None], Tree.chain(0).to(hidden_BD.device), list[Tensor]()
-        above_BA, share_BA = torch.zeros_like(open_B, dtype=torch.int64)[:, None], open_B[:, None].float()
+        parent_BA, share_BA = torch.zeros_like(open_B, dtype=torch.int64)[:, None], open_B[:, None].float()
         for level in range(self.max_depth):
-            self._ran.append(above_BA.shape[1])
-            logits_BAR, kept_R = self.model.draft_logits(hidden_BAD)
+            self._ran.append(parent_BA.shape[1])
+            logits_BAR, vocab_ids_R = self.model.draft_logits(hidden_BAD)
             top = warp(logits_BAR, sampling).topk(self.width, -1)
             watched.append(top.values[..., 0])
-            tokens_BAW = top.indices if kept_R is None else kept_R[top.indices]
+            tokens_BAW = top.indices if vocab_ids_R is None else vocab_ids_R[top.indices]
             joint_BAW = share_BA[..., None] * top.values
             joint_BAW = torch.where(joint_BAW >= self.min_prob, joint_BAW, 0.0)  # NaN also becomes 0
-            nodes = self._add(nodes, known, level + 1, above_BA, tokens_BAW, joint_BAW)
+            nodes = self._add(nodes, num_suffix, level + 1, parent_BA, tokens_BAW, joint_BAW)
             if level + 1 == self.max_depth:
                 break
-            above_BA, share_BA, places_BA = self._next_level(nodes, known, above_BA, share_BA)
+            parent_BA, share_BA, position_BA = self._next_level(nodes, num_suffix, parent_BA, share_BA)
             if stops:
                 # Rows with fewer nodes are padded with nodes that are ignored.
-                used = [place for place, shares in enumerate(zip(*share_BA.tolist(), strict=True)) if any(shares)]
+                used = [index for index, shares in enumerate(zip(*share_BA.tolist(), strict=True)) if any(shares)]
                 if not used:
                     break
                 if len(used) < share_BA.shape[1]:
                     used_A = torch.tensor(used)
-                    level_BA = (above_BA, share_BA, places_BA)
-                    above_BA, share_BA, places_BA = (each.index_select(1, used_A) for each in level_BA)
+                    level_BA = (parent_BA, share_BA, position_BA)
+                    parent_BA, share_BA, position_BA = (field.index_select(1, used_A) for field in level_BA)
             start = tree.nodes
-            tree = tree.grow(places_BA + start - hidden_BAD.shape[1])
-            hidden_BAD = self._draft.grow(nodes.tokens_BT.gather(1, above_BA), tree, start)
+            tree = tree.grow(position_BA + start - hidden_BAD.shape[1])
+            hidden_BAD = self._draft.grow(nodes.tokens_BT.gather(1, parent_BA), tree, start)
         return torch.cat(watched, 1), *self._best(nodes)
 
     def _add(
-        self, nodes: _Nodes, known: int, depth: int, above_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
+        self, nodes: _Nodes, num_suffix: int, depth: int, parent_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
-        """Add the candidates of a level. Those already among the first `known` nodes only raise their probability."""
+        """Add the candidates of a level. Those among the first `num_suffix` nodes only raise their probability."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
-        parents_BX = above_BA[..., None].expand_as(tokens_BAW).flatten(1)
-        if known > 1:
-            same_BXS = parents_BX[..., None] == nodes.parents_BT[:, None, 1:known]
-            same_BXS &= tokens_BX[..., None] == nodes.tokens_BT[:, None, 1:known]
-            raised_BS = torch.where(same_BXS, joint_BX[..., None], 0.0).amax(1)
+        parents_BX = parent_BA[..., None].expand_as(tokens_BAW).flatten(1)
+        if num_suffix > 1:
+            equal_BXS = parents_BX[..., None] == nodes.parents_BT[:, None, 1:num_suffix]
+            equal_BXS &= tokens_BX[..., None] == nodes.tokens_BT[:, None, 1:num_suffix]
+            raised_BS = torch.where(equal_BXS, joint_BX[..., None], 0.0).amax(1)
             joint_BT = nodes.joint_BT.clone()
-            joint_BT[:, 1:known] = torch.maximum(joint_BT[:, 1:known], raised_BS)
-            nodes, joint_BX = nodes._replace(joint_BT=joint_BT), joint_BX.masked_fill(same_BXS.any(2), 0.0)
-        return nodes.and_more(joint_BX, parents_BX, tokens_BX, torch.full_like(tokens_BX, depth))
+            joint_BT[:, 1:num_suffix] = torch.maximum(joint_BT[:, 1:num_suffix], raised_BS)
+            nodes, joint_BX = nodes._replace(joint_BT=joint_BT), joint_BX.masked_fill(equal_BXS.any(2), 0.0)
+        return nodes.concat(joint_BX, parents_BX, tokens_BX, torch.full_like(tokens_BX, depth))
 
     def _next_level(
-        self, nodes: _Nodes, known: int, above_BA: Tensor, share_BA: Tensor
+        self, nodes: _Nodes, num_suffix: int, parent_BA: Tensor, share_BA: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Select at most `width` of the best nodes below the previous level.
 
@@ -200,15 +199,15 @@ class DynamicTree(DrafterProposer):
         """
         order_BN = self._order(nodes)
         parents_BN = nodes.parents_BT.gather(1, order_BN)
-        under_BNA = (parents_BN[..., None] == above_BA[:, None]) & (share_BA > 0)[:, None]
+        under_BNA = (parents_BN[..., None] == parent_BA[:, None]) & (share_BA > 0)[:, None]
         joint_BN = nodes.joint_BT.gather(1, order_BN) * under_BNA.any(2)
         first_BA = joint_BN.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
-        above_BA, share_BA = order_BN.gather(1, first_BA), joint_BN.gather(1, first_BA)
-        if known > 1:  # the suffix tree already continues some of them
-            follows_BAS = nodes.parents_BT[:, None, 1:known] == above_BA[..., None]
-            surest_BA = torch.where(follows_BAS, nodes.joint_BT[:, None, 1:known], 0.0).amax(2)
-            share_BA = share_BA.masked_fill(surest_BA >= self.confidence_threshold * share_BA, 0.0)
-        return above_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
+        parent_BA, share_BA = order_BN.gather(1, first_BA), joint_BN.gather(1, first_BA)
+        if num_suffix > 1:  # the suffix tree already continues some of them
+            follows_BAS = nodes.parents_BT[:, None, 1:num_suffix] == parent_BA[..., None]
+            max_prob_BA = torch.where(follows_BAS, nodes.joint_BT[:, None, 1:num_suffix], 0.0).amax(2)
+            share_BA = share_BA.masked_fill(max_prob_BA >= self.confidence_threshold * share_BA, 0.0)
+        return parent_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
 
     def _order(self, nodes: _Nodes) -> Tensor:
         """Return the root and the best nodes [B, N] in descending order. Parents precede equally likely children."""
@@ -221,11 +220,11 @@ class DynamicTree(DrafterProposer):
         numbers_BN = torch.where(exists_BN, order_BN, total).sort(1).values
         if not self.model.is_async:
             numbers_BN = numbers_BN[:, : int(exists_BN.sum(1).max())]
-        place_N = torch.arange(numbers_BN.shape[1], device=numbers_BN.device).expand_as(numbers_BN)
-        places_BT = numbers_BN.new_zeros(len(numbers_BN), total + 1).scatter_(1, numbers_BN, place_N)
+        index_N = torch.arange(numbers_BN.shape[1], device=numbers_BN.device).expand_as(numbers_BN)
+        index_BT = numbers_BN.new_zeros(len(numbers_BN), total + 1).scatter_(1, numbers_BN, index_N)
         exists_BN, numbers_BN = numbers_BN < total, numbers_BN.clamp(max=total - 1)
-        above_BN, tokens_BN, depth_BN = (side.gather(1, numbers_BN) * exists_BN for side in nodes[1:])
-        parents_BN = places_BT.gather(1, above_BN.clamp(min=0)).masked_fill(~exists_BN | (above_BN < 0), -1)
+        parent_BN, tokens_BN, depth_BN = (field.gather(1, numbers_BN) * exists_BN for field in nodes[1:])
+        parents_BN = index_BT.gather(1, parent_BN.clamp(min=0)).masked_fill(~exists_BN | (parent_BN < 0), -1)
         return tokens_BN, parents_BN, depth_BN
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:

@@ -58,14 +58,15 @@ class HeadTree(Proposer):
             raise ValueError(
                 f"the tree has {self._width} candidates per head, but there are {context.target.vocab_size} tokens"
             )
-        self._place_N = ((self.tree.depth_BN[0].cpu() - 1) * self._width + self.ranks_N)[1:].to(context.ids_BS.device)
+        candidate_N = (self.tree.depth_BN[0].cpu() - 1) * self._width + self.ranks_N
+        self._candidate_N = candidate_N[1:].to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
         logits_BKV = self.heads(context.hidden_BD)[:, : self.tree.max_depth]
         most = logits_BKV.topk(self._width, -1)
         context.watch("head {}'s", most.values[..., 0], range(self.tree.max_depth))
         candidates_BX = most.indices.flatten(1)
-        return Proposal(self.tree, torch.cat((context.root_B1, candidates_BX[:, self._place_N]), 1))
+        return Proposal(self.tree, torch.cat((context.root_B1, candidates_BX[:, self._candidate_N]), 1))
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(self.heads, 1)]
@@ -201,9 +202,9 @@ def check_heads(heads: HeadModule, context: Context) -> None:
     """
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")
-    theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
-    if theirs != mine:
-        raise ValueError(f"the heads read hidden states of size {theirs}, but those of the target have {mine}")
+    given, expected = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
+    if given != expected:
+        raise ValueError(f"the heads read hidden states of size {given}, but those of the target have {expected}")
     if states_of(heads) != context.target.states:
         raise ValueError(
             f"the heads read {states_of(heads)} states, but the target returns {context.target.states} states: wrap "

@@ -17,11 +17,11 @@ from torch import Tensor
 class _Level:
     """Views of the buffers that one level of the search reads and writes."""
 
-    kept_B1CR: Tensor
+    scores_B1CR: Tensor
     """Scores of the paths of the previous level, by their last candidate."""
     longer_BCCR: Tensor
     """Scores of these paths after extension, [B, C to, C from, R]."""
-    chosen: tuple[Tensor, Tensor] | None
+    best: tuple[Tensor, Tensor] | None
     """Outputs for the scores and indices of the best paths, [B, C, W] each. None if all are kept."""
     offset: int
     """Number of the first path of the previous level."""
@@ -56,40 +56,41 @@ class Lattice:
         self.sizes = (rows, levels, width)
         """B, K and C."""
         self._wanted, self._floor = wanted, floor
-        counts, offsets, chosen = [width], [1], [False]
+        counts, offsets, is_pruned = [width], [1], [False]
         for level in range(1, levels):
             # Paths of the last level are not extended, so all of them compete with those of other lengths.
-            chosen.append(counts[-1] > wanted and level + 1 < levels)
+            is_pruned.append(counts[-1] > wanted and level + 1 < levels)
             offsets.append(offsets[-1] + counts[-1])
-            counts.append(width * (wanted if chosen[-1] else counts[-1]))
+            counts.append(width * (wanted if is_pruned[-1] else counts[-1]))
         total = offsets[-1] + counts[-1]
         scores_BT = torch.full((rows, total), -torch.inf, device=device)
         self._parents_BT = torch.zeros(rows, total, dtype=torch.int64, device=device)
         self._place_T, self._depth_T = torch.zeros(2, total, dtype=torch.int64, device=device)
         self._first_BC = scores_BT[:, 1 : 1 + width]
         self._levels: list[_Level] = []
-        kept_B1CR = self._first_BC[:, None, :, None]
+        previous_B1CR = self._first_BC[:, None, :, None]
         for level, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
             part = slice(offset, offset + count)
-            own_X = torch.arange(count, device=device)
-            self._place_T[part] = level * width + own_X // (count // width)
+            index_X = torch.arange(count, device=device)
+            self._place_T[part] = level * width + index_X // (count // width)
             self._depth_T[part] = level + 1
             scores_BCX = scores_BT[:, part].unflatten(1, (width, -1))
             parents_BX = self._parents_BT[:, part]
-            if level and chosen[level]:
+            if level and is_pruned[level]:
                 longer_BCCR = torch.empty(rows, width, width, counts[level - 1] // width, device=device)
                 best = (scores_BCX, parents_BX.unflatten(1, (width, -1)))
-                self._levels.append(_Level(kept_B1CR, longer_BCCR, best, offsets[level - 1]))
+                self._levels.append(_Level(previous_B1CR, longer_BCCR, best, offsets[level - 1]))
             elif level:
-                parents_BX.copy_(own_X % counts[level - 1] + offsets[level - 1])
-                self._levels.append(_Level(kept_B1CR, scores_BCX.unflatten(2, (width, -1)), None, offsets[level - 1]))
-            kept_B1CR = scores_BCX[:, None]
+                parents_BX.copy_(index_X % counts[level - 1] + offsets[level - 1])
+                longer_BCCR = scores_BCX.unflatten(2, (width, -1))
+                self._levels.append(_Level(previous_B1CR, longer_BCCR, None, offsets[level - 1]))
+            previous_B1CR = scores_BCX[:, None]
         self._first = offsets[-1] if full else 0
         self._competing_BX = scores_BT[:, self._first :]
-        self._kept = min(wanted, total - max(1, self._first))
+        self._num_kept = min(wanted, total - max(1, self._first))
         self._number_BT = torch.zeros_like(self._parents_BT)
-        used_BX = torch.zeros(rows, 1 + levels * self._kept, dtype=torch.int64, device=device)
-        self._used_BX, self._line = used_BX, list(used_BX[:, 1:].split(self._kept, 1))
+        used_BX = torch.zeros(rows, 1 + levels * self._num_kept, dtype=torch.int64, device=device)
+        self._used_BX, self._line = used_BX, list(used_BX[:, 1:].split(self._num_kept, 1))
 
     def best_paths(self, first_BC: Tensor, edges_BKCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tree of the best paths.
@@ -107,11 +108,11 @@ class Lattice:
         self._first_BC.copy_(first_BC)
         for edges_BCC1, level in zip(edges_BKCC[..., None].unbind(1), self._levels, strict=True):
             # Extend every kept path to every candidate.
-            longer_BCCR = torch.add(level.kept_B1CR, edges_BCC1, out=level.longer_BCCR)
-            if level.chosen is not None:
-                torch.topk(longer_BCCR.flatten(2), self._wanted, 2, sorted=False, out=level.chosen)
-                level.chosen[1].add_(level.offset)
-        top = self._competing_BX.topk(self._kept, 1, sorted=False)
+            longer_BCCR = torch.add(level.scores_B1CR, edges_BCC1, out=level.longer_BCCR)
+            if level.best is not None:
+                torch.topk(longer_BCCR.flatten(2), self._wanted, 2, sorted=False, out=level.best)
+                level.best[1].add_(level.offset)
+        top = self._competing_BX.topk(self._num_kept, 1, sorted=False)
         path_BW = top.indices + self._first if self._first else top.indices
         self._line[0].copy_(path_BW.masked_fill_(top.values <= self._floor, 0))
         return self._merge()
@@ -124,8 +125,8 @@ class Lattice:
         on_cpu = used_BX.device.type == "cpu"  # the number of nodes is not read from a GPU
         if len(used_BX) == 1 and on_cpu:
             kept_N = used_BX.unique()
-            above_N = parents_BT[0].take(kept_N)
-            parents_1N = torch.searchsorted(kept_N, above_N)[None]
+            parent_N = parents_BT[0].take(kept_N)
+            parents_1N = torch.searchsorted(kept_N, parent_N)[None]
             parents_1N[0, 0] = -1
             return parents_1N, self._depth_T.take(kept_N)[None], self._place_T.take(kept_N)[None]
         number_BT = torch.cumsum(self._number_BT.zero_().scatter_(1, used_BX, 1), 1)

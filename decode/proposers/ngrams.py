@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.table.table import BigramTable, NextToken, check_add_k
-from ..engine import Context, Limits, Proposal, Proposer
+from ..engine import Context, Proposal, Proposer
 from ..models.base import check_same_vocabulary
-from ..models.kv_cache import sent
+from ..models.kv_cache import to_device
 from ..rng import categorical
 from ..tree import Tree
 from ..warpers import warp
@@ -47,7 +47,6 @@ class TableSource(NamedTuple):
     """Number added to each count after a token. 0 uses `prior` instead."""
 
     def drafts(self, table: BigramTable, device: torch.device) -> TableDrafts:
-        """Return the distributions of a table on a device."""
         return TableDrafts(table.distributions(device, *self[1:]), self.order)
 
 
@@ -63,9 +62,6 @@ class TableChain(Proposer):
             raise ValueError(f"prior must be above 0, got {source.prior}")
         check_add_k(source.add_k)
         self.table, self.gamma, self.source = table, gamma, source
-
-    def capacity(self, limits: Limits) -> tuple[int, int]:
-        return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
         check_same_vocabulary(context.target, self.table, "table")
@@ -96,21 +92,18 @@ class PromptLookup(Proposer):
             raise ValueError(f"min_ngram must be at most max_ngram, {max_ngram}, got {min_ngram}")
         self.gamma, self.max_ngram, self.min_ngram = gamma, max_ngram, min_ngram
 
-    def capacity(self, limits: Limits) -> tuple[int, int]:
-        return self.gamma + 1, self.gamma
-
     def propose(self, context: Context) -> Proposal:
         # The host already has all committed tokens, so this needs no synchronisation.
-        places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.max_ngram, self.min_ngram)
-        found_B = places_B >= 0
-        depth, device = self.gamma if found_B.any() else 0, context.ids_BS.device
-        lengths_B1, places_B1 = np.array(context.lengths)[:, None], places_B[:, None]
-        source_BK = places_B1 + np.arange(depth) % np.maximum(lengths_B1 - places_B1, 1)
-        copied_BK = np.take_along_axis(context.host_ids_BS, np.where(found_B[:, None], source_BK, 0), 1)
-        tokens_BN = torch.cat((context.root_B1, sent(torch.from_numpy(copied_BK), device)), 1)
+        position_B = lookup(context.host_ids_BS, np.array(context.lengths), self.max_ngram, self.min_ngram)
+        has_match_B = position_B >= 0
+        depth, device = self.gamma if has_match_B.any() else 0, context.ids_BS.device
+        lengths_B1, position_B1 = np.array(context.lengths)[:, None], position_B[:, None]
+        source_BK = position_B1 + np.arange(depth) % np.maximum(lengths_B1 - position_B1, 1)
+        copied_BK = np.take_along_axis(context.host_ids_BS, np.where(has_match_B[:, None], source_BK, 0), 1)
+        tokens_BN = torch.cat((context.root_B1, to_device(torch.from_numpy(copied_BK), device)), 1)
         proposal = Proposal(Tree.chain(depth).to(device), tokens_BN, levels=self.gamma)
-        if depth and not found_B.all():
-            proposal.valid_BN = sent(torch.from_numpy(found_B), device)[:, None].expand(-1, depth + 1)
+        if depth and not has_match_B.all():
+            proposal.valid_BN = to_device(torch.from_numpy(has_match_B), device)[:, None].expand(-1, depth + 1)
         return proposal
 
 
@@ -121,7 +114,7 @@ def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int, shortest: in
     """
     rows_B, slots_S = np.arange(len(ids_BS)), np.arange(ids_BS.shape[1])
     matches_BS = slots_S < lengths_B[:, None] - 1  # slots at which the match ends
-    place_B = np.full(len(ids_BS), -1)
+    position_B = np.full(len(ids_BS), -1)
     for back in range(min(longest, ids_BS.shape[1])):
         last_B = ids_BS[rows_B, np.maximum(lengths_B - 1 - back, 0)]
         shifted_BS = np.full_like(ids_BS, -1)
@@ -129,5 +122,5 @@ def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int, shortest: in
         matches_BS &= (shifted_BS == last_B[:, None]) & (back < lengths_B[:, None])
         if back + 1 >= shortest:
             latest_B = ids_BS.shape[1] - 1 - matches_BS[:, ::-1].argmax(1)
-            place_B = np.where(matches_BS.any(1), latest_B + 1, place_B)
-    return place_B
+            position_B = np.where(matches_BS.any(1), latest_B + 1, position_B)
+    return position_B

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from ..engine import Context, Limits, Proposal, Proposer
 from ..models.base import LanguageModel
-from ..models.kv_cache import sent, to_host
+from ..models.kv_cache import to_device, to_host
 from ..tree import Tree
 from .draft_state import DraftState
 
-_Known = dict[int, list[tuple[np.float32, int]]]
+_Continuations = dict[int, list[tuple[np.float32, int]]]
 """Most likely continuations by node, as pairs of log-probability and token in descending order."""
 
 
-_Wanted = tuple[np.float32, int | None, int, tuple[int, ...]]
+_Sequence = tuple[np.float32, int | None, int, tuple[int, ...]]
 """Score of a sequence, its node if it was run, its parent, and a tuple with its last token."""
 
 
@@ -46,21 +46,21 @@ class _Row:
     beams: list[_Beam]
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Nodes by parent and token."""
-    target: _Known = field(default_factory=dict)
-    drafter: _Known = field(default_factory=dict)
+    target: _Continuations = field(default_factory=dict)
+    drafter: _Continuations = field(default_factory=dict)
 
     def advance(self, most: int, levels: int, stop_ids: frozenset[int]) -> None:
         """Advance the search while the target's distribution after all beams is known."""
         while not self.ended(levels) and all(beam.ended or beam.node is not None for beam in self.beams):
-            found: list[tuple[np.float32, int, int]] = []
+            candidates: list[tuple[np.float32, int, int]] = []
             for number, beam in enumerate(self.beams):
                 if beam.ended:
-                    found.append((beam.score, number, beam.tokens[-1]))
+                    candidates.append((beam.score, number, beam.tokens[-1]))
                 else:
                     assert beam.node is not None
-                    found += [(beam.score + p, number, token) for p, token in self.target[beam.node]]
-            found = sorted(found, key=lambda each: (-each[0], each[1:]))[:most]
-            self.beams = [self._next(self.beams[number], score, token, stop_ids) for score, number, token in found]
+                    candidates += [(beam.score + p, number, token) for p, token in self.target[beam.node]]
+            candidates = sorted(candidates, key=lambda item: (-item[0], item[1:]))[:most]
+            self.beams = [self._next(self.beams[number], score, token, stop_ids) for score, number, token in candidates]
 
     def _next(self, beam: _Beam, score: np.float32, token: int, stop_ids: frozenset[int]) -> _Beam:
         if beam.ended:
@@ -76,7 +76,6 @@ class _Row:
                 self.beams[number] = beam._replace(node=self.nodes.get((beam.parent, beam.tokens[-1])))
 
     def ended(self, levels: int) -> bool:
-        """Return whether the search has ended."""
         return len(self.beams[0].tokens) == levels or all(beam.ended for beam in self.beams)
 
 
@@ -105,9 +104,9 @@ class SpeculativeBeam(Proposer):
         rows = [_Row([_Beam(np.float32(0), 0, 0, (), False)]) for _ in context.lengths]
         self._context, self._parents, self._depths = context, [[-1] for _ in rows], [[0] for _ in rows]
         hiddens = [state.read_root(context)[:, None] for state in (self._target, self._draft)]
-        forwards, everywhere = 1, [[0]] * len(rows)
-        self._learn([row.target for row in rows], self._target, hiddens[0], self.num_beams, everywhere)
-        self._learn([row.drafter for row in rows], self._draft, hiddens[1], self.draft_beams, everywhere)
+        forwards, roots = 1, [[0]] * len(rows)
+        self._store([row.target for row in rows], self._target, hiddens[0], self.num_beams, roots)
+        self._store([row.drafter for row in rows], self._draft, hiddens[1], self.draft_beams, roots)
         self._ran = [(self.model, 1)]
         while True:
             for row in rows:
@@ -118,48 +117,48 @@ class SpeculativeBeam(Proposer):
             forwards += 1
         self._ran.append((None, 1))
         best = [max(row.beams, key=lambda beam: beam.score).tokens for row in rows]
-        chosen = [[*tokens, *[tokens[-1]] * (self._levels - len(tokens))] for tokens in best]
+        padded = [[*tokens, *[tokens[-1]] * (self._levels - len(tokens))] for tokens in best]
         device = context.target.device
-        tokens_BN = torch.cat((context.root_B1, sent(torch.tensor(chosen), device)), 1)
+        tokens_BN = torch.cat((context.root_B1, to_device(torch.tensor(padded), device)), 1)
         return Proposal(Tree.chain(self._levels).to(device), tokens_BN, target_forwards=forwards)
 
     def _look_ahead(self, rows: list[_Row]) -> None:
         """Run the beams that were not run yet, and the drafter's most likely continuations of all beams."""
         start, tokens = len(self._parents[0]), [list[int]() for _ in rows]
-        made = [list[int]() for _ in rows]
-        searched = [[] if row.ended(self._levels) else [each for each in row.beams if not each.ended] for row in rows]
+        new_nodes = [list[int]() for _ in rows]
+        searched = [[] if row.ended(self._levels) else [beam for beam in row.beams if not beam.ended] for row in rows]
         reached: list[list[tuple[np.float32, int]]] = [[] for _ in rows]
         for level in range(1 + self.draft_gamma):
             group = [list[tuple[int, int]]() for _ in rows]
             for number, row in enumerate(rows):
-                wanted = [(each.score, each.node, each.parent, each.tokens[-1:]) for each in searched[number]]
+                sequences = [(beam.score, beam.node, beam.parent, beam.tokens[-1:]) for beam in searched[number]]
                 if level:
                     deep = len(row.beams[0].tokens) + level >= self._levels
-                    wanted = [] if deep else self._likeliest(row, reached[number])
+                    sequences = [] if deep else self._best_continuations(row, reached[number])
                 reached[number] = []
-                for score, node, parent, last in wanted:
+                for score, node, parent, last in sequences:
                     if node is None:
                         node = row.nodes[parent, last[0]] = len(self._parents[number]) + len(group[number])
                         group[number].append((parent, last[0]))
-                        made[number].append(node)
+                        new_nodes[number].append(node)
                     reached[number].append((score, node))
             self._run(rows, group, tokens)
         tree = self._tree()
-        hidden_BMD = self._target.grow(sent(torch.tensor(tokens), self.model.device), tree, start)
+        hidden_BMD = self._target.grow(to_device(torch.tensor(tokens), self.model.device), tree, start)
         self._ran.append((None, tree.nodes - start))
-        self._learn([row.target for row in rows], self._target, hidden_BMD, self.num_beams, made, start)
+        self._store([row.target for row in rows], self._target, hidden_BMD, self.num_beams, new_nodes, start)
         for row in rows:
             row.look_up()
 
-    def _likeliest(self, row: _Row, reached: list[tuple[np.float32, int]]) -> list[_Wanted]:
+    def _best_continuations(self, row: _Row, reached: list[tuple[np.float32, int]]) -> list[_Sequence]:
         """Return the drafter's most likely continuations of nodes that do not end a text."""
-        found = [
+        candidates = [
             (score + p, parent, token)
             for score, parent in reached
             for p, token in row.drafter[parent]
             if token not in self._stop_ids
         ]
-        best = sorted(found, key=lambda each: (-each[0], each[1:]))[: self.draft_beams]
+        best = sorted(candidates, key=lambda item: (-item[0], item[1:]))[: self.draft_beams]
         return [(score, row.nodes.get((parent, token)), parent, (token,)) for score, parent, token in best]
 
     def _run(self, rows: list[_Row], group: list[list[tuple[int, int]]], tokens: list[list[int]]) -> None:
@@ -167,27 +166,27 @@ class SpeculativeBeam(Proposer):
         widest, start = max(map(len, group)), len(self._parents[0])
         if not widest:
             return
-        for number, asked in enumerate(group):
-            missing = widest - len(asked)
-            depths = [1 + self._depths[number][parent] for parent, _ in asked]
-            self._parents[number] += [*(parent for parent, _ in asked), *[0] * missing]
+        for number, pairs in enumerate(group):
+            missing = widest - len(pairs)
+            depths = [1 + self._depths[number][parent] for parent, _ in pairs]
+            self._parents[number] += [*(parent for parent, _ in pairs), *[0] * missing]
             self._depths[number] += [*depths, *[1] * missing]
-            tokens[number] += [*(token for _, token in asked), *[0] * missing]
+            tokens[number] += [*(token for _, token in pairs), *[0] * missing]
         tree = self._tree()
-        newest = torch.tensor([each[-widest:] for each in tokens])
-        hidden_BMD = self._draft.grow(sent(newest, self.model.device), tree, start)
+        newest = torch.tensor([values[-widest:] for values in tokens])
+        hidden_BMD = self._draft.grow(to_device(newest, self.model.device), tree, start)
         self._ran.append((self.model, widest))
-        known = [[start + place for place in range(len(asked))] for asked in group]
-        self._learn([row.drafter for row in rows], self._draft, hidden_BMD, self.draft_beams, known, start)
+        nodes = [[start + index for index in range(len(pairs))] for pairs in group]
+        self._store([row.drafter for row in rows], self._draft, hidden_BMD, self.draft_beams, nodes, start)
 
     def _tree(self) -> Tree:
         device = self.model.device
-        parents_BN, depth_BN = (sent(torch.tensor(sides), device) for sides in (self._parents, self._depths))
+        parents_BN, depth_BN = (to_device(torch.tensor(rows), device) for rows in (self._parents, self._depths))
         return Tree.from_parents(parents_BN, int(max(map(max, self._depths))), depth_BN)
 
-    def _learn(
+    def _store(
         self,
-        known: list[_Known],
+        continuations: list[_Continuations],
         state: DraftState,
         hidden_BMD: Tensor,
         most: int,
@@ -196,14 +195,14 @@ class SpeculativeBeam(Proposer):
     ) -> None:
         """Store the most likely continuations of nodes, of which `start` is the first that was run."""
         logits_BMV = state.model.logits(hidden_BMD).float()
-        whose = "the target's" if state is self._target else "the drafter's"
+        source = "the target's" if state is self._target else "the drafter's"
         top = logits_BMV.log_softmax(-1).topk(min(most, logits_BMV.shape[-1]), -1)
-        self._context.watch(whose, top.values[:, :1, 0], 0)
+        self._context.watch(source, top.values[:, :1, 0], 0)
         values_BMW, tokens_BMW = to_host(top.values, top.indices)
         for row, numbers in enumerate(nodes):
             for node in numbers:
                 pairs = zip(values_BMW[row][node - start], tokens_BMW[row][node - start], strict=True)
-                known[row][node] = [(np.float32(p), token) for p, token in pairs]
+                continuations[row][node] = [(np.float32(p), token) for p, token in pairs]
 
     def stop(self) -> None:
         del self._target, self._draft

@@ -23,20 +23,20 @@ from torch import Tensor
 
 from ...checkpoints.table.texts import CONTEXT, TextStore
 from ..engine import Context, Limits, Proposal, Proposer, Verdict, hidden_after
-from ..models.kv_cache import sent, to_host
+from ..models.kv_cache import to_device, to_host
 from ..tree import Tree
 from .head_trees import HeadModule, check_heads
 
 Ints = NDArray[np.integer[Any]]
-_LONGEST = 16
+_MAX_MATCH = 16
 """Maximum number of tokens of a match in the text itself."""
-_MOST_PLACES = 2048
+_MAX_POSITIONS = 2048
 """Maximum number of matches in the datastore that are examined."""
 _WIDTH = 4
 """Maximum number of different tokens taken from the datastore after a path."""
 _PRIOR = 4.0
 """Weight of the prior acceptance rate of a match, in observations."""
-_NOWHERE = np.zeros(0, dtype=np.int32)
+_NO_POSITIONS = np.zeros(0, dtype=np.int32)
 
 
 class Node(NamedTuple):
@@ -55,7 +55,7 @@ class _Path(NamedTuple):
     depth: int
     match: int
     """Length of the match in the text itself that this path continues, else 0."""
-    places_M: Ints
+    positions_M: Ints
     """Positions of its matches in the datastore."""
     next_M: Ints
     """Token that follows each match in the datastore."""
@@ -100,10 +100,10 @@ class SuffixTree(Proposer):
         if self.heads is not None:
             check_heads(self.heads, context)
         # Longer matches are more reliable: the prior is 0.2 after one token, 0.5 after two and 0.8 after eight.
-        prior_L = 1 - 0.8 / np.arange(1, 1 + _LONGEST + self.max_depth) ** 0.7
-        self._kept_BL = _PRIOR * np.tile(prior_L, (len(context.lengths), 1))
-        self._tried_BL = np.full_like(self._kept_BL, _PRIOR)
-        self._own = [(list[int](), 0) for _ in context.lengths]
+        prior_L = 1 - 0.8 / np.arange(1, 1 + _MAX_MATCH + self.max_depth) ** 0.7
+        self._accepted_BL = _PRIOR * np.tile(prior_L, (len(context.lengths), 1))
+        self._examined_BL = np.full_like(self._accepted_BL, _PRIOR)
+        self._matches = [(list[int](), 0) for _ in context.lengths]
         """Continuation of the latest match in each row's own text, and the length of that match."""
         self._watched_BK: Tensor | None = None
         self._guesses = [list[dict[int, float]]() for _ in context.lengths]
@@ -129,11 +129,10 @@ class SuffixTree(Proposer):
         return top.indices, top.values
 
     def _guess(self, candidates: list[Any]) -> None:
-        """Store the result of `_candidates` by row and depth."""
         pairs = zip(*candidates, strict=True)
         self._guesses = [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
 
-    def ahead(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
+    def prefetch(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
         if self.heads is None:
             return ()
         return self._candidates(hidden_after(verdict, hidden_BND, context.target.hidden_size))
@@ -141,50 +140,51 @@ class SuffixTree(Proposer):
     def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> list[Node]:
         """Return the nodes after a row's text by descending probability. `guesses` are the heads' candidates."""
         start, match = longest_match(text_S)
-        own_K = text_S[start + np.arange(self.max_depth) % (len(text_S) - start)].tolist() if match else []
-        self._own[row] = own_K, match
-        places_M: Ints = _NOWHERE
+        next_K = text_S[start + np.arange(self.max_depth) % (len(text_S) - start)].tolist() if match else []
+        self._matches[row] = next_K, match
+        matches_M: Ints = _NO_POSITIONS
         if self.texts is not None:
-            places_M = self.texts.matches(text_S[-CONTEXT:])[1]
-            places_M = places_M[:: 1 + len(places_M) // _MOST_PLACES]
+            matches_M = self.texts.matches(text_S[-CONTEXT:])[1]
+            matches_M = matches_M[:: 1 + len(matches_M) // _MAX_POSITIONS]
         nodes: list[Node] = []
         numbers, waiting = count(), list[tuple[float, int, int, int, _Path]]()
 
-        def go_on(node: int, joint: float, depth: int, match: int, places_M: Ints) -> None:
-            path = _Path(depth, match, places_M, _NOWHERE if self.texts is None else self.texts.ids_T[places_M + depth])
+        def expand(node: int, joint: float, depth: int, match: int, positions_M: Ints) -> None:
+            next_M = _NO_POSITIONS if self.texts is None else self.texts.ids_T[positions_M + depth]
+            path = _Path(depth, match, positions_M, next_M)
             likely: defaultdict[int, float] = defaultdict(float)
             if match:
-                likely[own_K[depth]] = self._kept_BL[row, match - 1] / self._tried_BL[row, match - 1]
+                likely[next_K[depth]] = self._accepted_BL[row, match - 1] / self._examined_BL[row, match - 1]
             for token, share in [*_shares(path.next_M), *(guesses[depth].items() if depth < len(guesses) else ())]:
                 likely[token] = max(likely[token], share)
             for token, share in likely.items():
                 if joint * share >= self.min_prob:
                     heapq.heappush(waiting, (-joint * share, next(numbers), node, token, path))
 
-        go_on(0, 1.0, 0, match, places_M)
+        expand(0, 1.0, 0, match, matches_M)
         while waiting and len(nodes) < self.max_nodes:
             joint, _, parent, token, path = heapq.heappop(waiting)
             nodes.append(Node(-joint, parent, token))
-            follows = path.match > 0 and token == own_K[path.depth]
+            follows = path.match > 0 and token == next_K[path.depth]
             if path.depth + 1 < self.max_depth:
-                on_M = path.places_M[path.next_M == token]
-                go_on(len(nodes), -joint, path.depth + 1, path.match + 1 if follows else 0, on_M)
+                next_positions_M = path.positions_M[path.next_M == token]
+                expand(len(nodes), -joint, path.depth + 1, path.match + 1 if follows else 0, next_positions_M)
         return nodes
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         if self.heads is not None:
-            self._guess(context.ahead)
-        for row, (own_K, match) in enumerate(self._own):
+            self._guess(context.prefetched)
+        for row, (next_K, match) in enumerate(self._matches):
             (tokens, parents), path, node = context.proposed[row], context.paths[row], 0
-            for length, token in enumerate(own_K, match):
+            for length, token in enumerate(next_K, match):
                 pairs = enumerate(zip(tokens, parents, strict=True))
                 node = next((child for child, pair in pairs if pair == (token, node)), 0)
                 if not node:
                     break
-                self._tried_BL[row, length - 1] += 1
+                self._examined_BL[row, length - 1] += 1
                 if node not in path:
                     break
-                self._kept_BL[row, length - 1] += 1
+                self._accepted_BL[row, length - 1] += 1
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [] if self.heads is None else [(self.heads, 1)]
@@ -197,15 +197,15 @@ def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, le
     tokens_BN = np.zeros((len(rows), most), dtype=np.int64)
     for row, (parents, tokens) in enumerate(rows):
         parents_BN[row, 1 : 1 + len(tokens)], tokens_BN[row, : len(tokens)] = parents, tokens
-    all_BN = torch.cat((root_B1, sent(torch.from_numpy(tokens_BN), device)), 1)
+    all_BN = torch.cat((root_B1, to_device(torch.from_numpy(tokens_BN), device)), 1)
     if len(rows) == 1 and (parents_BN[0] == np.arange(-1, most)).all():
         return Proposal(Tree.chain(most).to(device), all_BN, levels=levels)
     depth_BN = np.zeros_like(parents_BN)
     for node in range(1, 1 + most):
-        above_B = parents_BN[:, node]
-        depth_BN[:, node] = np.where(above_B < 0, 0, 1 + depth_BN[np.arange(len(rows)), above_B])
-    sides = [sent(torch.from_numpy(side), device) for side in (parents_BN, depth_BN)]
-    return Proposal(Tree.from_parents(sides[0], int(depth_BN.max()), sides[1]), all_BN, levels=levels)
+        parent_B = parents_BN[:, node]
+        depth_BN[:, node] = np.where(parent_B < 0, 0, 1 + depth_BN[np.arange(len(rows)), parent_B])
+    arrays = [to_device(torch.from_numpy(array), device) for array in (parents_BN, depth_BN)]
+    return Proposal(Tree.from_parents(arrays[0], int(depth_BN.max()), arrays[1]), all_BN, levels=levels)
 
 
 def longest_match(text_S: Ints) -> tuple[int, int]:
@@ -215,7 +215,7 @@ def longest_match(text_S: Ints) -> tuple[int, int]:
     """
     ends_M, length = np.flatnonzero(text_S[:-1] == text_S[-1]), 0
     start = 0
-    while len(ends_M) and length < _LONGEST:
+    while len(ends_M) and length < _MAX_MATCH:
         start, length = int(ends_M[-1]) + 1, length + 1
         ends_M = ends_M[ends_M >= length]
         ends_M = ends_M[text_S[ends_M - length] == text_S[-1 - length]] if length < len(text_S) else ends_M[:0]
@@ -226,7 +226,7 @@ def _shares(next_M: Ints) -> Iterator[tuple[int, float]]:
     """Yield the most frequent tokens with their shares. One extra observation keeps unique continuations below 1."""
     if not len(next_M):
         return
-    found, counts = np.unique(next_M, return_counts=True)
+    tokens, counts = np.unique(next_M, return_counts=True)
     for index in np.argsort(-counts, kind="stable")[:_WIDTH].tolist():
-        if found[index] >= 0:
-            yield int(found[index]), int(counts[index]) / (len(next_M) + 1)
+        if tokens[index] >= 0:
+            yield int(tokens[index]), int(counts[index]) / (len(next_M) + 1)

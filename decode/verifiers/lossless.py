@@ -32,7 +32,7 @@ class GreedyMatch(Verifier):
     parallel decoding, Medusa and SLiM (Lin et al. 2024, eq. 1) verify in the same way.
     """
 
-    judges = "logits"
+    score_type = "logits"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         best_BN = target_BNV.max(-1).indices  # faster than argmax on CPUs
@@ -42,8 +42,8 @@ class GreedyMatch(Verifier):
         if tree.is_chain:
             accepted_B = count_prefix(tokens_BN[:, 1:] == best_BN[:, :-1], proposal.valid_BN)
             return chain_verdict(proposal, accepted_B, best_BN.gather(1, accepted_B[:, None])[:, 0])
-        above_BN = tree.line_BNP[..., 1].expand_as(tokens_BN)
-        matches_BN = tokens_BN == best_BN.gather(1, above_BN)
+        parent_BN = tree.line_BNP[..., 1].expand_as(tokens_BN)
+        matches_BN = tokens_BN == best_BN.gather(1, parent_BN)
         if proposal.valid_BN is not None:
             matches_BN &= proposal.valid_BN
         # The matching child of each node, or the node itself. Column 0 collects nodes that do not match, the root and
@@ -51,8 +51,8 @@ class GreedyMatch(Verifier):
         numbers_1N1 = torch.arange(-1, tree.nodes, device=tokens_BN.device)[None]
         numbers_BN1 = numbers_1N1.expand(len(tokens_BN), -1)
         next_BN1 = numbers_BN1.scatter(1, (tree.parents_BN + 1) * matches_BN, numbers_BN1[:, 1:])
-        last_B, verdict = walk(proposal, next_BN1[:, 1:])
-        verdict.next_B = at(best_BN, last_B)
+        last_B, verdict = follow_path(proposal, next_BN1[:, 1:])
+        verdict.next_B = take_node(best_BN, last_B)
         return verdict
 
 
@@ -79,17 +79,17 @@ class ExactChain(Verifier):
         accepted_B = count_prefix(uniform_BK < target_BK + self.tolerance, proposal.valid_BN)
         rejected_B = accepted_B < depth
         if proposal.valid_BN is not None:
-            rejected_B = at(torch.nn.functional.pad(proposal.valid_BN, (0, 1)), accepted_B + 1)
-        target_BV = at(target_BNV, accepted_B)
+            rejected_B = take_node(torch.nn.functional.pad(proposal.valid_BN, (0, 1)), accepted_B + 1)
+        target_BV = take_node(target_BNV, accepted_B)
         if proposal.draft_probs_BMV is not None:
-            draft_BV = at(proposal.draft_probs_BMV, accepted_B.clamp(max=depth - 1))
+            draft_BV = take_node(proposal.draft_probs_BMV, accepted_B.clamp(max=depth - 1))
         else:
             refused_B1 = drafted_BK1[:, :, 0].gather(1, accepted_B[:, None].clamp(max=depth - 1))
             draft_BV = torch.zeros_like(target_BV).scatter_(1, refused_B1, 1.0)
-        next_probs_BV = torch.where(rejected_B[:, None], self.after_refusal(target_BV, draft_BV), target_BV)
+        next_probs_BV = torch.where(rejected_B[:, None], self.residual_distribution(target_BV, draft_BV), target_BV)
         return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
 
-    def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+    def residual_distribution(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
         """Return the distribution [B, V] that replaces a rejected token."""
         return residual(target_BV, draft_BV)
 
@@ -117,18 +117,20 @@ class ExactBlock(ExactChain):
         for level in range(depth):
             keep.append((keep[-1] * ratio_BK[:, level, None]).clamp(max=1))
         keep_BN = torch.cat(keep, 1)
-        left_BKV = (keep_BN[:, :-1, None] * target_BNV[:, :-1] - draft_BKV).clamp_(min=0)
-        mass_BK = left_BKV.sum(-1)
+        residual_BKV = (keep_BN[:, :-1, None] * target_BNV[:, :-1] - draft_BKV).clamp_(min=0)
+        mass_BK = residual_BKV.sum(-1)
         pass_BK = mass_BK[:, 1:] / (mass_BK[:, 1:] + 1 - keep_BN[:, 1:-1]).clamp(min=_TINY)
         pass_BK = torch.cat((torch.where(mass_BK[:, 1:] > 0, pass_BK, keep_BN[:, 1:-1].floor()), keep_BN[:, -1:]), 1)
         ends_B = torch.full_like(proposal.tokens_BN[:, 0], depth)
-        place_K = torch.arange(1, depth + 1, device=ends_B.device)
+        position_K = torch.arange(1, depth + 1, device=ends_B.device)
         if valid_BN is not None:  # a shorter chain passes as a whole with its last p_i
             ends_B = valid_BN[:, 1:].long().cumprod(1).sum(1)
-            pass_BK = torch.where(place_K == ends_B[:, None], keep_BN[:, 1:], pass_BK * (place_K < ends_B[:, None]))
-        accepted_B = ((uniform_BU[:, :depth] < pass_BK) * place_K).amax(1)
-        target_BV, left_BV = at(target_BNV, accepted_B), at(left_BKV, accepted_B.clamp(max=depth - 1))
-        next_probs_BV = torch.where((accepted_B < ends_B)[:, None], normalise(left_BV, target_BV), target_BV)
+            end_B1 = ends_B[:, None]
+            pass_BK = torch.where(position_K == end_B1, keep_BN[:, 1:], pass_BK * (position_K < end_B1))
+        accepted_B = ((uniform_BU[:, :depth] < pass_BK) * position_K).amax(1)
+        target_BV = take_node(target_BNV, accepted_B)
+        residual_BV = take_node(residual_BKV, accepted_B.clamp(max=depth - 1))
+        next_probs_BV = torch.where((accepted_B < ends_B)[:, None], normalise(residual_BV, target_BV), target_BV)
         return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
 
 
@@ -155,40 +157,40 @@ class MultiCandidate(Verifier):
         path_BK = identity_path(tree, rows).clone()
         node_B = path_BK.new_zeros(rows)
         accepted_B, alive_B = node_B.clone(), torch.ones_like(node_B, dtype=torch.bool)
-        left_BV = target_BNV[:, 0]
+        residual_BV = target_BNV[:, 0]
         for level, width in enumerate(tree.widths):
             children_BC = children_MC[node_B, :width]
             exists_BC = exists_MC[node_B, :width] & alive_B[:, None]
             if proposal.valid_BN is not None:
                 exists_BC &= proposal.valid_BN.gather(1, children_BC)
             tokens_BC = proposal.tokens_BN.gather(1, children_BC)
-            draft_BV, uniform_BC = at(proposal.draft_probs_BMV, node_B), at(uniform_BMC, node_B)
-            place_B1, left_BV = self._try(left_BV, draft_BV, tokens_BC, exists_BC, uniform_BC)
-            alive_B = place_B1[:, 0] >= 0
-            node_B = torch.where(alive_B, children_BC.gather(1, place_B1.clamp(min=0))[:, 0], node_B)
+            draft_BV, uniform_BC = take_node(proposal.draft_probs_BMV, node_B), take_node(uniform_BMC, node_B)
+            child_B1, residual_BV = self._try(residual_BV, draft_BV, tokens_BC, exists_BC, uniform_BC)
+            alive_B = child_B1[:, 0] >= 0
+            node_B = torch.where(alive_B, children_BC.gather(1, child_B1.clamp(min=0))[:, 0], node_B)
             path_BK[:, level] = torch.where(alive_B, node_B, path_BK[:, level])
             accepted_B += alive_B
-            left_BV = torch.where(alive_B[:, None], at(target_BNV, node_B), left_BV)
-        return Verdict(path_BK, accepted_B, categorical(left_BV, uniform_BX[:, -1]))
+            residual_BV = torch.where(alive_B[:, None], take_node(target_BNV, node_B), residual_BV)
+        return Verdict(path_BK, accepted_B, categorical(residual_BV, uniform_BX[:, -1]))
 
     def _try(
         self, target_BV: Tensor, draft_BV: Tensor, tokens_BC: Tensor, exists_BC: Tensor, uniform_BC: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the accepted child of each node, [B, 1] (-1 for none), and the residual [B, V] of p."""
-        left_BV, mass_B1 = target_BV, torch.ones_like(target_BV[:, :1])
-        rest_B1, found_B1 = mass_B1, torch.full_like(tokens_BC[:, :1], -1)
+        residual_BV, mass_B1 = target_BV, torch.ones_like(target_BV[:, :1])
+        rest_B1, accepted_B1 = mass_B1, torch.full_like(tokens_BC[:, :1], -1)
         for child, token_B1 in enumerate(tokens_BC.split(1, 1)):
-            draft_B1, target_B1 = draft_BV.gather(1, token_B1), left_BV.gather(1, token_B1)
+            draft_B1, target_B1 = draft_BV.gather(1, token_B1), residual_BV.gather(1, token_B1)
             passes_B1 = uniform_BC[:, child, None] * draft_B1 * mass_B1 < target_B1 * rest_B1
-            tried_B1 = exists_BC[:, child, None] & (found_B1 < 0)
-            found_B1 = torch.where(tried_B1 & passes_B1, child, found_B1)
-            share_B1 = torch.where(tried_B1 & ~passes_B1, mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
-            left_BV = torch.addcmul(left_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
-            mass_B1 = left_BV.sum(1, keepdim=True)
+            examined_B1 = exists_BC[:, child, None] & (accepted_B1 < 0)
+            accepted_B1 = torch.where(examined_B1 & passes_B1, child, accepted_B1)
+            share_B1 = torch.where(examined_B1 & ~passes_B1, mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
+            residual_BV = torch.addcmul(residual_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
+            mass_B1 = residual_BV.sum(1, keepdim=True)
             if not self.replacement and child + 1 < tokens_BC.shape[1]:
                 draft_BV, rest_B1 = remove_token(draft_BV, token_B1, exists_BC[:, child, None])
         # Rounding can leave a residual of zero.
-        return found_B1, torch.where(mass_B1 > 0, left_BV, target_BV)
+        return accepted_B1, torch.where(mass_B1 > 0, residual_BV, target_BV)
 
 
 class Traversal(Verifier):
@@ -213,41 +215,42 @@ class Traversal(Verifier):
         uniform_BU = rng.uniform(max(proposal.levels, tree.nodes - 1) + 1)
         uniform_BN = torch.nn.functional.pad(uniform_BU[:, :-1], (1, 0), value=-1.0)  # the root is always accepted
         node_B, next_BV = torch.zeros_like(tokens_BN[:, 0]), target_BNV[:, 0]
-        open_B = torch.ones_like(node_B, dtype=torch.bool)
+        undecided_B = torch.ones_like(node_B, dtype=torch.bool)
 
         def decided() -> bool:
             """Return whether all rows are decided. Only CPUs are queried, since other devices would synchronise."""
-            return open_B.device.type == "cpu" and not open_B.any()
+            return undecided_B.device.type == "cpu" and not undecided_B.any()
 
         def visit(node: int, keep_B1: Tensor) -> None:
-            nonlocal node_B, next_BV, open_B
+            nonlocal node_B, next_BV, undecided_B
             # h P equals `left_BV` times `scale_B1`.
-            left_BV, scale_B1, rest_B1 = target_BNV[:, node], keep_B1, torch.ones_like(keep_B1)
-            draft_BV = draft_BMV[:, node] if tree.children[node] else left_BV
+            residual_BV, scale_B1, rest_B1 = target_BNV[:, node], keep_B1, torch.ones_like(keep_B1)
+            draft_BV = draft_BMV[:, node] if tree.children[node] else residual_BV
             for child in tree.children[node]:
                 token_B1, exists_B1 = tokens_BN[:, child, None], valid_BN[:, child, None]
                 draft_B1 = draft_BV.gather(1, token_B1)
-                ratio_B1 = scale_B1 * left_BV.gather(1, token_B1) * rest_B1 / draft_B1.clamp(min=_TINY)
+                ratio_B1 = scale_B1 * residual_BV.gather(1, token_B1) * rest_B1 / draft_B1.clamp(min=_TINY)
                 visit(child, ratio_B1.clamp(max=1) * exists_B1)
                 if decided():
                     return
                 share_B1 = exists_B1 / rest_B1.clamp(min=_TINY)
-                left_BV = torch.addcmul(scale_B1 * left_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
-                mass_B1 = left_BV.sum(1, keepdim=True)
+                residual_BV = torch.addcmul(scale_B1 * residual_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
+                mass_B1 = residual_BV.sum(1, keepdim=True)
                 scale_B1 = 1 / (mass_B1 + 1 - keep_B1).clamp(min=_TINY)
                 keep_B1 = mass_B1 * scale_B1
                 if not self.replacement and child != tree.children[node][-1]:
                     draft_BV, rest_B1 = remove_token(draft_BV, token_B1, exists_B1 > 0)
-            kept_B = open_B & (uniform_BN[:, node] < keep_B1[:, 0])
-            node_B = torch.where(kept_B, node, node_B)
-            next_BV, open_B = torch.where(kept_B[:, None], left_BV, next_BV), open_B & ~kept_B
+            accepts_B = undecided_B & (uniform_BN[:, node] < keep_B1[:, 0])
+            node_B = torch.where(accepts_B, node, node_B)
+            next_BV, undecided_B = torch.where(accepts_B[:, None], residual_BV, next_BV), undecided_B & ~accepts_B
 
         visit(0, torch.ones_like(uniform_BU[:, :1]))
         # Rounding can leave a residual of zero.
-        next_BV = torch.where(next_BV.sum(1, keepdim=True) > 0, next_BV, at(target_BNV, node_B))
-        accepted_B, path_BK = at(tree.depth_BN, node_B), identity_path(tree, len(node_B))
-        above_BK = (accepted_B[:, None] - path_BK).clamp(min=0)
-        path_BK = torch.where(path_BK <= accepted_B[:, None], at(tree.line_BNP, node_B).gather(1, above_BK), path_BK)
+        next_BV = torch.where(next_BV.sum(1, keepdim=True) > 0, next_BV, take_node(target_BNV, node_B))
+        accepted_B, path_BK = take_node(tree.depth_BN, node_B), identity_path(tree, len(node_B))
+        steps_BK = accepted_B[:, None] - path_BK
+        node_BK = take_node(tree.line_BNP, node_B).gather(1, steps_BK.clamp(min=0))
+        path_BK = torch.where(steps_BK >= 0, node_BK, path_BK)
         return Verdict(path_BK, accepted_B, categorical(next_BV, uniform_BU[:, -1]))
 
 
@@ -263,9 +266,9 @@ class SampleAndMatch(Verifier):
         rows, depth = len(tokens_BN), tree.max_depth
         uniform_BU = rng.uniform((proposal.levels or depth) + 1)
         node_B = tokens_BN.new_zeros(rows)
-        drawn_B = categorical(target_BNV[:, 0], uniform_BU[:, 0])
+        token_B = categorical(target_BNV[:, 0], uniform_BU[:, 0])
         if depth == 0:
-            return nothing_accepted(drawn_B)
+            return nothing_accepted(token_B)
         path_BK = identity_path(tree, rows).clone()
         accepted_B = node_B.clone()
         alive_B = torch.ones_like(node_B, dtype=torch.bool)
@@ -273,14 +276,15 @@ class SampleAndMatch(Verifier):
             children_BN = (tree.parents_BN == node_B[:, None]) & alive_B[:, None]
             if proposal.valid_BN is not None:
                 children_BN &= proposal.valid_BN
-            matches_BN = children_BN & (tokens_BN == drawn_B[:, None])
-            found_B, child_B = matches_BN.any(1), matches_BN.int().argmax(1)
-            path_BK[:, level] = torch.where(found_B, child_B, path_BK[:, level])
-            accepted_B += found_B
-            node_B = torch.where(found_B, child_B, node_B)
-            drawn_B = torch.where(found_B, categorical(at(target_BNV, node_B), uniform_BU[:, level + 1]), drawn_B)
-            alive_B = found_B
-        return Verdict(path_BK, accepted_B, drawn_B)
+            matches_BN = children_BN & (tokens_BN == token_B[:, None])
+            matches_B, child_B = matches_BN.any(1), matches_BN.int().argmax(1)
+            path_BK[:, level] = torch.where(matches_B, child_B, path_BK[:, level])
+            accepted_B += matches_B
+            node_B = torch.where(matches_B, child_B, node_B)
+            next_B = categorical(take_node(target_BNV, node_B), uniform_BU[:, level + 1])
+            token_B = torch.where(matches_B, next_B, token_B)
+            alive_B = matches_B
+        return Verdict(path_BK, accepted_B, token_B)
 
 
 class SeveralDrafters(Verifier):
@@ -298,33 +302,34 @@ class SeveralDrafters(Verifier):
         uniform_BKM, last_B = rng.uniform(depth, chains), rng.uniform()
         path_BK = identity_path(proposal.tree, rows).clone()
         alive_BM = torch.ones(rows, chains, dtype=torch.bool, device=path_BK.device)
-        left_BV = target_BNV[:, 0]
+        residual_BV = target_BNV[:, 0]
         accepted_B = path_BK.new_zeros(rows)
         for level in range(depth):
             tokens_BM = tokens_BMK[:, :, level]
-            chain_B, left_BV = self.pick(alive_BM, tokens_BM, probs_BMKV[:, :, level], left_BV, uniform_BKM[:, level])
-            found_B = chain_B >= 0
+            draft_BMV, uniform_BM = probs_BMKV[:, :, level], uniform_BKM[:, level]
+            chain_B, residual_BV = self.pick(alive_BM, tokens_BM, draft_BMV, residual_BV, uniform_BM)
+            accepts_B = chain_B >= 0
             winner_B1 = chain_B.clamp(min=0)[:, None]
             node_B = nodes_BMK[:, :, level].gather(1, winner_B1)[:, 0]
-            path_BK[:, level] = torch.where(found_B, node_B, path_BK[:, level])
-            accepted_B += found_B
-            left_BV = torch.where(found_B[:, None], at(target_BNV, node_B), left_BV)
-            alive_BM = alive_BM & found_B[:, None] & (tokens_BM == tokens_BM.gather(1, winner_B1))
-        return Verdict(path_BK, accepted_B, categorical(left_BV, last_B))
+            path_BK[:, level] = torch.where(accepts_B, node_B, path_BK[:, level])
+            accepted_B += accepts_B
+            residual_BV = torch.where(accepts_B[:, None], take_node(target_BNV, node_B), residual_BV)
+            alive_BM = alive_BM & accepts_B[:, None] & (tokens_BM == tokens_BM.gather(1, winner_B1))
+        return Verdict(path_BK, accepted_B, categorical(residual_BV, last_B))
 
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the chain whose token is accepted, [B] (-1 for none), and the residual of the target, [B, V]."""
-        found_B = torch.full_like(tokens_BM[:, 0], -1)
+        chain_B = torch.full_like(tokens_BM[:, 0], -1)
         for chain in range(tokens_BM.shape[1]):
-            here_B = alive_BM[:, chain] & (found_B < 0)
+            examined_B = alive_BM[:, chain] & (chain_B < 0)
             token_B1, draft_BV = tokens_BM[:, chain, None], draft_BMV[:, chain]
             target_B, draft_B = target_BV.gather(1, token_B1)[:, 0], draft_BV.gather(1, token_B1)[:, 0]
-            accept_B = here_B & (uniform_BM[:, chain] * draft_B < target_B)
-            found_B = torch.where(accept_B, chain, found_B)
-            target_BV = torch.where((here_B & ~accept_B)[:, None], residual(target_BV, draft_BV), target_BV)
-        return found_B, target_BV
+            accept_B = examined_B & (uniform_BM[:, chain] * draft_B < target_B)
+            chain_B = torch.where(accept_B, chain, chain_B)
+            target_BV = torch.where((examined_B & ~accept_B)[:, None], residual(target_BV, draft_BV), target_BV)
+        return chain_B, target_BV
 
 
 class KSequential(SeveralDrafters):
@@ -338,20 +343,20 @@ class KSequential(SeveralDrafters):
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
     ) -> tuple[Tensor, Tensor]:
         # All remaining chains have the same prefix, and so the same q.
-        draft_BV = at(draft_BMV, alive_BM.int().argmax(1))
+        draft_BV = take_node(draft_BMV, alive_BM.int().argmax(1))
         count_B1 = alive_BM.sum(1, keepdim=True).clamp(min=1)
         rho_B1 = k_seq_rho(target_BV, draft_BV, count_B1)
         target_BM, draft_BM = target_BV.gather(1, tokens_BM), draft_BV.gather(1, tokens_BM)
         accept_BM = alive_BM & (uniform_BM * rho_B1 * draft_BM < target_BM)
-        found_B, first_B = accept_BM.any(1), accept_BM.int().argmax(1)
+        accepts_B, first_B = accept_BM.any(1), accept_BM.int().argmax(1)
         # Each chain accepts x with probability min(q, p/ρ). The expected number of chains tried is Σ (1 - β)^i.
-        each_BV = torch.minimum(draft_BV, target_BV / rho_B1)
-        beta_B1 = each_BV.sum(1, keepdim=True)
+        accepted_BV = torch.minimum(draft_BV, target_BV / rho_B1)
+        beta_B1 = accepted_BV.sum(1, keepdim=True)
         any_B1 = -torch.expm1(count_B1 * torch.log1p(-beta_B1.clamp(max=1)))  # 1 - (1 - β)^k without cancellation
         times_B1 = torch.where(beta_B1 > 0, any_B1 / beta_B1.clamp(min=1e-30), count_B1)
-        left_BV = normalise(target_BV - each_BV * times_B1, target_BV)
-        refused_B1 = (alive_BM.any(1) & ~found_B)[:, None]
-        return torch.where(found_B, first_B, -1), torch.where(refused_B1, left_BV, target_BV)
+        residual_BV = normalise(target_BV - accepted_BV * times_B1, target_BV)
+        refused_B1 = (alive_BM.any(1) & ~accepts_B)[:, None]
+        return torch.where(accepts_B, first_B, -1), torch.where(refused_B1, residual_BV, target_BV)
 
 
 def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple[Tensor, Tensor]:
@@ -384,12 +389,12 @@ def residual(target_XV: Tensor, draft_XV: Tensor) -> Tensor:
 
 def normalise(mass_XV: Tensor, otherwise_XV: Tensor) -> Tensor:
     """Return the positive part of a mass scaled to sum to 1, or `otherwise_XV` if it is zero."""
-    left_XV = mass_XV.clamp(min=0)
-    mass_X1 = left_XV.sum(-1, keepdim=True)
-    return torch.where(mass_X1 > 0, left_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), otherwise_XV)
+    positive_XV = mass_XV.clamp(min=0)
+    mass_X1 = positive_XV.sum(-1, keepdim=True)
+    return torch.where(mass_X1 > 0, positive_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), otherwise_XV)
 
 
-def at(values_BNX: Tensor, node_B: Tensor) -> Tensor:
+def take_node(values_BNX: Tensor, node_B: Tensor) -> Tensor:
     """Return values[b, node[b]] of each row, [B, X]. Values of shape [1, N, X] apply to all rows."""
     if len(values_BNX) == 1:
         return values_BNX[0].index_select(0, node_B)  # several times cheaper than indexing by two tensors
@@ -418,7 +423,7 @@ def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Ver
     return Verdict(identity_path(proposal.tree, len(accepted_B)), accepted_B, next_B)
 
 
-def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
+def follow_path(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
     """Follow `next_BN` from the root until a node refers to itself.
 
     Returns:

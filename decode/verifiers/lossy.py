@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..engine import Proposal, Verdict, Verifier
 from ..rng import Rng, categorical
-from .lossless import ExactChain, at, chain_verdict, count_prefix, normalise, walk
+from .lossless import ExactChain, chain_verdict, count_prefix, follow_path, normalise, take_node
 
 
 class JointLikelihood(Verifier):
@@ -31,7 +31,7 @@ class JointLikelihood(Verifier):
             raise ValueError(f"likelihood_threshold must be in [0, 1], got {threshold}")
         self._log_threshold = math.log(threshold) if threshold else -math.inf
         # At temperature 0 probabilities are one-hot, so both models are compared unwarped.
-        self.judges = "unwarped" if greedy else "probabilities"
+        self.score_type = "unwarped" if greedy else "probabilities"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.tree.is_chain
@@ -40,8 +40,8 @@ class JointLikelihood(Verifier):
         target_BK = target_BNV[:, :-1].gather(2, proposal.tokens_BN[:, 1:, None])[..., 0]
         log_ratio_BK = target_BK.log().cumsum(1) - proposal.draft_scores_BN[:, 1:]
         passes_BK = log_ratio_BK.clamp(max=0) > self._log_threshold
-        place_K = torch.arange(1, depth + 1, device=passes_BK.device)
-        accepted_B = (passes_BK * place_K).amax(1)
+        position_K = torch.arange(1, depth + 1, device=passes_BK.device)
+        accepted_B = (passes_BK * position_K).amax(1)
         verdict = chain_verdict(proposal, accepted_B, _next(self, target_BNV, accepted_B, rng))
         verdict.examined_B, verdict.rejected_B = torch.full_like(accepted_B, depth), accepted_B < depth
         return verdict
@@ -59,7 +59,7 @@ class Rollback(Verifier):
         if threshold < 0:
             raise ValueError(f"rollback_threshold must be at least 0, got {threshold}")
         self._log_threshold = -threshold
-        self.judges = "unwarped" if greedy else "probabilities"
+        self.score_type = "unwarped" if greedy else "probabilities"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.tree.is_chain
@@ -83,8 +83,8 @@ class OverAcceptance(ExactChain):
             raise ValueError(f"epsilon must be in [0, 1], got {epsilon}")
         self.tolerance, self._optimal = epsilon, optimal
 
-    def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        return super().after_refusal(target_BV, draft_BV) if self._optimal else target_BV
+    def residual_distribution(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        return super().residual_distribution(target_BV, draft_BV) if self._optimal else target_BV
 
 
 class TypicalAcceptance(Verifier):
@@ -110,7 +110,7 @@ class TypicalAcceptance(Verifier):
         log_BN = torch.where(proposal.tree.parents_BN >= 0, token_BN.log(), 0.0)
         path_scores_BN = torch.where(proposal.tree.ancestors_BNN, log_BN[:, None], 0.0).sum(-1)
         last_B, verdict = _deepest_path(proposal, token_BN > floor_BN.gather(1, parents_BN), path_scores_BN)
-        probs_BV, floor_B1 = at(target_BNV, last_B), at(floor_BN, last_B)[:, None]
+        probs_BV, floor_B1 = take_node(target_BNV, last_B), take_node(floor_BN, last_B)[:, None]
         typical_BV = normalise(torch.where(probs_BV > floor_B1, probs_BV, 0.0), probs_BV)
         verdict.next_B = categorical(typical_BV, rng.uniform())
         return verdict
@@ -120,7 +120,7 @@ class AcceptAll(Verifier):
     """Verifier that accepts a chain proposed by the target itself; its last token becomes the next token."""
 
     lossless = False
-    judges = "logits"
+    score_type = "logits"
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         depth, tokens_BN = proposal.tree.max_depth, proposal.tokens_BN
@@ -140,14 +140,14 @@ def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tu
     reach_BN = torch.where(on_path_BN, tree.depth_BN, -1)
     deepest_BN = reach_BN == reach_BN.amax(1, keepdim=True)
     last_B = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1)
-    line_BN = at(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
-    here_BN = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
-    next_BN1 = torch.nn.functional.pad(here_BN, (0, 1))
+    line_BN = take_node(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
+    node_BN = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
+    next_BN1 = torch.nn.functional.pad(node_BN, (0, 1))
     leads_BN = line_BN & (tree.parents_BN >= 0)
-    return walk(proposal, next_BN1.scatter_(1, torch.where(leads_BN, tree.parents_BN, nodes), here_BN))
+    return follow_path(proposal, next_BN1.scatter_(1, torch.where(leads_BN, tree.parents_BN, nodes), node_BN))
 
 
 def _next(verifier: JointLikelihood | Rollback, target_BNV: Tensor, accepted_B: Tensor, rng: Rng) -> Tensor:
     """Return the token after the path: the most likely one if verified unwarped (temperature 0), else a sample."""
-    probs_BV = at(target_BNV, accepted_B)
-    return probs_BV.argmax(-1) if verifier.judges == "unwarped" else categorical(probs_BV, rng.uniform())
+    probs_BV = take_node(target_BNV, accepted_B)
+    return probs_BV.argmax(-1) if verifier.score_type == "unwarped" else categorical(probs_BV, rng.uniform())

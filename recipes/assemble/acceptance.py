@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from ...checkpoints.verify.windows import position_limit
 from ...data.prompts import end_ids, load_prompts
 from ...data.rendering.templates import get_template
 from ...decode.engine import Limits
-from ...decode.evaluation.measure import decode
+from ...decode.evaluation.measure import decode_prompt
 from ...decode.evaluation.metrics import total
 from ...decode.methods import Parts, build_method
 from ...decode.models.base import LanguageModel
 from ...decode.models.eagle import EagleDrafter
-from ...decode.models.final_norm import layers_in
+from ...decode.models.final_norm import parse_layers
 from ...decode.models.loading import wrap_model
 from ...decode.proposers.head_trees import attach_projection
 from ...decode.tree import parse_tree
@@ -84,7 +85,7 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     table = None if section.table is None else BigramTable.load(Path(section.table))
     rows: list[_Row] = [("", "medusa", {"tree": _tree(recipe)})]
     if recipe.architecture == "eagle3":
-        scorer = wrap_model(target, fast=fast, aux_layers=layers_in(states_read(recipe)))
+        scorer = wrap_model(target, fast=fast, aux_layers=parse_layers(states_read(recipe)))
         rows = [("", "speculative", {"gamma": section.gamma})]
     else:
         scorer = wrap_model(target, fast=fast, states=recipe.states)
@@ -131,7 +132,8 @@ def _measure_of(
         parts, metrics = parts_of(module.eval()), dict[str, float]()
         for prefix, name, options in rows:
             method = build_method(name, parts, sampling, **options)
-            texts = (decode(scorer, method, sampling, seed, prompt, limits) for seed, prompt in enumerate(prompts))
+            decode = partial(decode_prompt, scorer, method, sampling)
+            texts = (decode(seed, prompt, limits) for seed, prompt in enumerate(prompts))
             counts = total(each.tally for each in texts).metrics()
             for key in ("tokens_per_step", "acceptance_rate"):
                 metrics[f"{prefix}{key}"] = float(counts[key])  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from ...decode.methods import Parts, build_method, method_config
 from ...decode.models.base import LanguageModel, check_same_vocabulary
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.graphs import GraphedModel
-from ...decode.models.loading import held_as, load_model, wrap_model
+from ...decode.models.loading import load_model, storage_dtype, wrap_model
 from ...decode.models.products.product import round_to_int8
 from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
@@ -147,7 +147,7 @@ def _open_drafter(
         ref, (made, heads) = _open_part(source, "heads", load_eagle, place)
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         named = recipe.drafter_dtype
-        dtype = None if named in (None, "auto") else getattr(torch, held_as(named, target.device.type))
+        dtype = None if named in (None, "auto") else getattr(torch, storage_dtype(named, target.device.type))
         heads = heads.to(target.device, dtype or target.weights_dtype).attach(*weights)
         if (recipe.drafter_dtype or recipe.dtype) == "int8":
             round_to_int8(heads)

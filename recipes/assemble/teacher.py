@@ -22,7 +22,7 @@ from ...data.tokenizers import load_tokenizer
 from ...train.loop.checkpoints import data_fingerprint
 from ...train.parallel.accelerate import make_accelerator
 from ...train.parallel.processes import Interrupted, on_main
-from ...train.teachers.cache import CacheWriter, MakeRows, RowCache, Source, locked
+from ...train.teachers.cache import CacheWriter, MakeRows, RowCache, Source, lock_cache
 from ...train.teachers.teacher import CachedHidden, CachedTeacher, CacheSource, HiddenSource, mean_mass
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 from ..session.precision import settle_precision
@@ -141,7 +141,7 @@ def _write(recipe: DrafterRecipe | HeadsRecipe, parts: Sequence[_Part], state: A
 
         def begin() -> None:
             for writer in writers:
-                locks.enter_context(locked(writer.folder))
+                locks.enter_context(lock_cache(writer.folder))
             _check_disk(parts[0], writers)
 
         def finish() -> None:

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from ... import __version__
 from ...checkpoints.storage.messages import error_text
-from ...train.parallel.processes import Interrupted, TrainingError, lost_another
+from ...train.parallel.processes import Interrupted, TrainingError, is_peer_failure
 from ..session.launch import destroy_process_group, is_first, refuse_several
 from ..session.terminal import console, log
 from ..session.typed import typed_command
@@ -285,7 +285,7 @@ def main() -> None:
             _fail(f"error: no space left on the disk: {error_text(error)}; what was saved before is whole", 1)
         if isinstance(error, OSError):
             _fail(f"error: {error_text(error)}", 1)
-        if lost_another(error):
+        if is_peer_failure(error):
             reason, rank = " ".join(str(error).split()), os.environ.get("RANK", "0")
             _fail(f"process {rank} ended, because another one of this launch has, or does not answer: {reason}", 1)
         log(traceback.format_exc())

@@ -65,7 +65,7 @@ def certificates_table(
             *(number_cell(one[key], 0) for key in ("tokens", "faults", "near_ties")),
             Cell(DASH if smallest is None else f"{smallest:.1g}", smallest),
             Cell(f"{100 * bias['estimate']:.1f}{reach}" if bias else DASH, bias.get("estimate")),
-            number_cell(100 * one["power"]["found_99"], 1),
+            number_cell(100 * one["power"]["detectable_bias_99"], 1),
         ])  # fmt: skip
     return Table(title, _COLUMNS, rows)
 
@@ -76,21 +76,21 @@ def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     sums = {key: sum(one[key] for one in group) for key in ("tokens", "faults", "near_ties")}
     merged = {"label": worst["label"], "verdict": worst["verdict"], "sampling": {"temperature": None}, "bias": {}}
     merged["tests"] = [test for one in group for test in one["tests"]]
-    return merged | {"power": {"found_99": max(one["power"]["found_99"] for one in group)}} | sums
+    return merged | {"power": {"detectable_bias_99": max(one["power"]["detectable_bias_99"] for one in group)}} | sums
 
 
 def explanations(certificates: Sequence[Certificate], stress: Sequence[Certificate] = ()) -> list[str]:
     """Return lines about failures, missing text, and the rounding at each temperature."""
     lines = []
     for certificate in [*stress, *certificates]:
-        found, undecided = certificate.power["found_99"], certificate.verdict == "undecided"
+        found, undecided = certificate.power["detectable_bias_99"], certificate.verdict == "undecided"
         if undecided or certificate.verdict == "too little text":
             why = "another seed= would tell" if undecided else "more --tokens, or prompts, would tell"
             lines.append(
                 f"{certificate.label}: {certificate.verdict}: of {certificate.power['tokens']:,} tokens a bias of "
                 f"{100 * found:.1f} % would be found with 99 % probability, no smaller one; {why}"
             )
-        if not certificate.failed:
+        if not certificate.is_suspect:
             continue
         lines += [
             f"error: {certificate.label}: prompt {finding.prompt}, new token {finding.position}: token "

@@ -23,7 +23,7 @@ import torch
 from common import finish, in_turns, medians, parser_of
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.evaluation.measure import Decoded, Entry, decode, decode_reference, profile_steps
+from draftsmith.decode.evaluation.measure import Decoded, Entry, decode_prompt, decode_reference, profile_steps
 from draftsmith.decode.evaluation.metrics import Tally, total
 from draftsmith.decode.evaluation.profile import StepProfile
 from draftsmith.decode.methods import Parts, build_method
@@ -180,7 +180,7 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
         name: build_method(kind, parts, sampling, **options) for name, (kind, options, sampling) in measured.items()
     }
     jobs: dict[str, Job] = {
-        label: partial(decode, target, method, measured[label][2], 0) for label, method in methods.items()
+        label: partial(decode_prompt, target, method, measured[label][2], 0) for label, method in methods.items()
     }
     jobs["transformers"] = partial(decode_reference, pair.target_model)
     jobs["transformers assisted"] = assisted(pair.target_model, pair.drafter_model, gamma)

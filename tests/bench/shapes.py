@@ -28,7 +28,7 @@ from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.verifiers.lossless import at, walk
+from draftsmith.decode.verifiers.lossless import follow_path, take_node
 from draftsmith.decode.warpers import Sampling
 
 SHAPES = {
@@ -102,7 +102,7 @@ class FixedPattern(Verifier):
     """Keeps as many tokens of the first path as a fixed pattern says: models of random weights never agree."""
 
     lossless = False
-    judges: Literal["logits"] = "logits"
+    score_type: Literal["logits"] = "logits"
 
     def __init__(self) -> None:
         self._step = 0
@@ -118,8 +118,8 @@ class FixedPattern(Verifier):
         # Of several children the first: they are written from the last to the first.
         places_BN = torch.where(follows_BN, parents_BN, tree.nodes).flip(1)
         next_BN1.scatter_reduce_(1, places_BN, here_BN.flip(1), "amin", include_self=False)
-        last_B, verdict = walk(proposal, next_BN1)
-        verdict.next_B = at(target_BNV, last_B).argmax(-1)
+        last_B, verdict = follow_path(proposal, next_BN1)
+        verdict.next_B = take_node(target_BNV, last_B).argmax(-1)
         return verdict
 
 

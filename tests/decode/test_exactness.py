@@ -381,7 +381,7 @@ def test_a_drafter_that_is_the_target_leaves_no_residual(
 class WrongResidual(ExactChain):
     """Draws the token after a rejection from p instead of [p - q]+."""
 
-    def after_refusal(self, target_BV: torch.Tensor, draft_BV: torch.Tensor) -> torch.Tensor:
+    def residual_distribution(self, target_BV: torch.Tensor, draft_BV: torch.Tensor) -> torch.Tensor:
         return target_BV
 
 

@@ -39,7 +39,7 @@ class Watching(Verifier):
     """Verifier that records the proposals of another one."""
 
     def __init__(self, verifier: Verifier) -> None:
-        self.verifier, self.lossless, self.judges = verifier, verifier.lossless, verifier.judges
+        self.verifier, self.lossless, self.score_type = verifier, verifier.lossless, verifier.score_type
         self.proposals: list[Proposal] = []
 
     def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:

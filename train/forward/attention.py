@@ -48,19 +48,19 @@ def documents_attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     spans: Spans | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each span; keys and values may have fewer heads. Returns [B, T, H, D]."""
     if spans is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
-            module, query_BHTD, key_BHTD, value_BHTD, attention_mask, dropout, scaling, is_causal, **others
+            module, query_BHTD, key_BHTD, value_BHTD, attention_mask, dropout, scaling, is_causal, **options
         )
-    gqa, sides = query_BHTD.shape[1] != key_BHTD.shape[1], (query_BHTD, key_BHTD, value_BHTD)
+    gqa, inputs = query_BHTD.shape[1] != key_BHTD.shape[1], (query_BHTD, key_BHTD, value_BHTD)
     attend: Any = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, is_causal=True)
     rows = []
     for row, borders in enumerate(spans):
-        parts = [[side_BHTD[row : row + 1, :, start:end] for side_BHTD in sides] for start, end in borders]
+        parts = [[input_BHTD[row : row + 1, :, start:end] for input_BHTD in inputs] for start, end in borders]
         rows.append(torch.cat([attend(*part, enable_gqa=gqa) for part in parts], dim=2))
     return torch.cat(rows).transpose(1, 2).contiguous(), None

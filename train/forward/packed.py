@@ -17,7 +17,7 @@ from ...checkpoints.heads.logits import LogitShape
 from ...checkpoints.verify.windows import sliding_window
 from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
-from ...decode.models.final_norm import check_states, final_norm, layers_in, norm_input
+from ...decode.models.final_norm import check_states, final_norm, norm_input, parse_layers
 from .attention import NAME, document_spans, register
 from .seq2seq import Projected, SourceForward
 
@@ -45,13 +45,13 @@ class PackedForward(Projected):
 
     This is not a module, so that a frozen model is neither wrapped for data parallelism nor saved in a checkpoint.
     `states` selects the output of `hidden`: "after-norm" for the last hidden states, "before-norm" for the input of the
-    final norm, or inner and last hidden states concatenated (`layers_in`). Raises ValueError if the model takes no
+    final norm, or inner and last hidden states concatenated (`parse_layers`). Raises ValueError if the model takes no
     positions (ALiBi), carries states across documents, is an encoder-decoder, lacks a final norm, or `states` is
     unknown.
     """
 
     def __init__(self, model: Any, states: str = "after-norm") -> None:
-        self._layers = layers_in(states)
+        self._layers = parse_layers(states)
         if not self._layers:
             check_states(states)
         if model.config.is_encoder_decoder:
@@ -78,10 +78,10 @@ class PackedForward(Projected):
         if states == "before-norm":
             self._norm = final_norm(_decoder(model))
         self.by_document = _can_attend_by_document(model)
-        if self.by_document and not _keeps_documents_apart(self):  # the decoder does not pass `spans` to its attention
+        if self.by_document and not _separates_documents(self):  # the decoder does not pass `spans` to its attention
             self.config._attn_implementation = "sdpa"
             self.by_document = False
-        if not self.by_document and not _keeps_documents_apart(self):
+        if not self.by_document and not _separates_documents(self):
             raise ValueError(
                 f"{type(model).__name__} carries states from one document of a block into the next (convolutions, "
                 "recurrence), so packed blocks are not supported"
@@ -96,9 +96,9 @@ class PackedForward(Projected):
     def hidden(self, batch: Batch) -> Tensor:
         """Return hidden states [B, T, D] as selected by `states`; [B, T, G + D] with those of inner layers."""
         if self._layers:
-            found = self._run(_decoder(self.model), batch, output_hidden_states=True)
-            sides = [*(found.hidden_states[layer] for layer in self._layers), found.last_hidden_state]
-            return torch.cat(sides, -1).reshape(*batch.tokens_BT.shape, -1)
+            output = self._run(_decoder(self.model), batch, output_hidden_states=True)
+            states = [*(output.hidden_states[layer] for layer in self._layers), output.last_hidden_state]
+            return torch.cat(states, -1).reshape(*batch.tokens_BT.shape, -1)
         if self._norm is None:
             return self._last_hidden(batch)
         with norm_input(self._norm) as seen:
@@ -114,12 +114,12 @@ class PackedForward(Projected):
     def _last_hidden(self, batch: Batch | MaskedBatch) -> Tensor:
         return self._run(_decoder(self.model), batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
 
-    def _run(self, module: Any, batch: Batch | MaskedBatch, **asked: Any) -> Any:
+    def _run(self, module: Any, batch: Batch | MaskedBatch, **options: Any) -> Any:
         if "flash" in self._kernel and isinstance(
             batch, Batch
         ):  # one row, because these kernels take the document borders among all tokens
-            return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch), **asked)
-        return module(batch.tokens_BT, use_cache=False, **self._attention(batch), **asked)
+            return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch), **options)
+        return module(batch.tokens_BT, use_cache=False, **self._attention(batch), **options)
 
     @property
     def _kernel(self) -> str:
@@ -217,7 +217,7 @@ def _can_attend_by_document(model: Any) -> bool:
     return getattr(config, "_attn_implementation", None) == NAME
 
 
-def _keeps_documents_apart(forward: PackedForward) -> bool:
+def _separates_documents(forward: PackedForward) -> bool:
     """Check that the second document of a block has the same states as without the first."""
     model = forward.model
     device = next(model.parameters()).device
@@ -225,15 +225,15 @@ def _keeps_documents_apart(forward: PackedForward) -> bool:
     documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], device=device)
     positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
     try:
-        with _tried(model):
+        with _evaluating(model):
             packed_BTD = forward._last_hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
-            alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
+            single_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
     except TypeError:  # the decoder takes no keyword arguments for its attention
         if not forward.by_document:
             raise
         return False
     tolerance = _PROBE_TOLERANCE if model.dtype == torch.float32 else _ROUGH_TOLERANCE
-    return bool((packed_BTD - alone_BTD).abs().max() <= tolerance * alone_BTD.abs().max())
+    return bool((packed_BTD - single_BTD).abs().max() <= tolerance * single_BTD.abs().max())
 
 
 def has_plain_head(model: Any) -> bool:
@@ -244,18 +244,18 @@ def has_plain_head(model: Any) -> bool:
         return False
     if LogitShape.of(config) != LogitShape():
         return False
-    with _tried(model):
+    with _evaluating(model):
         tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
         hidden_BTD = _decoder(model)(tokens_BT, use_cache=False).last_hidden_state
         if hidden_BTD.shape[-1] != head.weight.shape[1]:
             return False
         expected_BTV = model(tokens_BT, use_cache=False).logits.float()
-        found_BTV = (hidden_BTD @ head.weight.T).float()
-    return bool((expected_BTV - found_BTV).abs().max() <= _PROBE_TOLERANCE * expected_BTV.abs().max().clamp(min=1e-6))
+        actual_BTV = (hidden_BTD @ head.weight.T).float()
+    return bool((expected_BTV - actual_BTV).abs().max() <= _PROBE_TOLERANCE * expected_BTV.abs().max().clamp(min=1e-6))
 
 
 @contextmanager
-def _tried(model: Any) -> Iterator[None]:
+def _evaluating(model: Any) -> Iterator[None]:
     """Evaluate without gradients within the context; on a CPU, masked attention replaces flash kernels."""
     was_training = model.training
     model.eval()

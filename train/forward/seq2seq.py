@@ -67,16 +67,16 @@ class SourceForward(Projected):
         """Return the last decoder states [B, T, D], scaled as before the projection; run one token without answers."""
         plan = _plan(batch, self.start_id)
         dtype = self.model.dtype
-        same_RSS = plan.sources_RS[:, :, None] == plan.sources_RS[:, None]
+        source_mask_RSS = plan.sources_RS[:, :, None] == plan.sources_RS[:, None]
         encoded_RSD = self.model.encoder(
-            plan.source_tokens_RS, attention_mask=_additive(same_RSS, dtype)
+            plan.source_tokens_RS, attention_mask=_additive(source_mask_RSS, dtype)
         ).last_hidden_state
-        own_RMM = (plan.answers_RM[:, :, None] == plan.answers_RM[:, None]).tril()
+        answer_mask_RMM = (plan.answers_RM[:, :, None] == plan.answers_RM[:, None]).tril()
         across_RMS = plan.answers_RM[:, :, None] == plan.read_RS[:, None]
         across_RMS[:, :, 0] |= plan.answers_RM == _NO_ANSWER  # avoids rows without any visible token
         decoded_RMD = self.model.decoder(
             plan.answer_tokens_RM,
-            attention_mask=_additive(own_RMM, dtype),
+            attention_mask=_additive(answer_mask_RMM, dtype),
             encoder_hidden_states=encoded_RSD.flatten(0, 1)[plan.read_at_RS],
             encoder_attention_mask=_additive(across_RMS, dtype),
             use_cache=False,
@@ -107,16 +107,16 @@ def _plan(batch: Batch, start_id: int) -> _Plan:
     answers = find_answers(batch.labels_BT.cpu().numpy(), batch.documents_BT.cpu().numpy())
     if not len(answers):
         answers = np.array([[0, 1, 2]])  # position 0 has no label in such a batch, so this state is unused
-    read, written = answers[:, 1] - answers[:, 0], answers[:, 2] - answers[:, 1]
-    rows = _fill_rows(read[:, None], [int(read.max())])
-    source_at_RS, sources_RS = _positions(rows, answers[:, 0], read)
+    source_lengths, answer_lengths = answers[:, 1] - answers[:, 0], answers[:, 2] - answers[:, 1]
+    rows = _fill_rows(source_lengths[:, None], [int(source_lengths.max())])
+    source_at_RS, sources_RS = _positions(rows, answers[:, 0], source_lengths)
     # A decoder row attends to all its sources, so their total length is limited as well.
-    room = [int(written.max()), int(max(read.max(), written.max()))]
-    rows = _fill_rows(np.stack((written, read), 1), room)
-    state_at_RM, answers_RM = _positions(rows, answers[:, 1] - 1, written)
+    room = [int(answer_lengths.max()), int(max(source_lengths.max(), answer_lengths.max()))]
+    rows = _fill_rows(np.stack((answer_lengths, source_lengths), 1), room)
+    state_at_RM, answers_RM = _positions(rows, answers[:, 1] - 1, answer_lengths)
     owners, firsts = np.unique(sources_RS, return_index=True)
     encoded_at = firsts[owners != _NO_ANSWER]  # start of each source, in the order of the answers
-    read_at_RS, read_RS = _positions(rows, encoded_at, read)
+    read_at_RS, read_RS = _positions(rows, encoded_at, source_lengths)
     inputs_RM = tokens[state_at_RM]
     begins_RM = np.ones_like(answers_RM, dtype=bool)
     begins_RM[:, 1:] = answers_RM[:, 1:] != answers_RM[:, :-1]

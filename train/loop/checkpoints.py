@@ -104,8 +104,6 @@ class StateFolder:
             load_model(self._module, file)
 
     def has(self, step: int) -> bool:
-        """Check if there is a complete checkpoint of that step."""
-
         def look() -> bool:
             try:
                 return bool(_position_of(self._path(step)))
@@ -146,7 +144,6 @@ class StateFolder:
         self.log({"step": step, "tokens": tokens, "evaluation": dict(metrics)})
 
     def losses(self) -> list[float]:
-        """Return the logged losses in the order of the steps."""
         return [line["loss"] for line in _read_lines(self.history) if "loss" in line]
 
     def _path(self, step: int) -> Path:
@@ -168,18 +165,17 @@ class StateFolder:
         return None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError if the run in the folder has other settings."""
         path = self.folder / "fit.json"
         before = load_json(path)
         now = json.loads(json.dumps(settings))
-        changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
-        if changed:
-            found = (
+        differing = [key for key in {**now, **before} if before.get(key) != now.get(key)]
+        if differing:
+            changes = (
                 "other data" if key == "data" else f"{key}: {before.get(key)} before, {now.get(key)} now"
-                for key in changed
+                for key in differing
             )
             raise ValueError(
-                f"{self.folder} holds a run with other settings ({'; '.join(found)}); choose another output folder"
+                f"{self.folder} holds a run with other settings ({'; '.join(changes)}); choose another output folder"
             )
 
     def _gather(self) -> tuple[Mapping[str, Tensor] | None, dict[str, Any] | None]:
@@ -192,7 +188,7 @@ class StateFolder:
     def _write(self, folder: Path, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any] | None) -> None:
         assert weights is not None
         try:
-            save_file(_tied_once(weights), folder / _WEIGHTS, metadata={"format": "pt"})
+            save_file(_without_ties(weights), folder / _WEIGHTS, metadata={"format": "pt"})
             torch.save(optimizer, folder / _OPTIMIZER)
             if self._accelerator.scaler is not None:
                 torch.save(self._accelerator.scaler.state_dict(), folder / _SCALER)
@@ -231,17 +227,17 @@ class StateFolder:
 
 def data_fingerprint(data: Any) -> str:
     """Return the SHA-256 of a data manifest's array hashes, or of the whole manifest if it has none."""
-    known = {"shape": [data.blocks, data.block_tokens], "content": data.manifest.get("sha256", data.manifest)}
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+    contents = {"shape": [data.blocks, data.block_tokens], "content": data.manifest.get("sha256", data.manifest)}
+    return hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _tied_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors without those that share memory with an earlier one."""
-    kept: dict[tuple[Any, ...], str] = {}
+    first_names: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        kept.setdefault(key if tensor.numel() else (name,), name)
-    return {name: state[name].contiguous() for name in kept.values()}
+        first_names.setdefault(key if tensor.numel() else (name,), name)
+    return {name: state[name].contiguous() for name in first_names.values()}
 
 
 def _position_of(folder: Path) -> tuple[Position, str]:
@@ -250,15 +246,15 @@ def _position_of(folder: Path) -> tuple[Position, str]:
     try:
         summary = load_json(file)
         files = dict(summary["files"])
-        position, run = Position(**{each.name: summary[each.name] for each in fields(Position)}), str(summary["run"])
+        position, run = Position(**{field.name: summary[field.name] for field in fields(Position)}), str(summary["run"])
     except FileNotFoundError as error:
         raise ValueError(f"it is incomplete: {_SUMMARY} is missing") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
-    for name, known in files.items():
+    for name, entry in files.items():
         if not (folder / name).is_file():
             raise ValueError(f"{name} is missing")
-        if file_entry(folder / name) != known:
+        if file_entry(folder / name) != entry:
             raise ValueError(f"{name} is damaged")
     return position, run
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...checkpoints.storage.messages import first_line
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
-from ..parallel.accelerate import Stepper, configure, gathered, make_accelerator
+from ..parallel.accelerate import Stepper, configure, gather_weights, make_accelerator
 from ..parallel.processes import Interrupted, StopSignals, TrainingError, from_main, is_out_of_memory
 from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
@@ -151,7 +151,7 @@ class _Run:
     def prepare(self) -> Position:
         """Prepare module and optimizer with the accelerator, and load the newest checkpoint."""
         module, config = self.task.module, self.config
-        settings = config.fixed()
+        settings = config.resume_settings()
         settings |= {f"{self.task.name}.{key}": value for key, value in self.task.settings.items()}
         self.trained = sum(p.numel() for p in module.parameters() if p.requires_grad)  # counted before sharding
         settings["parameters"] = self.trained
@@ -175,7 +175,6 @@ class _Run:
         return position
 
     def release(self) -> None:
-        """Reset the accelerator and remove the wrappers of the module."""
         for tracker in self.accelerator.trackers:
             tracker.finish()  # accelerate's `end_training` would also end the process group
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
@@ -206,7 +205,7 @@ class _Run:
             if last:
                 return self._result(position, report)
             started = time.perf_counter()
-            with self._memory_named(f"step {step + 1}"):
+            with self._explain_memory(f"step {step + 1}"):
                 line = self._step(step, stop, report)
             seconds = time.perf_counter() - started
             tokens = position.tokens + line.pop("step_tokens")
@@ -223,7 +222,7 @@ class _Run:
                 self._stop(position, self.stopping, report)
 
     @contextmanager
-    def _memory_named(self, what: str) -> Iterator[None]:
+    def _explain_memory(self, what: str) -> Iterator[None]:
         """Raise TrainingError if memory runs out, naming the activity, the blocks and settings that save memory."""
         self.blocks = []
         try:
@@ -233,7 +232,7 @@ class _Run:
                 raise
             size = self.config.micro_batch
             less = f"micro_batch {size // 2}" if size > 1 else "gradient_checkpointing or shorter blocks"
-            where = f", blocks {_shown(self.blocks)}" if self.blocks else ""
+            where = f", blocks {_format_blocks(self.blocks)}" if self.blocks else ""
             raise TrainingError(
                 f"out of memory in {what}, with micro_batch {size} of {self.data.block_tokens} tokens{where} "
                 f"({first_line(error)}). The last checkpoint in {self.state.folder} is untouched: resume from it with "
@@ -241,9 +240,9 @@ class _Run:
             ) from error
 
     def _log(self, line: dict[str, Any]) -> None:
-        known = {key: value for key, value in line.items() if not isinstance(value, float) or math.isfinite(value)}
-        self.state.log(known)  # JSON has no infinity and no NaN
-        numbers = {key: value for key, value in known.items() if key not in ("step", "skipped")}
+        finite = {key: value for key, value in line.items() if not isinstance(value, float) or math.isfinite(value)}
+        self.state.log(finite)  # JSON has no infinity and no NaN
+        numbers = {key: value for key, value in finite.items() if key not in ("step", "skipped")}
         self.accelerator.log(numbers, step=line["step"])
 
     def _save(self, position: Position) -> None:
@@ -252,7 +251,7 @@ class _Run:
     def _step(self, step: int, stop: StopSignals, report: Report) -> dict[str, Any]:
         """Run one optimizer step over one global batch and return its log line."""
         config = self.config
-        batch, counts, tokens = self._read(step)
+        batch, counts, tokens = self._read_batch(step)
         rate = config.learning_rate * self.rates(step)
         for group in self.optimizer.param_groups:
             name = group["rate_group"]
@@ -275,17 +274,17 @@ class _Run:
             self.stepper.apply()
         return line
 
-    def _read(self, step: int) -> tuple[Batch, Tensor, int]:
+    def _read_batch(self, step: int) -> tuple[Batch, Tensor, int]:
         """Return this process's rows of a step by micro steps, and the counts and tokens of the global batch."""
         config, rank = self.config, self.accelerator.process_index
-        indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
+        indices, global_rows = self.data.step_batch(step, config.global_batch, config.seed)
         self.blocks = indices.tolist()
         self.task.begin(step, config.steps)
         rows = np.concatenate([_rows(micro, rank, self.world, config.micro_batch) for micro in range(self.micro_steps)])
-        batch = drawn.rows(rows)
-        counted = drawn
+        batch = global_rows.rows(rows)
+        counted = global_rows
         if self.task.rewrites:
-            with gathered(self.accelerator, self.module):
+            with gather_weights(self.accelerator, self.module):
                 counted = batch = self.task.rewrite(batch, rows, config.global_batch, (config.seed, step))
         counts = self.task.count(counted)
         numbers = torch.cat([counts.flatten(), (counted.documents_BT != PADDING).sum()[None]])
@@ -316,15 +315,12 @@ class _Run:
         self.skipped += 1
         what = f"the gradient's norm is {norm}" + (f", above max_norm {limit}" if math.isfinite(norm) else "")
         if not math.isfinite(loss):
-            what = (
-                f"the loss is {loss}"
-                + ", and fp16 overflows above 65,504: use precision bf16" * self.stepper.scales_loss
-            )
+            what = f"the loss is {loss}" + ", and fp16 ends at 65,504: use precision bf16" * self.stepper.scales_loss
         rank, size = self.accelerator.process_index, self.config.micro_batch
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
         blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]
         blocks = gather_object(blocks) or self.blocks
-        where = f"{what} at step {step + 1}, blocks {_shown(blocks)}"
+        where = f"{what} at step {step + 1}, blocks {_format_blocks(blocks)}"
         # With float16, gradients overflow occasionally until the scaler lowers its scale.
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
@@ -342,12 +338,12 @@ class _Run:
 
         def measure() -> dict[str, float]:
             self.module.eval()
-            named = self._memory_named(f"the evaluation after step {step}")
+            named = self._explain_memory(f"the evaluation after step {step}")
             with torch.no_grad(), self.accelerator.autocast(), named:
                 return self.task.evaluate(self.accelerator.unwrap_model(self.module))
 
         self.accelerator.wait_for_everyone()
-        with gathered(self.accelerator, self.module):
+        with gather_weights(self.accelerator, self.module):
             metrics = from_main(self.accelerator, measure)
         self.state.log_evaluation(step, metrics, position.tokens)
         self.accelerator.log(metrics, step=step)
@@ -365,8 +361,8 @@ class _Run:
 
     def _stop(self, position: Position, number: signal.Signals, report: Report) -> None:
         self._save(position)
-        done = f"stopped by {number.name} after step {position.step} of {self.config.steps}"
-        message = f"{done}; saved in {self.state.folder}, rerun the command to resume"
+        status = f"stopped by {number.name} after step {position.step} of {self.config.steps}"
+        message = f"{status}; saved in {self.state.folder}, rerun the command to resume"
         report.line(f"{self.title}: {message}")
         raise Interrupted(number, message)
 
@@ -381,16 +377,16 @@ class _Run:
             )
         value, step = self.best
         last = self.state.evaluations[position.step][str(self.config.keep_best)]
-        found = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"
+        values = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"
         if not self.state.has(step):
-            report.line(f"{self.title}: {found}, but there is no checkpoint of step {step}: the last weights are kept")
+            report.line(f"{self.title}: {values}, but there is no checkpoint of step {step}: the last weights are kept")
             return position.step
         self.state.load_weights(step)
-        report.line(f"{self.title}: {found}: the weights of step {step} are kept")
+        report.line(f"{self.title}: {values}: the weights of step {step} are kept")
         return step
 
     def _result(self, position: Position, report: Report) -> FitResult:
-        kept = self._keep_best(position, report)
+        step = self._keep_best(position, report)
         self.accelerator.wait_for_everyone()  # the main process writes the log
         losses = self.state.losses()
         tail = losses[-max(1, len(losses) // 10) :]
@@ -398,8 +394,8 @@ class _Run:
             steps=position.step,
             first_loss=losses[0] if losses else math.nan,
             last_loss=sum(tail) / len(tail) if tail else math.nan,
-            metrics=self.state.evaluations.get(kept, {}),
-            kept_step=kept,
+            metrics=self.state.evaluations.get(step, {}),
+            kept_step=step,
             tokens=position.tokens,
             seconds=position.seconds,
             history=self.state.history,
@@ -409,7 +405,7 @@ class _Run:
         )
 
 
-def _shown(blocks: list[int]) -> str:
+def _format_blocks(blocks: list[int]) -> str:
     """Format block numbers, shortening long lists."""
     more = f" and {len(blocks) - _SHOWN_BLOCKS} more" if len(blocks) > _SHOWN_BLOCKS else ""
     return f"{blocks[:_SHOWN_BLOCKS]}{more}"

@@ -22,7 +22,6 @@ class Report:
         self._last_line, self._seconds = -_SECONDS_BETWEEN_LINES, 0.0
 
     def line(self, text: str) -> None:
-        """Print one line."""
         if self._active:
             print(pictured(redacted(text)), file=sys.stderr)
 
@@ -36,7 +35,6 @@ class Report:
             self.line(f"{self._name}: step {step} of {self._steps} · {now} · {left:.0f} s left")
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Print the metrics measured after `step` steps."""
         if metrics:
             shown = " · ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.line(f"{self._name}: evaluation after step {step}: {shown}")

@@ -91,22 +91,21 @@ class TeacherTargets:
         self._teacher, self._vocab, self._temperature = teacher, vocab, temperature
         if isinstance(teacher, SparseTeacher):
             assert teacher.ids_XK.shape == teacher.log_probs_XK.shape
-            self.positions, kept = teacher.ids_XK.shape
-            top_k = top_k or kept
-            if top_k > kept:
-                raise ValueError(f"top_k is {top_k}, but the teacher stores the {kept} most likely tokens")
+            self.positions, stored = teacher.ids_XK.shape
+            top_k = top_k or stored
+            if top_k > stored:
+                raise ValueError(f"top_k is {top_k}, but the teacher stores the {stored} most likely tokens")
         else:
             self.positions = len(teacher.hidden_XE)
-            theirs = teacher.hidden_XE.shape[1] if teacher.weight_VE is None else len(teacher.weight_VE)
-            if theirs != vocab:
-                raise ValueError(f"the drafter's vocabulary has {vocab} tokens, but the teacher's has {theirs}")
+            teacher_vocab = teacher.hidden_XE.shape[1] if teacher.weight_VE is None else len(teacher.weight_VE)
+            if teacher_vocab != vocab:
+                raise ValueError(f"the drafter's vocabulary has {vocab} tokens, but the teacher's has {teacher_vocab}")
             self._product = Product(teacher.hidden_XE.dtype)
         self._top_k = top_k
         if top_k is not None and temperature != 1:
             raise ValueError(f"top_k requires temperature 1, got {temperature}")
 
     def load(self, rows_C: Tensor) -> None:
-        """Load the chunk of these positions."""
         self._rows_C = rows_C
         if isinstance(self._teacher, DenseTeacher):
             self._logits_CV = self._product(self._teacher.hidden_XE.detach()[rows_C], self._teacher.weight_VE)
@@ -232,8 +231,8 @@ class Plan:
         self._size = chunk or chunk_positions(vocab, features_XKD.device)
         self._block = block_rows(vocab, self._size, features_XKD.device)
         self.dtype = product_type(features_XKD)
-        self._kept = [(labels_X != IGNORED).nonzero()[:, 0] for labels_X in labels_XK.unbind(1)]
-        self.counts_K = torch.tensor([len(rows) for rows in self._kept], device=labels_XK.device)
+        self._labelled = [(labels_X != IGNORED).nonzero()[:, 0] for labels_X in labels_XK.unbind(1)]
+        self.counts_K = torch.tensor([len(rows) for rows in self._labelled], device=labels_XK.device)
         self._targets: TeacherTargets | None = None
         if self._divergences:
             if teacher is None:
@@ -244,22 +243,22 @@ class Plan:
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """Yield a head, some positions int64 [C], and their rows int64 [C] in the loaded teacher chunk, if any."""
         if self._targets is None:
-            for head, rows in enumerate(self._kept):
+            for head, rows in enumerate(self._labelled):
                 yield from ((head, rows_C, None) for rows_C in _even(rows, self._size))
             return
-        source, kept = self._teacher_rows_XK, list(enumerate(self._kept))
-        rows_of_heads = [rows if source is None else source[rows, head] for head, rows in kept]
-        wanted_N = torch.cat(rows_of_heads).unique()
-        assert not len(wanted_N) or int(wanted_N[0]) >= 0, "a position has a label but no teacher row"
-        chunks = _even(wanted_N, self._size)
+        source, head_rows = self._teacher_rows_XK, list(enumerate(self._labelled))
+        rows_of_heads = [rows if source is None else source[rows, head] for head, rows in head_rows]
+        used_N = torch.cat(rows_of_heads).unique()
+        assert not len(used_N) or int(used_N[0]) >= 0, "a position has a label but no teacher row"
+        chunks = _even(used_N, self._size)
         edges = [0, *torch.tensor([len(rows_C) for rows_C in chunks]).cumsum(0).tolist()]
         # positions of each head, sorted by their teacher rows and split at the chunk borders
-        sorted_heads = [torch.searchsorted(wanted_N, rows).sort(stable=True) for rows in rows_of_heads]
-        bounds = torch.tensor(edges, device=wanted_N.device)
+        sorted_heads = [torch.searchsorted(used_N, rows).sort(stable=True) for rows in rows_of_heads]
+        bounds = torch.tensor(edges, device=used_N.device)
         cuts = [torch.searchsorted(index, bounds).tolist() for index, _ in sorted_heads]
         for number, rows_C in enumerate(chunks):
             self._targets.load(rows_C)
-            for head, rows in kept:
+            for head, rows in head_rows:
                 index, order = (part[cuts[head][number] : cuts[head][number + 1]] for part in sorted_heads[head])
                 parts = zip(_even(rows[order], self._size), _even(index - edges[number], self._size), strict=True)
                 yield from ((head, positions_C, local_C) for positions_C, local_C in parts)
@@ -269,8 +268,8 @@ class Plan:
         labels_C, products_CV = self._labels_XK[rows_C, head], logits_CV
         if self._output is not None:
             with torch.enable_grad():
-                made_CV = self._output(given_CV := products_CV.detach().requires_grad_())
-            logits_CV = made_CV.detach().clone()
+                output_CV = self._output(input_CV := products_CV.detach().requires_grad_())
+            logits_CV = output_CV.detach().clone()
         sums = []
         for start in range(0, len(labels_C), self._block):
             block, targets = slice(start, start + self._block), None
@@ -281,7 +280,7 @@ class Plan:
             logits_CV[block] = grad_RV
             sums.append(loss_R.sum())
         if self._output is not None:
-            products_CV.copy_(torch.autograd.grad(made_CV, given_CV, logits_CV)[0])
+            products_CV.copy_(torch.autograd.grad(output_CV, input_CV, logits_CV)[0])
         return torch.stack(sums).sum()
 
     def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,8 +311,8 @@ def _scale(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tens
 
 def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Add up losses and gradients; the first gradient is overwritten."""
-    (loss_R, grad_RF), *others = parts
-    for other_R, other_RF in others:
+    (loss_R, grad_RF), *rest = parts
+    for other_R, other_RF in rest:
         loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)
     return loss_R, grad_RF
 
@@ -325,8 +324,8 @@ class FusedLoss(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, with_grad: bool, features_XKD: Tensor, *projections: Tensor | None) -> Tensor:
         # sums of thousands of terms need at least float32; products run in the plan's dtype
         wide_dtype = torch.promote_types(features_XKD.dtype, torch.float32)
-        _, _, features_wanted, *wanted = ctx.needs_input_grad
-        grad_XKD = torch.zeros_like(features_XKD) if with_grad and features_wanted else None
+        _, _, features_need_grad, *projection_needs_grad = ctx.needs_input_grad
+        grad_XKD = torch.zeros_like(features_XKD) if with_grad and features_need_grad else None
         sums: list[Tensor] = [torch.zeros((), dtype=wide_dtype, device=features_XKD.device) for _ in projections]
         grads: list[Tensor | None] = [None] * len(projections)
         product, features_XKD = Product(plan.dtype), features_XKD.detach()
@@ -339,10 +338,10 @@ class FusedLoss(torch.autograd.Function):
                 if grad_XKD is not None:
                     grad_CD = grad_CV if weight_VD is None else grad_CV @ product.cast(weight_VD)
                     grad_XKD[rows_C, head] = grad_CD.to(grad_XKD.dtype)
-                if with_grad and wanted[head]:
+                if with_grad and projection_needs_grad[head]:
                     grads[head] = _add_outer(grads[head], grad_CV, features_CD, wide_dtype)
         for head, weight_VD in enumerate(projections):
-            if with_grad and wanted[head] and grads[head] is None:
+            if with_grad and projection_needs_grad[head] and grads[head] is None:
                 assert weight_VD is not None
                 grads[head] = torch.zeros_like(weight_VD, dtype=wide_dtype)
         ctx.grads = (grad_XKD, grads, [None if weight_VD is None else weight_VD.dtype for weight_VD in projections])

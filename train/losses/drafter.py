@@ -86,12 +86,12 @@ def heads_mixture(
     return sums_K, plan.counts_K
 
 
-def rows_of(ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def select_tokens(ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return states and projection, or logits and None, restricted to these tokens."""
     return (hidden_XD[:, ids], None) if weight_VD is None else (hidden_XD, weight_VD[ids])
 
 
-def narrowed(
+def narrow_vocabulary(
     ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, teacher: Teacher | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Teacher | None]:
     """Return the arguments of `mixture` restricted to the tokens `ids` (int64, ascending).
@@ -102,39 +102,39 @@ def narrowed(
     Raises ValueError: A sparse teacher has more tokens than `ids`.
     """
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
-    told = None if teacher is None else among(ids, vocab, teacher)
-    return *rows_of(ids, hidden_XD, weight_VD), places_of(ids, vocab, labels_X), told
+    restricted = None if teacher is None else restrict_teacher(ids, vocab, teacher)
+    return *select_tokens(ids, hidden_XD, weight_VD), map_labels(ids, vocab, labels_X), restricted
 
 
-def places_of(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
+def map_labels(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
     """Return labels of any shape as indices into `ids`; −100 for all others."""
-    places_V = torch.full((vocab,), IGNORED, device=ids.device)
-    places_V[ids] = torch.arange(len(ids), device=ids.device)
-    return torch.where(labels == IGNORED, IGNORED, places_V[labels.clamp(min=0)])
+    index_V = torch.full((vocab,), IGNORED, device=ids.device)
+    index_V[ids] = torch.arange(len(ids), device=ids.device)
+    return torch.where(labels == IGNORED, IGNORED, index_V[labels.clamp(min=0)])
 
 
-def among(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
+def restrict_teacher(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
     """Return a teacher's distribution conditional on these tokens of a vocabulary.
 
     Other tokens of a sparse teacher are replaced by unused ones of `ids`, with equal shares of the remaining
     probability.
     """
     if isinstance(teacher, DenseTeacher):
-        return DenseTeacher(*rows_of(ids, teacher.hidden_XE, teacher.weight_VE))
+        return DenseTeacher(*select_tokens(ids, teacher.hidden_XE, teacher.weight_VE))
     count, named = len(ids), teacher.ids_XK.shape[1]
     if named > count:
         raise ValueError(f"the teacher stores {named} tokens per position, but the draft vocabulary has {count}")
-    places_XK, width = places_of(ids, vocab, teacher.ids_XK), min(count, 2 * named)
-    lost_XK = places_XK < 0
-    taken_XW = places_XK.new_zeros(len(places_XK), width + 1)
-    taken_XW.scatter_(1, torch.where(lost_XK, width, places_XK.clamp(max=width)), 1)
-    free_XK = taken_XW[:, :width].argsort(dim=1, stable=True).gather(1, lost_XK.cumsum(1).sub(1).clamp(min=0))
+    index_XK, width = map_labels(ids, vocab, teacher.ids_XK), min(count, 2 * named)
+    missing_XK = index_XK < 0
+    used_XW = index_XK.new_zeros(len(index_XK), width + 1)
+    used_XW.scatter_(1, torch.where(missing_XK, width, index_XK.clamp(max=width)), 1)
+    free_XK = used_XW[:, :width].argsort(dim=1, stable=True).gather(1, missing_XK.cumsum(1).sub(1).clamp(min=0))
     p_XK = teacher.log_probs_XK.exp()
     rest_X1 = (1 - p_XK.sum(1, keepdim=True)).clamp(min=1e-7)
-    share_X1 = rest_X1 / (count - named + lost_XK.sum(1, keepdim=True)).clamp(min=1)
-    kept_X1 = p_XK.masked_fill(lost_XK, 0).sum(1, keepdim=True) + rest_X1
-    log_probs_XK = (torch.where(lost_XK, share_X1, p_XK) / kept_X1).log()
-    return SparseTeacher(torch.where(lost_XK, free_XK, places_XK), log_probs_XK)
+    share_X1 = rest_X1 / (count - named + missing_XK.sum(1, keepdim=True)).clamp(min=1)
+    mass_X1 = p_XK.masked_fill(missing_XK, 0).sum(1, keepdim=True) + rest_X1
+    log_probs_XK = (torch.where(missing_XK, share_X1, p_XK) / mass_X1).log()
+    return SparseTeacher(torch.where(missing_XK, free_XK, index_XK), log_probs_XK)
 
 
 def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tensor:
@@ -143,8 +143,8 @@ def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tens
     assert labels_BT.shape == documents_BT.shape, (labels_BT.shape, documents_BT.shape)
     shifted_BT = torch.full_like(labels_BT, IGNORED)
     if offset < labels_BT.shape[1]:
-        same_BT = documents_BT[:, offset:] == documents_BT[:, :-offset]
-        shifted_BT[:, :-offset] = torch.where(same_BT, labels_BT[:, offset:], IGNORED)
+        same_document_BT = documents_BT[:, offset:] == documents_BT[:, :-offset]
+        shifted_BT[:, :-offset] = torch.where(same_document_BT, labels_BT[:, offset:], IGNORED)
     return shifted_BT
 
 
@@ -170,14 +170,14 @@ def _blocks_of_logits(
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
     size = chunk or chunk_positions(vocab, hidden_XD.device)
     if proposed is not None:
-        hidden_XD, weight_VD = rows_of(proposed, hidden_XD, weight_VD)
+        hidden_XD, weight_VD = select_tokens(proposed, hidden_XD, weight_VD)
     product, targets = Product(product_type(hidden_XD)), None
     if teacher is not None:
         targets = TeacherTargets(teacher, vocab)
         assert targets.positions == len(labels_X), (targets.positions, len(labels_X))
     block = block_rows(vocab, size, hidden_XD.device)
-    kept = (labels_X != IGNORED).nonzero()[:, 0]
-    for rows_C in kept.split(size) if len(kept) else ():
+    rows = (labels_X != IGNORED).nonzero()[:, 0]
+    for rows_C in rows.split(size) if len(rows) else ():
         logits_CV = product(hidden_XD.detach()[rows_C], weight_VD)
         if output is not None:
             logits_CV = output(logits_CV)
@@ -210,11 +210,11 @@ def label_hits(
     top1, top5 = (torch.zeros((), dtype=torch.int64, device=labels_X.device) for _ in range(2))
     for labels_R, logits_RV, _ in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, output=output):
         labels_R1 = labels_R[:, None]
-        mine_R1 = logits_RV.gather(1, labels_R1)
+        label_logit_R1 = logits_RV.gather(1, labels_R1)
         loss -= logits_RV.log_softmax(1).gather(1, labels_R1).sum()
         ids_V = torch.arange(logits_RV.shape[1], device=labels_X.device)
-        ahead_RV = (logits_RV > mine_R1) | ((logits_RV == mine_R1) & (ids_V < labels_R1))
-        rank_R = ahead_RV.sum(1)
+        higher_RV = (logits_RV > label_logit_R1) | ((logits_RV == label_logit_R1) & (ids_V < labels_R1))
+        rank_R = higher_RV.sum(1)
         top1 += (rank_R == 0).sum()
         top5 += (rank_R < TOP).sum()
     return LabelHits(loss, top1, top5, (labels_X != IGNORED).sum())
@@ -251,8 +251,8 @@ def agreement(
         assert targets is not None
         log_drafter_RF = to_events(targets, logits_RV)[0]
         overlap += torch.minimum(log_drafter_RF, targets.log_probs_RF).exp().sum()
-        theirs_RK = targets.top(TOP)
-        mine_RK = logits_RV.topk(theirs_RK.shape[1], dim=1).indices
-        top1 += (mine_RK[:, 0] == theirs_RK[:, 0]).sum()
-        top5 += (mine_RK[:, :, None] == theirs_RK[:, None]).sum() / theirs_RK.shape[1]
+        teacher_RK = targets.top(TOP)
+        drafter_RK = logits_RV.topk(teacher_RK.shape[1], dim=1).indices
+        top1 += (drafter_RK[:, 0] == teacher_RK[:, 0]).sum()
+        top5 += (drafter_RK[:, :, None] == teacher_RK[:, None]).sum() / teacher_RK.shape[1]
     return Agreement(overlap, top1, top5, (labels_X != IGNORED).sum())

@@ -156,10 +156,10 @@ def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, R
         if name not in OBJECTIVES:
             raise ValueError(f"unknown objective {name!r}, expected one of: {known}.{did_you_mean(name, OBJECTIVES)}")
     ramps = {name: _parse_ramp(name, value) for name, value in weights.items()}
-    for when, values in (("start", [r.start for r in ramps.values()]), ("end", [r.end for r in ramps.values()])):
+    for point, values in (("start", [r.start for r in ramps.values()]), ("end", [r.end for r in ramps.values()])):
         if not any(values):
-            given = ", ".join(f"{name}: {value}" for name, value in weights.items())
-            raise ValueError(f"all weights are 0 at the {when} of the run ({given}), so nothing would be trained")
+            formatted = ", ".join(f"{name}: {value}" for name, value in weights.items())
+            raise ValueError(f"all weights are 0 at the {point} of the run ({formatted}), so nothing would be trained")
     return ramps
 
 
@@ -170,8 +170,8 @@ def weights_at(ramps: Mapping[str, Ramp], progress: float) -> dict[str, float]:
 
 def _parse_ramp(name: str, value: float | Sequence[float]) -> Ramp:
     numbers = [value, value] if isinstance(value, int | float) else list(value)
-    known = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
-    if known and len(numbers) in (2, 3):
+    is_valid = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
+    if is_valid and len(numbers) in (2, 3):
         ramp = Ramp(*(float(number) for number in numbers))
         if min(ramp.start, ramp.end) >= 0 < ramp.until <= 1 and (ramp.start or ramp.end):
             return ramp

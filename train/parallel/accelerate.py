@@ -66,12 +66,12 @@ def _quiet_deepspeed(on_cpu: bool) -> None:
 
 
 def _check_launch(accelerator: Any, launched: int, with_deepspeed: bool) -> None:
-    kind, found = accelerator.distributed_type.value, accelerator.num_processes
+    kind, seen = accelerator.distributed_type.value, accelerator.num_processes
     if kind in ("FSDP", "MEGATRON_LM", "XLA"):
         raise ValueError(f"training under {kind} is not supported; sharded training is DeepSpeed's ZeRO 1, 2 or 3")
-    if found != launched or (with_deepspeed and kind != "DEEPSPEED"):
-        wanted = f"{launched} processes{' under DeepSpeed' if with_deepspeed else ''}"
-        raise ValueError(f"{wanted} were launched, but this one sees {found} ({kind}): check the accelerate config")
+    if seen != launched or (with_deepspeed and kind != "DEEPSPEED"):
+        expected = f"{launched} processes{' under DeepSpeed' if with_deepspeed else ''}"
+        raise ValueError(f"{expected} were launched, but this one sees {seen} ({kind}): check the accelerate config")
 
 
 def _is_set(variable: str) -> bool:
@@ -188,7 +188,7 @@ class Stepper:
 
 
 @contextmanager
-def gathered(accelerator: Any, module: nn.Module) -> Iterator[None]:
+def gather_weights(accelerator: Any, module: nn.Module) -> Iterator[None]:
     """Gather all weights of a prepared `module` within the context, for reading only. All processes must enter."""
     if zero_stage(accelerator) < 3:
         yield

@@ -69,7 +69,7 @@ def from_main(accelerator: Any, work: Callable[[], Found]) -> Found:
     return broadcast_object_list([work() if accelerator.is_main_process else None])[0]
 
 
-def lost_another(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Check if an error was caused by another process that ended."""
     if not isinstance(error, RuntimeError) or "torch" not in sys.modules:
         return False

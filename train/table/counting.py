@@ -68,7 +68,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         budget = int(share * 3 / 8 / (dtype.itemsize + 4))
         self._workers = [_Worker(self.folder, vocab_size, size, budget) for _ in range(threads)]
         self._keys_T: NDArray[Any] = np.empty(size, dtype)
-        self._filled, self._cross_document = 0, 0
+        self._num_buffered, self._cross_document = 0, 0
 
     def add(self, tokens_T: NDArray[Any], starts_D: NDArray[Any], position: Any) -> None:
         """Count consecutive documents.
@@ -92,7 +92,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 
     def spill(self) -> None:
         """Write all counts so far to disk, with their position."""
-        if self._filled:
+        if self._num_buffered:
             self._send()
         for worker in self._workers:
             worker.spill()
@@ -105,7 +105,6 @@ class PairCounter(AbstractContextManager["PairCounter"]):
             worker.spilled = []
 
     def close(self) -> None:
-        """Stop the background threads without spilling. Spilled counts are kept."""
         for worker in self._workers:
             worker.close()
         self._lock.close()
@@ -115,24 +114,24 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 
     def _fill(self, tokens_T: NDArray[Any], ends_C: Ints) -> None:
         """Write the keys of pairs into the buffer, and send full buffers to the threads."""
-        done, pairs = 0, len(tokens_T) - 1
-        while done < pairs:
-            end = min(done + len(self._keys_T) - self._filled, pairs)
-            keys_P = self._keys_T[self._filled : self._filled + end - done]
-            write_keys(tokens_T[done : end + 1], self.vocab_size, keys_P)
-            first, after = np.searchsorted(ends_C, (done, end))
-            keys_P[ends_C[first:after] - done] = 0
+        start, pairs = 0, len(tokens_T) - 1
+        while start < pairs:
+            end = min(start + len(self._keys_T) - self._num_buffered, pairs)
+            keys_P = self._keys_T[self._num_buffered : self._num_buffered + end - start]
+            write_keys(tokens_T[start : end + 1], self.vocab_size, keys_P)
+            first, after = np.searchsorted(ends_C, (start, end))
+            keys_P[ends_C[first:after] - start] = 0
             self._cross_document += int(after - first)
-            self._filled += end - done
-            done = end
-            if self._filled == len(self._keys_T):
+            self._num_buffered += end - start
+            start = end
+            if self._num_buffered == len(self._keys_T):
                 self._send()
 
     def _send(self) -> None:
         """Pass the buffer to a worker, and continue with the one that it returns."""
         worker = next((worker for worker in self._workers if worker.idle), self._workers[0])
-        self._keys_T = worker.count(self._keys_T, self._filled, self._cross_document)
-        self._filled = self._cross_document = 0
+        self._keys_T = worker.count(self._keys_T, self._num_buffered, self._cross_document)
+        self._num_buffered = self._cross_document = 0
         self._workers.append(self._workers.pop(self._workers.index(worker)))  # the longest busy one comes first
 
 
@@ -165,7 +164,6 @@ class _Worker:
         return free_T
 
     def spill(self) -> None:
-        """Write the held runs in the background."""
         self.finish()
         if self._runs:
             self._task = self._thread.submit(self._spill)
@@ -190,7 +188,6 @@ class _Worker:
         return self._spill() if full else None
 
     def _merge(self) -> None:
-        """Merge all runs into one."""
         most = sum(len(keys) for keys, _ in self._runs)  # untouched memory is not allocated
         keys_E, counts_E = np.empty(most, key_dtype(self._vocab_size)), np.empty(most, np.uint32)
         end = 0

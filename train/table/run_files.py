@@ -40,8 +40,8 @@ class FileArray:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, wanted: slice) -> NDArray[Any]:
-        start, end, _ = wanted.indices(self.length)
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        start, end, _ = part.indices(self.length)
         offset = self.offset + start * self.dtype.itemsize
         return np.fromfile(self.path, dtype=self.dtype, count=max(end - start, 0), offset=offset)
 
@@ -85,11 +85,11 @@ def read_index(folder: Path, vocab_size: int) -> dict[str, Any]:
         raise ValueError(f"{error}; {advice}") from error
     if index["vocab_size"] != vocab_size:
         raise ValueError(f"{folder} has counts for {index['vocab_size']} tokens, but this vocabulary has {vocab_size}")
-    for wanted in index["runs"]:
-        file = folder / wanted["name"]
+    for run in index["runs"]:
+        file = folder / run["name"]
         size = file.stat().st_size if file.is_file() else 0
-        if size != wanted["bytes"]:
-            raise ValueError(f"{file} is damaged: it has {size} bytes, expected {wanted['bytes']}; {advice}")
+        if size != run["bytes"]:
+            raise ValueError(f"{file} is damaged: it has {size} bytes, expected {run['bytes']}; {advice}")
     return index
 
 
@@ -111,10 +111,10 @@ def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[
 
     Raises ValueError if counts are of another vocabulary, or files are missing or damaged.
     """
-    found = [(folder, read_index(folder, vocab_size)) for folder in folders]
-    runs = [_open_run(folder / run["name"], vocab_size) for folder, index in found for run in index["runs"]]
-    tokens, documents = (sum(index[key] for _, index in found) for key in ("tokens", "documents"))
-    unigram_V = sum((np.array(index["ends"]) for _, index in found), np.zeros(vocab_size, np.int64))
+    indices = [(folder, read_index(folder, vocab_size)) for folder in folders]
+    runs = [_open_run(folder / run["name"], vocab_size) for folder, index in indices for run in index["runs"]]
+    tokens, documents = (sum(index[key] for _, index in indices) for key in ("tokens", "documents"))
+    unigram_V = sum((np.array(index["ends"]) for _, index in indices), np.zeros(vocab_size, np.int64))
 
     def parts() -> Iterator[Run]:
         for part in merge_runs(runs, vocab_size, max(_CHUNK, _CHUNK_OF_RUN * len(runs))):

@@ -20,11 +20,11 @@ from ...data.blocks.prepared import PreparedData
 from ...decode.models.draft_vocabulary import kept_tokens
 from ..forward.packed import PackedForward, make_forward
 from ..loop.fit import Task
-from ..losses.drafter import IGNORED, agreement, heads_mixture, label_hits, narrowed, shifted_labels
+from ..losses.drafter import IGNORED, agreement, heads_mixture, label_hits, narrow_vocabulary, shifted_labels
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.teacher import ModelTeacher, Teacher
 from .on_policy import OnPolicy, rewrite
-from .parallel import Parallel, lengthened
+from .parallel import Parallel, append_mask_tokens
 
 _EVALUATED_TOGETHER = 4  # blocks
 
@@ -56,12 +56,12 @@ class DrafterModule(nn.Module):
             assert isinstance(self._forward, PackedForward)
             self._forward.check_masks()
         self._teacher = teacher
-        mine = self._forward.vocab_size
-        theirs = mine if teacher is None else teacher.vocab_size
-        if mine != theirs:
+        vocab = self._forward.vocab_size
+        teacher_vocab = vocab if teacher is None else teacher.vocab_size
+        if vocab != teacher_vocab:
             raise ValueError(
-                f"the drafter's vocabulary has {mine} tokens, but the teacher's has {theirs}: `draftsmith doctor "
-                "TARGET DRAFTER --fix OUT` writes a drafter with the target's vocabulary"
+                f"the drafter's vocabulary has {vocab} tokens, but the teacher's has {teacher_vocab}: `draftsmith "
+                "doctor TARGET DRAFTER --fix OUT` writes a drafter with the target's vocabulary"
             )
 
     def forward(
@@ -74,21 +74,22 @@ class DrafterModule(nn.Module):
         """
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         weights = weights_at(self._weights, self.progress)
-        taught = needs_teacher(weights)
-        teacher = self._teacher(batch) if self._teacher is not None and taught else None
+        learns_from_teacher = needs_teacher(weights)
+        teacher = self._teacher(batch) if self._teacher is not None and learns_from_teacher else None
         labels_X, rows_X1, count = shifted_labels(labels_BT, documents_BT, 1).flatten(), None, None
         if self.parallel is None:
             hidden_XD, weight_VD = self.states(batch)
         else:
             count = (labels_X != IGNORED).sum()
-            longer = lengthened(batch, self.parallel, self.progress)
+            extended = append_mask_tokens(batch, self.parallel, self.progress)
             assert isinstance(self._forward, PackedForward)
-            hidden_XD, weight_VD = self._forward(longer.batch).flatten(0, 1), self._forward.weight_VD()
-            labels_X, rows_X1 = longer.labels_X, longer.teacher_rows_X[:, None]
+            hidden_XD, weight_VD = self._forward(extended.batch).flatten(0, 1), self._forward.weight_VD()
+            labels_X, rows_X1 = extended.labels_X, extended.teacher_rows_X[:, None]
         if self.proposed is not None:
-            hidden_XD, weight_VD, labels_X, teacher = narrowed(self.proposed, hidden_XD, weight_VD, labels_X, teacher)
-        given = (labels_X[:, None], teacher, rows_X1, self.temperature)
-        sums_1, counts_1 = heads_mixture(weights, hidden_XD[:, None], [weight_VD], *given, top_k=self.top_k)
+            narrowed = narrow_vocabulary(self.proposed, hidden_XD, weight_VD, labels_X, teacher)
+            hidden_XD, weight_VD, labels_X, teacher = narrowed
+        arguments = (labels_X[:, None], teacher, rows_X1, self.temperature)
+        sums_1, counts_1 = heads_mixture(weights, hidden_XD[:, None], [weight_VD], *arguments, top_k=self.top_k)
         if count is None:
             return sums_1[0], counts_1[0]
         return sums_1[0] * (count / counts_1[0].clamp(min=1)), count  # of mask tokens too
@@ -108,7 +109,6 @@ class DrafterModule(nn.Module):
         return [weight_VD] if isinstance(weight_VD, nn.Parameter) else []
 
     def gradient_checkpointing_enable(self) -> None:
-        """Recompute activations in the backward pass instead of storing them."""
         enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
 
@@ -143,7 +143,7 @@ class DrafterTask(Task):
         if on_policy is not None and "cross-entropy" in objective:
             raise ValueError("`on_policy` does not support cross-entropy: the labels would be the drafter's samples")
         self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
-        self._beside = [side for side in (teacher, eval_teacher) if side is not None]
+        self._teachers = [other for other in (teacher, eval_teacher) if other is not None]
         self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, parallel)
         self.settings: dict[str, Any] = {"objective": objective, "temperature": temperature}
         if parallel is not None:
@@ -160,13 +160,12 @@ class DrafterTask(Task):
 
     @property
     def other_models(self) -> list[nn.Module]:
-        """Models in memory that are not trained."""
-        models = [side.model for side in self._beside if isinstance(side, ModelTeacher)]
+        models = [other.model for other in self._teachers if isinstance(other, ModelTeacher)]
         return list(dict.fromkeys(models))
 
     def place(self, device: torch.device) -> None:
-        for side in self._beside:
-            side.place(device)
+        for other in self._teachers:
+            other.place(device)
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
         """Return the batch with a share of its responses sampled from the current drafter; see `on_policy.rewrite`."""
@@ -187,7 +186,7 @@ class DrafterTask(Task):
         """
         assert isinstance(module, DrafterModule)
         sums: dict[str, float] = {}
-        items = known = 0
+        items = num_known = 0
 
         def add(**values: Any) -> None:
             for name, value in values.items():
@@ -197,17 +196,17 @@ class DrafterTask(Task):
         for batch in blocks_in_order(self._heldout, self._blocks, device):
             hidden_XD, weight_VD = module.states(batch)
             labels_X = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
-            proposed, own = module.proposed, (hidden_XD, weight_VD, labels_X)
-            hits = label_hits(*(own if proposed is None else narrowed(proposed, *own, None)[:3]))
+            proposed, states = module.proposed, (hidden_XD, weight_VD, labels_X)
+            hits = label_hits(*(states if proposed is None else narrow_vocabulary(proposed, *states, None)[:3]))
             add(heldout_loss=hits.loss, top1_accuracy=hits.top1, top5_accuracy=hits.top5)
             items += int((labels_X != IGNORED).sum())
-            known += int(hits.count)
+            num_known += int(hits.count)
             if self.eval_teacher is not None:
-                found = agreement(hidden_XD, weight_VD, self.eval_teacher(batch), labels_X, proposed=proposed)
-                add(overlap=found.overlap, top1_agreement=found.top1, top5_agreement=found.top5)
+                agreements = agreement(hidden_XD, weight_VD, self.eval_teacher(batch), labels_X, proposed=proposed)
+                add(overlap=agreements.overlap, top1_agreement=agreements.top1, top5_agreement=agreements.top5)
         metrics = {name: value / items for name, value in sums.items()} if items else {}
-        if known:
-            metrics["heldout_loss"] *= items / known
+        if num_known:
+            metrics["heldout_loss"] *= items / num_known
             metrics["perplexity"] = math.exp(min(metrics["heldout_loss"], 700.0))
         if self._evaluate_fn is not None:
             with torch.autocast(device.type, enabled=False):

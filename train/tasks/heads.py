@@ -18,7 +18,7 @@ from ...decode.models.base import TransformersModel
 from ..forward.packed import PackedForward
 from ..loop.fit import Task
 from ..losses.chunks import DenseTeacher, Teacher
-from ..losses.drafter import IGNORED, among, head_labels, heads_mixture, label_hits, places_of
+from ..losses.drafter import IGNORED, head_labels, heads_mixture, label_hits, map_labels, restrict_teacher
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.teacher import CachedHidden
 from .drafter import Evaluate, Weight, blocks_in_order
@@ -64,28 +64,27 @@ class HeadsModule(nn.Module):
         return self.heads_loss(batch, self.frozen_states(batch))
 
     def heads_loss(self, batch: Batch, states_YD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs of `forward`, given the target's hidden states [Y, D]."""
         rows_X, labels_XK = self.trained_rows(batch)
         weights = weights_at(self._objective, self.progress)
         teacher: Teacher | None = None
         teacher_rows_XK = None
         if needs_teacher(weights):
             teacher = self.teacher(states_YD.detach())
-            ahead_K = torch.arange(1, self.num_heads + 1, device=rows_X.device)
+            offset_K = torch.arange(1, self.num_heads + 1, device=rows_X.device)
             # the target predicts token t + 2 + k at position t + 1 + k
-            teacher_rows_XK = torch.where(labels_XK == IGNORED, -1, rows_X[:, None] + ahead_K)
+            teacher_rows_XK = torch.where(labels_XK == IGNORED, -1, rows_X[:, None] + offset_K)
         if (ids_R := self.heads.proposed) is not None and teacher is not None:
-            teacher = among(ids_R, self.heads.vocab_size, teacher)
+            teacher = restrict_teacher(ids_R, self.heads.vocab_size, teacher)
         features_XKD = self.features(batch, states_YD, rows_X)
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
-        given = (projections, labels_XK, teacher, teacher_rows_XK, self.temperature)
-        sums_K, counts_K = heads_mixture(weights, features_XKD, *given, output=self.heads.output)
+        arguments = (projections, labels_XK, teacher, teacher_rows_XK, self.temperature)
+        sums_K, counts_K = heads_mixture(weights, features_XKD, *arguments, output=self.heads.output)
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
     def features(self, batch: Batch, states_YD: Tensor, rows_X: Tensor) -> Tensor:
         """Return the inputs of each head's projection [X, K, D], given the target's hidden states [Y, D]."""
-        found_XKD: Tensor = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
-        return found_XKD
+        features_XKD: Tensor = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
+        return features_XKD
 
     def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return flattened positions int64 [X] with labels, and their labels int64 [X, K]; see `labels`."""
@@ -98,7 +97,7 @@ class HeadsModule(nn.Module):
         labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads)
         if (ids_R := self.heads.proposed) is None:
             return labels_BTK
-        return places_of(ids_R.to(labels_BTK.device), self.heads.vocab_size, labels_BTK)
+        return map_labels(ids_R.to(labels_BTK.device), self.heads.vocab_size, labels_BTK)
 
     @torch.no_grad()
     def frozen_states(self, batch: Batch) -> Tensor:
@@ -109,7 +108,6 @@ class HeadsModule(nn.Module):
             return self._target.hidden(batch).flatten(0, 1)
 
     def teacher(self, states_YD: Tensor) -> DenseTeacher:
-        """Return the target's distributions for these hidden states."""
         with torch.no_grad(), torch.autocast(states_YD.device.type, enabled=False):
             after_YD = self._target.after_norm(states_YD.to(self._target.model.dtype))
             if self._logits is not None:
@@ -117,12 +115,11 @@ class HeadsModule(nn.Module):
             return DenseTeacher(after_YD, self._target.weight_VD())
 
     def read_directly(self) -> list[nn.Parameter]:
-        """Return the parameters that `forward` reads without calling their layer, which ZeRO-3 must gather."""
         projections = (self.heads.projection(k) for k in range(self.num_heads))
-        found = [*projections, self.heads.bias_V, self._target.weight_VD()]
+        candidates = [*projections, self.heads.bias_V, self._target.weight_VD()]
         # parameters of a target outside the module are never sharded
         inside = {id(parameter) for parameter in self.parameters()}
-        return [p for p in dict.fromkeys(found) if isinstance(p, nn.Parameter) and id(p) in inside]
+        return [p for p in dict.fromkeys(candidates) if isinstance(p, nn.Parameter) and id(p) in inside]
 
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
@@ -134,8 +131,8 @@ def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
     token_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
     with torch.no_grad():
         hidden_11D = target.base_model(token_11, use_cache=False).last_hidden_state
-        wanted, found = target(token_11, use_cache=False).logits.float(), scorer.logits(hidden_11D).float()
-    if float((found - wanted).abs().max()) > _LOGIT_TOLERANCE * float(wanted.abs().max()):
+        expected, computed = target(token_11, use_cache=False).logits.float(), scorer.logits(hidden_11D).float()
+    if float((computed - expected).abs().max()) > _LOGIT_TOLERANCE * float(expected.abs().max()):
         raise ValueError(f"the output layer of model type {target.config.model_type!r} is not supported")
     return scorer.logits
 
@@ -181,7 +178,6 @@ class HeadsTask(Task):
 
     @property
     def other_models(self) -> list[nn.Module]:
-        """Models in memory that are not trained."""
         return [self.target]
 
     def place(self, device: torch.device) -> None:
@@ -207,8 +203,8 @@ class HeadsTask(Task):
             for k in range(module.num_heads):
                 heads = module.heads
                 hits = label_hits(features_XKD[:, k], heads.projection(k), labels_XK[:, k], output=heads.output)
-                found = (hits.loss, hits.top1, hits.top5, hits.count)
-                sums_K4[k] += torch.tensor([float(number) for number in found], dtype=torch.float64)
+                sums = (hits.loss, hits.top1, hits.top5, hits.count)
+                sums_K4[k] += torch.tensor([float(number) for number in sums], dtype=torch.float64)
         metrics: dict[str, float] = {}
         if bool((sums_K4[:, 3] > 0).all()):
             means_K3 = sums_K4[:, :3] / sums_K4[:, 3:]
@@ -231,11 +227,11 @@ class EagleModule(HeadsModule):
 
     def features(self, batch: Batch, states_YS: Tensor, rows_X: Tensor) -> Tensor:
         """Return the features [X, K, D] of the drafting steps that start at each flattened position."""
-        given_YG = states_YS[:, : -self.heads.hidden_size].to(self.heads.fc.weight.dtype)
-        given_BTG = given_YG.view(*batch.tokens_BT.shape, -1)
+        aux_YG = states_YS[:, : -self.heads.hidden_size].to(self.heads.fc.weight.dtype)
+        aux_BTG = aux_YG.view(*batch.tokens_BT.shape, -1)
         mask_B1TT = batch.attention_mask_B1TT()
-        made_BTKD = self.heads.features(given_BTG, batch.tokens_BT, batch.positions_BT, mask_B1TT)
-        return made_BTKD.flatten(0, 1)[rows_X]
+        features_BTKD = self.heads.features(aux_BTG, batch.tokens_BT, batch.positions_BT, mask_B1TT)
+        return features_BTKD.flatten(0, 1)[rows_X]
 
 
 class EagleTask(HeadsTask):
@@ -248,7 +244,6 @@ class EagleTask(HeadsTask):
 
 
 def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states: CachedHidden | None) -> None:
-    """Raise ValueError if the heads do not fit their weights, the target or the cache of its states."""
     if len(weights) != heads.num_heads:
         raise ValueError(f"head_weights must contain {heads.num_heads} weights, one per head, got {weights}")
     hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]

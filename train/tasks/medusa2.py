@@ -42,7 +42,7 @@ class Medusa2Module(HeadsModule):
         self.register_load_state_dict_pre_hook(_with_frozen)
         self.medusa2 = medusa2
         names = {"cross-entropy": medusa2.label_weight, "forward-kl": medusa2.kl_weight}
-        self._own = {name: weight for name, weight in names.items() if weight}
+        self._target_weights = {name: weight for name, weight in names.items() if weight}
 
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
@@ -55,25 +55,24 @@ class Medusa2Module(HeadsModule):
             with self.original():
                 sums_K, counts_K = self.heads_loss(batch, self.frozen_states(batch))
             # DDP needs a gradient for every parameter, even a zero one; empty ZeRO-3 shards are left out
-            there = (p.sum() for p in self.adapters() if p.numel())
-            own = sum(there, torch.zeros((), device=sums_K.device)) * 0.0
+            adapter_sums = (p.sum() for p in self.adapters() if p.numel())
+            target_loss = sum(adapter_sums, torch.zeros((), device=sums_K.device)) * 0.0
         else:
             states_YD = self._target.hidden(batch).flatten(0, 1)
             sums_K, counts_K = self.heads_loss(batch, states_YD)
-            own = self._own_loss(batch, states_YD, labels_Y)
-        sums_K = sums_K * self.medusa2.heads_part(self.progress)
-        return torch.cat([sums_K, own.to(sums_K.dtype)[None]]), torch.cat([counts_K, count[None]])
+            target_loss = self._own_loss(batch, states_YD, labels_Y)
+        sums_K = sums_K * self.medusa2.heads_loss_weight(self.progress)
+        return torch.cat([sums_K, target_loss.to(sums_K.dtype)[None]]), torch.cat([counts_K, count[None]])
 
     def _own_loss(self, batch: Batch, states_YD: Tensor, labels_Y: Tensor) -> Tensor:
-        original = self.original_teacher(batch) if "forward-kl" in self._own else None
+        original = self.original_teacher(batch) if "forward-kl" in self._target_weights else None
         after_YD = self._target.after_norm(states_YD)
         weight_VD = self._target.weight_VD()
         if self._logits is not None:
             after_YD = self._logits(after_YD)
-        return mixture(self._own, after_YD, weight_VD, labels_Y, original)[0]
+        return mixture(self._target_weights, after_YD, weight_VD, labels_Y, original)[0]
 
     def original_teacher(self, batch: Batch) -> Any:
-        """Return the distributions of the original target."""
         with self.original():
             return self.teacher(self.frozen_states(batch))
 
@@ -89,7 +88,7 @@ class Medusa2Module(HeadsModule):
         """Return the factor of a group's learning rate, which rises for the target with the heads' weight."""
         if group != "base":
             return 1.0
-        return self.medusa2.rate * self.medusa2.risen(self.progress)
+        return self.medusa2.rate * self.medusa2.warmup_share(self.progress)
 
     @contextmanager
     def original(self) -> Iterator[None]:
@@ -108,19 +107,16 @@ class Medusa2Module(HeadsModule):
             self.target.train(was_training)
 
     def gradient_checkpointing_enable(self) -> None:
-        """Recompute the target's activations in the backward pass instead of storing them."""
         enable = getattr(self.target, "activation_checkpointing_enable", self.target.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
 
 
 def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove the target's frozen weights from a state dictionary."""
     for name in _frozen_state(module):
         state.pop(prefix + name, None)
 
 
 def _with_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Add the target's frozen weights to a loaded state dictionary."""
     for name, tensor in _frozen_state(module).items():
         state.setdefault(prefix + name, tensor.detach())
 
@@ -161,21 +157,20 @@ class Medusa2Task(HeadsTask):
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of supervised positions of each head and of the target, int64 [K + 1]."""
-        own = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).sum()
-        return torch.cat([super().count(batch), own[None]])
+        target_count = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).sum()
+        return torch.cat([super().count(batch), target_count[None]])
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Return the metrics of `HeadsTask.evaluate`, `base_loss` and `base_overlap`."""
         assert isinstance(module, Medusa2Module)
         device = next(module.parameters()).device
         loss = overlap = count = 0.0
         for batch in blocks_in_order(self._heldout, self._blocks, device):
             labels_Y = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
-            now = module.teacher(module.frozen_states(batch))
-            hits = label_hits(now.hidden_XE, now.weight_VE, labels_Y)
-            shared = agreement(now.hidden_XE, now.weight_VE, module.original_teacher(batch), labels_Y)
+            current = module.teacher(module.frozen_states(batch))
+            hits = label_hits(current.hidden_XE, current.weight_VE, labels_Y)
+            shared = agreement(current.hidden_XE, current.weight_VE, module.original_teacher(batch), labels_Y)
             loss, count = loss + float(hits.loss), count + float(hits.count)
             overlap += float(shared.overlap)
-        own = {"base_loss": loss / count, "base_overlap": overlap / count} if count else {}
-        return super().evaluate(module) | own
+        target_metrics = {"base_loss": loss / count, "base_overlap": overlap / count} if count else {}
+        return super().evaluate(module) | target_metrics

@@ -57,8 +57,8 @@ def rewrite(
             drafts += _drafts(documents, at, np.random.default_rng([*seed, 1, row]), options.new_tokens)
     drafts.sort(key=lambda draft: len(draft.prompt))  # prompts of similar length need little padding
     scorer = wrap_model(model, check=False, graphs=False)  # capturing graphs does not pay off for one step
-    for together in _groups(drafts, scorer.max_positions):
-        for draft, answer in zip(together, _sample(scorer, together, options), strict=True):
+    for group in _groups(drafts, scorer.max_positions):
+        for draft, answer in zip(group, _sample(scorer, group, options), strict=True):
             ids = np.concatenate([draft.prompt, np.array(answer, dtype=draft.prompt.dtype)])
             trained = np.arange(len(ids)) >= len(draft.prompt)
             blocks[draft.row].append(Document(ids, trained, draft.number))
@@ -67,7 +67,6 @@ def rewrite(
 
 
 def _documents(batch: Batch, row: int) -> list[Document]:
-    """Return the documents of a row."""
     numbers = batch.documents_BT[row].numpy()
     ids, labels = batch.tokens_BT[row].numpy(), batch.labels_BT[row].numpy()
     borders = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
@@ -79,7 +78,7 @@ def _documents(batch: Batch, row: int) -> list[Document]:
 
 
 def _drafts(documents: list[Document], at: int, rng: np.random.Generator, new_tokens: int) -> list[_Draft]:
-    found = []
+    drafts = []
     for document in documents:
         trained = document.trained.astype(np.int8)
         starts = np.flatnonzero(np.diff(trained, prepend=0) == 1)
@@ -87,8 +86,8 @@ def _drafts(documents: list[Document], at: int, rng: np.random.Generator, new_to
         if len(starts):
             start = int(rng.choice(starts))
             room = min(len(document.ids) - start, new_tokens)
-            found.append(_Draft(at, document.number, document.ids[:start], room, int(rng.integers(1 << 62))))
-    return found
+            drafts.append(_Draft(at, document.number, document.ids[:start], room, int(rng.integers(1 << 62))))
+    return drafts
 
 
 def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:

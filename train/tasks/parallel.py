@@ -23,7 +23,7 @@ from ..losses.drafter import IGNORED, shifted_labels
 
 
 @dataclass(frozen=True)
-class Lengthened:
+class ExtendedBatch:
     """Blocks with mask tokens appended."""
 
     batch: MaskedBatch
@@ -32,43 +32,43 @@ class Lengthened:
     """Flattened position, of the B · T of the blocks, at which the teacher predicts the label."""
 
 
-def lengthened(batch: Batch, parallel: Parallel, progress: float) -> Lengthened:
+def append_mask_tokens(batch: Batch, parallel: Parallel, progress: float) -> ExtendedBatch:
     """Append mask tokens to a batch, chosen at random for this progress and independently of other rows."""
     rows, length = batch.tokens_BT.shape
     device = batch.tokens_BT.device
     labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
     chance_BT = torch.stack([_chances(row_T, progress) for row_T in batch.tokens_BT.cpu()]).to(device)
-    places_T, kept = torch.arange(length, device=device), list[Tensor]()
+    position_T, trained = torch.arange(length, device=device), list[Tensor]()
     for number, share in enumerate(parallel.shares(), 1):  # mask token j is j places ahead and predicts the next token
-        documents_BP, later_BP = batch.documents_BT[:, :-number], batch.documents_BT[:, number:]
-        speaks_BP = (documents_BP == later_BP) & (documents_BP != PADDING) & (labels_BT[:, number:] != IGNORED)
-        kept.append(F.pad(speaks_BP, (0, number)) & (chance_BT < share))
-    kept_KBT = torch.stack(kept)
+        documents_BP, has_label_BP = batch.documents_BT[:, :-number], labels_BT[:, number:] != IGNORED
+        is_trained_BP = (documents_BP == batch.documents_BT[:, number:]) & (documents_BP != PADDING) & has_label_BP
+        trained.append(F.pad(is_trained_BP, (0, number)) & (chance_BT < share))
+    trained_KBT = torch.stack(trained)
     # mask tokens before a kept one are needed as context, even without a label
-    needed_KBT = kept_KBT.flip(0).int().cummax(0).values.flip(0).bool()
+    needed_KBT = trained_KBT.flip(0).int().cummax(0).values.flip(0).bool()
     most = int(needed_KBT.sum((0, 2)).max())
     number_KBT = torch.arange(1, parallel.tokens, device=device)[:, None, None].expand_as(needed_KBT)
-    end_KBT = places_T.expand_as(needed_KBT)
+    end_KBT = position_T.expand_as(needed_KBT)
     order_BM = needed_KBT.permute(1, 0, 2).flatten(1).int().argsort(dim=1, descending=True, stable=True)[:, :most]
 
-    def taken(values_KBT: Tensor) -> Tensor:
+    def select(values_KBT: Tensor) -> Tensor:
         return values_KBT.permute(1, 0, 2).flatten(1).gather(1, order_BM)
 
-    real_BM, number_BM, end_BM = taken(needed_KBT), taken(number_KBT), taken(end_KBT)
-    place_BM = (end_BM + number_BM).clamp(max=length - 1)
-    spoken_BM = torch.where(taken(kept_KBT), labels_BT.gather(1, place_BM), IGNORED)
-    documents_BM = torch.where(real_BM, batch.documents_BT.gather(1, end_BM), PADDING)
+    exists_BM, number_BM, end_BM = select(needed_KBT), select(number_KBT), select(end_KBT)
+    position_BM = (end_BM + number_BM).clamp(max=length - 1)
+    label_BM = torch.where(select(trained_KBT), labels_BT.gather(1, position_BM), IGNORED)
+    documents_BM = torch.where(exists_BM, batch.documents_BT.gather(1, end_BM), PADDING)
     visible_BLL = _visible(batch, documents_BM, end_BM, number_BM)
     positions_BM = batch.positions_BT.gather(1, end_BM) + number_BM
     masked = MaskedBatch(
         torch.cat((batch.tokens_BT, torch.full_like(end_BM, parallel.token)), 1),
-        torch.cat((batch.positions_BT, torch.where(real_BM, positions_BM, 0)), 1),
+        torch.cat((batch.positions_BT, torch.where(exists_BM, positions_BM, 0)), 1),
         torch.cat((batch.documents_BT, documents_BM), 1),
         visible_BLL,
     )
     rows_B1 = length * torch.arange(rows, device=device)[:, None]
-    teacher_rows_BL = torch.cat((rows_B1 + places_T, rows_B1 + place_BM), 1)
-    return Lengthened(masked, torch.cat((labels_BT, spoken_BM), 1).flatten(), teacher_rows_BL.flatten())
+    teacher_rows_BL = torch.cat((rows_B1 + position_T, rows_B1 + position_BM), 1)
+    return ExtendedBatch(masked, torch.cat((labels_BT, label_BM), 1).flatten(), teacher_rows_BL.flatten())
 
 
 def _visible(batch: Batch, documents_BM: Tensor, end_BM: Tensor, number_BM: Tensor) -> Tensor:
@@ -78,12 +78,12 @@ def _visible(batch: Batch, documents_BM: Tensor, end_BM: Tensor, number_BM: Tens
     far.
     """
     length, masks = batch.tokens_BT.shape[1], end_BM.shape[1]
-    places_T = torch.arange(length, device=end_BM.device)
+    position_T = torch.arange(length, device=end_BM.device)
     visible_BLL = torch.zeros(len(end_BM), length + masks, length + masks, dtype=torch.bool, device=end_BM.device)
     visible_BLL[:, :length, :length] = batch.attention_mask_B1TT()[:, 0]
-    same_BMT = documents_BM[:, :, None] == batch.documents_BT[:, None]
+    same_document_BMT = documents_BM[:, :, None] == batch.documents_BT[:, None]
     inside_BM1 = (documents_BM != PADDING)[:, :, None]
-    visible_BLL[:, length:, :length] = same_BMT & (places_T <= end_BM[:, :, None]) & inside_BM1
+    visible_BLL[:, length:, :length] = same_document_BMT & (position_T <= end_BM[:, :, None]) & inside_BM1
     before_BMM = (end_BM[:, :, None] == end_BM[:, None]) & (number_BM[:, None] <= number_BM[:, :, None])
     visible_BLL[:, length:, length:] = before_BMM & inside_BM1 & inside_BM1.mT
     itself_L = torch.arange(length, length + masks, device=end_BM.device)

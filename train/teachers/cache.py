@@ -113,20 +113,20 @@ class RowCache:
             files = dict(manifest["files"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error!r}; delete {folder}") from error
-        for name, written in files.items():
+        for name, entry in files.items():
             path = self.folder / name
-            if not path.is_file() or path.stat().st_size != written["bytes"]:
+            if not path.is_file() or path.stat().st_size != entry["bytes"]:
                 raise self._damaged(path)
         self.columns = self.source.columns(self.size)
         self._first_rows = np.array([shard.first_row for shard in self._shards], dtype=np.int64)
         self._unchecked = set(files)
         self._open: dict[str, Any] = {}
-        documents = self._opened(DOCUMENTS)
+        documents = self._open_file(DOCUMENTS)
         self._first_row_D, self._check_D = (documents.get_tensor(name).numpy() for name in ("first_row", "check"))
 
     def find(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Return flattened positions and row numbers of a batch, both int64 [R]; None if it is not in the cache."""
-        spans = spans_of(batch, self.source.reach)
+        spans = list_document_rows(batch, self.source.reach)
         if len(spans.number_N) and spans.number_N.max() >= len(self._check_D):
             return None
         if (self._check_D[spans.number_N] != spans.check_N).any():
@@ -138,12 +138,12 @@ class RowCache:
 
     def gather(self, rows_R: np.ndarray, names: Iterable[str], pin: bool = False) -> dict[str, Tensor]:
         """Return rows [R, …] of these columns, optionally in pinned memory. Raises ValueError if a file is damaged."""
-        found = {
+        columns = {
             name: torch.empty(len(rows_R), *self.columns[name].shape, dtype=self.columns[name].dtype, pin_memory=pin)
             for name in names
         }
         if not len(rows_R):
-            return found
+            return columns
         shard_R = np.searchsorted(self._first_rows, rows_R, "right") - 1
         breaks = (np.diff(rows_R) != 1) | (np.diff(shard_R) != 0)
         starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])  # of runs of adjacent rows
@@ -151,12 +151,12 @@ class RowCache:
         for run in np.argsort(shard_R[starts], kind="stable"):
             start, end = int(starts[run]), int(ends[run])
             shard = self._shards[shard_R[start]]
-            file, first = self._opened(shard.name), int(rows_R[start]) - shard.first_row
-            for name, tensor in found.items():
+            file, first = self._open_file(shard.name), int(rows_R[start]) - shard.first_row
+            for name, tensor in columns.items():
                 tensor[start:end] = file.get_slice(name)[first : first + end - start]
-        return found
+        return columns
 
-    def _opened(self, name: str) -> Any:
+    def _open_file(self, name: str) -> Any:
         path = self.folder / name
         if name in self._unchecked:
             if file_entry(path) != self.manifest["files"][name]:
@@ -173,9 +173,9 @@ class RowCache:
 def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndarray, np.ndarray]:
     """Return the cache of a batch's documents and the result of `RowCache.find`. Raises ValueError if there is none."""
     for cache in caches:
-        found = cache.find(batch)
-        if found is not None:
-            return cache, *found
+        rows = cache.find(batch)
+        if rows is not None:
+            return cache, *rows
     folders = ", ".join(str(cache.folder) for cache in caches)
     raise ValueError(f"a batch contains documents that are in none of the target's caches ({folders})")
 
@@ -192,7 +192,7 @@ def kept_positions(batch: Batch, reach: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Spans:
+class DocumentRows:
     """Documents of a batch in order: number, number of rows, and a hash of what determines its rows."""
 
     blocks: int
@@ -202,7 +202,7 @@ class Spans:
     check_N: np.ndarray
 
 
-def spans_of(batch: Batch, reach: int) -> Spans:
+def list_document_rows(batch: Batch, reach: int) -> DocumentRows:
     """Return the documents of a batch; their hashes depend on tokens, positions and supervised positions."""
     kept_X = kept_positions(batch, reach)
     tokens_X, positions_X, documents_X = (
@@ -217,7 +217,7 @@ def spans_of(batch: Batch, reach: int) -> Spans:
     real = documents_X[starts] >= 0
     rows_N = np.add.reduceat(kept_X.astype(np.int64), starts)[real]
     check_N = np.add.reduceat(mixed_X, starts)[real]
-    return Spans(len(batch.tokens_BT), kept_X, documents_X[starts][real], rows_N, check_N)
+    return DocumentRows(len(batch.tokens_BT), kept_X, documents_X[starts][real], rows_N, check_N)
 
 
 SHARD_BYTES = 64 << 20  # the most that an interrupted writer loses
@@ -243,16 +243,16 @@ class CacheWriter:
         self.row_bytes = sum(column.row_bytes for column in self.columns.values())
         starts = range(0, data.blocks, _SCANNED_BLOCKS)
         batches = (data.batch(range(start, min(start + _SCANNED_BLOCKS, data.blocks))) for start in starts)
-        spans = [spans_of(batch, source.reach) for batch in batches]
+        batch_rows = [list_document_rows(batch, source.reach) for batch in batches]
         number_N, rows_N, check_N = (
-            np.concatenate([getattr(each, name) for each in spans]) for name in ("number_N", "rows_N", "check_N")
+            np.concatenate([getattr(part, name) for part in batch_rows]) for name in ("number_N", "rows_N", "check_N")
         )
         self.rows = int(rows_N.sum())
         self._first_row_D = np.zeros(number_N.max() + 1, dtype=np.int64)
         self._check_D = np.zeros(number_N.max() + 1, dtype=np.uint64)
         self._first_row_D[number_N] = np.cumsum(rows_N) - rows_N
         self._check_D[number_N] = check_N
-        rows_of_block = np.concatenate([each.kept_X.reshape(each.blocks, -1).sum(1) for each in spans])
+        rows_of_block = np.concatenate([part.kept_X.reshape(part.blocks, -1).sum(1) for part in batch_rows])
         self.shards = list(_shards(rows_of_block, max(1, (shard_bytes or SHARD_BYTES) // self.row_bytes)))
 
     def missing_bytes(self) -> int:
@@ -286,7 +286,7 @@ class CacheWriter:
         file = {
             name: torch.empty((shard.rows, *column.shape), dtype=column.dtype) for name, column in self.columns.items()
         }
-        written = 0
+        num_written = 0
         for first in range(shard.first_block, shard.end_block, batch_blocks):
             if stopping():
                 return False
@@ -294,20 +294,19 @@ class CacheWriter:
             positions_R = torch.from_numpy(kept_positions(batch, self.source.reach)).nonzero()[:, 0]
             if not len(positions_R):
                 continue
-            end = written
+            end = num_written
             for piece in make_rows(batch.to(device), positions_R.to(device)):
                 start, end = end, end + len(next(iter(piece.values())))
                 for name, rows in piece.items():
                     file[name][start:end] = rows.cpu()
-            progress(end - written)
-            written = end
-        assert written == shard.rows, (written, shard)
+            progress(end - num_written)
+            num_written = end
+        assert num_written == shard.rows, (num_written, shard)
         with atomic_file(self.folder / shard.name) as out:
             out.write(save(file))
         return True
 
     def finish(self) -> None:
-        """Hash every file and write the manifest."""
         assert not self.missing(), "files of other processes are missing"
         documents = {"first_row": self._first_row_D, "check": self._check_D}
         with atomic_file(self.folder / DOCUMENTS) as out:
@@ -339,7 +338,7 @@ def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_cache(folder: Path) -> Iterator[None]:
     """Prevent other processes from writing the same cache. Raises ValueError if one is writing."""
     with sole_writer(folder):
         folder.mkdir(parents=True, exist_ok=True)

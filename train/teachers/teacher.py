@@ -24,7 +24,7 @@ from torch import Tensor
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import token_dtype
-from ...decode.models.final_norm import layers_in
+from ...decode.models.final_norm import parse_layers
 from ...decode.models.loading import load_model
 from ..forward.packed import PackedForward, make_forward
 from ..losses.chunks import DenseTeacher, SparseTeacher
@@ -56,16 +56,14 @@ class HiddenSource(Source):
         return f"the hidden states of {self.target} ({self.states}, {self.dtype})"
 
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
-        """Load the target and return the function that computes its rows, and its hidden size."""
         rows = HiddenRows(load_model(self.target, dtype=self.target_dtype, device=str(device)), self.states, self.dtype)
         return rows, rows.hidden_size
 
     @property
     def reach(self) -> int:  # type: ignore[override]
-        return 0 if layers_in(self.states) else REACH
+        return 0 if parse_layers(self.states) else REACH
 
     def columns(self, size: int) -> dict[str, Column]:
-        """Return the column `hidden` with `size` dimensions."""
         return {"hidden": Column((size,), DTYPES[self.dtype])}
 
 
@@ -89,7 +87,6 @@ class CacheSource(Source):
         return f"the top {self.top_k} tokens of {self.target}"
 
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
-        """Load the target as a teacher and return the function that computes its rows, and its vocabulary size."""
         teacher = load_teacher(self.target, self.dtype, device)
         return partial(top_rows, teacher, self.top_k), teacher.vocab_size
 
@@ -143,15 +140,15 @@ class HiddenRows:
         """Yield the batch's states in one chunk. Raises ValueError if one is not finite after conversion to `dtype`."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
-        kept_RD = hidden_RD.to(self._dtype)
-        if not bool(kept_RD.isfinite().all()):
-            row = int((~kept_RD.isfinite()).any(1).nonzero()[0])
+        stored_RD = hidden_RD.to(self._dtype)
+        if not bool(stored_RD.isfinite().all()):
+            row = int((~stored_RD.isfinite()).any(1).nonzero()[0])
             document = int(batch.documents_BT.flatten()[positions_R[row]])
             raise ValueError(
                 f"a hidden state of document {document} is not finite in {self._dtype}: set "
                 "`target_dtype` and `hidden.dtype` to bfloat16"
             )
-        yield {"hidden": kept_RD}
+        yield {"hidden": stored_RD}
 
 
 def mean_mass(cache: RowCache) -> float:
@@ -202,7 +199,6 @@ class ModelTeacher:
         self.vocab_size = self._forward.vocab_size
 
     def place(self, device: torch.device | str) -> None:
-        """Move the model to `device`."""
         self.model.to(device)
 
     @torch.no_grad()
@@ -245,8 +241,8 @@ class CachedTeacher:
         rows = cache.gather(rows_R, cache.columns)
         log_probs_RK = rows["log_probs"].float().numpy()
         sum_R = np.exp(log_probs_RK).sum(1, dtype=np.float64)
-        kept_R = 1 - np.exp(rows["log_rest"].float().numpy(), dtype=np.float64)
-        log_probs_RK += np.log(kept_R / sum_R)[:, None].astype(np.float32)
+        mass_R = 1 - np.exp(rows["log_rest"].float().numpy(), dtype=np.float64)
+        log_probs_RK += np.log(mass_R / sum_R)[:, None].astype(np.float32)
         return rows["ids"].long(), torch.from_numpy(log_probs_RK)
 
 

@@ -30,22 +30,29 @@ from ...models.base import LanguageModel
 from ...rng import Rng
 from ...warpers import Sampling, warp
 from ..measure import Entry
-from .rescoring import Rounding, chunks, joint_law, judged, measure_rounding, proposers_view, read_back
-from .uniformity import Evidence, Result, detectable_bias, favour, joint_test, transform, uniformity_tests
+from .rescoring import (
+    Rounding,
+    chunks,
+    joint_distribution,
+    judge_probs,
+    make_draft_scorer,
+    measure_rounding,
+    teacher_force,
+)
+from .uniformity import Evidence, Result, detectable_bias, favoured_excess, joint_test, transform, uniformity_tests
 
 Verdict = Literal["lossless", "too little text", "undecided", "not lossless", "not claimed"]
-"""Verdict on a method. lossless: no test rejects, and a bias of `VISIBLE` would have been detected. too little text: it
-might not have been. undecided: after all of `MORE` a p-value remains that a correct method has with probability `DOUBT`
-at most."""
-LOOKS = (0.125, 0.25, 0.5, 1.0)
-"""Shares of the planned tokens after which the tests are run. The level is divided among these and `MORE`."""
-MORE = (2.0, 4.0, 8.0)
+"""Verdict on a method. lossless: no test rejects, and a bias of `MAX_HIDDEN_BIAS` would be detected. too little text:
+it might not be detected. undecided: after all of `EXTRA_SHARES` a p-value is doubtful (`DOUBTFUL_LEVEL`)."""
+INTERIM_SHARES = (0.125, 0.25, 0.5, 1.0)
+"""Shares of the planned tokens after which the tests are run. The level is divided among these and `EXTRA_SHARES`."""
+EXTRA_SHARES = (2.0, 4.0, 8.0)
 """Further shares of the planned tokens, for texts that are neither clear nor a certain fault."""
-DOUBT = 0.01
+DOUBTFUL_LEVEL = 0.01
 """Probability that any test of a correct method is doubtful at one look."""
-VISIBLE = 0.1
-"""Largest detectable bias (`found_99`) with which a method is certified as lossless."""
-EXCUSED = ("near-tie", "edge")
+MAX_HIDDEN_BIAS = 0.1
+"""Largest detectable bias (`detectable_bias_99`) with which a method is certified as lossless."""
+WITHIN_ROUNDING = ("near-tie", "edge")
 """Kinds of findings that rounding explains."""
 _LISTED = 20  # maximum number of listed faults, and of listed excused findings
 _LENGTH, _MAX_CONTINUATIONS = 3, 1000  # joint laws are tested if all continuations can be enumerated
@@ -122,44 +129,43 @@ class Certificate:
     """Estimate, interval (95 %) and direction (`towards`) of the probability that moved, at most the mean total
     variation from the target's distribution. At temperature 0 this is the share of wrong tokens."""
     power: dict[str, Any] = field(default_factory=dict)
-    """Number of tokens, level, and smallest bias that is detected with 80 and 99 % probability (`found_80`,
-    `found_99`)."""
+    """Number of tokens, level, and smallest bias that is detected with 80 and 99 % probability (`detectable_bias_80`,
+    `detectable_bias_99`)."""
     seconds: float = 0.0
 
     @property
-    def convicted(self) -> bool:
+    def is_faulty(self) -> bool:
         """Return whether a fault is certain at the plan's level."""
         return self.faults > 0 or any(test["p_value"] < test["level"] for test in self.tests)
 
     @property
-    def doubtful(self) -> bool:
+    def is_doubtful(self) -> bool:
         """Return whether a p-value is too small for most correct methods."""
-        return any(test["p_value"] < DOUBT / len(self.tests) for test in self.tests)
+        return any(test["p_value"] < DOUBTFUL_LEVEL / len(self.tests) for test in self.tests)
 
     @property
-    def failed(self) -> bool:
+    def is_suspect(self) -> bool:
         """Return whether there is reason to doubt a method that claims to be lossless."""
         return self.verdict in ("not lossless", "undecided")
 
     def add(self, finding: Finding) -> None:
         """Count a finding, and list it unless enough of its category are listed."""
-        excused = finding.kind in EXCUSED
+        excused = finding.kind in WITHIN_ROUNDING
         self.near_ties += excused
         self.faults += not excused
-        if sum((listed.kind in EXCUSED) == excused for listed in self.findings) < _LISTED:
+        if sum((listed.kind in WITHIN_ROUNDING) == excused for listed in self.findings) < _LISTED:
             self.findings.append(finding)
 
     def judge(self) -> None:
-        """Set the verdict from the test results."""
-        if self.claimed and self.convicted:
+        if self.claimed and self.is_faulty:
             self.verdict = "not lossless"
-        elif self.claimed and self.doubtful:
+        elif self.claimed and self.is_doubtful:
             self.verdict = "undecided"
         elif self.claimed:
-            self.verdict = "lossless" if self.power["found_99"] <= VISIBLE else "too little text"
+            self.verdict = "lossless" if self.power["detectable_bias_99"] <= MAX_HIDDEN_BIAS else "too little text"
 
 
-Keep = Callable[[int, Callable[[], DecodedBatch]], DecodedBatch]
+LoadOrDecode = Callable[[int, Callable[[], DecodedBatch]], DecodedBatch]
 
 
 @torch.inference_mode()
@@ -174,21 +180,21 @@ def certify_method(
     method: Method | None = None,
     reference: LanguageModel | None = None,
     rounding: Rounding | None = None,
-    keep: Keep = lambda _, work: work(),
+    load_or_decode: LoadOrDecode = lambda _, work: work(),
     progress: Callable[[int, int], None] = lambda done, planned: None,
 ) -> Certificate:
     """Decode with a method and judge its text. Methods that do not claim to be lossless always run to the end.
 
     `method` defaults to that of `entry`, `reference` (the judge) to the target, and `rounding` to a measurement under
-    this sampling. Another scorer of the same weights as judge also tests the target's forward. `keep` is called with a
-    row number and the function that decodes from there on, and may return an earlier process's result. `progress`
-    receives the judged and the planned number of tokens.
+    this sampling. Another scorer of the same weights as judge also tests the target's forward. `load_or_decode` gets a
+    row number and the function that decodes from there, and may return the result of an earlier process. `progress`
+    gets the judged and the planned number of tokens.
     """
     method, reference = (
         method or build_method(entry.method, parts, entry.sampling, **entry.options),
         reference or target,
     )
-    certificate = Certificate(
+    cert = Certificate(
         label=entry.label,
         method=entry.method,
         options=dict(entry.options),
@@ -198,14 +204,14 @@ def certify_method(
         level=plan.level,
         rounding=rounding or measure_rounding(target, prompts, entry.sampling, reference=reference),
     )
-    run = _Run(target, method, entry.sampling, prompts, limits, plan, reference, certificate, keep, progress)
+    run = _Run(target, method, entry.sampling, prompts, limits, plan, reference, cert, load_or_decode, progress)
     if entry.sampling.greedy:
         run.greedy()
     else:
         run.sampled()
-    certificate.judge()
-    certificate.seconds = time.monotonic() - run.start
-    return certificate
+    cert.judge()
+    cert.seconds = time.monotonic() - run.start
+    return cert
 
 
 @dataclass
@@ -219,13 +225,13 @@ class _Run:
     limits: Limits
     plan: Plan
     reference: LanguageModel
-    found: Certificate
-    keep: Keep
+    cert: Certificate
+    load_or_decode: LoadOrDecode
     progress: Callable[[int, int], None]
-    orders: dict[str, Evidence] = field(default_factory=dict)
+    evidence_by_order: dict[str, Evidence] = field(default_factory=dict)
     texts: list[tuple[int, list[int]]] = field(default_factory=list)
     """Prompt number and output of each sampled row."""
-    laws: list[np.ndarray] = field(default_factory=list)
+    distributions: list[np.ndarray] = field(default_factory=list)
     repeats: int = 0
     """Number of repeated pairs of successive random numbers, in any row."""
     start: float = field(default_factory=time.monotonic)
@@ -237,49 +243,48 @@ class _Run:
 
     def greedy(self) -> None:
         """Decode every prompt once and compare with the most likely tokens."""
-        found = self.found
-        found.planned, found.undecided = min(self.plan.tokens, len(self.prompts) * self.limits.max_new_tokens), 0
-        while found.rows < len(self.prompts) and found.tokens < found.planned and not (found.claimed and found.faults):
-            numbers = range(found.rows, min(found.rows + self.plan.batch, len(self.prompts)))
-            self.judge_greedy(numbers, self.write(numbers, found.planned))
-        decided = max(1, found.tokens - found.undecided)
-        found.bias = {"estimate": found.faults / max(1, found.tokens), "interval": None, "towards": "other tokens"}
-        found.power = {"tokens": decided, "level": 0.0}
-        found.power |= {f"found_{power}": 1 - (1 - power / 100) ** (1 / decided) for power in (80, 99)}
+        cert, available = self.cert, len(self.prompts) * self.limits.max_new_tokens
+        cert.planned, cert.undecided = min(self.plan.tokens, available), 0
+        while cert.rows < len(self.prompts) and cert.tokens < cert.planned and not (cert.claimed and cert.faults):
+            numbers = range(cert.rows, min(cert.rows + self.plan.batch, len(self.prompts)))
+            self.judge_greedy(numbers, self.write(numbers, cert.planned))
+        decided = max(1, cert.tokens - cert.undecided)
+        cert.bias = {"estimate": cert.faults / max(1, cert.tokens), "interval": None, "towards": "other tokens"}
+        cert.power = {"tokens": decided, "level": 0.0}
+        cert.power |= {f"detectable_bias_{power}": 1 - (1 - power / 100) ** (1 / decided) for power in (80, 99)}
 
     def write(self, numbers: Sequence[int], planned: int) -> list[list[int]]:
         """Decode these prompts, or return the texts that were decoded before, and check their lengths.
 
         A text ends with its first stop token or at the limit, as in autoregressive decoding.
         """
-        found, prompts = self.found, [self.prompts[number] for number in numbers]
+        cert, prompts = self.cert, [self.prompts[number] for number in numbers]
 
         def work() -> DecodedBatch:
-            rng = Rng.for_rows(self.plan.seed + found.rows, len(prompts), self.target.device)
+            rng = Rng.for_rows(self.plan.seed + cert.rows, len(prompts), self.target.device)
             outputs = decode_texts(self.target, *self.method, prompts, self.limits, self.sampling, rng)
             self.repeats = self.repeats or repeated_draws(rng)
             return DecodedBatch(outputs, time.monotonic() - start)
 
         start = time.monotonic()
-        written = self.keep(found.rows, work)
-        self.start += time.monotonic() - start - written.seconds  # cached texts count with their original time
-        found.rows += len(prompts)
-        found.tokens += sum(map(len, written.outputs))
-        for number, output in zip(numbers, written.outputs, strict=True):
+        batch = self.load_or_decode(cert.rows, work)
+        self.start += time.monotonic() - start - batch.seconds  # cached texts count with their original time
+        cert.rows += len(prompts)
+        cert.tokens += sum(map(len, batch.outputs))
+        for number, output in zip(numbers, batch.outputs, strict=True):
             stop = next((index for index, token in enumerate(output) if token in self.limits.stop_ids), math.inf)
             if len(output) != min(stop + 1, self.limits.max_new_tokens):
-                found.add(Finding("length", number, len(output), output[-1] if output else -1, None, None))
-        self.progress(min(found.tokens, planned), planned)
-        return written.outputs
+                cert.add(Finding("length", number, len(output), output[-1] if output else -1, None, None))
+        self.progress(min(cert.tokens, planned), planned)
+        return batch.outputs
 
     def judge_greedy(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> None:
-        """Compare each token with the most likely one."""
         where = _positions(numbers, outputs)
         if not where:
             return
-        hidden_XD = read_back(self.reference, [self.prompts[number] for number in numbers], outputs).hidden_XD
+        hidden_XD = teacher_force(self.reference, [self.prompts[number] for number in numbers], outputs).hidden_XD
         token_X = torch.tensor([token for output in outputs for token in output], device=hidden_XD.device)
-        near_tie, undecided = self.found.rounding.near_tie, 0
+        near_tie, undecided = self.cert.rounding.near_tie, 0
         for chunk in chunks(len(token_X), self.reference.vocab_size):
             logits_CV, token_C1 = self.reference.logits(hidden_XD[chunk]).float(), token_X[chunk, None]
             best_C, expected_C = logits_CV.max(-1)
@@ -288,57 +293,57 @@ class _Run:
             for index in torch.nonzero(token_C1[:, 0] != expected_C)[:, 0].tolist():
                 margin = float(margin_C[index])
                 finding = (*where[chunk.start + index], int(token_C1[index]), int(expected_C[index]), margin)
-                self.found.add(Finding("near-tie" if margin <= near_tie else "token", *finding))
-        self.found.undecided = (self.found.undecided or 0) + undecided
+                self.cert.add(Finding("near-tie" if margin <= near_tie else "token", *finding))
+        self.cert.undecided = (self.cert.undecided or 0) + undecided
 
     def sampled(self) -> None:
         """Decode and test until a look is clear. Four adjacent rows share a prompt, which reveals shared draws."""
-        found = self.found
-        found.planned = self.plan.tokens
-        for look in LOOKS + MORE:
-            if look > 1 and not (found.claimed and found.doubtful):
+        cert = self.cert
+        cert.planned = self.plan.tokens
+        for share in INTERIM_SHARES + EXTRA_SHARES:
+            if share > 1 and not (cert.claimed and cert.is_doubtful):
                 break
-            wanted = max(1, math.ceil(self.plan.tokens * look))
-            found.planned = max(found.planned, wanted)
-            while found.tokens < wanted and not (found.claimed and found.faults):
-                numbers = [(row // 4) % len(self.prompts) for row in range(found.rows, found.rows + self.plan.batch)]
-                self.judge_sampled(numbers, self.write(numbers, found.planned))
-            self.look(wanted)
-            if found.claimed and found.convicted:
+            required = max(1, math.ceil(self.plan.tokens * share))
+            cert.planned = max(cert.planned, required)
+            while cert.tokens < required and not (cert.claimed and cert.faults):
+                numbers = [(row // 4) % len(self.prompts) for row in range(cert.rows, cert.rows + self.plan.batch)]
+                self.judge_sampled(numbers, self.write(numbers, cert.planned))
+            self.run_tests(required)
+            if cert.claimed and cert.is_faulty:
                 break
-        towards, evidence = list(self.orders.items())[-1]
-        evidence = evidence.first(found.planned)
-        tokens, level = evidence.joined.shape[1], found.tests[0]["level"]
+        towards, evidence = list(self.evidence_by_order.items())[-1]
+        evidence = evidence.first(cert.planned)
+        tokens, level = evidence.joined.shape[1], cert.tests[0]["level"]
         count, variance = max(1, tokens), float(evidence.joined[2].sum())
         reach, estimate = 1.96 * math.sqrt(variance) / count, evidence.bias
-        found.bias = {"estimate": estimate, "interval": [estimate - reach, estimate + reach], "towards": towards}
-        found.power = {"tokens": tokens, "level": level}
+        cert.bias = {"estimate": estimate, "interval": [estimate - reach, estimate + reach], "towards": towards}
+        cert.power = {"tokens": tokens, "level": level}
         for power in (80, 99):
-            found.power[f"found_{power}"] = detectable_bias(count, level, power / 100, variance / count)
+            cert.power[f"detectable_bias_{power}"] = detectable_bias(count, level, power / 100, variance / count)
 
-    def look(self, tokens: int) -> None:
-        """Run all tests on the first `tokens` tokens."""
-        found = [
+    def run_tests(self, tokens: int) -> None:
+        results = [
             (order, result)
-            for order, evidence in self.orders.items()
+            for order, evidence in self.evidence_by_order.items()
             for result in uniformity_tests(evidence.first(tokens), self.spare)
         ]
         if self.reference.vocab_size**_LENGTH <= _MAX_CONTINUATIONS:
             # The number of rows must not depend on their content.
-            found.append(("all continuations", self.joint(tokens // self.limits.max_new_tokens)))
-        found.append(("random numbers", Result("repeated draws", float(self.repeats), 0.0 if self.repeats else 1.0)))
-        level = self.plan.level / (len(found) * len(LOOKS + MORE))
-        self.found.tests = [{"order": order} | result._asdict() | {"level": level} for order, result in found]
+            results.append(("all continuations", self.joint(tokens // self.limits.max_new_tokens)))
+        results.append(("random numbers", Result("repeated draws", float(self.repeats), 0.0 if self.repeats else 1.0)))
+        level = self.plan.level / (len(results) * len(INTERIM_SHARES + EXTRA_SHARES))
+        self.cert.tests = [{"order": order} | result._asdict() | {"level": level} for order, result in results]
 
     def joint(self, rows: int) -> Result:
-        """Test the joint law of the first tokens of the first `rows` rows, by prompt."""
-        for prompt in self.prompts[len(self.laws) :]:
-            self.laws.append(joint_law(self.reference, prompt, self.sampling, self.limits.stop_ids, _LENGTH))
-        outcomes: list[list[int]] = [[] for _ in self.laws]
-        places = [self.reference.vocab_size**place for place in reversed(range(_LENGTH))]
+        """Test the joint distribution of the first tokens of the first `rows` rows, by prompt."""
+        for prompt in self.prompts[len(self.distributions) :]:
+            settings = (self.sampling, self.limits.stop_ids, _LENGTH)
+            self.distributions.append(joint_distribution(self.reference, prompt, *settings))
+        outcomes: list[list[int]] = [[] for _ in self.distributions]
+        powers = [self.reference.vocab_size**power for power in reversed(range(_LENGTH))]
         for number, output in self.texts[:rows]:
-            outcomes[number].append(sum(token * place for token, place in zip(output, places, strict=False)))
-        return joint_test(self.laws, outcomes)
+            outcomes[number].append(sum(token * power for token, power in zip(output, powers, strict=False)))
+        return joint_test(self.distributions, outcomes)
 
     def judge_sampled(self, numbers: Sequence[int], outputs: list[list[int]]) -> None:
         """Add the rows to the evidence of each order."""
@@ -346,32 +351,34 @@ class _Run:
         if not any(outputs):
             return
         prompts, vocab = [self.prompts[number] for number in numbers], self.reference.vocab_size
-        reading = read_back(self.reference, prompts, outputs)
+        reading = teacher_force(self.reference, prompts, outputs)
         token_X = torch.tensor([token for output in outputs for token in output], device=reading.last_X.device)
         where = _positions(numbers, outputs)
-        view = proposers_view(self.method.proposer, self.sampling, prompts, outputs, reading, vocab)
+        view = make_draft_scorer(self.method.proposer, self.sampling, prompts, outputs, reading, vocab)
         uniform_X = torch.from_numpy(self.uniform.random(len(token_X))).to(token_X.device)
-        found: dict[str, list[Tensor]] = {}
+        statistics: dict[str, list[Tensor]] = {}
         for chunk in chunks(len(token_X), vocab):
             logits_CV, token_C = self.reference.logits(reading.hidden_XD[chunk]), token_X[chunk]
-            probs_CV = judged(logits_CV, self.sampling)
+            probs_CV = judge_probs(logits_CV, self.sampling)
             self.judge_support(logits_CV, probs_CV, token_C, where[chunk])
             best_CV = torch.zeros_like(probs_CV, dtype=torch.bool).scatter_(1, probs_CV.argmax(-1, keepdim=True), True)
             # Sampling inverts the distribution by token id, so equal random numbers give close values in this order.
             ids_V = torch.arange(probs_CV.shape[1], device=probs_CV.device)
             scores = {
-                "token numbers": (-ids_V.expand_as(probs_CV), (2 * ids_V < len(ids_V)).expand_as(probs_CV)),
-                "the target's most likely token": (probs_CV, best_CV),
+                "token ids": (-ids_V.expand_as(probs_CV), (2 * ids_V < len(ids_V)).expand_as(probs_CV)),
+                "most likely token": (probs_CV, best_CV),
             }
             if view is not None:
                 drafted_CV = view(chunk).double()
-                scores["what its proposer prefers"] = (drafted_CV / probs_CV, drafted_CV > probs_CV)
+                scores["tokens preferred by the proposer"] = (drafted_CV / probs_CV, drafted_CV > probs_CV)
             for order, (score_CV, favoured_CV) in scores.items():
                 u_C = transform(probs_CV, score_CV.nan_to_num(nan=0.0, posinf=torch.inf), token_C, uniform_X[chunk])
-                found.setdefault(order, []).append(torch.stack((u_C, *favour(probs_CV, favoured_CV, token_C))))
+                statistics_3C = torch.stack((u_C, *favoured_excess(probs_CV, favoured_CV, token_C)))
+                statistics.setdefault(order, []).append(statistics_3C)
         ends = np.cumsum([len(output) for output in outputs])[:-1]
-        for order, pieces in found.items():
-            self.orders.setdefault(order, Evidence()).rows += np.split(torch.cat(pieces, 1).cpu().numpy(), ends, 1)
+        for order, pieces in statistics.items():
+            rows = np.split(torch.cat(pieces, 1).cpu().numpy(), ends, 1)
+            self.evidence_by_order.setdefault(order, Evidence()).rows += rows
 
     def judge_support(
         self, logits_CV: Tensor, probs_CV: Tensor, token_C: Tensor, where: Sequence[tuple[int, int]]
@@ -379,9 +386,9 @@ class _Run:
         """Add a fault for each token of probability 0 after warping, unless rounding explains it."""
         for index in torch.nonzero(probs_CV.gather(1, token_C[:, None])[:, 0] == 0)[:, 0].tolist():
             logits_V, token, (number, position) = logits_CV[index].float(), int(token_C[index]), where[index]
-            kept = within_rounding(logits_V, token, self.sampling, self.found.rounding.near_tie)
+            is_kept = within_rounding(logits_V, token, self.sampling, self.cert.rounding.near_tie)
             expected, margin = int(logits_V.argmax()), float(logits_V.max() - logits_V[token])
-            self.found.add(Finding("edge" if kept else "outside", number, position, token, expected, margin))
+            self.cert.add(Finding("edge" if is_kept else "outside", number, position, token, expected, margin))
 
 
 def repeated_draws(rng: Rng) -> int:
@@ -396,11 +403,11 @@ def _positions(numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> list
 
 def within_rounding(logits_V: Tensor, token: int, sampling: Sampling, near_tie: float) -> bool:
     """Return whether top-k and top-p would keep a token if each logit were off by at most half of `near_tie`."""
-    own = logits_V[token]
-    if 0 < sampling.top_k < len(logits_V) and own < logits_V.topk(sampling.top_k).values[-1] - near_tie:
+    logit = logits_V[token]
+    if 0 < sampling.top_k < len(logits_V) and logit < logits_V.topk(sampling.top_k).values[-1] - near_tie:
         return False
     if sampling.top_p < 1:
         probs_V = warp(logits_V, Sampling(sampling.temperature, sampling.top_k))
-        before = float(probs_V[logits_V > own + near_tie].sum())
+        before = float(probs_V[logits_V > logit + near_tie].sum())
         return before < sampling.top_p * math.exp(near_tie / sampling.temperature) + torch.finfo(torch.float32).eps
     return 0 < sampling.top_k < len(logits_V)

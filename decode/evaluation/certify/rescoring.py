@@ -43,7 +43,7 @@ _TEXTS, _TOKENS = 4, 64
 """Number and length of the texts on which rounding is measured."""
 
 
-class Reading(NamedTuple):
+class TextStates(NamedTuple):
     """Hidden states of the new tokens of some rows."""
 
     hidden_XD: Tensor
@@ -57,7 +57,9 @@ class Reading(NamedTuple):
 
 
 @torch.inference_mode()
-def read_back(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Reading:
+def teacher_force(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> TextStates:
     """Run prompts and outputs through a model and return its states. There must be at least one new token."""
     rows = max(1, _TOKENS_A_FORWARD // (max(map(len, prompts)) + max(map(len, outputs))))
     parts = [
@@ -65,23 +67,24 @@ def read_back(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: S
         for start in range(0, len(prompts), rows)
     ]
     hidden, before, last, prefixes = zip(*parts, strict=True)
-    return Reading(torch.cat(hidden), torch.cat(before), torch.cat(last), list(itertools.chain(*prefixes)))
+    return TextStates(torch.cat(hidden), torch.cat(before), torch.cat(last), list(itertools.chain(*prefixes)))
 
 
-def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Reading:
+def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> TextStates:
     starts, cache = model.begin(prompts, max(map(len, outputs)))
     texts = [torch.tensor([*start, *output]) for start, output in zip(starts, outputs, strict=True)]
     ids_BT = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(model.device)
     # The last part is the final state; states after a shorter row's end are not read.
     hidden_BTD = model.extend(cache, ids_BT[:, :-1])[..., -model.hidden_size :]
-    places = [
+    positions = [
         (row, len(start) - 1 + index)
         for row, (start, output) in enumerate(zip(starts, outputs, strict=True))
         for index in range(len(output))
     ]
-    row_X, place_X = torch.tensor(places, dtype=torch.int64, device=model.device).reshape(-1, 2).T
-    before_XD = hidden_BTD[row_X, (place_X - 1).clamp(min=0)].masked_fill((place_X < 1)[:, None], 0.0)
-    return Reading(hidden_BTD[row_X, place_X], before_XD, ids_BT[row_X, place_X], [list(start) for start in starts])
+    row_X, position_X = torch.tensor(positions, dtype=torch.int64, device=model.device).reshape(-1, 2).T
+    before_XD = hidden_BTD[row_X, (position_X - 1).clamp(min=0)].masked_fill((position_X < 1)[:, None], 0.0)
+    prefixes = [list(start) for start in starts]
+    return TextStates(hidden_BTD[row_X, position_X], before_XD, ids_BT[row_X, position_X], prefixes)
 
 
 def chunks(tokens: int, vocab: int) -> Iterator[slice]:
@@ -104,13 +107,13 @@ class Judge(TransformersModel):
         return seen[0].reshape(*tokens_BM.shape, -1).to(self.device)
 
 
-def judge_of(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:
+def make_judge(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:
     """Return the judge of a transformers model, or the usual scorer for an encoder-decoder."""
     model = bare_model(model)
     return wrap_model(model, check=False) if model.config.is_encoder_decoder else Judge(model, states)
 
 
-def judged(logits_XV: Tensor, sampling: Sampling) -> Tensor:
+def judge_probs(logits_XV: Tensor, sampling: Sampling) -> Tensor:
     """Return [X, V] float64 distributions above temperature 0, warped by the processors of transformers."""
     processors: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
     processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
@@ -121,26 +124,26 @@ def judged(logits_XV: Tensor, sampling: Sampling) -> Tensor:
     return logits_XV.double().softmax(-1)
 
 
-def joint_law(
+def joint_distribution(
     model: LanguageModel, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], length: int
 ) -> np.ndarray:
     """Return the probability of each continuation of `length` tokens, float64 [L]. Only token 0 follows a stop."""
     paths = list(itertools.product(range(model.vocab_size), repeat=length))
-    hidden_XD = read_back(model, [prompt] * len(paths), paths).hidden_XD
+    hidden_XD = teacher_force(model, [prompt] * len(paths), paths).hidden_XD
     path_LX = torch.tensor(paths, device=hidden_XD.device)
-    probs_LXV = judged(model.logits(hidden_XD), sampling).unflatten(0, path_LX.shape)
-    own_LX = probs_LXV.gather(2, path_LX[..., None])[..., 0]
+    probs_LXV = judge_probs(model.logits(hidden_XD), sampling).unflatten(0, path_LX.shape)
+    token_LX = probs_LXV.gather(2, path_LX[..., None])[..., 0]
     stopped_LX = torch.isin(path_LX, torch.tensor(stops, device=path_LX.device)).cummax(1).values
-    own_LX[:, 1:] = torch.where(stopped_LX[:, :-1], (path_LX[:, 1:] == 0).double(), own_LX[:, 1:])
-    return own_LX.prod(1).cpu().numpy()
+    token_LX[:, 1:] = torch.where(stopped_LX[:, :-1], (path_LX[:, 1:] == 0).double(), token_LX[:, 1:])
+    return token_LX.prod(1).cpu().numpy()
 
 
-def proposers_view(
+def make_draft_scorer(
     proposer: Proposer,
     sampling: Sampling,
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
-    reading: Reading,
+    reading: TextStates,
     vocab: int,
 ) -> Callable[[slice], Tensor] | None:
     """Return a function from a slice of tokens to scores [C, V] that the proposer's model gives each next token.
@@ -153,7 +156,7 @@ def proposers_view(
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
         if any(model.required_aux_layers is not None for model in models):
             return None
-        states = [(model, read_back(model, prompts, outputs).hidden_XD) for model in models]
+        states = [(model, teacher_force(model, prompts, outputs).hidden_XD) for model in models]
         return lambda index: torch.stack(
             [warp(model.logits(hidden_XD[index]), sampling) for model, hidden_XD in states]
         ).mean(0)
@@ -165,10 +168,10 @@ def proposers_view(
         return lambda index: warp(drafts.logits(reading.last_X[index]), sampling)
     if isinstance(proposer, (PromptLookup, SuffixTree)):
         rows = zip(reading.prefixes, outputs, strict=True)
-        found = [_look_up(prefix, output, proposer, vocab) for prefix, output in rows]
-        found_X = torch.from_numpy(np.concatenate(found)).to(reading.last_X.device)
+        matches = [_look_up(prefix, output, proposer, vocab) for prefix, output in rows]
+        match_X = torch.from_numpy(np.concatenate(matches)).to(reading.last_X.device)
         # The additional class, which means no match, is cut off.
-        return lambda index: F.one_hot(found_X[index], vocab + 1)[:, :-1].float()
+        return lambda index: F.one_hot(match_X[index], vocab + 1)[:, :-1].float()
     return None
 
 
@@ -179,12 +182,12 @@ def _look_up(
     text_S = np.array([*prefix, *output])
     lengths_T = len(prefix) + np.arange(len(output))
     if isinstance(proposer, SuffixTree):
-        found = (longest_match(text_S[:length]) for length in lengths_T)
-        return np.array([text_S[start] if match else missing for start, match in found])
-    places_T = lookup(
+        matches = (longest_match(text_S[:length]) for length in lengths_T)
+        return np.array([text_S[start] if match else missing for start, match in matches])
+    position_T = lookup(
         np.broadcast_to(text_S, (len(output), len(text_S))), lengths_T, proposer.max_ngram, proposer.min_ngram
     )
-    return np.where(places_T >= 0, text_S[places_T], missing)
+    return np.where(position_T >= 0, text_S[position_T], missing)
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class Rounding:
     total_variation: float
     """Mean total variation between the warped distributions (at temperature 0: share of positions where the most likely
     token changes). Rounding explains a bias of this size."""
-    places: int
+    tokens: int
     """Number of tokens compared."""
 
 
@@ -215,15 +218,15 @@ def measure_rounding(
     reference = reference or target
     prompts = list(prompts[:_TEXTS])
     outputs = sample_texts(target, prompts, Limits(_TOKENS), sampling, batch=_TEXTS)
-    wide_XV = reference.logits(read_back(reference, prompts, outputs).hidden_XD).float()
+    wide_XV = reference.logits(teacher_force(reference, prompts, outputs).hidden_XD).float()
     finite_XV = wide_XV.isfinite()  # A model may exclude tokens by minus infinity.
     spread, distance = 0.0, 0.0
     for width in _WIDTHS:
         narrow = [_rerun(target, prompt, output, width) for prompt, output in zip(prompts, outputs, strict=True)]
         narrow_XV = torch.cat(narrow).float()
         spread = max(spread, float((narrow_XV - wide_XV)[finite_XV].abs().max()))
-        apart_X = (warp(narrow_XV, sampling) - warp(wide_XV, sampling)).abs().sum(-1) / 2
-        distance = max(distance, float(apart_X.mean()))
+        distance_X = (warp(narrow_XV, sampling) - warp(wide_XV, sampling)).abs().sum(-1) / 2
+        distance = max(distance, float(distance_X.mean()))
     precision, largest = torch.finfo(target.weights_dtype).eps, float(wide_XV[finite_XV].abs().max())
     near_tie = min(max(4.0 * spread, precision * largest), math.sqrt(precision) * largest)
     return Rounding(str(target.weights_dtype).removeprefix("torch."), spread, near_tie, distance, len(wide_XV))

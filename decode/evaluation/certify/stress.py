@@ -31,7 +31,7 @@ from ...tree import parse_branching, parse_tree
 from ...warpers import Sampling
 from ..measure import Entry, sample_texts
 from .certify import Certificate, Plan, certify_method
-from .rescoring import Rounding, judge_of, measure_rounding, read_back
+from .rescoring import Rounding, make_judge, measure_rounding, teacher_force
 
 _VOCAB, _HEADS, _SHARPNESS, _STOP = 6, 4, 2.0, 0
 
@@ -83,19 +83,22 @@ def stress_method(
 
     The level of the plan applies to all checks jointly.
     """
-    given = {name: value for name, value in entry.options.items() if name != "drafter"}
-    config = method_config(entry.method, given)
-    every = asdict(config)
-    sizes, has_drafter = _sizes(every), "drafter" in config.needs
+    options = {name: value for name, value in entry.options.items() if name != "drafter"}
+    config = method_config(entry.method, options)
+    all_options = asdict(config)
+    sizes, has_drafter = _sizes(all_options), "drafter" in config.needs
     for check in CHECKS:
         if check.drafter != "near" and not has_drafter:
             continue
         world = make_world(*sizes, device, check.drafter)
-        options = given
+        check_options = options
         if check.short:
-            options = every | ({"k_config": every["k_config"].split("x")[0]} if "k_config" in every else {})
-            options |= {"gamma": 1} if "gamma" in options and "k_config" not in options else {}
-        method = build_method(entry.method, world.parts, check.sampling, **options)
+            check_options = dict(all_options)
+            if "k_config" in all_options:
+                check_options["k_config"] = all_options["k_config"].split("x")[0]
+            elif "gamma" in all_options:
+                check_options["gamma"] = 1
+        method = build_method(entry.method, world.parts, check.sampling, **check_options)
         if not method.verifier.lossless:
             continue
         most = (
@@ -132,19 +135,19 @@ def _sizes(options: Options) -> tuple[int, int]:
 def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", drafter: str = "near") -> World:
     """Return the small pair: drafters are the target plus weight noise; table and heads are fitted to its texts."""
     model = _llama(vocab, 0, 0.0).to(device)
-    target, judge = wrap_model(model, check=False), judge_of(model)
+    target, judge = wrap_model(model, check=False), make_judge(model)
     models = [_llama(vocab, seed, 0.1 if drafter in ("near", "trimmed") else 1.0).to(device) for seed in (1, 2)]
-    for each in models:
+    for drafter_model in models:
         if drafter == "certain":
             with torch.no_grad():
-                each.lm_head.weight *= 20
+                drafter_model.lm_head.weight *= 20
         if drafter == "trimmed":
-            keep_tokens(each, torch.tensor([token for token in range(vocab) if token != 1]))
-    first, second = (wrap_model(each, check=False) for each in models)
+            keep_tokens(drafter_model, torch.tensor([token for token in range(vocab) if token != 1]))
+    first, second = (wrap_model(drafter_model, check=False) for drafter_model in models)
     draws = np.random.default_rng(0)
     prompts = [draws.integers(0, vocab, length).tolist() for length in (1, 5, 2, 8, 3, 7, 4, 6) * 8]
-    written = sample_texts(target, prompts * 4, Limits(40), Sampling(0.5), seed=99, batch=4 * len(prompts))
-    texts = [[*prompt, *text] for prompt, text in zip(prompts * 4, written, strict=True)]
+    outputs = sample_texts(target, prompts * 4, Limits(40), Sampling(0.5), seed=99, batch=4 * len(prompts))
+    texts = [[*prompt, *text] for prompt, text in zip(prompts * 4, outputs, strict=True)]
     documents = [np.array(text, dtype=np.int32) for text in texts]
     table = BigramTable.from_documents(documents, vocab)
     table.texts = TextStore.from_documents(documents)
@@ -176,14 +179,14 @@ class FittedHeads(torch.nn.Module):
         super().__init__()
         self.num_heads = num_heads
         with torch.inference_mode():
-            states_XD = read_back(target, [text[:1] for text in texts], [text[1:] for text in texts]).hidden_XD
+            states_XD = teacher_force(target, [text[:1] for text in texts], [text[1:] for text in texts]).hidden_XD
         weights = []
         states = states_XD.split([len(text) - 1 for text in texts])
         for head in range(num_heads):
-            known_XD = torch.cat([state_TD[: len(state_TD) - 1 - head] for state_TD in states])
-            wanted_X = torch.tensor([token for text in texts for token in text[2 + head :]], device=known_XD.device)
-            wanted_XV = torch.nn.functional.one_hot(wanted_X, target.vocab_size).float()
-            weights.append(10 * torch.linalg.lstsq(known_XD, wanted_XV).solution.T)
+            inputs_XD = torch.cat([state_TD[: len(state_TD) - 1 - head] for state_TD in states])
+            label_X = torch.tensor([token for text in texts for token in text[2 + head :]], device=inputs_XD.device)
+            onehot_XV = torch.nn.functional.one_hot(label_X, target.vocab_size).float()
+            weights.append(10 * torch.linalg.lstsq(inputs_XD, onehot_XV).solution.T)
         self.weight_KVD = torch.stack(weights)
 
     def forward(self, hidden_XD: Tensor) -> Tensor:

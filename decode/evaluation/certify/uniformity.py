@@ -48,13 +48,13 @@ class Evidence:
 
     def first(self, tokens: int) -> Evidence:
         """Return the first `tokens` tokens, so that the content of rows does not determine how many are tested."""
-        kept = Evidence()
+        evidence = Evidence()
         for row in self.rows:
             if tokens <= 0:
                 break
-            kept.rows.append(row[:, :tokens])
+            evidence.rows.append(row[:, :tokens])
             tokens -= row.shape[1]
-        return kept
+        return evidence
 
     @property
     def joined(self) -> np.ndarray:
@@ -77,15 +77,15 @@ def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: T
         token_X: Token ids.
         uniform_X: Numbers in [0, 1), float64, drawn for this purpose only.
     """
-    own_X1 = token_X[:, None]
-    score_X1 = scores_XV.gather(1, own_X1)
+    token_X1 = token_X[:, None]
+    score_X1 = scores_XV.gather(1, token_X1)
     ids_V = torch.arange(probs_XV.shape[1], device=probs_XV.device)
-    before_XV = (scores_XV > score_X1) | ((scores_XV == score_X1) & (ids_V < own_X1))
+    before_XV = (scores_XV > score_X1) | ((scores_XV == score_X1) & (ids_V < token_X1))
     below_X = (probs_XV * before_XV).sum(1)
-    return (below_X + uniform_X * probs_XV.gather(1, own_X1)[:, 0]).clamp(0, 1)
+    return (below_X + uniform_X * probs_XV.gather(1, token_X1)[:, 0]).clamp(0, 1)
 
 
-def favour(probs_XV: Tensor, favoured_XV: Tensor, token_X: Tensor) -> tuple[Tensor, Tensor]:
+def favoured_excess(probs_XV: Tensor, favoured_XV: Tensor, token_X: Tensor) -> tuple[Tensor, Tensor]:
     """Return 1{y in S} - p(S) and p(S) (1 - p(S)), float64 [X] each, for boolean sets S of tokens [X, V]."""
     share_X = (probs_XV * favoured_XV).sum(1).clamp(0, 1)
     inside_X = favoured_XV.gather(1, token_X[:, None])[:, 0].double()
@@ -111,16 +111,16 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
             continue.
     """
     uniform_X, excess_X, variance_X = evidence.joined
-    uniforms, sorted_X, place_X = [row[0] for row in evidence.rows], np.sort(uniform_X), np.arange(len(uniform_X))
+    uniforms, sorted_X, index_X = [row[0] for row in evidence.rows], np.sort(uniform_X), np.arange(len(uniform_X))
     count = max(1, len(uniform_X))
-    distance = max((sorted_X - place_X / count).max(initial=0), ((place_X + 1) / count - sorted_X).max(initial=0))
-    apart = (("neighbours", 0, 1), ("next neighbours", 1, 1), ("two apart", 0, 2))
+    distance = max((sorted_X - index_X / count).max(initial=0), ((index_X + 1) / count - sorted_X).max(initial=0))
+    lags = (("neighbours", 0, 1), ("next neighbours", 1, 1), ("two apart", 0, 2))
     return [
         _test_cells("bins", [uniform_X[None]], _MAX_BINS),
         Result("kolmogorov-smirnov", float(distance), min(1.0, 2 * math.exp(-2 * count * distance**2))),
         *(
             _test_cells(test, [_pairs(row[first:], lag, rng) for row in uniforms], _MAX_SIDES)
-            for test, first, lag in apart
+            for test, first, lag in lags
         ),
         test_rows(uniforms),
         Result("favoured", evidence.bias, martingale_p(float(excess_X.sum()), float(variance_X.sum()))),
@@ -166,13 +166,13 @@ def test_rows(rows: Sequence[np.ndarray]) -> Result:
 def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) -> Result:
     """Test the continuations after each prompt against their probabilities [L] by chi-square."""
     statistic, freedom = 0.0, 0
-    for law_L, found in zip(laws, outcomes, strict=True):
-        observed_L, expected_L = np.bincount(found, minlength=len(law_L)), law_L / law_L.sum() * len(found)
+    for law_L, outcome in zip(laws, outcomes, strict=True):
+        observed_L, expected_L = np.bincount(outcome, minlength=len(law_L)), law_L / law_L.sum() * len(outcome)
         rare_L = expected_L < _PER_CONTINUATION
-        observed, expected = (np.append(each[~rare_L], each[rare_L].sum()) for each in (observed_L, expected_L))
-        kept = expected >= _PER_CONTINUATION
-        statistic += float(((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum())
-        freedom += max(0, int(kept.sum()) - 1)
+        observed, expected = (np.append(row[~rare_L], row[rare_L].sum()) for row in (observed_L, expected_L))
+        is_common = expected >= _PER_CONTINUATION
+        statistic += float(((observed[is_common] - expected[is_common]) ** 2 / expected[is_common]).sum())
+        freedom += max(0, int(is_common.sum()) - 1)
     return Result("joint law", statistic, float(chi2.sf(statistic, freedom)) if freedom else 1.0)
 
 

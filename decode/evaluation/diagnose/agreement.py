@@ -24,7 +24,7 @@ from ...proposers.head_trees import HeadModule
 from ...proposers.ngrams import TableChain
 from ...warpers import Sampling, warp
 from ..bootstrap import Floats
-from ..certify.rescoring import Reading, chunks, read_back
+from ..certify.rescoring import TextStates, chunks, teacher_force
 
 _TOKENS_AT_ONCE = 16384
 _PLAIN = Sampling(temperature=1.0)
@@ -45,7 +45,7 @@ class Passage(NamedTuple):
         """Return the passage with judgement restricted to some tokens."""
         judged = self.judged or [True] * len(self.text)
         return self._replace(
-            judged=[bool(each) and token in ids for each, token in zip(judged, self.text, strict=True)]
+            judged=[bool(is_judged) and token in ids for is_judged, token in zip(judged, self.text, strict=True)]
         )
 
 
@@ -58,7 +58,7 @@ of each head. Head k predicts k positions ahead."""
 class Source:
     """Source of draft tokens: a draft model, heads, or a table."""
 
-    read: Callable[[Sequence[Passage], Reading], Drafts]
+    make_drafts: Callable[[Sequence[Passage], TextStates], Drafts]
     """Function that returns the drafts for passages, given the target's reading of them."""
     depth: int = 1
     """Number of tokens predicted jointly (K), each by a separate head."""
@@ -66,53 +66,53 @@ class Source:
     """True if draft tokens are sampled. Heads always propose their most likely token."""
     proposed: Tensor | None = None
     """Ids of the tokens that can be proposed. None if all can, or if they are unknown."""
-    behind: bool = False
+    needs_previous_state: bool = False
     """True if it needs the target's state before the one that the target predicts the token from."""
 
 
 def drafter_source(model: LanguageModel) -> Source:
     """Return the source of a draft model."""
 
-    def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
+    def make_drafts(passages: Sequence[Passage], states: TextStates) -> Drafts:
         prompts, texts = [passage.prompt for passage in passages], [passage.text for passage in passages]
-        hidden_TD = read_back(model, prompts, texts).hidden_XD
+        hidden_TD = teacher_force(model, prompts, texts).hidden_XD
         return lambda span: [_with_best(model.logits(hidden_TD[span]))]
 
-    return Source(read)
+    return Source(make_drafts)
 
 
 def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
     """Return the source of prediction heads on the target's hidden states."""
     depth = heads.num_heads
 
-    def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
+    def make_drafts(passages: Sequence[Passage], states: TextStates) -> Drafts:
         def drafts(span: slice) -> list[tuple[Tensor, Tensor]]:
             count = span.stop - span.start
-            rows = torch.arange(span.start - depth + 1, span.stop).clamp(min=0).to(reading.before_XD.device)
-            logits_CKV = heads(reading.before_XD[rows].to(dtype))
+            rows = torch.arange(span.start - depth + 1, span.stop).clamp(min=0).to(states.before_XD.device)
+            logits_CKV = heads(states.before_XD[rows].to(dtype))
             first = [depth - 1 - head for head in range(depth)]
             return [_with_best(logits_CKV[row : row + count, head]) for head, row in enumerate(first)]
 
         return drafts
 
-    return Source(read, depth, draws=False, proposed=getattr(heads, "proposed", None), behind=True)
+    return Source(make_drafts, depth, draws=False, proposed=getattr(heads, "proposed", None), needs_previous_state=True)
 
 
 def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
     """Return the source of EAGLE-3 heads. The target must return the auxiliary states that they read."""
 
-    def made(passage: Passage) -> Tensor:
-        given_1TG, _, ids_1T = given_states(target, passage)
-        return chains(heads, given_1TG, ids_1T, len(passage.text))
+    def run_heads(passage: Passage) -> Tensor:
+        aux_1TG, _, ids_1T = target_states(target, passage)
+        return chains(heads, aux_1TG, ids_1T, len(passage.text))
 
-    def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
-        made_XKD = torch.cat([made(passage) for passage in passages if passage.text])
-        return lambda span: [_with_best(draft_logits(heads, made_CD)) for made_CD in made_XKD[span].unbind(1)]
+    def make_drafts(passages: Sequence[Passage], states: TextStates) -> Drafts:
+        states_XKD = torch.cat([run_heads(passage) for passage in passages if passage.text])
+        return lambda span: [_with_best(draft_logits(heads, states_CD)) for states_CD in states_XKD[span].unbind(1)]
 
-    return Source(read, heads.num_heads, proposed=heads.proposed, behind=True)
+    return Source(make_drafts, heads.num_heads, proposed=heads.proposed, needs_previous_state=True)
 
 
-def given_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tensor, Tensor]:
+def target_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tensor, Tensor]:
     """Return the auxiliary states [1, T, G], final states [1, T, D] and ids [1, T] of a text without its last token."""
     (start,), cache = target.begin([passage.prompt], len(passage.text))
     ids_1T = torch.tensor([[*start, *passage.text[:-1]]], device=target.device)
@@ -120,26 +120,26 @@ def given_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tenso
     return states_1TS[..., : -target.hidden_size], states_1TS[..., -target.hidden_size :], ids_1T
 
 
-def chains(heads: EagleHeads, given_1TG: Tensor, ids_1T: Tensor, new: int, behind: bool = False) -> Tensor:
+def chains(heads: EagleHeads, aux_1TG: Tensor, ids_1T: Tensor, new: int, previous_token: bool = False) -> Tensor:
     """Return the states [X, K, D] of EAGLE-3 heads for the last `new` tokens, as predicted k positions before.
 
-    Inputs are states and tokens of all positions but the last. With `behind`, heads read the token one position
+    Inputs are states and tokens of all positions but the last. With `previous_token`, heads read the token one position
     earlier.
     """
     count = ids_1T.shape[1]
     mask_11TT = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids_1T.device).tril()
     positions_1T = torch.arange(count, device=ids_1T.device)[None]
-    read_1T = F.pad(ids_1T[:, :-1], (1, 0)) if behind else ids_1T
-    (made_TKD,) = heads.features(given_1TG.to(heads.fc.weight.dtype), read_1T, positions_1T, mask_11TT)
+    input_1T = F.pad(ids_1T[:, :-1], (1, 0)) if previous_token else ids_1T
+    (states_TKD,) = heads.features(aux_1TG.to(heads.fc.weight.dtype), input_1T, positions_1T, mask_11TT)
     steps_K = torch.arange(heads.num_heads, device=ids_1T.device)
     # step k at position t predicts token t + 2 + k
-    place_XK = count - new - 1 + torch.arange(new, device=ids_1T.device)[:, None] - steps_K
-    return made_TKD[place_XK.clamp(min=0), steps_K]
+    position_XK = count - new - 1 + torch.arange(new, device=ids_1T.device)[:, None] - steps_K
+    return states_TKD[position_XK.clamp(min=0), steps_K]
 
 
-def draft_logits(heads: EagleHeads, made_XD: Tensor) -> Tensor:
+def draft_logits(heads: EagleHeads, states_XD: Tensor) -> Tensor:
     """Return logits [..., V] of all tokens, with minus infinity for those that are never proposed."""
-    logits_XR = made_XD @ heads.projection().to(made_XD).T
+    logits_XR = states_XD @ heads.projection().to(states_XD).T
     return logits_XR if heads.proposed is None else widen(logits_XR, heads.proposed, heads.vocab_size)
 
 
@@ -147,10 +147,10 @@ def table_source(proposer: TableChain, device: torch.device) -> Source:
     """Return the source of a table of counts, which drafts as `ngrams.TableChain` does."""
     table = proposer.source.drafts(proposer.table, device)
 
-    def read(passages: Sequence[Passage], reading: Reading) -> Drafts:
-        return lambda span: [(table.logits(reading.last_X[span]), table.best(reading.last_X[span]))]
+    def make_drafts(passages: Sequence[Passage], states: TextStates) -> Drafts:
+        return lambda span: [(table.logits(states.last_X[span]), table.best(states.last_X[span]))]
 
-    return Source(read)
+    return Source(make_drafts)
 
 
 def _with_best(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class Scores:
         """Return the sum of a measure and the number of tokens by passage, [P] each."""
         value_KT = self.measures[name] * self.valid_KT
         sums = (value_KT.sum(0, dtype=np.float64), self.valid_KT.sum(0))
-        over_P, under_P = (np.bincount(self.passage_T, each_T, self.passages) for each_T in sums)
+        over_P, under_P = (np.bincount(self.passage_T, values_T, self.passages) for values_T in sums)
         return over_P.astype(np.float64), under_P.astype(np.float64)
 
     def mean(self, name: str) -> float | None:
@@ -185,7 +185,6 @@ class Scores:
         return float(over_P.sum() / under_P.sum()) if under_P.sum() else None
 
     def by_depth(self, name: str) -> list[float | None]:
-        """Return the mean of each row."""
         pairs = zip(self.measures[name], self.valid_KT, strict=True)
         return [float(row_T[valid_T].mean(dtype=np.float64)) if valid_T.any() else None for row_T, valid_T in pairs]
 
@@ -209,9 +208,9 @@ def score(
     done = 0
     for group in _groups(passages):
         if any(passage.text for passage in group):
-            reading = read_back(target, [passage.prompt for passage in group], [passage.text for passage in group])
-            measures.append(_measure(target, source, group, reading, sampling))
-            valid.append(_valid(group, reading.prefixes, source))
+            states = teacher_force(target, [passage.prompt for passage in group], [passage.text for passage in group])
+            measures.append(_measure(target, source, group, states, sampling))
+            valid.append(_valid(group, states.prefixes, source))
         done += len(group)
         if progress:
             progress(done, len(passages))
@@ -228,13 +227,13 @@ def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
 
 
 def _measure(
-    target: LanguageModel, source: Source, passages: Sequence[Passage], reading: Reading, sampling: Sampling
+    target: LanguageModel, source: Source, passages: Sequence[Passage], states: TextStates, sampling: Sampling
 ) -> NDArray[np.float32]:
     """Return the measures of `Scores`, stacked, each [K, T]."""
     token_T = torch.tensor([token for passage in passages for token in passage.text])
-    drafts, parts = source.read(passages, reading), []
+    drafts, parts = source.make_drafts(passages, states), []
     for span in chunks(len(token_T), target.vocab_size):
-        target_CV = target.logits(reading.hidden_XD[span]).float()
+        target_CV = target.logits(states.hidden_XD[span]).float()
         plain_CV, warped_CV = warp(target_CV, _PLAIN), warp(target_CV, sampling)
         token_C, rows = token_T[span].to(target.device), []
         for logits_CV, best_C in drafts(span):
@@ -258,7 +257,7 @@ def _valid(passages: Sequence[Passage], starts: Sequence[Sequence[int]], source:
     for passage, start in zip(passages, starts, strict=True):
         index_T = np.arange(len(passage.text))
         # Drafts for a token come from a state k + 1 positions before the one that the target predicts it from.
-        earliest = 1 if source.behind and len(start) < 2 else 0
+        earliest = 1 if source.needs_previous_state and len(start) < 2 else 0
         judged_T = np.ones(len(index_T), dtype=bool) if passage.judged is None else np.asarray(passage.judged, bool)
         parts.append(judged_T & (index_T - np.arange(source.depth)[:, None] >= earliest))
     return np.concatenate(parts, -1)

@@ -15,7 +15,7 @@ from ....checkpoints.pairs.sides import Finding
 _TOLERANCE = 0.05  # of tokens per step; near-ties and ends of texts explain less
 
 
-class Expected(NamedTuple):
+class ServerPrediction(NamedTuple):
     """Prediction from one row of an evaluation's results."""
 
     label: str
@@ -36,11 +36,11 @@ class Expected(NamedTuple):
         return 1 + sum(accumulate(self.by_depth[:gamma], mul))
 
 
-def expected_of(row: Mapping[str, Any], prompt_tokens: dict[str, int], same_length: bool) -> Expected:
+def predict_server(row: Mapping[str, Any], prompt_tokens: dict[str, int], same_length: bool) -> ServerPrediction:
     """Return the prediction of a row. `same_length` means that its texts have the server's token limit."""
     texts = row["by_prompt"] if same_length else []
     measured = {text["prompt"]: (text["tokens"], text["steps"]) for text in texts if text["steps"]}
-    return Expected(row["label"], draft_length(row), row["acceptance_by_depth"], prompt_tokens, measured)
+    return ServerPrediction(row["label"], draft_length(row), row["acceptance_by_depth"], prompt_tokens, measured)
 
 
 def draft_length(row: Mapping[str, Any]) -> int:
@@ -48,18 +48,18 @@ def draft_length(row: Mapping[str, Any]) -> int:
     return int(row["options"].get("gamma", len(row["acceptance_by_depth"])))
 
 
-def compare_server(expected: Expected, row: Mapping[str, Any]) -> Iterator[Finding]:
+def compare_server(expected: ServerPrediction, row: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the differences between a server's row and this engine."""
     label = row["label"]
-    apart = {
-        name: row["prompt_tokens"][name] - own
-        for name, own in expected.prompt_tokens.items()
+    differences = {
+        name: row["prompt_tokens"][name] - count
+        for name, count in expected.prompt_tokens.items()
         if name in row["prompt_tokens"]
     }
-    changed = [gap for gap in apart.values() if gap]
-    if changed:
-        counts = f"{len(changed)} of {len(apart)} prompts"
-        what = f"the server's number of tokens differs by {min(changed):+d} to {max(changed):+d} in {counts}"
+    nonzero = [gap for gap in differences.values() if gap]
+    if nonzero:
+        counts = f"{len(nonzero)} of {len(differences)} prompts"
+        what = f"the server's number of tokens differs by {min(nonzero):+d} to {max(nonzero):+d} in {counts}"
         advice = "check its chat template, tokenizer and maximum context length"
         yield Finding("prompts", f"{label}: {what}", advice=advice, is_fault=True)
     if row["drafted_per_step"] is None:
@@ -72,8 +72,8 @@ def compare_server(expected: Expected, row: Mapping[str, Any]) -> Iterator[Findi
         yield Finding("drafts", f"{label}: {what}", advice="set the same draft length", is_fault=True)
         if gamma > expected.gamma:
             return
-    wanted, reached = expected.tokens_per_step(gamma, row["prompt_tokens"]), row["tokens_per_step"]
-    if reached is not None and abs(reached / wanted - 1) > _TOLERANCE:
-        what = f"the server reaches {reached:.2f} tokens per step, expected {wanted:.2f}"
+    predicted, reached = expected.tokens_per_step(gamma, row["prompt_tokens"]), row["tokens_per_step"]
+    if reached is not None and abs(reached / predicted - 1) > _TOLERANCE:
+        what = f"the server reaches {reached:.2f} tokens per step, expected {predicted:.2f}"
         advice = "check if the server uses another drafter, dtype or vocabulary, or a shorter drafter context"
         yield Finding("tokens per step", f"{label}: {what}", advice=advice, is_fault=True)

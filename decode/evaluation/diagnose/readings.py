@@ -27,7 +27,7 @@ from ....checkpoints.storage.safe_read import read_json
 from ...models.base import LanguageModel, TransformersModel
 from ..bootstrap import Floats
 from ..certify.rescoring import chunks
-from .agreement import Passage, chains, draft_logits, given_states
+from .agreement import Passage, chains, draft_logits, target_states
 from .stages import make_finding
 
 _MIN_TEXTS, _MIN_DIFFERENCE, _FALSE_ALARMS = 8, 0.005, 0.01
@@ -42,63 +42,63 @@ class Reading(NamedTuple):
 
     layers: tuple[int, ...]
     normed: bool
-    who: list[str]
+    names: list[str]
     """Engines that use these inputs, and descriptions of the reading."""
-    base: float | None = None
+    rope_theta: float | None = None
     """Base of the rotary positions. None uses the config's."""
-    behind: bool = False
+    unshifted: bool = False
     """True if embeddings are those of the previous token, as in training without shifted tokens."""
-    by_step: tuple[float, ...] = ()
+    agreement_by_step: tuple[float, ...] = ()
     """Share of positions where each step's most likely token is the target's, teacher-forced."""
-    agrees: float = 0.0
+    agreement: float = 0.0
     """The same share over all steps."""
-    apart: float = 0.0
+    error: float = 0.0
     """Standard error of the difference from the config's reading on the same texts."""
-    dropped: tuple[float, float] = (0.0, 0.0)
+    second_step_drop: tuple[float, float] = (0.0, 0.0)
     """Amount by which the second step's agreement is below half of the first's, and its standard error."""
     texts: int = 0
 
     def __str__(self) -> str:
         parts = [f"layers {', '.join(map(str, self.layers))}"]
         parts += ["normed"] if self.normed else []
-        parts += [] if self.base is None else [f"rope_theta {self.base:,.0f}"]
-        parts += ["the token before"] if self.behind else []
+        parts += [] if self.rope_theta is None else [f"rope_theta {self.rope_theta:,.0f}"]
+        parts += ["previous token"] if self.unshifted else []
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return the reading as JSON, without the errors, which are infinite for a single text."""
-        values = {name: value for name, value in self._asdict().items() if name not in ("apart", "dropped")}
-        return {"reading": str(self)} | values
+        errors = ("error", "second_step_drop")
+        return {"reading": str(self)} | {name: value for name, value in self._asdict().items() if name not in errors}
 
 
-def readings(config: dict[str, Any], target: Any) -> list[Reading]:
+def list_readings(config: dict[str, Any], target: Any) -> list[Reading]:
     """Return all inputs that heads of this config may receive from a target of this configuration.
 
     The config's own reading comes first, then those of engines and of common mistakes.
     """
     count = target.num_hidden_layers
     named, normed = layers_named(config, count), bool(config.get(NORMED))
-    tried = [("as the config says", named, normed)]
-    tried += [(name, layers, normed and name != "sglang") for name, layers in layers_read(config, count).items()]
-    tried += [
+    sources = [("as configured", named, normed)]
+    sources += [(name, layers, normed and name != "sglang") for name, layers in layers_read(config, count).items()]
+    sources += [
         ("one layer later", [layer + 1 for layer in named], normed),
         ("one layer earlier", [layer - 1 for layer in named], normed),
-        ("the usual layers", default_layers(count), normed),
-        ("the other norm", named, not normed),
+        ("default layers", default_layers(count), normed),
+        ("opposite norm", named, not normed),
     ]
-    ways: dict[tuple[tuple[int, ...], bool], list[str]] = {}
-    for who, layers, is_normed in tried:
+    names_by_input: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for source, layers, is_normed in sources:
         if all(0 <= layer < count for layer in layers) and len(layers) == len(named):
-            ways.setdefault((tuple(layers), is_normed), []).append(who)
-    found = [Reading(*way, who) for way, who in ways.items()]
-    own = config.get("transformer_layer_config", config)
-    bases = {"the target's positions": rotary_base(vars(target)), "the usual positions": rotary_base({})}
-    others = {base: who for who, base in reversed(bases.items()) if base != rotary_base(own)}
-    found += [found[0]._replace(who=[who], base=base) for base, who in others.items()]
-    return [*found, found[0]._replace(who=["tokens not shifted"], behind=True)]
+            names_by_input.setdefault((tuple(layers), is_normed), []).append(source)
+    readings = [Reading(*setting, names) for setting, names in names_by_input.items()]
+    own_config = config.get("transformer_layer_config", config)
+    bases = {"rope_theta of the target": rotary_base(vars(target)), "default rope_theta": rotary_base({})}
+    others = {base: name for name, base in reversed(bases.items()) if base != rotary_base(own_config)}
+    readings += [readings[0]._replace(names=[name], rope_theta=base) for base, name in others.items()]
+    return [*readings, readings[0]._replace(names=["unshifted tokens"], unshifted=True)]
 
 
-def attached_heads(folder: Path, model: Any, target: LanguageModel, dtype: torch.dtype | None = None) -> EagleHeads:
+def attach_heads(folder: Path, model: Any, target: LanguageModel, dtype: torch.dtype | None = None) -> EagleHeads:
     """Load heads with the embeddings and output rows of a target (`model`), by default in its dtype."""
     heads = load_eagle(folder)
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
@@ -116,7 +116,7 @@ def _rotary(heads: EagleHeads, base: float | None) -> LlamaRotaryEmbedding:
 
 
 @torch.inference_mode()
-def agreements(
+def measure_readings(
     model: Any, folder: Path, passages: Sequence[Passage], progress: Callable[[int, int], None]
 ) -> list[Reading]:
     """Return every reading with its agreement on given texts.
@@ -126,80 +126,83 @@ def agreements(
     """
     if not any(passage.text for passage in passages):
         raise ValueError(f"the {len(passages)} passages contain no token to predict")
-    ways = readings(read_json(folder / CONFIG_FILE), model.config)
-    layers = sorted({layer for way in ways for layer in way.layers})
+    readings = list_readings(read_json(folder / CONFIG_FILE), model.config)
+    layers = sorted({layer for reading in readings for layer in reading.layers})
     target = TransformersModel(model, aux_layers=layers)  # this wrapper does not change the layout of the weights
-    heads, judged_P = attached_heads(folder, model, target), list[Floats]()
-    rotary = [_rotary(heads, way.base) for way in ways]
-    counts_WP: list[list[Floats]] = [[] for _ in ways]
+    heads, judged_P = attach_heads(folder, model, target), list[Floats]()
+    rotary = [_rotary(heads, reading.rope_theta) for reading in readings]
+    counts_WP: list[list[Floats]] = [[] for _ in readings]
     for done, passage in enumerate(passages, 1):
         new, steps = len(passage.text), heads.num_heads
-        given_1TG, last_1TD, ids_1T = given_states(target, passage)
+        aux_1TG, last_1TD, ids_1T = target_states(target, passage)
         spans = [*chunks(new, target.vocab_size * steps)]
         best_X1 = torch.cat([target.logits(last_1TD[0, -new:][span]).argmax(-1) for span in spans])[:, None]
-        place_XK = len(ids_1T[0]) - new - 1 + torch.arange(new)[:, None] - torch.arange(steps)
-        judged_XK = (place_XK >= 0) & torch.tensor(passage.judged or [True] * new)[:, None]
+        position_XK = len(ids_1T[0]) - new - 1 + torch.arange(new)[:, None] - torch.arange(steps)
+        judged_XK = (position_XK >= 0) & torch.tensor(passage.judged or [True] * new)[:, None]
         judged_P.append(judged_XK.sum(0).numpy())
-        given = dict(zip(layers, given_1TG.chunk(len(layers), -1), strict=True))
-        for counts, way, heads.rotary_emb in zip(counts_WP, ways, rotary, strict=True):
-            heads.normed = way.normed
-            read_1TG = torch.cat([given[layer] for layer in way.layers], -1)
-            made_XKD = chains(heads, read_1TG, ids_1T, new, way.behind)
-            drafted_XK = torch.cat([draft_logits(heads, made_XKD[span]).argmax(-1) for span in spans])
+        aux = dict(zip(layers, aux_1TG.chunk(len(layers), -1), strict=True))
+        for counts, reading, heads.rotary_emb in zip(counts_WP, readings, rotary, strict=True):
+            heads.normed = reading.normed
+            input_1TG = torch.cat([aux[layer] for layer in reading.layers], -1)
+            states_XKD = chains(heads, input_1TG, ids_1T, new, reading.unshifted)
+            drafted_XK = torch.cat([draft_logits(heads, states_XKD[span]).argmax(-1) for span in spans])
             counts.append(((drafted_XK == best_X1).cpu() & judged_XK).sum(0).numpy())
         progress(done, len(passages))
-    return _summarise(ways, np.array(counts_WP, dtype=np.float64), np.array(judged_P, dtype=np.float64))
+    return _summarise(readings, np.array(counts_WP, dtype=np.float64), np.array(judged_P, dtype=np.float64))
 
 
-def _summarise(ways: Sequence[Reading], same_WPK: Floats, judged_PK: Floats) -> list[Reading]:
+def _summarise(readings: Sequence[Reading], agreeing_WPK: Floats, judged_PK: Floats) -> list[Reading]:
     """Return the readings with their agreement and its standard errors over passages."""
     judged_P, count = judged_PK.sum(1), len(judged_PK)
-    found, off = list[Reading](), list[Floats]()
+    summaries, off = list[Reading](), list[Floats]()
 
     def error(values_P: Floats) -> float:
         return float(np.std(values_P, ddof=1)) / math.sqrt(count) if count > 1 else math.inf
 
-    for way, same_PK in zip(ways, same_WPK, strict=True):
-        agrees, by_step_K = float(same_PK.sum() / judged_P.sum()), same_PK.sum(0) / judged_PK.sum(0)
-        off.append((same_PK.sum(1) - agrees * judged_P) / judged_P.mean())
-        off_PK = (same_PK - by_step_K * judged_PK) / judged_PK.mean(0)
+    for reading, agreeing_PK in zip(readings, agreeing_WPK, strict=True):
+        agrees, by_step_K = float(agreeing_PK.sum() / judged_P.sum()), agreeing_PK.sum(0) / judged_PK.sum(0)
+        off.append((agreeing_PK.sum(1) - agrees * judged_P) / judged_P.mean())
+        off_PK = (agreeing_PK - by_step_K * judged_PK) / judged_PK.mean(0)
         dropped = float(_MIN_SECOND_STEP * by_step_K[0] - by_step_K[1])
-        found.append(
-            way._replace(
-                by_step=tuple(by_step_K.tolist()),
-                agrees=agrees,
-                apart=error(off[-1] - off[0]),
-                dropped=(dropped, error(_MIN_SECOND_STEP * off_PK[:, 0] - off_PK[:, 1])),
+        summaries.append(
+            reading._replace(
+                agreement_by_step=tuple(by_step_K.tolist()),
+                agreement=agrees,
+                error=error(off[-1] - off[0]),
+                second_step_drop=(dropped, error(_MIN_SECOND_STEP * off_PK[:, 0] - off_PK[:, 1])),
                 texts=count,
             )
         )
-    return found
+    return summaries
 
 
-def better(found: Sequence[Reading]) -> Reading | None:
+def best_reading(readings: Sequence[Reading]) -> Reading | None:
     """Return the best reading if it is significantly better than the config's."""
-    best = max(found, key=lambda reading: reading.agrees)
-    is_better = _is_significant(best.agrees - found[0].agrees, best.apart, best.texts, len(found))
-    return best if is_better else None
+    best = max(readings, key=lambda reading: reading.agreement)
+    gain = best.agreement - readings[0].agreement
+    return best if _is_significant(gain, best.error, best.texts, len(readings)) else None
 
 
-def _is_significant(difference: float, error: float, texts: int, tried: int) -> bool:
+def _is_significant(difference: float, error: float, texts: int, comparisons: int) -> bool:
     """Return whether a difference is significant, by Student's t with a Bonferroni correction."""
     if texts < _MIN_TEXTS:
         return False
-    return difference > max(_MIN_DIFFERENCE, float(student_t.isf(_FALSE_ALARMS / tried, texts - 1)) * error)
+    return difference > max(_MIN_DIFFERENCE, float(student_t.isf(_FALSE_ALARMS / comparisons, texts - 1)) * error)
 
 
-def reading_findings(found: Sequence[Reading], depth: int) -> list[Finding]:
+def reading_findings(readings: Sequence[Reading], depth: int) -> list[Finding]:
     """Return the findings from the readings of heads that draft `depth` tokens."""
-    best, faults = better(found), []
+    best, faults = best_reading(readings), []
     if best is not None:
-        lost, error = best.agrees - found[0].agrees, float(student_t.isf(0.005, best.texts - 1)) * best.apart
-        numbers = f": {best} ({'; '.join(best.who)}), {best.agrees:.3f} instead of {found[0].agrees:.3f}"
-        faults.append(make_finding("fed", lost, [lost - error, lost + error], numbers))
-    read = best or found[0]
-    first, second = read.by_step[:2]
-    if depth > 1 and _is_significant(*read.dropped, read.texts, 1):
+        lost, error = (
+            best.agreement - readings[0].agreement,
+            float(student_t.isf(0.005, best.texts - 1)) * best.error,
+        )
+        numbers = f": {best} ({'; '.join(best.names)}), {best.agreement:.3f} instead of {readings[0].agreement:.3f}"
+        faults.append(make_finding("inputs", lost, [lost - error, lost + error], numbers))
+    reading = best or readings[0]
+    first, second = reading.agreement_by_step[:2]
+    if depth > 1 and _is_significant(*reading.second_step_drop, reading.texts, 1):
         faults.append(
             make_finding("steps", first - second, None, f": {first:.3f} in the first, {second:.3f} in the second")
         )

@@ -29,7 +29,7 @@ CAUSES = {
         "the artifact was trained for another target",
         "decode with the target that it was trained for, or train it for this one (`target` in its recipe)",
     ),
-    "fed": (
+    "inputs": (
         "the heads agree more with the target for other inputs than those of their config",
         "correct the config if it can describe how they were trained, or train them again",
     ),
@@ -102,7 +102,6 @@ class Stage:
     tokens_per_step: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the stage as JSON."""
         return {name: value for name, value in vars(self).items() if name != "sums"}
 
 
@@ -117,12 +116,12 @@ def decoding_stage(
     description: str, attempts: Sequence[Sequence[DraftAttempt]], tokens_per_step: float, depths: int
 ) -> Stage:
     """Return the stage of decoding: the share of accepted draft tokens, in total and for the first `depths` depths."""
-    good_P = np.array([sum(each.accepted for each in row) for row in attempts], dtype=np.float64)
+    good_P = np.array([sum(attempt.accepted for attempt in row) for row in attempts], dtype=np.float64)
     all_P = np.array([len(row) for row in attempts], dtype=np.float64)
     value = float(good_P.sum() / all_P.sum()) if all_P.sum() else None
     by_depth: list[float | None] = []
     for depth in range(depths):
-        accepted = [each.accepted for row in attempts for each in row if each.depth == depth]
+        accepted = [attempt.accepted for row in attempts for attempt in row if attempt.depth == depth]
         by_depth.append(sum(accepted) / len(accepted) if accepted else None)
     return Stage("decoding", description, value, by_depth, int(all_P.sum()), (good_P, all_P), tokens_per_step)
 
@@ -132,16 +131,16 @@ def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
     `interval` is the 99 % interval over prompts, or None for too few prompts or if a stage is a mean from training.
     """
-    found = []
+    rows = []
     for before, after in pairwise(stage for stage in stages if stage.value is not None):
         assert before.value is not None
         assert after.value is not None
         first_R, second_R = _resampled(before), _resampled(after)
-        known = first_R is not None and second_R is not None
-        interval = percentile_interval(first_R - second_R, _LEVEL) if known else None  # type: ignore[operator]
+        is_known = first_R is not None and second_R is not None
+        interval = percentile_interval(first_R - second_R, _LEVEL) if is_known else None  # type: ignore[operator]
         lost = before.value - after.value
-        found.append({"before": before.key, "after": after.key, "lost": lost, "interval": interval})
-    return found
+        rows.append({"before": before.key, "after": after.key, "lost": lost, "interval": interval})
+    return rows
 
 
 def _resampled(stage: Stage) -> Floats | None:
@@ -164,19 +163,19 @@ def stage_findings(
         other_template: Whether it was trained with another template.
         rounds: Whether a measurement used 16 bits.
     """
-    by_key, found = {stage.key: stage for stage in stages}, []
+    by_key, findings = {stage.key: stage for stage in stages}, []
     if "record" in by_key and "files" in by_key:
         record, files = by_key["record"], by_key["files"]
         if moved := _changed_metrics(record, files, _ROUNDED if rounds else _EXACT):
             lost = None if record.value is None or files.value is None else record.value - files.value
-            found.append(make_finding("target" if other_target else "export", lost, None, f": {moved}"))
+            findings.append(make_finding("target" if other_target else "export", lost, None, f": {moved}"))
     for gap in gaps(stages):
         interval = gap["interval"]
         certain = gap["lost"] >= _MIN_LOSS and interval[0] > 0 if interval else gap["lost"] >= 2.5 * _MIN_LOSS
         if certain and gap["after"] != "files":
             cause = "drafting" if gap["after"] == "decoding" else "template" if other_template else "text"
-            found.append(make_finding(cause, gap["lost"], interval))
-    return found
+            findings.append(make_finding(cause, gap["lost"], interval))
+    return findings
 
 
 def _changed_metrics(record: Stage, files: Stage, tolerance: float) -> str:

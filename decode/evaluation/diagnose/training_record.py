@@ -40,8 +40,8 @@ class TrainingRecord:
         if not isinstance(saved, dict) or set(saved) != {each.name for each in fields(Template)}:
             return False
         values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()}
-        before, now = (render(_EXAMPLE, each, tokenizer).ids.tolist() for each in (Template(**values), template))
-        return bool(before != now)
+        before, after = (render(_EXAMPLE, each, tokenizer).ids.tolist() for each in (Template(**values), template))
+        return bool(before != after)
 
     def passages(self) -> list[Passage] | str:
         """Return the held-out documents that training measured on, or the reason why they are not available."""
@@ -51,16 +51,16 @@ class TrainingRecord:
         cache = Path(str((self.manifest.recipe.get("data") or {}).get("cache")))
         for path in sorted(cache.glob("*/heldout/data.json")):
             try:
-                same = load_json(path).get("source") == self.manifest.data.get("source")
+                is_same = load_json(path).get("source") == self.manifest.data.get("source")
             except ValueError:
                 continue
-            if same:
+            if is_same:
                 data = PreparedData.load(path.parent)
                 return block_passages(data, min(data.blocks, int(measured)))
         return f"the held-out blocks of the training are not in {cache}: run `draftsmith prepare` to write them again"
 
 
-def training_record(folder: Path) -> TrainingRecord | None:
+def load_training_record(folder: Path) -> TrainingRecord | None:
     """Return the record of an artifact, or None for a folder without a manifest."""
     if not (folder / MANIFEST_FILE).is_file():
         return None

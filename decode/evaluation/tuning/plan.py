@@ -51,7 +51,6 @@ class Candidate:
 
     @property
     def slug(self) -> str:
-        """Return the name for files."""
         return f"{self.kind}-{len(self.layers)}" if self.layers else self.kind
 
 
@@ -73,18 +72,18 @@ class ModelShape:
 def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bool) -> list[Candidate]:
     """List the trainable candidates: pruned drafters, a parallel one, EAGLE-3 and Medusa heads."""
     last, head = shape.layers - 1, min(draft_vocabulary, shape.vocabulary) * shape.hidden
-    found = []
+    items = []
     for layers in ((0, last), (0, 1, last - 1, last)):
         if len(layers) * 2 <= shape.layers:
             cost = (len(layers) * shape.layer_parameters + head) / shape.parameters
-            found.append(Candidate(f"{len(layers)}-layer drafter", "drafter", layers, cost))
-    if found:
-        found.append(Candidate(f"{found[-1].name}, parallel (PARD)", "parallel", found[-1].layers, found[-1].cost))
+            items.append(Candidate(f"{len(layers)}-layer drafter", "drafter", layers, cost))
+    if items:
+        items.append(Candidate(f"{items[-1].name}, parallel (PARD)", "parallel", items[-1].layers, items[-1].cost))
     if supports_eagle:  # its layer has twice the input width and projects the target's hidden states
         cost = (1.3 * shape.layer_parameters + head) / shape.parameters
-        found.append(Candidate("EAGLE-3", "eagle", (), cost))
+        items.append(Candidate("EAGLE-3", "eagle", (), cost))
     blocks = 3 * (2 * shape.hidden**2 + head)
-    return [*found, Candidate("Medusa heads", "heads", (), blocks / shape.parameters)]
+    return [*items, Candidate("Medusa heads", "heads", (), blocks / shape.parameters)]
 
 
 def best_draft(candidate: Candidate, seconds: Seconds, acceptance: Sequence[float] | None = None) -> tuple[int, float]:
@@ -107,12 +106,12 @@ def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) ->
 
 def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
     """Return the candidates whose minimum training fits into a time, and the reason for dropping the slowest."""
-    known = sorted(step_seconds, key=lambda name: step_seconds[name])
-    while known and MIN_STEPS * (sum(map(step_seconds.__getitem__, known)) + step_seconds[known[-1]]) > seconds:
-        known.pop()
-    left = [f"{name} {MIN_STEPS * step_seconds[name]:.0f} s" for name in step_seconds if name not in known]
-    reason = f"{seconds:.0f} s are left for training, {MIN_STEPS} steps take too long: {', '.join(left)}"
-    return known, reason if left else ""
+    names = sorted(step_seconds, key=lambda name: step_seconds[name])
+    while names and MIN_STEPS * (sum(map(step_seconds.__getitem__, names)) + step_seconds[names[-1]]) > seconds:
+        names.pop()
+    dropped = [f"{name} {MIN_STEPS * step_seconds[name]:.0f} s" for name in step_seconds if name not in names]
+    reason = f"{seconds:.0f} s are left for training, {MIN_STEPS} steps take too long: {', '.join(dropped)}"
+    return names, reason if dropped else ""
 
 
 def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) -> int:

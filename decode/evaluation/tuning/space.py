@@ -94,23 +94,23 @@ def list_settings(name: str, available: Available, temperature: float) -> list[t
         options = options | {"datastore": "table"}
     if name == "speculative" and temperature > 0:  # block verification never accepts fewer tokens
         options = options | {"verification": "block"}
-    found = [options | dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    settings = [options | dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     if name == TYPICAL:  # Medusa's rule: δ is the square root of ε
-        found = [each | {"delta": each["epsilon"] ** 0.5} for each in found]
-    return [(method, each) for each in found]
+        settings = [setting | {"delta": setting["epsilon"] ** 0.5} for setting in settings]
+    return [(method, setting) for setting in settings]
 
 
 def tuned_name(method: str, options: Mapping[str, Any], temperature: float) -> str:
     """Return the name under which a row of an evaluation is tuned."""
-    for name, (own, selecting) in VARIANTS.items():
-        if own == method and selecting.items() <= options.items() and not (name == TYPICAL and temperature == 0):
+    for name, (base, selecting) in VARIANTS.items():
+        if base == method and selecting.items() <= options.items() and not (name == TYPICAL and temperature == 0):
             return name
     return method
 
 
 def interleave(lists: Sequence[Sequence[Any]]) -> list[Any]:
     """Interleave lists: the first of each, then the second of each, and so on."""
-    return [each for row in itertools.zip_longest(*lists) for each in row if each is not None]
+    return [item for row in itertools.zip_longest(*lists) for item in row if item is not None]
 
 
 def format_setting(method: str, options: Mapping[str, Any]) -> str:

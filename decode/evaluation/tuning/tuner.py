@@ -32,7 +32,6 @@ class Workload:
 
     @property
     def slug(self) -> str:
-        """Return the name for files."""
         return f"{self.batch}-{str(self.temperature).removesuffix('.0')}"
 
 
@@ -60,7 +59,6 @@ class Measurement:
 
     @classmethod
     def of_row(cls, row: Row) -> Measurement:
-        """Return the measurement of a row of an evaluation."""
         interval = tuple(row["speedup_interval"] or (row["speedup"], row["speedup"]))
         about = {key: row[key] for key in ("label", "method", "options", "perplexity", "tokens_per_step", "speedup")}
         return cls(interval=interval, is_steady=row["steady"] is not False, is_lossless=row["lossless"], **about)
@@ -81,9 +79,9 @@ def tune(
     """
     measured: list[Measurement] = []
     for number, count in enumerate(prompts, 1):
-        measured = sorted(measure(labels, number, count), key=lambda each: -each.speedup)
+        measured = sorted(measure(labels, number, count), key=lambda row: -row.speedup)
         most = MAX_FINALISTS if number >= len(prompts) - 1 else max(MAX_FINALISTS, len(labels) // 4)
-        labels = [each.label for each in select_survivors(measured, most)]
+        labels = [row.label for row in select_survivors(measured, most)]
     return measured
 
 
@@ -92,10 +90,10 @@ def select_survivors(ranked: Sequence[Measurement], most: int) -> list[Measureme
 
     Disturbed measurements are included, since selected settings are measured again.
     """
-    lossless = [each for each in ranked if each.is_lossless]
-    selected = [each for each in lossless if each.interval[1] >= lossless[0].interval[0]][:most]
-    for method in dict.fromkeys(each.method for each in ranked if not each.is_lossless):
-        selected += pareto_frontier([each for each in ranked if each.method == method and not each.is_lossless])
+    lossless = [row for row in ranked if row.is_lossless]
+    selected = [row for row in lossless if row.interval[1] >= lossless[0].interval[0]][:most]
+    for method in dict.fromkeys(row.method for row in ranked if not row.is_lossless):
+        selected += pareto_frontier([row for row in ranked if row.method == method and not row.is_lossless])
     return selected
 
 
@@ -103,20 +101,21 @@ def pareto_frontier(measured: Sequence[Measurement], most: int = MAX_LOSSY) -> l
     """Select settings that no other setting beats in both speed and perplexity, at most `most`, evenly spread."""
     best: list[Measurement] = []
 
-    def order(each: Measurement) -> tuple[float, float]:
-        return math.inf if each.perplexity is None else each.perplexity, -each.speedup
+    def order(row: Measurement) -> tuple[float, float]:
+        return math.inf if row.perplexity is None else row.perplexity, -row.speedup
 
-    for each in sorted(measured, key=order):
-        if not best or each.speedup > best[-1].speedup:
-            best.append(each)
-    chosen = np.linspace(0, len(best) - 1, min(most, len(best))).round().astype(int)
-    return [best[index] for index in chosen]
+    for row in sorted(measured, key=order):
+        if not best or row.speedup > best[-1].speedup:
+            best.append(row)
+    indices = np.linspace(0, len(best) - 1, min(most, len(best))).round().astype(int)
+    return [best[index] for index in indices]
 
 
 def choose_winner(measurements: Sequence[Measurement]) -> tuple[Measurement | None, str]:
     """Return the fastest steady lossless measurement whose interval lies above 1, and the reason for the choice."""
-    lossless = [each for each in measurements if each.is_lossless]
-    if not (ranked := sorted((each for each in lossless if each.is_steady), key=lambda each: -each.speedup)):
+    lossless = [row for row in measurements if row.is_lossless]
+    ranked = sorted((row for row in lossless if row.is_steady), key=lambda row: -row.speedup)
+    if not ranked:
         return None, "no measurement is steady: measure again while nothing else runs on this machine"
     first = ranked[0]
     if first.interval[0] <= 1:
@@ -127,7 +126,7 @@ def choose_winner(measurements: Sequence[Measurement]) -> tuple[Measurement | No
             f"nothing is significantly faster than autoregressive decoding; the best is {first}: a step yields "
             f"{first.tokens_per_step:.2f} tokens and costs {first.tokens_per_step / first.speedup:.2f} forwards{more}"
         )
-    tied = [each.label for each in ranked[1:] if each.interval[1] >= first.speedup]
+    tied = [row.label for row in ranked[1:] if row.interval[1] >= first.speedup]
     return first, f"{first}" + (f"; within its interval: {', '.join(tied)}" if tied else "")
 
 
@@ -138,10 +137,10 @@ def tune_lengths(measure: Callable[[int], Sequence[Row]], most: int) -> dict[int
         measure: Returns a row of `bench` for each load.
         most: Maximum number of draft tokens.
     """
-    found: dict[int, Sequence[Row]] = {}
+    rows: dict[int, Sequence[Row]] = {}
     for tokens in range(1, most + 1):
-        found[tokens] = measure(tokens)
-        pairs = zip(found.get(tokens - 1, []), found[tokens], strict=tokens > 1)
+        rows[tokens] = measure(tokens)
+        pairs = zip(rows.get(tokens - 1, []), rows[tokens], strict=tokens > 1)
         if tokens > 1 and all((old["speedup"] or 0) > (new["speedup"] or 0) for old, new in pairs):
             break
-    return found
+    return rows

@@ -29,7 +29,7 @@ from ....decode.evaluation.diagnose.agreement import (
     score,
     table_source,
 )
-from ....decode.evaluation.diagnose.readings import Reading, agreements, attached_heads, reading_findings
+from ....decode.evaluation.diagnose.readings import Reading, attach_heads, measure_readings, reading_findings
 from ....decode.evaluation.diagnose.stages import (
     DraftAttempt,
     Stage,
@@ -39,7 +39,7 @@ from ....decode.evaluation.diagnose.stages import (
     scored_stage,
     stage_findings,
 )
-from ....decode.evaluation.diagnose.training_record import training_record
+from ....decode.evaluation.diagnose.training_record import load_training_record
 from ....decode.evaluation.trace import trace
 from ....decode.methods import Parts, build_method
 from ....decode.models.seq2seq import Seq2SeqModel
@@ -92,7 +92,7 @@ class _Probe:
         self.by_heads = self.is_eagle or part == "heads"
         """Whether each draft position has its own head or drafting step."""
         self.source = self._source(case.opened.parts)
-        self.trained = training_record(self.folder)
+        self.trained = load_training_record(self.folder)
         self.skipped: list[str] = []
 
     def _source(self, parts: Parts) -> Source:
@@ -104,7 +104,7 @@ class _Probe:
         assert parts.drafter is not None
         if not self.is_eagle:
             return drafter_source(parts.drafter)
-        heads = attached_heads(self.folder, self.case.opened.model, self.target, parts.drafter.dtype)
+        heads = attach_heads(self.folder, self.case.opened.model, self.target, parts.drafter.dtype)
         heads.num_heads = self.depth
         return eagle_source(heads, self.target)
 
@@ -187,5 +187,5 @@ class _Probe:
         """Measure EAGLE-3 heads with all input conventions, on held-out blocks or else on the target's answers."""
         kept = None if self.trained is None else self.trained.passages()
         texts = kept if isinstance(kept, list) else [passage for passage in own if passage.text]
-        with self.signals.bar(f"{self.part}: fed in every way", "documents") as advance:
-            return agreements(self.case.opened.model, self.folder, texts, advance)
+        with self.signals.bar(f"{self.part}: all input conventions", "documents") as advance:
+            return measure_readings(self.case.opened.model, self.folder, texts, advance)

@@ -31,7 +31,7 @@ from ....data.prompts import load_questions
 from ....data.rendering.render import prompt_renderer
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
-from ....decode.evaluation.diagnose.expected import compare_server, draft_length, expected_of
+from ....decode.evaluation.diagnose.expected import compare_server, draft_length, predict_server
 from ...report.terminal.diagnosis import show_diagnosis, show_findings
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.results import BENCH, EVALUATION, derive_path, load_results
@@ -166,7 +166,7 @@ def check_server(target: str, files: Sequence[Path]) -> bool:
     encode = prompt_renderer(get_template(own.template, tokenizer, own.template_options), tokenizer)
     questions = load_questions(server.prompts, server.limit, path=server.prompts_path, groups=server.groups or None)
     lengths = {prompt.id: len(encode(prompt.turns)) for prompt in questions}
-    expected = expected_of(max(fitting, key=draft_length), lengths, own.max_new_tokens == server.max_new_tokens)
+    expected = predict_server(max(fitting, key=draft_length), lengths, own.max_new_tokens == server.max_new_tokens)
     served = [row for row in loaded[BENCH][1]["methods"] if row["method"] == "server"]
     findings = [finding.as_json() for row in served for finding in compare_server(expected, row)]
     show_findings(findings, console())

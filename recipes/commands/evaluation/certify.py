@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....decode.evaluation.certify.certify import Certificate, DecodedBatch, Plan, certify_method
-from ....decode.evaluation.certify.rescoring import Rounding, judge_of, measure_rounding
+from ....decode.evaluation.certify.rescoring import Rounding, make_judge, measure_rounding
 from ....decode.evaluation.certify.stress import stress_method
 from ....decode.evaluation.measure import Entry
 from ....decode.methods import Parts, build_method
@@ -85,7 +85,7 @@ def run_certify(
                 certificates.append(_with_stress(certify(entry, plan, keep=keep, progress=progress), stress))
                 body: dict[str, Any] = {
                     "complete": len(certificates) == len(entries),
-                    "not_lossless": [one.label for one in stress + certificates if one.failed],
+                    "not_lossless": [one.label for one in stress + certificates if one.is_suspect],
                     "stress": [asdict(one) for one in stress],
                     "certificates": [asdict(one) for one in certificates],
                 }
@@ -101,7 +101,7 @@ def _certifier(case: Case) -> Certify:
     """Return a function that certifies an entry of the case and measures rounding once for each sampling."""
     opened = case.opened
     # The judge runs transformers' own forward, so that faults of the fast forward used in decoding are found too.
-    judge = judge_of(opened.model, states_of(opened.parts.heads))
+    judge = make_judge(opened.model, states_of(opened.parts.heads))
 
     @cache
     def rounding(sampling: Sampling) -> Rounding:

@@ -20,7 +20,7 @@ from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.safe_read import load_json
 from ....data.prompts import SkippedPrompts
 from ....decode.evaluation.energy import CounterError, Energy, measure_batches, open_meter
-from ....decode.evaluation.measure import check_capacity, devices_of, energy_of, measure, not_applied
+from ....decode.evaluation.measure import check_capacity, devices_of, ignored_settings, measure, measure_entry_energy
 from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
 from ....decode.methods import Parts
 from ....decode.models.base import LanguageModel
@@ -57,7 +57,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     named = {asked.id: ids for asked, ids in zip(case.asked, prompts, strict=True)}
     check_capacity(opened.target, opened.parts, entries, named, case.limits)
     log(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {opened.device}")
-    if ignored := not_applied(opened.model.generation_config):
+    if ignored := ignored_settings(opened.model.generation_config):
         asked = ", ".join(f"{name}={value}" for name, value in ignored.items())
         log(f"evaluate: no method, nor the reference run, applies {asked} of the target's generation_config.json")
     if skipped:
@@ -176,7 +176,7 @@ def _count_energy(case: Case, kept: Journal, signals: Stoppable) -> dict[str, En
                     advance(number * trials + trial, len(left) * trials, label)
 
                 given = (opened.target, opened.parts, entry, case.prompts, case.limits, meter, idle)
-                work = partial(energy_of, *given, seed=case.recipe.seed, progress=progress)
+                work = partial(measure_entry_energy, *given, seed=case.recipe.seed, progress=progress)
                 found[entry.label] = kept(names[entry.label], _ENERGY, work)
         except CounterError as error:
             missing = ", ".join(entry.label for entry in left if entry.label not in found)

@@ -66,10 +66,10 @@ def _show_measured(found: Mapping[str, Any], console: Console) -> None:
         console.print(_table("top-1 accuracy by head", ("head", *(_STAGES[each["key"]] for each in known)), rows))
     if found["readings"]:
         rows = [
-            [each["reading"], "; ".join(each["who"]), " ".join(f"{share:.3f}" for share in each["by_step"])]
+            [each["reading"], "; ".join(each["names"]), " ".join(f"{share:.3f}" for share in each["agreement_by_step"])]
             for each in found["readings"]
         ]
-        console.print(_table("agreement when fed as", ("reading", "of", "by step"), rows))
+        console.print(_table("agreement by inputs", ("inputs", "of", "by step"), rows))
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> RichTable:

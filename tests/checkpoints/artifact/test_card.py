@@ -51,7 +51,7 @@ def make_results(**changes: Any) -> dict[str, Any]:
     about: dict[str, Any] = {"methods": [ROW], "machine": machine, "prompts": 80, "recipe": recipe}
     about["created"] = "2026-01-03T00:00:00+00:00"
     about["certificates"] = [
-        {"label": "speculative", "verdict": "lossless", "tokens": 10_000, "power": {"found_99": 0.0416}}
+        {"label": "speculative", "verdict": "lossless", "tokens": 10_000, "power": {"detectable_bias_99": 0.0416}}
     ]
     return about | changes
 

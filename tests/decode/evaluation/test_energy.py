@@ -19,7 +19,7 @@ import torch
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation import energy as counting
 from draftsmith.decode.evaluation.energy import CounterError, EnergyMeter, Timing, open_meter
-from draftsmith.decode.evaluation.measure import Entry, energy_of
+from draftsmith.decode.evaluation.measure import Entry, measure_entry_energy
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
 from transformers import LlamaForCausalLM
@@ -317,7 +317,9 @@ def test_a_token_is_a_unit(make_llama: Callable[..., LlamaForCausalLM], monkeypa
     meter = EnergyMeter(world.joules, "rapl", "a counter", timing, clock=world.clock, sleep=world.sleep)
     assert meter.idle_watts() == pytest.approx(IDLE)
     monkeypatch.setattr(target, "_forward", timed)
-    plain = energy_of(target, Parts(), Entry("plain", "autoregressive"), [[3, 5, 7], [8, 2]], Limits(6), meter, 4.0)
+    plain = measure_entry_energy(
+        target, Parts(), Entry("plain", "autoregressive"), [[3, 5, 7], [8, 2]], Limits(6), meter, 4.0
+    )
     assert plain.seconds == pytest.approx(0.002 * 7 / 6), "six a prompt, of seven forwards"
     assert plain.joules == pytest.approx(10.0 * plain.seconds)
     assert plain.above_idle == pytest.approx(6.0 * plain.seconds)

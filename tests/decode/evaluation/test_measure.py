@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import REFERENCE, Decoded, Entry, Run, RunKey, measure, turn, warm_ups
+from draftsmith.decode.evaluation.measure import (
+    REFERENCE,
+    Decoded,
+    Entry,
+    Run,
+    RunKey,
+    job_order,
+    measure,
+    warm_up_prompts,
+)
 from draftsmith.decode.evaluation.metrics import total
 from draftsmith.decode.evaluation.quality import perplexity_of, surprisal
 from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser, Summary
@@ -72,7 +81,7 @@ def evaluation(make_llama: Callable[..., LlamaForCausalLM]) -> Evaluation:
 @pytest.mark.parametrize("count", range(1, 9))
 def test_each_method_follows_every_other_equally_often(count: int) -> None:
     turns = count * (1 + count % 2)
-    orders = [turn(count, number) for number in range(turns)]
+    orders = [job_order(count, number) for number in range(turns)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     follows = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(follows) == count * (count - 1)
@@ -87,7 +96,7 @@ def test_methods_take_turns_and_every_run_is_done_once(evaluation: Evaluation) -
     rounds = [evaluation.order[first : first + len(labels)] for first in range(0, len(evaluation.order), len(labels))]
     for number, keys in enumerate(rounds):
         assert {(key.repeat, key.prompt) for key in keys} == {divmod(number, len(ASKED))}
-        assert [key.label for key in keys] == [labels[job] for job in turn(len(labels), number)]
+        assert [key.label for key in keys] == [labels[job] for job in job_order(len(labels), number)]
     assert len({tuple(key.label for key in keys) for keys in rounds}) > 4
     assert all(len(twice) == 2 for run in evaluation.runs.values() for twice in run.by_prompt)
 
@@ -241,8 +250,8 @@ def test_a_gpu_is_warmed_up_with_every_length_that_its_graphs_tell_apart() -> No
     """Lengths up to 256, 512 and 1,024 slots, and none by a prompt that its own stop token cuts short."""
     prompts = [[1] * length for length in (3, 900, 250, 300, 10, 1000)]
     limits = Limits(40, (2,))
-    chosen = warm_ups(prompts, limits, "cuda")
+    chosen = warm_up_prompts(prompts, limits, "cuda")
     assert [len(prompt) for prompt, _ in chosen] == [1000, 300, 250]
     assert all(until == Limits(40) for _, until in chosen)
-    assert warm_ups(prompts, limits, "cuda", supports_any_length=True) == [(prompts[-1], Limits(40))]
-    assert warm_ups(prompts, limits, "cpu") == [(prompts[0], Limits(8, (2,)))]
+    assert warm_up_prompts(prompts, limits, "cuda", supports_any_length=True) == [(prompts[-1], Limits(40))]
+    assert warm_up_prompts(prompts, limits, "cpu") == [(prompts[0], Limits(8, (2,)))]

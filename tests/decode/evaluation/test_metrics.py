@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draftsmith.decode.evaluation.metrics import Tally, impossible, tokens_per_step_interval
+from draftsmith.decode.evaluation.metrics import Tally, find_impossible_value, tokens_per_step_interval
 
 SOUND: dict[str, Any] = {
     "method": "speculative",
@@ -56,7 +56,7 @@ def test_an_interval_of_tokens_per_step_holds_the_truth_most_of_the_time() -> No
     ],
 )
 def test_what_is_sound_passes(change: dict[str, Any]) -> None:
-    assert impossible(SOUND | change) is None
+    assert find_impossible_value(SOUND | change) is None
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_what_is_sound_passes(change: dict[str, Any]) -> None:
     ],
 )
 def test_what_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
-    assert re.search(message, impossible(SOUND | change) or "possible")
+    assert re.search(message, find_impossible_value(SOUND | change) or "possible")

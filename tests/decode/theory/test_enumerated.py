@@ -127,7 +127,7 @@ def test_what_is_written_has_the_targets_probability(rule: type[Verifier], sampl
 class WrongResidual(ExactChain):
     """Draws the token after a rejection from p instead of [p - q]+."""
 
-    def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+    def residual_distribution(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
         return target_BV
 
 

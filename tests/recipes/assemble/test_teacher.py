@@ -27,7 +27,7 @@ from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.losses.drafter import IGNORED, shifted_labels
 from draftsmith.train.parallel.accelerate import make_accelerator
 from draftsmith.train.parallel.processes import Interrupted
-from draftsmith.train.teachers.cache import CacheWriter, RowCache, locked
+from draftsmith.train.teachers.cache import CacheWriter, RowCache, lock_cache
 from draftsmith.train.teachers.teacher import CachedTeacher, CacheSource, ModelTeacher, load_teacher, mean_mass
 from typer.testing import CliRunner
 
@@ -223,7 +223,7 @@ def test_an_interrupted_cache_is_resumed(recipe_file: Path, monkeypatch: pytest.
     assert contents(folder) == before
     assert (folder / "rows-00000.safetensors").stat().st_ino == untouched
     (folder / "teacher.json").unlink()
-    with locked(folder), pytest.raises(ValueError, match=folder.name):
+    with lock_cache(folder), pytest.raises(ValueError, match=folder.name):
         prepare_teacher(recipe)  # while another process writes or checks it
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from draftsmith.train.losses.chunks import IGNORED, DenseTeacher, SparseTeacher
-from draftsmith.train.losses.drafter import agreement, mixture, narrowed
+from draftsmith.train.losses.drafter import agreement, mixture, narrow_vocabulary
 from draftsmith.train.losses.objectives import OBJECTIVES
 
 
@@ -20,7 +20,7 @@ def test_a_draft_vocabulary_is_learnt_as_if_there_were_no_other_tokens(objective
     labels_X = torch.tensor([2, 1, 11, IGNORED, 8, 5, 0, 3, 7])
     teacher = DenseTeacher(theirs_XE @ theirs_VE.T) if whole_logits else DenseTeacher(theirs_XE, theirs_VE)
     mine = (hidden_XD @ weight_VD.T, None) if whole_logits else (hidden_XD, weight_VD)
-    loss, count = mixture({objective: 1.0}, *(narrowed(ids, *mine, labels_X, teacher)))
+    loss, count = mixture({objective: 1.0}, *(narrow_vocabulary(ids, *mine, labels_X, teacher)))
     grad_VD = torch.autograd.grad(loss, weight_VD)[0]
 
     small_RD = weight_VD.detach()[ids].requires_grad_()
@@ -50,7 +50,7 @@ def test_a_draft_vocabulary_learns_from_a_teachers_top_k(objective: str) -> None
     labels_X = ids[torch.randint(len(ids), (30,))]
     top_XK, ids_XK = p_XV.topk(7)
     teacher = SparseTeacher(ids_XK, top_XK.log())
-    loss, count = mixture({objective: 1.0}, *narrowed(ids, hidden_XD, weight_VD, labels_X, teacher))
+    loss, count = mixture({objective: 1.0}, *narrow_vocabulary(ids, hidden_XD, weight_VD, labels_X, teacher))
     grad_VD = torch.autograd.grad(loss, weight_VD)[0]
 
     named_XR = torch.zeros(30, 12).scatter(1, ids_XK, 1.0)[:, ids].bool()

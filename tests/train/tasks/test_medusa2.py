@@ -42,9 +42,9 @@ def adapters(task: Medusa2Task) -> dict[str, torch.Tensor]:
 
 
 def test_the_heads_part_is_whole_alone_then_rises_as_a_sine_to_its_weight():
-    parts = [SETTINGS.heads_part(progress) for progress in (0.0, 0.49, 0.5, 0.625, 0.75, 1.0)]
+    parts = [SETTINGS.heads_loss_weight(progress) for progress in (0.0, 0.49, 0.5, 0.625, 0.75, 1.0)]
     assert parts == pytest.approx([1, 1, 0, 0.2 * math.sin(math.pi / 4), 0.2, 0.2])
-    assert Medusa2(heads_only=0, warmup=0).heads_part(0) == 0.2
+    assert Medusa2(heads_only=0, warmup=0).heads_loss_weight(0) == 0.2
 
 
 def test_the_loss_is_that_of_the_heads_the_labels_and_the_divergence_from_the_original(worker: ModuleType):

@@ -12,7 +12,7 @@ from draftsmith.train.config import Parallel
 from draftsmith.train.forward.packed import make_forward
 from draftsmith.train.losses.drafter import shifted_labels
 from draftsmith.train.tasks.drafter import DrafterTask
-from draftsmith.train.tasks.parallel import Lengthened, lengthened
+from draftsmith.train.tasks.parallel import ExtendedBatch, append_mask_tokens
 from draftsmith.train.teachers.teacher import ModelTeacher
 
 LENGTH = 40
@@ -23,7 +23,7 @@ def sharp(worker: ModuleType, seed: int = 0, **overrides: Any) -> Any:
     return worker.make_model(seed, attention_dropout=0.0, initializer_range=0.3, **overrides).eval()
 
 
-def chains(longer: Lengthened, length: int, row: int) -> list[tuple[int, int, int]]:
+def chains(longer: ExtendedBatch, length: int, row: int) -> list[tuple[int, int, int]]:
     """Of a row: where each mask token lies, behind which place of the block, and how far."""
     found = []
     visible_LL = longer.batch.visible_BTT[row]
@@ -40,7 +40,7 @@ def test_mask_tokens_have_the_states_that_they_have_behind_their_text_alone(work
     """And the tokens of the text those that they have without them."""
     model = sharp(worker, attn_implementation=attention)
     forward, batch = make_forward(model), worker.make_data(4, LENGTH).batch(range(3))
-    longer, length = lengthened(batch, PARALLEL, 0.25), batch.tokens_BT.shape[1]
+    longer, length = append_mask_tokens(batch, PARALLEL, 0.25), batch.tokens_BT.shape[1]
     found_BLD, text_BTD = forward(longer.batch), forward(batch)
     inside_BT = batch.documents_BT != PADDING
     assert (found_BLD[:, :length] - text_BTD)[inside_BT].abs().max() < 1e-4
@@ -66,7 +66,7 @@ def test_each_learns_the_token_that_many_places_on_from_the_targets_distribution
     length = batch.tokens_BT.shape[1]
     loss, count = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
     labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
-    longer = lengthened(batch, PARALLEL, 0.0)
+    longer = append_mask_tokens(batch, PARALLEL, 0.0)
     spoken_BL = longer.labels_X.view(3, -1)
     with torch.no_grad():
         p_BTV = (make_forward(target)(batch) @ target.get_output_embeddings().weight.T).softmax(-1)
@@ -92,13 +92,13 @@ def test_shares_of_places_fall_and_a_text_has_its_own_in_any_batch(worker: Modul
     data = worker.make_data(40, LENGTH)
     together = data.batch(range(data.blocks))
     length = together.tokens_BT.shape[1]
-    longer, later = (lengthened(together, PARALLEL, progress) for progress in (0.5, 0.75))
+    longer, later = (append_mask_tokens(together, PARALLEL, progress) for progress in (0.5, 0.75))
     labels_BT = shifted_labels(together.labels_BT, together.documents_BT, 1)
     spoken_BL, counts = longer.labels_X.view(data.blocks, -1), [0] * PARALLEL.tokens
     for row in range(data.blocks):
         mine = chains(longer, length, row)
         one = data.batch([row])
-        alone = chains(lengthened(one, PARALLEL, 0.5), one.tokens_BT.shape[1], 0)
+        alone = chains(append_mask_tokens(one, PARALLEL, 0.5), one.tokens_BT.shape[1], 0)
         assert {each[1:] for each in mine} == {each[1:] for each in alone}
         assert {each[1:] for each in mine} != {each[1:] for each in chains(later, length, row)}
         for place, _, number in mine:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.train.teachers.cache import DOCUMENTS, CacheWriter, MakeRows, RowCache, Source, locked
+from draftsmith.train.teachers.cache import DOCUMENTS, CacheWriter, MakeRows, RowCache, Source, lock_cache
 from draftsmith.train.teachers.teacher import CacheSource, HiddenRows, HiddenSource, ModelTeacher, top_rows
 from safetensors.torch import load_file, save_file
 
@@ -47,7 +47,7 @@ def write(
 ) -> None:
     rows, size = make_rows(kind, model)
     writer = make_writer(folder, data, kind, size)
-    with locked(writer.folder):
+    with lock_cache(writer.folder):
         for shard in writer.missing():
             writer.write(shard, rows, CPU, 1, progress)
         writer.finish()
@@ -136,10 +136,10 @@ def test_one_writer_at_a_time_that_stops_between_batches_when_asked(
     rows, size = make_rows(kind, worker.make_model())
     writer = make_writer(tmp_path / "cache", data, kind, size)
     asked: list[int] = []
-    with locked(writer.folder):
-        with pytest.raises(ValueError, match="cache"), locked(writer.folder):
+    with lock_cache(writer.folder):
+        with pytest.raises(ValueError, match="cache"), lock_cache(writer.folder):
             pass
-        with pytest.raises(BlockingIOError), locked(writer.folder.parent):
+        with pytest.raises(BlockingIOError), lock_cache(writer.folder.parent):
             raise BlockingIOError  # not of the lock
         first = writer.shards[0]
         assert not writer.write(first, rows, CPU, 1, progress=asked.append, stopping=lambda: len(asked) == 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from draftsmith.decode.engine import Context, Limits, Proposal, Verdict
 from draftsmith.decode.evaluation.certify.certify import Certificate, Plan, certify_method, within_rounding
-from draftsmith.decode.evaluation.certify.rescoring import measure_rounding, read_back
+from draftsmith.decode.evaluation.certify.rescoring import measure_rounding, teacher_force
 from draftsmith.decode.evaluation.measure import Entry
 from draftsmith.decode.methods import Method, Parts
 from draftsmith.decode.models.base import LanguageModel
@@ -105,14 +105,14 @@ def test_the_edge_of_the_support(sampling: Sampling, token: int, kept: bool) -> 
 class Unwarped(Sample):
     """Samples as if nothing were cut off."""
 
-    judges = "unwarped"
+    score_type = "unwarped"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7)], ids=str)
 def test_a_token_outside_the_support_is_a_fault_at_once(make_llama: MakeLlama, sampling: Sampling) -> None:
     target = wrap_model(make_llama(VOCAB, sharpness=1.5), check=False)
     certificate = certify(target, sampling=sampling, method=Method(NoDraft(), Unwarped()))
-    assert certificate.failed
+    assert certificate.is_suspect
     assert certificate.tokens < certificate.planned
     assert certificate.tokens < 100
     assert {finding.kind for finding in certificate.findings} == {"outside"}
@@ -126,7 +126,7 @@ def test_texts_end_where_they_should(
     target = wrap_model(make_llama(VOCAB, sharpness=1.5), check=False)
     stops = tuple(range(12))
     limits = Limits(20, stops)
-    assert not certify(target, limits=limits, sampling=sampling).failed
+    assert not certify(target, limits=limits, sampling=sampling).is_suspect
     append = Context._append
 
     def deaf(self: Context, row: int, ids: list[int]) -> list[int]:
@@ -135,7 +135,7 @@ def test_texts_end_where_they_should(
 
     monkeypatch.setattr(Context, "_append", deaf)
     certificate = certify(target, limits=limits, sampling=sampling)
-    assert certificate.failed
+    assert certificate.is_suspect
     assert "length" in {finding.kind for finding in certificate.findings}
 
 
@@ -144,7 +144,7 @@ def test_lossy_methods_are_measured_and_not_judged(make_llama: MakeLlama) -> Non
     for sampling in (GREEDY, PLAIN):
         certificate = certify(target, "mjsd", sampling, Parts(drafter), options={"gamma": 3, "num_beams": 2})
         assert certificate.verdict == "not claimed"
-        assert not certificate.failed
+        assert not certificate.is_suspect
         assert certificate.bias["estimate"] > 0.05
         assert certificate.tokens >= (60 if sampling.greedy else 2400)
     low, high = certificate.bias["interval"]
@@ -159,13 +159,13 @@ def test_rounding_is_measured_and_bounded(make_llama: MakeLlama, dtype: torch.dt
     rounding = measure_rounding(target, PROMPTS, PLAIN)
     largest = 10.0
     assert rounding.dtype == str(dtype).removeprefix("torch.")
-    assert rounding.places == 3 * 64
+    assert rounding.tokens == 3 * 64
     assert rounding.near_tie >= rounding.spread
     assert torch.finfo(dtype).eps < rounding.near_tie < torch.finfo(dtype).eps ** 0.5 * largest
     assert rounding.total_variation < 30 * torch.finfo(dtype).eps
     drafter = wrap_model(make_llama(VOCAB, seed=1, sharpness=1.5).to(dtype), check=False)
-    assert not certify(target, "multi-candidate", GREEDY, Parts(drafter), options={"k_config": "3x2"}).failed
-    assert not certify(target, "speculative", PLAIN, Parts(drafter), options={"gamma": 3}).failed
+    assert not certify(target, "multi-candidate", GREEDY, Parts(drafter), options={"k_config": "3x2"}).is_suspect
+    assert not certify(target, "speculative", PLAIN, Parts(drafter), options={"gamma": 3}).is_suspect
 
 
 def test_excluded_tokens_do_not_widen_the_near_ties(make_llama: MakeLlama) -> None:
@@ -181,7 +181,7 @@ def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> No
     model = make_llama(VOCAB)
     outputs = [[7, 7, 1], [], [2, 3, 4, 5, 6]]
     scorer = wrap_model(model, check=False)
-    reading = read_back(scorer, PROMPTS, outputs)
+    reading = teacher_force(scorer, PROMPTS, outputs)
     hidden_XD, before_XD, last = [], [], []
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         with torch.inference_mode():
@@ -195,7 +195,7 @@ def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> No
     assert torch.allclose(reading.before_XD, torch.stack(before_XD), atol=1e-5)
     assert reading.last_X.tolist() == last
     assert reading.prefixes == PROMPTS
-    alone = read_back(scorer, [[5]], [[1, 2]])
+    alone = teacher_force(scorer, [[5]], [[1, 2]])
     assert not alone.before_XD[0].any()
 
 

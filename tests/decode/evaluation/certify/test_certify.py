@@ -72,7 +72,7 @@ def test_lossless_methods_are_certified(world: World, case: str, sampling: Sampl
     assert certificate.faults == 0
     wanted = 200 if sampling.greedy else PLAN.tokens
     assert certificate.tokens >= wanted
-    assert 0 < certificate.power["found_80"] < certificate.power["found_99"] < 0.12
+    assert 0 < certificate.power["detectable_bias_80"] < certificate.power["detectable_bias_99"] < 0.12
     if not sampling.greedy:
         assert len(certificate.tests) == 7 * (2 if case == "autoregressive" else 3) + 1
         low, high = certificate.bias["interval"]
@@ -99,7 +99,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: Fault)
     make_world()
     fault.plant(monkeypatch)
     entry = Entry(fault.method, fault.method, fault.options, PLAIN)
-    assert any(certificate.failed for certificate in stress_method(entry, Plan(level=1e-7)))
+    assert any(certificate.is_suspect for certificate in stress_method(entry, Plan(level=1e-7)))
 
 
 def test_every_fault_can_be_planted() -> None:

@@ -14,7 +14,7 @@ from draftsmith.decode.evaluation.certify.uniformity import (
     TESTS,
     Evidence,
     detectable_bias,
-    favour,
+    favoured_excess,
     martingale_p,
     transform,
     uniformity_tests,
@@ -42,7 +42,7 @@ def evidence_of(
     """Of tokens in rows of 16, ordered by what the drafter prefers."""
     uniform_X = torch.from_numpy(rng.random(len(token_X)))
     u_X = transform(target_XV, draft_XV / target_XV, token_X, uniform_X)
-    parts = (u_X, *favour(target_XV, draft_XV > target_XV, token_X))
+    parts = (u_X, *favoured_excess(target_XV, draft_XV > target_XV, token_X))
     cuts = range(row, len(token_X), row)
     return Evidence(np.split(torch.stack(parts).numpy(), cuts, 1))
 
@@ -86,7 +86,7 @@ def test_the_promised_bias_is_found_as_often_as_promised(power: float) -> None:
     tokens, level, runs = 4000, 1e-6, 100
     rng = np.random.default_rng(1)
     target_XV, draft_XV = contexts(tokens, 1)
-    variance = float(favour(target_XV, draft_XV > target_XV, draw(target_XV, rng))[1].mean())
+    variance = float(favoured_excess(target_XV, draft_XV > target_XV, draw(target_XV, rng))[1].mean())
     bias = detectable_bias(tokens, level, power, variance)
     distance = float((draft_XV - target_XV).clamp(min=0).sum(1).mean())
     biased_XV = target_XV + bias / distance * (draft_XV - target_XV)

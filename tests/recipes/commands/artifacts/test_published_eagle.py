@@ -17,7 +17,7 @@ from draftsmith.checkpoints.pairs.eagle import examine_eagle, rotary_base
 from draftsmith.checkpoints.pairs.sides import open_side
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.evaluation.diagnose.readings import Reading, better, readings
+from draftsmith.decode.evaluation.diagnose.list_readings import Reading, best_reading, list_readings
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.artifacts.imports import import_published
 from draftsmith.recipes.commands.diagnosis.pair import check_pair
@@ -188,12 +188,12 @@ def test_heads_are_read_as_engines_would_feed_them(target: Path) -> None:
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     changed(folder, lambda config, weights: config.update(eagle_config={TOP: LAYERS}))
-    found = readings(json.loads((folder / "config.json").read_text()), AutoConfig.from_pretrained(target))
-    assert found[0].who == ["as the config says", "vllm", "vllm, runner V1", "llama.cpp"]
+    found = list_readings(json.loads((folder / "config.json").read_text()), AutoConfig.from_pretrained(target))
+    assert found[0].names == ["as configured", "vllm", "vllm, runner V1", "llama.cpp"]
     ways = [(one.layers, one.normed) for one in found]
     assert ways[:5] == [(each, False) for each in ((1, 3, 6), (2, 4, 7), (0, 2, 5), (2, 4, 5))] + [((1, 3, 6), True)]
-    assert [(one.base, one.behind) for one in found[5:]] == [(None, True)]
-    assert "sglang" in found[1].who
+    assert [(one.rope_theta, one.unshifted) for one in found[5:]] == [(None, True)]
+    assert "sglang" in found[1].names
 
 
 @pytest.mark.parametrize(("base", "named"), [(50.0, ["rotary positions"]), (10_000.0, [])])
@@ -220,5 +220,5 @@ def test_a_better_reading_is_named_where_chance_does_not_explain_it(
     shares: tuple[float, float], texts: int, named: bool
 ) -> None:
     ways = enumerate(shares)
-    found = [Reading((number,), False, [], agrees=share, apart=0.08, texts=texts) for number, share in ways]
-    assert better(found) == (found[1] if named else None)
+    found = [Reading((number,), False, [], agreement=share, error=0.08, texts=texts) for number, share in ways]
+    assert best_reading(found) == (found[1] if named else None)

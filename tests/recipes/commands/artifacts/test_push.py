@@ -57,7 +57,7 @@ def evaluated(tiny_pair: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
     )
     results = run_evaluate(recipe)
     one = {"label": results["methods"][1]["label"], "verdict": "lossless", "tokens": 5, "faults": 0, "near_ties": 0}
-    one |= {"tests": [], "power": {"found_99": 0.1}, "sampling": {"temperature": 0.0}}
+    one |= {"tests": [], "power": {"detectable_bias_99": 0.1}, "sampling": {"temperature": 0.0}}
     told = {"schema": 1, "kind": "certificate", "complete": True, "certificates": [one]}
     told |= {"artifacts": results["artifacts"], "recipe": {}}
     (folder / "certificate.json").write_text(json.dumps(told))

@@ -18,7 +18,7 @@ from draftsmith.checkpoints.artifact.model_ref import resolve_model, tokenizer_f
 from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.diagnose.agreement import Passage, given_states
+from draftsmith.decode.evaluation.diagnose.agreement import Passage, target_states
 from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
@@ -65,7 +65,7 @@ class Lesson:
         target, lessons = wrap_model(self.model, aux_layers=LAYERS), []
         prompts = [ids for _, ids in prompts_of(self.recipe(), self.tokenizer)]
         for prompt, text in zip(prompts, sample_texts(target, prompts, Limits(48), Sampling()), strict=True):
-            given_1TG, last_1TD, ids_1T = (each.clone() for each in given_states(target, Passage(prompt, text)))
+            given_1TG, last_1TD, ids_1T = (each.clone() for each in target_states(target, Passage(prompt, text)))
             lessons.append((given_1TG, ids_1T, target.logits(last_1TD).argmax(-1)[0]))
         optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
         for _ in range(150):
@@ -143,11 +143,11 @@ def other_ids(folder: Path) -> None:
 
 FAULTS: dict[str, tuple[Change | None, Callable[[Path], None] | None, dict[str, Any], list[str], str]] = {
     "sound": (None, None, {}, [], ""),
-    "layers": (later, None, {}, ["fed"], "layers 1, 3, 5 "),
-    "norm": (normed, None, {}, ["fed", "norm"], "the other norm"),
-    "rotary": (slower, None, {}, ["fed", "rotary positions"], "rope_theta 10,000"),
+    "layers": (later, None, {}, ["inputs"], "layers 1, 3, 5 "),
+    "norm": (normed, None, {}, ["inputs", "norm"], "opposite norm"),
+    "rotary": (slower, None, {}, ["inputs", "rotary positions"], "rope_theta 10,000"),
     "ids": (None, other_ids, {}, ["draft vocabulary"], "t2d names other tokens"),
-    "shift": (None, None, {"behind": True}, ["fed"], "tokens not shifted"),
+    "shift": (None, None, {"behind": True}, ["inputs"], "unshifted tokens"),
     "one step": (None, None, {"steps": 1}, ["steps"], "in the second"),
 }
 """By name what is changed in sound heads and in their files, or how they were trained; what is found, and its words."""
@@ -172,8 +172,8 @@ def test_a_fault_is_named(
     assert sound_pair == ({*expected} <= {"rotary positions"})
     texts = [each["what"] + each["drafter"] for each in found.values()]
     assert not expected or words in "".join(texts)
-    assert part["readings"][0]["who"][0] == "as the config says"
-    assert "agreement when fed as" in capsys.readouterr().out
+    assert part["readings"][0]["names"][0] == "as configured"
+    assert "agreement by inputs" in capsys.readouterr().out
 
 
 def test_heads_that_are_no_artifact_are_not_decoded(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:

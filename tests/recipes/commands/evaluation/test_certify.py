@@ -88,7 +88,10 @@ def test_rows_that_decode_alike_are_certified_once(recipe: Path) -> None:
     assert (code, written["complete"]) == (0, True)
     labels = ["autoregressive", "speculative", "autoregressive T=1", "speculative T=1"]
     assert [row["label"] for row in written["certificates"]] == labels, "at both temperatures where the recipe has one"
-    few = {(row["verdict"], row["power"]["found_99"] > 0.1) for row in written["stress"] + written["certificates"]}
+    few = {
+        (row["verdict"], row["power"]["detectable_bias_99"] > 0.1)
+        for row in written["stress"] + written["certificates"]
+    }
     assert few == {("lossless", False), ("too little text", True)}
 
 

@@ -87,7 +87,7 @@ def test_a_forward_serves_a_batch_of_inputs_that_were_read(stand_ins: Any, name:
     """Each row of a batch says what it says alone, and what the model itself says."""
     model = load_model(str(stand_ins.target(name)))
     scorer = wrap_model(model)
-    logits_BMV = raw_forward(scorer, 1, 7, batch=3, seed=5, read=True)()
+    logits_BMV = raw_forward(scorer, 1, 7, batch=3, seed=5, fill_cache=True)()
     assert logits_BMV.shape == (3, 1, scorer.vocab_size)
     tokens_BT = torch.randint(scorer.vocab_size, (3, 8), generator=torch.Generator().manual_seed(5))
     if model.config.is_encoder_decoder:

@@ -14,7 +14,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.measure import decode_prompt
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import load_model, wrap_model
@@ -65,7 +65,7 @@ def test_it_leaves_eagle_heads_that_decode_losslessly(stand_ins: Any, tmp_path: 
     parts = Parts(drafter=EagleDrafter(heads.requires_grad_(False)))
     ways = build_method("speculative", parts, greedy), build_method("autoregressive", parts, greedy)
     for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
-        found, expected = (decode(scorer, way, greedy, 0, prompt, limits) for way in ways)
+        found, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
         assert found.ids == expected.ids
 
 
@@ -126,7 +126,7 @@ def test_it_leaves_heads_that_decode_losslessly(
     for method, options in (("medusa", {"tree": recipe.measure.tree}), ("slim-s", {"num_sequences": 8})):
         ways = build_method(method, parts, greedy, **options), plain
         for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
-            found, expected = (decode(scorer, way, greedy, 0, prompt, limits) for way in ways)
+            found, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
             assert found.ids == expected.ids, method
 
 
