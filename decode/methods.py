@@ -263,7 +263,7 @@ class Suffix(_WithDrafter):
     num_candidates: Annotated[int, "candidates of each head"] = 4
     draft_depth: Annotated[int, "levels to draft with the drafter"] = 3
     width: Annotated[int, "nodes that the drafter expands per level, and candidates of each"] = 2
-    confidence_threshold: Annotated[float, "the drafter drafts where no token found is more likely"] = 0.7
+    confidence_threshold: Annotated[float, "the drafter is used if no matching token is more likely"] = 0.7
 
     @property
     def needs(self) -> tuple[Part, ...]:
@@ -353,14 +353,14 @@ class SlimSS(MethodConfig):
 
 @register("slim-s", ("heads", "table"))
 class SlimS(SlimSS):
-    """Tree of the most likely such sequences."""
+    """Tree of the most likely sequences of the heads' candidates (SLiM)."""
 
     num_sequences: Annotated[int, "number of sequences"] = 20
 
 
 @register("slim-l", ("heads", "table"))
 class SlimL(SlimSS):
-    """Larger tree of such sequences."""
+    """Tree as in `slim-s`, with more sequences."""
 
     num_sequences: Annotated[int, "number of sequences"] = 40
 
@@ -393,10 +393,10 @@ class BigLittleDecoder(_WithDrafter):
 
 @register("relaxed-opt", ("drafter",), lossless=False)
 class RelaxedOptimal(_WithDrafter):
-    """Chain from a drafter, accepted more often than is lossless, with minimal bias."""
+    """Chain from a drafter, accepted more often than lossless verification does, with minimal bias."""
 
     gamma: Annotated[int, _GAMMA] = 4
-    epsilon: Annotated[float, "added to the target's probability of a draft token"] = 0.1
+    epsilon: Annotated[float, "number added to the target's probability of a draft token"] = 0.1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return Method(_chain(parts, self.gamma), OverAcceptance(self.epsilon, optimal=True))

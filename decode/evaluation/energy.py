@@ -6,11 +6,11 @@ machine counts it, their memory. Fans, disks and power supplies are not included
 The procedure follows Yang, Adámek and Armour (arXiv 2312.02741) and arXiv 2407.09722, appendix B. GPU sensors report a
 mean over a window once per period. Those of the A100 and H100 sample 25 ms of every 100 ms.
 
-1. Long windows: at least `Timing.seconds`, which spans many periods. If the sensor samples part-time, eight pauses of
-its window's length shift the work against it; their idle energy is subtracted (joules are at most 4 % too high). 2.
-Several trials, each after a wait of random length. Results are their mean and its standard error. 3. No transients:
-work while the power rises is discarded. A window begins and ends when the counter has just changed, so that both ends
-have the same lag.
+1. Windows last at least `Timing.seconds`, which spans many periods. If the sensor samples part-time, eight pauses of
+   its window's length shift the work against it. Their idle energy is subtracted (joules are at most 4 % too high).
+2. Several trials follow waits of random length. Results are their mean and its standard error.
+3. Work while the power rises is discarded. A window begins and ends when the counter has just changed, so that both
+   ends have the same lag.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class EnergyMeter:
         self._close()
 
     def idle_watts(self) -> float:
-        """Return the power while this process is idle, after earlier work has faded.
+        """Return the power while this process is idle, after a pause.
 
         Raises:
             CounterError: The counter fails.

@@ -104,8 +104,8 @@ class Run:
     def slowdown(self) -> float | None:
         """Return the time of the steps relative to an estimate of their undisturbed time, or None for too few prompts.
 
-        Other work on the machine only makes runs longer, and by different amounts. With several repeats the undisturbed
-        time is the fastest of each batch, otherwise the lower quartile of the time per step.
+        Other work on the machine can only make runs longer. With several repeats the undisturbed time is the fastest of
+        each batch, otherwise the lower quartile of the time per step.
         """
         runs = zip(*([run.seconds - run.reading for run in each] for each in self.by_prompt), strict=True)
         times = list(zip(*(map(sum, self.by_batch(each)) for each in runs), strict=True))

@@ -1,11 +1,12 @@
 """Definitions of the metrics that all tables use.
 
-- `tokens_per_step` (mean acceptance length τ): tokens kept ÷ target forwards, without the prefill and tokens cut off by
-a stop token or the limit, with the bonus token. - `acceptance_rate` (α): draft tokens accepted ÷ examined. The
-examination of a path ends at its first rejection. - `acceptance_at_k`: levels where one of k candidates was accepted ÷
-levels examined. - `acceptance_by_depth[i]`: share of the steps whose path reached depth i that accepted a token there.
-- `speedup`: tokens per second relative to autoregressive decoding by this engine, same prompts, median runs. -
-intervals: 95 %, by bootstrap over prompts (percentiles of 2,000 resamples); None for fewer than 3 prompts.
+- `tokens_per_step` (mean acceptance length τ): generated tokens ÷ target forwards. It counts bonus tokens, but neither
+  the prefill nor tokens after a stop token or the limit.
+- `acceptance_rate` (α): accepted ÷ examined draft tokens. The examination of a path ends at its first rejection.
+- `acceptance_at_k`: levels where one of k candidates was accepted ÷ levels examined.
+- `acceptance_by_depth[i]`: share of the steps whose path reached depth i that accepted a token there.
+- `speedup`: tokens per second relative to autoregressive decoding by this engine on the same prompts, median runs.
+- Intervals: 95 % bootstrap intervals over prompts (2,000 resamples), or None for fewer than 3 prompts.
 """
 
 from __future__ import annotations

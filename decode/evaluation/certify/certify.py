@@ -4,10 +4,10 @@ Each token that a method generated is checked against one wide forward of the ta
 (`rescoring.py`). Differences are found at every position, and near-ties do not end the comparison.
 
 - At temperature 0 each token must be the target's most likely one, up to near-ties: logits whose order rounding can
-change between forwards of different shapes. - Otherwise the tokens must follow the target's warped distribution
-(`uniformity.py`), with the vocabulary ordered by token id, by the target's probabilities, and by the preference of the
-method's drafter, heads or table relative to the target. A token outside the support of the warped distribution is a
-fault by itself.
+  change between forwards of different shapes.
+- Otherwise the tokens must follow the target's warped distribution (`uniformity.py`), with the vocabulary ordered by
+  token id, by the target's probabilities, and by the preference of the method's drafter, heads or table. A token of
+  probability 0 is a fault.
 
 Shape letters: X tokens, C tokens of a chunk, V vocabulary, D hidden.
 """

@@ -105,20 +105,20 @@ def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) ->
 
 
 def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
-    """Return the candidates whose minimum training fits into a time, and the reason for dropping the slowest."""
+    """Return the candidates whose minimum training fits into `seconds`, and why the slowest were dropped."""
     names = sorted(step_seconds, key=lambda name: step_seconds[name])
     while names and MIN_STEPS * (sum(map(step_seconds.__getitem__, names)) + step_seconds[names[-1]]) > seconds:
         names.pop()
     dropped = [f"{name} {MIN_STEPS * step_seconds[name]:.0f} s" for name in step_seconds if name not in names]
-    reason = f"{seconds:.0f} s are left for training, {MIN_STEPS} steps take too long: {', '.join(dropped)}"
+    reason = f"{seconds:.0f} s are left for training, too few for {MIN_STEPS} steps of: {', '.join(dropped)}"
     return names, reason if dropped else ""
 
 
 def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) -> int:
-    """Return the number of batches on which so many rows can be measured in a time."""
+    """Return the number of batches on which `rows` methods can be measured in `seconds`."""
     return min(most, max(MIN_BATCHES, int(seconds / (EVALUATION_OVERHEAD * rows * batch_seconds))))
 
 
 def count_rows(seconds: float, batch_seconds: float, least: int) -> int:
-    """Return the number of rows, without the baseline, that can be measured in a time on the minimum of batches."""
+    """Return the number of methods, without the baseline, that can be measured in `seconds` on `MIN_BATCHES`."""
     return max(least, int(seconds / (EVALUATION_OVERHEAD * MIN_BATCHES * batch_seconds)) - 1)

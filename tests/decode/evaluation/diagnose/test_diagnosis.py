@@ -17,7 +17,7 @@ from draftsmith.decode.evaluation.diagnose.agreement import (
     score,
     table_source,
 )
-from draftsmith.decode.evaluation.diagnose.expected import Expected, compare_server
+from draftsmith.decode.evaluation.diagnose.expected import ServerPrediction, compare_server
 from draftsmith.decode.evaluation.diagnose.stages import Stage, draft_attempts, stage_findings
 from draftsmith.decode.evaluation.measure import sample_texts
 from draftsmith.decode.evaluation.metrics import Tally
@@ -205,21 +205,21 @@ SERVED = {"a": 10, "b": 20, "c": 12}
     ("change", "gamma", "reason"),
     [
         ({}, 3, None),
-        ({"prompt_tokens": {"a": 11, "b": 23, "c": 12}}, 3, r"+1 to +3 tokens in 2 of 3 prompts"),
-        ({}, 2, "drafts 3 tokens per step, 'row' drafts 2"),
-        ({}, 4, "drafts 3 tokens per step, 'row' drafts 4"),
-        ({"tokens_per_step": 3.0}, 3, "reaches 3.00 tokens per step, 2.00 here"),
+        ({"prompt_tokens": {"a": 11, "b": 23, "c": 12}}, 3, r"+1 to +3 in 2 of 3 prompts"),
+        ({}, 2, "drafts 3 tokens per step, but 'row' drafts 2"),
+        ({}, 4, "drafts 3 tokens per step, but 'row' drafts 4"),
+        ({"tokens_per_step": 3.0}, 3, "reaches 3.00 tokens per step, expected 2.00"),
         ({"drafted_per_step": None}, 3, "does not report draft tokens"),
     ],
 )
 def test_a_wrong_server_is_explained(change: dict[str, Any], gamma: int, reason: str | None) -> None:
     row: dict[str, Any] = {"label": "load", "prompt_tokens": SERVED, "drafted_per_step": 3.0, "tokens_per_step": 2.0}
-    found = list(compare_server(Expected("row", gamma, [1.0, 0.0], SERVED, {}), row | change))
+    found = list(compare_server(ServerPrediction("row", gamma, [1.0, 0.0], SERVED, {}), row | change))
     assert [(reason or "") in each.what for each in found] == [True] * (reason is not None)
 
 
 def test_measured_prompts_come_before_predictions() -> None:
-    here = Expected("speculative", 2, [0.5, 0.5], {}, {"a": (60, 20), "b": (30, 20), "c": (1, 1)})
+    here = ServerPrediction("speculative", 2, [0.5, 0.5], {}, {"a": (60, 20), "b": (30, 20), "c": (1, 1)})
     assert here.tokens_per_step(2, ["a", "b", "unknown"]) == 90 / 40
     assert here.tokens_per_step(2, ["unknown"]) == here._replace(measured={}).tokens_per_step(2, ["a"]) == 1.75
     assert here.tokens_per_step(1, ["a", "b"]) == 1.5, "of shorter drafts only the acceptance rates are known"
