@@ -63,7 +63,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     "hot bucket": (lambda: mixed({"forward-kl": 1.0}, DENSE, 2.0, top_k=3), r"2\.0"),
     "hot sparse": (lambda: mixed({"forward-kl": 1.0}, SPARSE, 2.0), r"2\.0"),
     "more than kept": (lambda: mixed({"forward-kl": 1.0}, SPARSE, top_k=4), "4.*3"),
-    "top_k": (lambda: CacheSource("", "", "", 33).columns(32), "33.*32"),
+    "top_k": (lambda: CacheSource("", "", "", 33).columns(32), "32.*33"),
 }
 
 
