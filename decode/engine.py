@@ -222,7 +222,7 @@ class Context:
         self.watch = Watch()
         """Detector of NaN and infinite logits."""
         states_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
-        self._hidden: tuple[Tensor, Verdict | None] = _last(states_BTG, self.lengths)[:, None], None
+        self._hidden: tuple[Tensor, Verdict | None] = _last_states(states_BTG, self.lengths)[:, None], None
         self.aux_BSG: Tensor | None = None
         """Auxiliary hidden states at each committed token but the root. None if the target returns none."""
         if target.aux_layers:
@@ -278,14 +278,14 @@ class Context:
         self.proposed = list(zip(tokens, row_parents, strict=True))
         if examined is None:
             exists = valid or [None] * len(paths)
-            counted = [_tried(*row) for row in zip(paths, row_parents, exists, strict=True)]
+            counted = [_count_examined(*row) for row in zip(paths, row_parents, exists, strict=True)]
             examined, rejected = zip(*counted, strict=True)
 
         deepest = max(accepted)
         if not tree.is_chain and any(path != list(range(1, len(path) + 1)) for path in paths):
             self.cache.move_to_front(verdict.path_BK[:, :deepest])
         if self.ids_BS.device.type != "cpu":
-            self._send(before, depth + 1)
+            self._copy_to_device(before, depth + 1)
         if self.aux_BSG is not None:
             # Columns that are not accepted may refer to nodes that do not exist.
             path_BK = verdict.path_BK.clamp(max=hidden_BND.shape[1] - 1)
@@ -318,7 +318,7 @@ class Context:
         self.ended[row] |= self.lengths[row] == self._ends[row]
         return ids
 
-    def _send(self, lengths: list[int], count: int) -> None:
+    def _copy_to_device(self, lengths: list[int], count: int) -> None:
         """Copy the `count` tokens after the former end of each row to the device. Rejected ones are never read."""
         slots = np.minimum(np.array(lengths)[:, None] + np.arange(count), self.capacity - 1)
         packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
@@ -333,7 +333,7 @@ def hidden_after(verdict: Verdict, hidden_BND: Tensor, hidden_size: int) -> Tens
     return hidden_BND.gather(1, node_B1[..., None].expand(-1, 1, hidden_BND.shape[2]))[:, 0]
 
 
-def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tuple[int, bool]:
+def _count_examined(path: list[int], parents: list[int], valid: list[bool] | None) -> tuple[int, bool]:
     """Return the number of examined draft tokens of a row and whether its path ended by a rejection (see `Verdict`)."""
     last_tried = dict(zip([0, *path], [*path, len(parents)], strict=True))  # last examined child by node
     end = path[-1] if path else 0
@@ -361,7 +361,7 @@ def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Seque
     return torch.cat(states, 1) if parts != 1 else states[1]
 
 
-def _last(states_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
+def _last_states(states_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the states [B, G] of the last token that was run in each row (zeros for rows of one token)."""
     if not states_BTG.shape[1]:
         return states_BTG.new_zeros(len(lengths), states_BTG.shape[2])

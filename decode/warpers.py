@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_COLDEST = 1e-30  # with a lower temperature, logits leave the range of float32
+_LOWEST = 1e-30  # with a lower temperature, logits leave the range of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Sampling:
     """Probability mass to keep: the smallest set of most likely tokens with at least this mass. 1 keeps all tokens."""
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
-            raise ValueError(f"temperature must be 0, or at least {_COLDEST} and finite, got {self.temperature}")
+        if not (self.temperature == 0 or _LOWEST <= self.temperature < math.inf):
+            raise ValueError(f"temperature must be 0, or finite and at least {_LOWEST}, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 2000
-FEWEST = 3
+MIN_PROMPTS = 3
 """Minimum number of prompts for an interval."""
 Floats = NDArray[np.float64]
 
@@ -24,7 +24,7 @@ def resample_weights(prompts: int, seed: int | Sequence[int] = 0, draws: int = R
 
 def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats | None:
     """Return Σ over / Σ under of each resample, [R, G], NaN for 0 / 0, or None for too few prompts."""
-    if len(over_PG) < FEWEST:
+    if len(over_PG) < MIN_PROMPTS:
         return None
     weight_RP = resample_weights(len(over_PG), seed)
     with np.errstate(divide="ignore", invalid="ignore"):

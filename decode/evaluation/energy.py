@@ -33,7 +33,7 @@ from .profile import raw_forward, synchronise, time_in_turns
 
 POWERCAP = Path("/sys/class/powercap")
 _PAUSES = 8
-_SILENCE = 2.0
+_MAX_SILENCE = 2.0
 """Minimum seconds without a change after which a counter counts as stuck."""
 
 
@@ -183,7 +183,7 @@ class EnergyMeter:
                 changed_at = now
                 if now - begin >= seconds:
                     return _Window(now, value, units, paused)
-            elif now - changed_at > max(_SILENCE, 20 * period):
+            elif now - changed_at > max(_MAX_SILENCE, 20 * period):
                 raise CounterError(f"the energy counter of {self.covers} did not change for {now - changed_at:.1f} s")
             if pause and pauses < _PAUSES and now - begin >= (pauses + 0.5) * seconds / _PAUSES:
                 self._sleep(pause)

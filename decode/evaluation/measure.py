@@ -30,9 +30,9 @@ from .profile import FirstStep, StepProfile, synchronise
 
 BASELINE = "autoregressive"
 REFERENCE = "transformers"
-PROFILED = 3
+NUM_PROFILED = 3
 """Number of prompts that are decoded again to profile steps and to measure energy."""
-STEADY = 1.25
+MAX_STEADY_SLOWDOWN = 1.25
 """Largest `Run.slowdown` of a steady row. Undisturbed rows have 1.03 to 1.10."""
 _MIN_PROMPTS = 4  # minimum for a quartile
 _Job = Callable[[int, Sequence[Sequence[int]], Limits], list["Decoded"]]
@@ -54,7 +54,7 @@ class Decoded(NamedTuple):
     ids: list[int]
     tally: Tally
     seconds: float
-    reading: float
+    prefill_seconds: float
     """Seconds before the first step (prefill). 0 if unknown."""
 
 
@@ -99,7 +99,7 @@ class Run:
 
     def stepping_seconds(self) -> list[float]:
         """Return the median seconds of each prompt without prefill."""
-        return [statistics.median(run.seconds - run.reading for run in runs) for runs in self.by_prompt]
+        return [statistics.median(run.seconds - run.prefill_seconds for run in runs) for runs in self.by_prompt]
 
     def slowdown(self) -> float | None:
         """Return the time of the steps relative to an estimate of their undisturbed time, or None for too few prompts.
@@ -107,7 +107,7 @@ class Run:
         Other work on the machine can only make runs longer. With several repeats the undisturbed time is the fastest of
         each batch, otherwise the lower quartile of the time per step.
         """
-        runs = zip(*([run.seconds - run.reading for run in each] for each in self.by_prompt), strict=True)
+        runs = zip(*([run.seconds - run.prefill_seconds for run in each] for each in self.by_prompt), strict=True)
         times = list(zip(*(map(sum, self.by_batch(each)) for each in runs), strict=True))
         if len(times[0]) > 1:
             undisturbed = sum(map(min, times))
@@ -119,14 +119,14 @@ class Run:
             undisturbed = float(np.quantile(each, 0.25)) * sum(steps)
         return sum(self.stepping_seconds()) / undisturbed
 
-    def unsteady(self) -> bool:
+    def is_disturbed(self) -> bool:
         """Return whether other work disturbed the times."""
-        return (self.slowdown() or 1.0) > STEADY
+        return (self.slowdown() or 1.0) > MAX_STEADY_SLOWDOWN
 
 
 def are_steady(run: Run, base: Run) -> bool | None:
     """Return whether the times of an entry and its baseline are steady, or None if that is unknown."""
-    if run.unsteady() or base.unsteady():
+    if run.is_disturbed() or base.is_disturbed():
         return False
     return None if None in (run.slowdown(), base.slowdown()) else True
 
@@ -165,8 +165,8 @@ def decode_batch(
             tallies[row].add_step(step, row)
     synchronise(target)
     seconds = (time.perf_counter() - start) / len(prompts)
-    reading = 0.0 if profile else (first.at - start) / len(prompts)
-    return [Decoded(*text, seconds, reading) for text in zip(ids, tallies, strict=True)]
+    prefill = 0.0 if profile else (first.at - start) / len(prompts)
+    return [Decoded(*text, seconds, prefill) for text in zip(ids, tallies, strict=True)]
 
 
 def sample_texts(
@@ -341,7 +341,7 @@ def profile_steps(
     """Decode the first prompts, or their batches, again and time the phases of their steps."""
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
     whole = StepProfile(target.device)
-    for first in range(0, min(PROFILED, len(prompts)), batch):
+    for first in range(0, min(NUM_PROFILED, len(prompts)), batch):
         profile, rows = StepProfile(target.device), prompts[first : first + batch]
         with profile.timing_forwards(target, parts.drafter, *parts.more_drafters, parts.heads):
             decode_batch(target, method, entry.sampling, seed + first, rows, limits, profile)
@@ -371,7 +371,7 @@ def measure_entry_energy(
     def decode_all() -> float:
         results = (
             decode_prompt(target, method, entry.sampling, seed + index, prompt, limits)
-            for index, prompt in enumerate(prompts[:PROFILED])
+            for index, prompt in enumerate(prompts[:NUM_PROFILED])
         )
         return float(sum(len(result.ids) for result in results))
 

@@ -23,7 +23,7 @@ from ..engine import Step
 from .bootstrap import percentile_interval, resampled_ratios
 
 Interval = tuple[float, float]
-SHARES = ("acceptance_rate", "acceptance_at_k", "acceptance_by_depth", "rouge_l")
+BOUNDED_METRICS = ("acceptance_rate", "acceptance_at_k", "acceptance_by_depth", "rouge_l")
 """Metrics that lie in [0, 1]."""
 
 
@@ -126,7 +126,7 @@ def find_impossible_value(entry: Mapping[str, Any], forwards: float = 1.0, slack
         if number < 0:
             return f"{key} is {number:g}, below 0"
         name = key.partition("[")[0]
-        if name in SHARES and number > 1 + 1e-9:
+        if name in BOUNDED_METRICS and number > 1 + 1e-9:
             return f"{name} is {number:.3f}, outside [0, 1]"
         if key == "perplexity" and number < 1 - 1e-6:
             return f"perplexity is {number:.3f}, below 1"

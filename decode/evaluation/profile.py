@@ -84,7 +84,7 @@ class StepProfile:
             for part in {id(part): part for part in parts}.values():
                 for name in ("extend", "logits") if isinstance(part, LanguageModel) else ("forward",):
                     if (call := getattr(part, name, None)) is not None:
-                        changes.enter_context(_replaced(part, name, self._timed(call)))
+                        changes.enter_context(_patch_attribute(part, name, self._timed(call)))
             yield
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ class StepProfile:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = vars(owner).get(name)
     setattr(owner, name, value)
     try:

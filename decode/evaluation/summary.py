@@ -36,9 +36,9 @@ class Summary:
     rows: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """Entries whose measurements are impossible. They have no row."""
-    broken: list[str] = field(default_factory=list)
+    lossless_violations: list[str] = field(default_factory=list)
     """Lossless methods whose text differs from greedy decoding by more than near-ties."""
-    same: list[int] | None = None
+    identical_to_transformers: list[int] | None = None
     """Number of prompts for which `transformers.generate` gives the tokens of greedy decoding, and of all prompts. None
     if it was not run."""
 
@@ -89,7 +89,7 @@ class Summariser:
         greedy = next((run for sampling, run in bases.items() if sampling.greedy), None)
         summary = Summary()
         if greedy is not None and REFERENCE in self.runs:
-            summary.same = count_identical(self.runs[REFERENCE], greedy)
+            summary.identical_to_transformers = count_identical(self.runs[REFERENCE], greedy)
         done, steps = 0, len(entries) * (len(self.prompts) + 3)
 
         def advance(label: str) -> None:
@@ -226,7 +226,7 @@ class Summariser:
         row["near_ties"] = len(different) - len(wrong)
         if not wrong:
             return None
-        summary.broken.append(
+        summary.lossless_violations.append(
             f"{entry.label!r} claims to be lossless, but differs from greedy decoding on {len(wrong)} of "
             f"{len(run.ids)} prompts, first on prompt {self._named(wrong[0])}"
         )

@@ -64,7 +64,7 @@ class AdaptiveChain(DrafterProposer):
             draft_BMV = warp(logits_BMV, sampling)
             certain_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if sampling.greedy else draft_BMV
             confidences.append(certain_BMV.amax(-1))
-            open_B = open_B & self._go_on(draft_BMV[:, 0], confidences[-1][:, 0], level)
+            open_B = open_B & self._continues(draft_BMV[:, 0], confidences[-1][:, 0], level)
             if stops and not bool(open_B.any()):
                 break
             tokens.append(categorical(draft_BMV, chances[0][:, level, None]) if chances else draft_BMV.argmax(-1))
@@ -79,7 +79,7 @@ class AdaptiveChain(DrafterProposer):
         results = torch.cat(confidences, 1), torch.cat((none_B0, *tokens), 1), valid_BK
         return results if sampling.greedy else (*results, torch.cat(probs or [draft_BMV[:, :0]], 1))
 
-    def _go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
+    def _continues(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         """Return which rows draft the token of this level, bool [B], given its warped distribution."""
         return confidence_B >= self._threshold
 
@@ -120,7 +120,7 @@ class OracleChain(AdaptiveChain):
         self._hidden_BD = self._peek.read_root(context)
         return self._grow(context.sampling, *inputs)
 
-    def _go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
+    def _continues(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         logits_BV = self._peek.model.logits(self._hidden_BD[:, None])[:, 0]
         self._watch("the target's", logits_BV.amax(-1, True), level)
         gain_B = self._reach_B * torch.minimum(warp(logits_BV, self._sampling), draft_BV).sum(-1)

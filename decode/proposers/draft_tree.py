@@ -37,7 +37,7 @@ class NoDraft(Proposer):
         return Proposal(self._tree, context.root_B1)
 
 
-_LEAST = 1e-30
+_MIN_SAMPLED_PROB = 1e-30
 """Probability below which tokens are never sampled without replacement."""
 
 
@@ -135,7 +135,7 @@ class DraftTree(DrafterProposer):
                 return outputs
             return *outputs, torch.ones_like(outputs[0], dtype=torch.bool)
         # Exponential races: sorting by p / E samples without replacement, in order. Subnormal quotients would tie.
-        probs_BMR = torch.where(probs_BMR < _LEAST, 0.0, probs_BMR)
+        probs_BMR = torch.where(probs_BMR < _MIN_SAMPLED_PROB, 0.0, probs_BMR)
         top = (probs_BMR / chance_BMX).topk(width, -1)
         # Warping or underflow at low temperatures may leave fewer possible tokens than children.
         return top.indices.flatten(1), top.values[..., 0], probs_BMR, (top.values > 0).flatten(1)

@@ -32,9 +32,9 @@ _MAX_MATCH = 16
 """Maximum number of tokens of a match in the text itself."""
 _MAX_POSITIONS = 2048
 """Maximum number of matches in the datastore that are examined."""
-_WIDTH = 4
+_MAX_CHILDREN = 4
 """Maximum number of different tokens taken from the datastore after a path."""
-_PRIOR = 4.0
+_PRIOR_WEIGHT = 4.0
 """Weight of the prior acceptance rate of a match, in observations."""
 _NO_POSITIONS = np.zeros(0, dtype=np.int32)
 
@@ -101,8 +101,8 @@ class SuffixTree(Proposer):
             check_heads(self.heads, context)
         # Longer matches are more reliable: the prior is 0.2 after one token, 0.5 after two and 0.8 after eight.
         prior_L = 1 - 0.8 / np.arange(1, 1 + _MAX_MATCH + self.max_depth) ** 0.7
-        self._accepted_BL = _PRIOR * np.tile(prior_L, (len(context.lengths), 1))
-        self._examined_BL = np.full_like(self._accepted_BL, _PRIOR)
+        self._accepted_BL = _PRIOR_WEIGHT * np.tile(prior_L, (len(context.lengths), 1))
+        self._examined_BL = np.full_like(self._accepted_BL, _PRIOR_WEIGHT)
         self._matches = [(list[int](), 0) for _ in context.lengths]
         """Continuation of the latest match in each row's own text, and the length of that match."""
         self._watched_BK: Tensor | None = None
@@ -227,6 +227,6 @@ def _shares(next_M: Ints) -> Iterator[tuple[int, float]]:
     if not len(next_M):
         return
     tokens, counts = np.unique(next_M, return_counts=True)
-    for index in np.argsort(-counts, kind="stable")[:_WIDTH].tolist():
+    for index in np.argsort(-counts, kind="stable")[:_MAX_CHILDREN].tolist():
         if tokens[index] >= 0:
             yield int(tokens[index]), int(counts[index]) / (len(next_M) + 1)

@@ -156,7 +156,7 @@ def _write(recipe: DrafterRecipe | HeadsRecipe, parts: Sequence[_Part], state: A
 
 def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int, state: Any) -> None:
     """Write this process's share of the files; raise Interrupted if a signal arrived."""
-    missing = [(writer, shard) for writer in writers for shard in writer.missing()]
+    missing = [(writer, shard) for writer in writers for shard in writer.missing_shards()]
     missing = [each for each in missing if each[1].number % state.num_processes == state.process_index]
     total, done = sum(shard.rows for _, shard in missing), 0
     with Stoppable("teacher") as stopping, bar("teacher: writing the cache", "positions") as advance:
@@ -183,7 +183,7 @@ def _check_disk(part: _Part, writers: Sequence[CacheWriter]) -> None:
     what = f"{part.source} at {rows:,} positions: {gigabytes(size)} in {folder}, {gigabytes(needed)} to write"
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise ValueError(f"{what}, and {gigabytes(free)} are free; {part.source.smaller}")
+        raise ValueError(f"{what}, and {gigabytes(free)} are free; {part.source.size_advice}")
     log(f"teacher: {what}")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from common import finish, parser_of
 from draftsmith.decode.evaluation.certify.certify import Plan
-from draftsmith.decode.evaluation.certify.stress import make_world, stress_method
+from draftsmith.decode.evaluation.certify.stress import make_small_pair, stress_method
 from draftsmith.decode.evaluation.measure import Entry
 from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
@@ -49,7 +49,7 @@ def clean(name: str, seed: int) -> tuple[set[str], float, float]:
 
 def main() -> None:
     asked = parser_of(__doc__, "a few of each", clean=0, start=0).parse_args()
-    world = make_world()
+    world = make_small_pair()
     by_kind: dict[str, list[tuple[str | None, float]]] = defaultdict(list)
     for fault in FAULTS[asked.start :: 8 if asked.quick else 1]:
         verdict, seconds = find(fault)

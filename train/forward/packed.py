@@ -19,10 +19,10 @@ from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
 from ...decode.models.final_norm import check_states, final_norm, norm_input, parse_layers
 from .attention import NAME, document_spans, register
-from .seq2seq import Projected, SourceForward
+from .seq2seq import BaseForward, SourceForward
 
 _ROUGH_TOLERANCE = 0.1  # `_PROBE_TOLERANCE` for 16-bit weights
-_WORTH_IT = 0.7  # share of token pairs inside documents above which one call for the block is as fast
+_MAX_PAIR_SHARE = 0.7  # share of token pairs inside documents above which one call for the block is as fast
 _PROBE_TOLERANCE = 1e-3  # relative to the largest value; a wrong head (bias, capping, scaling) exceeds it
 
 
@@ -40,7 +40,7 @@ def make_forward(model: Any) -> PackedForward | SourceForward:
     return SourceForward(model) if model.config.is_encoder_decoder else PackedForward(model)
 
 
-class PackedForward(Projected):
+class PackedForward(BaseForward):
     """Forward pass of a transformers causal LM on packed blocks, with attention masked to documents.
 
     This is not a module, so that a frozen model is neither wrapped for data parallelism nor saved in a checkpoint.
@@ -125,7 +125,7 @@ class PackedForward(Projected):
     def _kernel(self) -> str:
         return getattr(self.config, "_attn_implementation", None) or "eager"
 
-    def _learned(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
+    def _clamp_positions(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """Clamp positions of padding to the position embeddings. Raises ValueError if a document is too long."""
         if self._positions is None or positions_BT.shape[1] <= self._positions:
             return positions_BT
@@ -144,37 +144,37 @@ class PackedForward(Projected):
     def _attention(self, batch: Batch | MaskedBatch) -> dict[str, Any]:
         """Return the mask and positions that separate documents; a mask of None selects the model's causal kernel."""
         documents_BT = batch.documents_BT
-        positions_BT = self._learned(batch.positions_BT, documents_BT)
+        positions_BT = self._clamp_positions(batch.positions_BT, documents_BT)
         if isinstance(batch, MaskedBatch):
             longest, window = int(positions_BT.max()) + 1, sliding_window(self.config)
             if window is not None and longest > window:
                 raise ValueError(f"`parallel`: a document has {longest} tokens, but the model's window is {window}")
-            return {"attention_mask": self._as_taken(batch.visible_BTT[:, None]), "position_ids": positions_BT}
-        if self._slides(batch.tokens_BT.shape[1]):
+            return {"attention_mask": self._convert_mask(batch.visible_BTT[:, None]), "position_ids": positions_BT}
+        if self._has_active_window(batch.tokens_BT.shape[1]):
             # models with sliding windows build their own masks, and separate documents where positions restart
             return {"attention_mask": None, "position_ids": positions_BT}
         if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == PADDING)).all()):
             # one document per row before the padding: plain causal attention is exact
             rows, length = documents_BT.shape
             positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
-            return {"attention_mask": None, "position_ids": self._learned(positions_BT, documents_BT)}
+            return {"attention_mask": None, "position_ids": self._clamp_positions(positions_BT, documents_BT)}
         if self.by_document and self._kernel == NAME and documents_BT.device.type == "cpu":
             spans = document_spans(documents_BT)
             lengths = [end - start for row in spans for start, end in row]
-            if sum(length**2 for length in lengths) < _WORTH_IT * documents_BT.numel() * documents_BT.shape[1]:
+            if sum(length**2 for length in lengths) < _MAX_PAIR_SHARE * documents_BT.numel() * documents_BT.shape[1]:
                 # the mask is not used, but a 4-D mask prevents transformers from making one
                 unused_1111 = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype)
                 return {"attention_mask": unused_1111, "position_ids": positions_BT, "spans": spans}
-        return {"attention_mask": self._as_taken(batch.attention_mask_B1TT()), "position_ids": positions_BT}
+        return {"attention_mask": self._convert_mask(batch.attention_mask_B1TT()), "position_ids": positions_BT}
 
-    def _as_taken(self, mask_B1TT: Tensor) -> Tensor:
+    def _convert_mask(self, mask_B1TT: Tensor) -> Tensor:
         """Convert a boolean mask to the form that the model's attention takes."""
         if self._kernel in ("sdpa", NAME):
             return mask_B1TT
         added_B1TT = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=mask_B1TT.device)
         return added_B1TT.masked_fill_(~mask_B1TT, torch.finfo(self.model.dtype).min)
 
-    def _slides(self, length: int) -> bool:
+    def _has_active_window(self, length: int) -> bool:
         window = sliding_window(self.config)
         return window is not None and length > window
 

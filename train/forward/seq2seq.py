@@ -21,7 +21,7 @@ from ...decode.models.seq2seq import SCALED_IF, Seq2SeqModel
 _NO_ANSWER = -1  # answer number of padding
 
 
-class Projected:
+class BaseForward:
     """Base class of forward passes; `plain_head` is True if logits are the states times the output projection."""
 
     model: Any
@@ -37,7 +37,7 @@ class Projected:
         return self.model.get_output_embeddings().weight if self.plain_head else None
 
 
-class SourceForward(Projected):
+class SourceForward(BaseForward):
     """Forward pass of an encoder-decoder on packed blocks.
 
     An answer is a run of supervised tokens. The encoder reads all tokens of the document before it. The decoder reads

@@ -35,7 +35,7 @@ __all__ = ["FitConfig", "FitResult", "Interrupted", "Task", "TrainingError", "fi
 
 _MAX_SKIPPED_STEPS = 50
 _SHOWN_BLOCKS = 16
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Task:
@@ -142,7 +142,7 @@ class _Run:
         self.resumed_from: int | None = None
         self.skipped = 0
         self.blocks: list[int] = []
-        self.stopping: signal.Signals | None = None
+        self.stop_signal: signal.Signals | None = None
         if config.gradient_checkpointing:
             if not hasattr(task.module, "gradient_checkpointing_enable"):
                 raise ValueError(f"gradient_checkpointing is set, but the task {task.name!r} does not support it")
@@ -218,8 +218,8 @@ class _Run:
             report.step(step + 1, line["loss"], line["tokens_per_second"], seconds)
             if (step + 1) % config.log_every == 0 or step + 1 == config.steps or "skipped" in line:
                 self._log(line)
-            if self.stopping is not None:
-                self._stop(position, self.stopping, report)
+            if self.stop_signal is not None:
+                self._stop(position, self.stop_signal, report)
 
     @contextmanager
     def _explain_memory(self, what: str) -> Iterator[None]:
@@ -296,12 +296,12 @@ class _Run:
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
         """Return the step's loss over all processes, and agree on the signal to stop by in the same reduction."""
         if self.world == 1:
-            self.stopping = None if stop.received is None else signal.Signals(stop.received)
+            self.stop_signal = None if stop.received is None else signal.Signals(stop.received)
             return float(loss)
-        received = [float(stop.received == number) for number in _STOPPING]
+        received = [float(stop.received == number) for number in _STOP_SIGNALS]
         numbers = torch.cat([loss.double()[None], torch.tensor(received, dtype=torch.double, device=loss.device)])
         total, *counts = self.accelerator.reduce(numbers, "sum").tolist()
-        self.stopping = next((number for number, count in zip(_STOPPING, counts, strict=True) if count), None)
+        self.stop_signal = next((number for number, count in zip(_STOP_SIGNALS, counts, strict=True) if count), None)
         return float(total)
 
     def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config import FitConfig
 
-_PATIENCE = timedelta(hours=6)
+_TIMEOUT = timedelta(hours=6)
 """Timeout of processes that wait for one that prepares a corpus or evaluates."""
 _SIZED_BY_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
@@ -45,7 +45,7 @@ def make_accelerator(precision: str, **options: Any) -> Any:
         options["cpu"] = True  # otherwise accelerate looks for GPUs
     if with_deepspeed:
         _quiet_deepspeed(on_cpu)
-    patience = InitProcessGroupKwargs(timeout=_PATIENCE, **backend)
+    patience = InitProcessGroupKwargs(timeout=_TIMEOUT, **backend)
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[patience], **options)
     _check_launch(accelerator, launched, with_deepspeed)
     if with_deepspeed:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -62,7 +62,7 @@ def on_main(accelerator: Any, work: Callable[[], object]) -> None:
     accelerator.wait_for_everyone()
 
 
-def from_main(accelerator: Any, work: Callable[[], Found]) -> Found:
+def from_main(accelerator: Any, work: Callable[[], Result]) -> Result:
     """Run `work` in the main process and return its result in all processes."""
     from accelerate.utils import broadcast_object_list
 

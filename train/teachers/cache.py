@@ -66,7 +66,7 @@ class Source(ABC):
     """Manifest key of the target's size that `columns` takes."""
     reach: ClassVar[int]
     """Number of following tokens of which one must be supervised for a position to have a row; 0 stores every token."""
-    smaller: ClassVar[str]
+    size_advice: ClassVar[str]
     """Advice on how to make the cache smaller, for error messages."""
 
     @abstractmethod
@@ -257,11 +257,11 @@ class CacheWriter:
 
     def missing_bytes(self) -> int:
         """Return the number of bytes still to be written (an upper bound)."""
-        missing = self.missing()
+        missing = self.missing_shards()
         rows = sum(shard.rows for shard in missing)
         return rows * self.row_bytes + 1024 * (len(missing) + 2) + 16 * len(self._first_row_D)
 
-    def missing(self) -> list[Shard]:
+    def missing_shards(self) -> list[Shard]:
         """Return the shards without a file, or with a file of other rows."""
         return [shard for shard in self.shards if not self._holds(shard)]
 
@@ -307,7 +307,7 @@ class CacheWriter:
         return True
 
     def finish(self) -> None:
-        assert not self.missing(), "files of other processes are missing"
+        assert not self.missing_shards(), "files of other processes are missing"
         documents = {"first_row": self._first_row_D, "check": self._check_D}
         with atomic_file(self.folder / DOCUMENTS) as out:
             out.write(save({name: torch.from_numpy(array) for name, array in documents.items()}))

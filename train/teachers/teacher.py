@@ -50,7 +50,7 @@ class HiddenSource(Source):
 
     manifest: ClassVar[str] = "hidden.json"
     size_name: ClassVar[str] = "hidden_size"
-    smaller: ClassVar[str] = "set `hidden.dtype: bfloat16`, or `hidden.cache: null` to compute the states in every step"
+    size_advice: ClassVar[str] = "set `hidden.dtype: bfloat16`, or `hidden.cache: null` to compute states per step"
 
     def __str__(self) -> str:
         return f"the hidden states of {self.target} ({self.states}, {self.dtype})"
@@ -81,7 +81,7 @@ class CacheSource(Source):
     manifest: ClassVar[str] = "teacher.json"
     size_name: ClassVar[str] = "vocab_size"
     reach: ClassVar[int] = 1
-    smaller: ClassVar[str] = "choose a smaller `teacher.top_k`"
+    size_advice: ClassVar[str] = "choose a smaller `teacher.top_k`"
 
     def __str__(self) -> str:
         return f"the top {self.top_k} tokens of {self.target}"

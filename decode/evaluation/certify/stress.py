@@ -66,7 +66,7 @@ CHECKS = (
 )
 
 
-class World(NamedTuple):
+class SmallPair(NamedTuple):
     """Target, judge, and the artifacts for every method."""
 
     target: LanguageModel
@@ -90,7 +90,7 @@ def stress_method(
     for check in CHECKS:
         if check.drafter != "near" and not has_drafter:
             continue
-        world = make_world(*sizes, device, check.drafter)
+        world = make_small_pair(*sizes, device, check.drafter)
         check_options = options
         if check.short:
             check_options = dict(all_options)
@@ -132,7 +132,7 @@ def _sizes(options: Options) -> tuple[int, int]:
 
 
 @cache
-def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", drafter: str = "near") -> World:
+def make_small_pair(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", drafter: str = "near") -> SmallPair:
     """Return the small pair: drafters are the target plus weight noise; table and heads are fitted to its texts."""
     model = _llama(vocab, 0, 0.0).to(device)
     target, judge = wrap_model(model, check=False), make_judge(model)
@@ -152,7 +152,7 @@ def make_world(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", dr
     table = BigramTable.from_documents(documents, vocab)
     table.texts = TextStore.from_documents(documents)
     parts = Parts(first, FittedHeads(target, texts, heads), table, (second,))
-    return World(target, judge, parts, prompts, measure_rounding(target, prompts, Sampling(1.0), reference=judge))
+    return SmallPair(target, judge, parts, prompts, measure_rounding(target, prompts, Sampling(1.0), reference=judge))
 
 
 def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:

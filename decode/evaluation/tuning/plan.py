@@ -16,9 +16,9 @@ Kind = Literal["drafter", "parallel", "eagle", "heads"]
 Seconds = Callable[[float], float]
 """Time of a forward of the target by its number of tokens."""
 
-SHARES = {"answers": 0.25, "measure": 0.05, "tune": 0.19, "certify": 0.05}
+BUDGET_SHARES = {"answers": 0.25, "measure": 0.05, "tune": 0.19, "certify": 0.05}
 """Shares of the budget; the rest is for training."""
-RACE = 0.5
+SELECTION_SHARE = 0.5
 """Share of the training time in which candidates compete; the rest trains the best ones."""
 MIN_ANSWERS, MIN_STEPS = 20, 32
 """Minimum number of answers to train on, and of training steps."""
@@ -35,7 +35,7 @@ OPTIMISTIC_ACCEPTANCE: dict[Kind, tuple[float, ...]] = {
 """Optimistic acceptance rates by depth."""
 EXPECTED_ACCEPTANCE = 0.65
 """Acceptance rate after little training, used to choose draft lengths before they are tuned."""
-_WORTH = 1.02  # minimum optimistic speedup of a trained candidate
+_MIN_SPEEDUP = 1.02  # minimum optimistic speedup of a trained candidate
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) ->
     """Return whether a candidate could beat autoregressive decoding at a batch size, and why."""
     best = best_draft(candidate, lambda tokens: seconds(batch * tokens))[1]
     reason = f"{candidate.name}: at most {best:.2f}x"
-    return best >= _WORTH, reason + ("" if best >= _WORTH else ": not trained, autoregressive decoding is as fast")
+    return best >= _MIN_SPEEDUP, reason + (
+        "" if best >= _MIN_SPEEDUP else ": not trained, autoregressive decoding is as fast"
+    )
 
 
 def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:

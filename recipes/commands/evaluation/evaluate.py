@@ -73,8 +73,8 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     _show(case, results)
     report = write_report(report_beside(out), [out], [results])
     console().print(f"results: {out}; report: {report}", soft_wrap=True)
-    if summary.broken:
-        raise NotLosslessError(summary.broken[0])
+    if summary.lossless_violations:
+        raise NotLosslessError(summary.lossless_violations[0])
     return results
 
 
@@ -199,7 +199,7 @@ def measure_energy(target: LanguageModel, recipe: EvaluateRecipe) -> dict[str, A
 
 
 def _results(case: Case, skipped: SkippedPrompts, resumed: int, summary: Summary) -> dict[str, Any]:
-    errors, same = [*summary.errors, *summary.broken], summary.same
+    errors, same = [*summary.errors, *summary.lossless_violations], summary.identical_to_transformers
     if same is not None and same[0] < same[1]:
         errors.append(f"greedy decoding differs from transformers.generate on {same[1] - same[0]} of {same[1]} prompts")
     return {

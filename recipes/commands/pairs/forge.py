@@ -25,13 +25,13 @@ from ....checkpoints.storage.names import MANIFEST_FILE
 from ....checkpoints.storage.safe_read import load_json
 from ....decode.evaluation.tuning.costs import Curve
 from ....decode.evaluation.tuning.plan import (
+    BUDGET_SHARES,
     EVALUATION_OVERHEAD,
     EXPECTED_ACCEPTANCE,
     MIN_ANSWERS,
     MIN_BATCHES,
     MIN_STEPS,
-    RACE,
-    SHARES,
+    SELECTION_SHARE,
     Candidate,
     ModelShape,
     affordable_candidates,
@@ -129,7 +129,7 @@ class _Forge:
             costs = measure_costs(self.base, self.out, self.questions.answered)
         self.shape, self.curve = ModelShape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
         self.prefill = self.questions.tokens * costs["seconds"][-1] / costs["nodes"][-1]
-        asked = min(self.questions.answered, int(SHARES["answers"] * self.seconds / costs["seconds_per_answer"]))
+        asked = min(self.questions.answered, int(BUDGET_SHARES["answers"] * self.seconds / costs["seconds_per_answer"]))
         candidates = self._plan(costs["eagle"], asked, costs["seconds_per_answer"])
         if plan_only:
             return self._end("plan")
@@ -168,10 +168,10 @@ class _Forge:
                 self._note(reason if len(batches) == 1 else f"batch {batch}: {reason}")
             chosen += [candidate] if any(able for able, _ in found.values()) else []
         rows = 2 * max(1, len(chosen) + len(self.recipe.drafters))  # each row is measured next to a baseline
-        self.prompts = {each: self._count_prompts(each, SHARES["measure"], rows) for each in self.workloads}
+        self.prompts = {each: self._count_prompts(each, BUDGET_SHARES["measure"], rows) for each in self.workloads}
         self._note(f"{asked:,} of {self.questions.answered:,} prompts are answered")
         parts = {"answers": asked * seconds_per_answer, "certificates": len(self.workloads) * self._certifying()}
-        parts["measuring and tuning"] = (SHARES["measure"] + SHARES["tune"]) * self.seconds
+        parts["measuring and tuning"] = (BUDGET_SHARES["measure"] + BUDGET_SHARES["tune"]) * self.seconds
         costs = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items() if seconds)
         extra = "; measuring in the engine is not included" if self.recipe.engine is not None else ""
         self._note(f"of {duration(self.seconds)} about {costs}; the rest is for training{extra}")
@@ -192,7 +192,7 @@ class _Forge:
 
     def _certified_tokens(self) -> int:
         """Return the number of tokens per certificate that the budget allows, or 0 for no certificate."""
-        share = SHARES["certify"] * self.seconds / len(self.workloads)
+        share = BUDGET_SHARES["certify"] * self.seconds / len(self.workloads)
         tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
         return tokens if tokens in _CERTIFIED else 0
 
@@ -271,7 +271,7 @@ class _Forge:
             self._note("nothing is trained: no candidate could be faster than autoregressive decoding")
             return
         seconds = self._training_seconds("race", "measure", "tune", "certify")
-        rates, tried = self._try_steps(known, (1 - RACE) * seconds)
+        rates, tried = self._try_steps(known, (1 - SELECTION_SHARE) * seconds)
         seconds -= tried
         names, reason = affordable_candidates(rates, seconds)
         if reason:
@@ -280,7 +280,7 @@ class _Forge:
             return
         trained = {}
         for name in names:
-            steps = max(MIN_STEPS, int(RACE * seconds / len(names) / rates[name]))
+            steps = max(MIN_STEPS, int(SELECTION_SHARE * seconds / len(names) / rates[name]))
             trained[name] = self._train(known[name], steps)
             self._compare(trained[name], f"race-{known[name].slug}", known[name].cost)
         first = dict.fromkeys(max(names, key=lambda name: found[name].speedup) for found in self.compared.values())
@@ -315,7 +315,7 @@ class _Forge:
         if budget not in spent:
             spent[budget] = self.ledger.spent
             atomic_text(path, json.dumps({"spent": spent}, indent=1) + "\n")
-        left = max(0.0, (1 - sum(SHARES[name] for name in later)) * self.seconds - spent[budget])
+        left = max(0.0, (1 - sum(BUDGET_SHARES[name] for name in later)) * self.seconds - spent[budget])
         self._note(
             f"of {duration(self.seconds)} {duration(spent[budget])} are spent, {duration(left)} are left for training"
         )
@@ -340,7 +340,7 @@ class _Forge:
 
     def _tune(self, workload: Workload) -> list[Measurement]:
         """Measure all settings on a few prompts, and the fastest ones on other prompts."""
-        share, batch_seconds = SHARES["tune"] / 2, self._batch_seconds(workload)
+        share, batch_seconds = BUDGET_SHARES["tune"] / 2, self._batch_seconds(workload)
         few, many = workload.batch * MIN_BATCHES, self._count_prompts(workload, share, 1 + MAX_FINALISTS)
         seconds, compared = share * self.seconds / len(self.workloads), self.compared[workload]
 

@@ -166,7 +166,7 @@ def test_prompts_draw_numbers_of_their_own(evaluation: Evaluation) -> None:
 
 def test_rows_agree_with_what_was_decoded(evaluation: Evaluation) -> None:
     summary = evaluation.summary()
-    assert summary.errors == summary.broken == []
+    assert summary.errors == summary.lossless_violations == []
     rows = {row["label"]: row for row in summary.rows}
     assert list(rows) == [entry.label for entry in ENTRIES]
     prompts = [prompt.ids for prompt in ASKED]
@@ -218,7 +218,7 @@ def test_a_lossless_method_that_writes_something_else_is_found_out(evaluation: E
     ids = evaluation.runs["chain"].ids[1]
     other = [*ids[:-1], (ids[-1] + 1) % 48]
     summary = evaluation.summary(changed(evaluation.runs, "chain", 1, other))
-    (broken,) = summary.broken
+    (broken,) = summary.lossless_violations
     assert "'chain' claims to be lossless, but differs from greedy decoding on 1 of 4 prompts" in broken
     assert "first on prompt 1 (second)" in broken
     assert summary.errors == []
@@ -230,7 +230,7 @@ def test_a_lossless_method_that_writes_something_else_is_found_out(evaluation: E
     (error,) = summary.errors
     assert f"prompt 1 (second) has {len(ids) - 1} tokens, and of greedy decoding {len(ids)}" in error
     assert "chain" not in [row["label"] for row in summary.rows]
-    assert len(summary.broken) == 1
+    assert len(summary.lossless_violations) == 1
 
 
 def test_counts_that_are_not_the_texts_are_refused(evaluation: Evaluation) -> None:

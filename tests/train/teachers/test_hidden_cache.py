@@ -29,7 +29,7 @@ def write_cache(
     rows = HiddenRows(model, source.states, source.dtype)
     writer = CacheWriter(folder, source, data, rows.hidden_size, shard_bytes)
     with lock_cache(writer.folder):
-        for shard in writer.missing():
+        for shard in writer.missing_shards():
             assert writer.write(shard, rows, CPU, batch)
         writer.finish()
     return RowCache(folder, HiddenSource)

@@ -48,7 +48,7 @@ def write(
     rows, size = make_rows(kind, model)
     writer = make_writer(folder, data, kind, size)
     with lock_cache(writer.folder):
-        for shard in writer.missing():
+        for shard in writer.missing_shards():
             writer.write(shard, rows, CPU, 1, progress)
         writer.finish()
 
@@ -144,7 +144,7 @@ def test_one_writer_at_a_time_that_stops_between_batches_when_asked(
         first = writer.shards[0]
         assert not writer.write(first, rows, CPU, 1, progress=asked.append, stopping=lambda: len(asked) == 1)
     assert len(asked) == 1
-    assert writer.missing() == writer.shards
+    assert writer.missing_shards() == writer.shards
     assert list(writer.folder.iterdir()) == []
 
 

@@ -35,7 +35,7 @@ def write_cache(
     made_from = CacheSource(top_k=top_k, **settings)
     writer = CacheWriter(folder, made_from, blocks, teacher.vocab_size, shard_bytes)
     with lock_cache(writer.folder):
-        for shard in writer.missing():
+        for shard in writer.missing_shards():
             assert writer.write(shard, partial(top_rows, teacher, top_k), CPU, batch)
         writer.finish()
     return RowCache(folder, CacheSource)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.certify.certify import Certificate, Plan, certify_method
-from draftsmith.decode.evaluation.certify.stress import World, make_world, stress_method
+from draftsmith.decode.evaluation.certify.stress import SmallPair, make_small_pair, stress_method
 from draftsmith.decode.evaluation.measure import Entry
 from draftsmith.decode.methods import METHODS, build_method
 from draftsmith.decode.warpers import Sampling
@@ -50,12 +50,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world() -> SmallPair:
     """Parts of a larger vocabulary than that of `stress.py`."""
-    return make_world(VOCAB, 3)
+    return make_small_pair(VOCAB, 3)
 
 
-def certify(world: World, case: str, sampling: Sampling) -> Certificate:
+def certify(world: SmallPair, case: str, sampling: Sampling) -> Certificate:
     name, options = CASES[case]
     limits = dataclasses.replace(LIMITS, max_new_tokens=40) if sampling.greedy else LIMITS
     plan = dataclasses.replace(PLAN, batch=5) if sampling.greedy else PLAN
@@ -65,7 +65,7 @@ def certify(world: World, case: str, sampling: Sampling) -> Certificate:
 
 @pytest.mark.parametrize("sampling", [GREEDY, pytest.param(PLAIN, marks=pytest.mark.slow), WARPED], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_lossless_methods_are_certified(world: World, case: str, sampling: Sampling) -> None:
+def test_lossless_methods_are_certified(world: SmallPair, case: str, sampling: Sampling) -> None:
     certificate = certify(world, case, sampling)
     assert certificate.claimed
     assert certificate.verdict == "lossless", certificate
@@ -79,7 +79,7 @@ def test_lossless_methods_are_certified(world: World, case: str, sampling: Sampl
         assert low - 0.02 < 0 < high + 0.02
 
 
-def test_every_lossless_method_has_a_certificate_test(world: World) -> None:
+def test_every_lossless_method_has_a_certificate_test(world: SmallPair) -> None:
     lossless = {name for name in METHODS if build_method(name, world.parts, PLAIN).verifier.lossless}
     assert lossless == {name for name, _ in CASES.values()}
 
@@ -96,7 +96,7 @@ QUICK = (0, 14, 28, 37, 51, 57, 60, 64, 75, 84)  # of each class but one, found 
 )
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """At the defaults; a method without it is called faulty once in a million certificates."""
-    make_world()
+    make_small_pair()
     fault.plant(monkeypatch)
     entry = Entry(fault.method, fault.method, fault.options, PLAIN)
     assert any(certificate.is_suspect for certificate in stress_method(entry, Plan(level=1e-7)))
