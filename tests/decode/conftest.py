@@ -1,4 +1,4 @@
-"""What the tests of decoding share: Markov chains as models, and random numbers for thousands of rows.
+"""Fixtures of the decoding tests: Markov chains as models, and random numbers for thousands of rows.
 
 Yin et al. 2024 simulate in the same way: another table stands at every position.
 
@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 
 
 class MarkovModel(LanguageModel):
-    """A model whose distributions are known: `tables_TVV[n, x]` is what follows state x at position n.
+    """Model with known distributions: `tables_TVV[n, x]` is the distribution after state x at position n.
 
     Positions beyond the last table use the last one. There are no layers, so the cache holds lengths and nothing else;
     a hidden state is the number of a table's row, which float32 holds exactly.
@@ -50,7 +50,7 @@ class MarkovModel(LanguageModel):
 
 
 class OneStream(Rng):
-    """Random numbers of all rows from one generator: rows depend on their neighbours, and thousands cost little."""
+    """Random numbers of all rows from one generator, so that rows depend on each other and thousands are cheap."""
 
     def __init__(self, seed: int, rows: int) -> None:
         self.device = torch.device("cpu")
@@ -62,7 +62,6 @@ class OneStream(Rng):
 
 @pytest.fixture
 def target(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    """A model of transformers that no token ends."""
     model = make_llama(64, seed=0)
     model.generation_config.eos_token_id = None
     return model
@@ -70,23 +69,21 @@ def target(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
 
 @pytest.fixture
 def drafter(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    """A smaller one."""
     return make_llama(64, seed=1, num_hidden_layers=1)
 
 
 @pytest.fixture
 def speculative(drafter: LlamaForCausalLM) -> CustomGenerate:
-    """Speculative decoding with it, for `model.generate`."""
     return method("speculative", drafter=drafter, gamma=3)
 
 
 @pytest.fixture
 def make_markov() -> type[MarkovModel]:
-    """`make_markov(tables_TVV)`: a model whose next token depends on the last token and its position."""
+    """Return a function that makes a model whose next token depends on the last token and its position."""
     return MarkovModel
 
 
 @pytest.fixture
 def make_stream() -> type[OneStream]:
-    """`make_stream(seed, rows)`: an `Rng` for thousands of rows."""
+    """Return a function that makes an `Rng` for thousands of rows."""
     return OneStream

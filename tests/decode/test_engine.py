@@ -1,4 +1,4 @@
-"""The loop: greedy identity with transformers, ragged batches, stop rules, refusals."""
+"""The decoding loop: greedy identity with transformers, ragged batches, stop rules and refusals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int, stop: int
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("name", "options"), LOSSLESS, ids=str)
-def test_greedy_output_is_that_of_transformers(
+def test_greedy_output_equals_transformers(
     target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any], fast: bool
 ) -> None:
     target = wrap_model(target_model, fast=fast)
@@ -105,10 +105,10 @@ def test_a_rows_sample_does_not_depend_on_its_neighbours(
         assert alone[0] == together[row]
 
 
-def test_a_drafter_catches_up_with_many_tokens_beside_a_short_row(
+def test_a_drafter_reads_many_tokens_in_a_ragged_batch(
     target_model: LlamaForCausalLM, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
-    """The second drafter is refused for long, and then has more to read than the other row has tokens."""
+    """The second drafter is rejected for a long time, and then has more tokens to read than the other row has."""
     near = make_llama(VOCAB, seed=0, num_hidden_layers=3)
     with torch.no_grad():
         near.lm_head.weight += 0.05 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
@@ -122,7 +122,7 @@ def test_a_drafter_catches_up_with_many_tokens_beside_a_short_row(
 
 
 @pytest.mark.parametrize(("name", "options"), LOSSLESS, ids=str)
-def test_nothing_is_kept_past_a_stop_token_or_the_limit(
+def test_texts_end_at_a_stop_token_or_the_limit(
     target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any]
 ) -> None:
     target = wrap_model(target_model)
@@ -156,13 +156,13 @@ UNFIT: dict[str, tuple[str, list[list[int]], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_does_not_fit_the_target_is_refused(target_model: LlamaForCausalLM, parts: Parts, case: str) -> None:
+def test_prompts_and_trees_must_fit_the_target(target_model: LlamaForCausalLM, parts: Parts, case: str) -> None:
     name, prompts, options, words = UNFIT[case]
     with pytest.raises(ValueError, match=words):
         run(wrap_model(target_model), name, parts, prompts, Limits(4), **options)
 
 
-def test_parts_of_another_target_are_refused(
+def test_artifacts_of_another_target_are_refused(
     target_model: LlamaForCausalLM, parts: Parts, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     short = wrap_model(make_llama(VOCAB, num_hidden_layers=1, max_position_embeddings=16))
@@ -207,10 +207,10 @@ def test_parts_of_another_target_are_refused(
         ("suffix", {"max_depth": 0}, "at least 1, got 0"),
         ("suffix", {"fallback": "heads", "min_prob": 1.0}, "below 1, got 1.0"),
         ("slim-s", {"min_prob": 1.5}, "below 1, got 1.5"),
-        *((*row, f"needs a {needs[0]}") for row in method_variants() if (needs := method_config(*row).needs)),
+        *((*row, f"requires `{needs[0]}`") for row in method_variants() if (needs := method_config(*row).needs)),
     ],
 )
-def test_wrong_settings_and_missing_parts_are_refused(
+def test_wrong_options_and_missing_artifacts_are_refused(
     parts: Parts, name: str, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -218,7 +218,7 @@ def test_wrong_settings_and_missing_parts_are_refused(
 
 
 def test_a_row_that_has_ended_does_not_run_past_learned_positions() -> None:
-    """The longer row ends first, at the model's last position, while the other goes on."""
+    """The longer row ends first, at the model's last position, while the other continues."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
     target_model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
@@ -232,7 +232,7 @@ def test_a_row_that_has_ended_does_not_run_past_learned_positions() -> None:
 
 @pytest.mark.parametrize("stops", [(), (3, 9, 20, 33)], ids=["to the limit", "with ends"])
 @pytest.mark.parametrize(("beams", "width", "gamma"), [(1, 1, 4), (2, 2, 3), (4, 8, 3), (8, 32, 2)])
-def test_a_drafter_gives_the_targets_beams_in_fewer_forwards(
+def test_speculative_beams_equal_the_targets_in_fewer_forwards(
     target_model: LlamaForCausalLM,
     make_llama: Callable[..., LlamaForCausalLM],
     beams: int,
@@ -240,7 +240,7 @@ def test_a_drafter_gives_the_targets_beams_in_fewer_forwards(
     gamma: int,
     stops: tuple[int, ...],
 ) -> None:
-    """Of three rows together, by a drafter that is often right, one that is wrong, and the target itself."""
+    """Three rows are decoded jointly, by drafters of different quality."""
     near, target = copy.deepcopy(target_model), wrap_model(target_model)
     with torch.no_grad():
         near.lm_head.weight += 0.02 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
@@ -258,10 +258,9 @@ def test_a_drafter_gives_the_targets_beams_in_fewer_forwards(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_target_that_gives_inner_states_writes_the_same(
+def test_auxiliary_states_do_not_change_texts(
     target_model: LlamaForCausalLM, parts: Parts, name: str, temperature: float
 ) -> None:
-    """Of unequal rows, also where a proposal has fewer nodes than the method may look ahead."""
     limits, sampling = Limits(24), Sampling(temperature)
     targets = [wrap_model(target_model, aux_layers=layers) for layers in ((), (1, 2))]
     plain, giving = (run(target, name, parts, PROMPTS, limits, sampling)[0] for target in targets)
@@ -274,7 +273,6 @@ def test_a_target_that_gives_inner_states_writes_the_same(
 def test_a_long_prompt_is_read_in_parts(
     target_model: LlamaForCausalLM, parts: Parts, name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a batch, with inner states: a part that saw other tokens, or lay in other slots, would change the text."""
     target = wrap_model(target_model, fast=fast, aux_layers=(0, 2))
     whole, _ = run(target, name, parts, PROMPTS, Limits(30))
     context = engine.Context(target, PROMPTS, Limits(30), Sampling(), Rng.for_rows(0, 4), (3, 3))
@@ -288,9 +286,8 @@ def test_a_long_prompt_is_read_in_parts(
         assert torch.allclose(again.aux_BSG[row, read], context.aux_BSG[row, read], atol=1e-5)
 
 
-def test_beams_are_those_of_transformers(target_model: LlamaForCausalLM) -> None:
-    """Where no token ends a text, and so no length is weighed: a hundred prompts, the drafter's help included; token
-    for token, and with the text's own score."""
+def test_beams_equal_those_of_transformers(target_model: LlamaForCausalLM) -> None:
+    """No token ends a text, so lengths are not penalised. A hundred prompts are decoded with and without a drafter."""
     draws, target = torch.Generator().manual_seed(7), wrap_model(target_model)
     prompts = [torch.randint(1, VOCAB, (length % 9 + 1,), generator=draws).tolist() for length in range(100)]
     options = {"num_beams": 4, "draft_beams": 8, "draft_gamma": 2}

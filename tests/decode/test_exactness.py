@@ -1,4 +1,4 @@
-"""The joint distribution of three tokens under every method that calls itself lossless is the target's.
+"""The joint distribution of three tokens equals the target's under every lossless method.
 
 A chi-square test over all 7^3 outcomes. Each test is wrong about a correct method with probability `FALSE_ALARM`; the
 last tests show that methods with a wrong residual, a wrong order of the tries or a wrong ρ are found out with the same
@@ -119,7 +119,7 @@ MakeStream = Callable[[int, int], Rng]
 
 
 def exact_distribution(model: LlamaForCausalLM, sampling: Sampling) -> torch.Tensor:
-    """The target's warped probability of each of the V^3 continuations, float64."""
+    """Return the target's warped probability of each of the V^3 continuations, float64."""
     paths = torch.tensor(list(itertools.product(range(VOCAB), repeat=TOKENS)))
     ids = torch.cat((torch.tensor(PROMPT).expand(len(paths), -1), paths), 1)
     with torch.inference_mode():
@@ -131,7 +131,7 @@ def exact_distribution(model: LlamaForCausalLM, sampling: Sampling) -> torch.Ten
 def p_value(
     method: Method, target: LlamaForCausalLM, sampling: Sampling, rng: Rng, aux_layers: Sequence[int] = ()
 ) -> float:
-    """Of the hypothesis that the method's samples follow the target's distribution."""
+    """Return the p-value of the hypothesis that the method's samples follow the target's distribution."""
     scorer = wrap_model(target, check=False, aux_layers=aux_layers)
     output: list[list[int]] = [[] for _ in range(ROWS)]
     for step in generate(scorer, *method, [PROMPT] * ROWS, Limits(TOKENS), sampling, rng):
@@ -152,7 +152,7 @@ def p_value(
 def pair(
     make_llama: Callable[..., LlamaForCausalLM], make_heads: Callable[..., torch.nn.Module]
 ) -> tuple[LlamaForCausalLM, Parts]:
-    """A target, and drafters, heads and a table that all disagree with it."""
+    """Return a target, with drafters, heads and a table that all disagree with it."""
     target, *drafters = (make_llama(VOCAB, seed=seed, sharpness=1.5, **SMALL) for seed in range(3))
     drafters[0].config.pard_token = 5
     text = np.random.default_rng(0).integers(0, VOCAB, 40)
@@ -204,7 +204,7 @@ def test_drafters_that_read_the_targets_states_are_exact(
     options: dict[str, Any],
     sampling: Sampling,
 ) -> None:
-    """EAGLE-3 heads of some tokens; what they draft differs from row to row, by what each row committed."""
+    """EAGLE-3 heads draft from the states of each row's committed tokens."""
     target = make_llama(VOCAB, sharpness=1.5, **SMALL | {"num_hidden_layers": 2})
     heads = make_eagle(target, torch.tensor([0, 1, 2, 4, 6]))
     parts = Parts(EagleDrafter(heads), more_drafters=(EagleDrafter(heads),))
@@ -212,9 +212,9 @@ def test_drafters_that_read_the_targets_states_are_exact(
     assert p_value(method, target, sampling, make_stream(12, ROWS), heads.layers) > FALSE_ALARM
 
 
-def test_blocks_keep_what_the_formula_says_and_more_than_tokens_do(make_stream: MakeStream) -> None:
-    """Chains of three tokens over three, from fixed distributions: the mean length is Σᵢ E pᵢ, within five standard
-    errors, and above token by token's, whose mean is Σᵢ E Πⱼ min(1, p/q)."""
+def test_block_verification_accepts_as_many_tokens_as_its_formula(make_stream: MakeStream) -> None:
+    """Chains of three tokens come from fixed distributions. The mean length is Σᵢ E pᵢ within five standard errors, and
+    larger than that of token verification, Σᵢ E Πⱼ min(1, p/q)."""
     rows, vocab, depth = 200_000, 3, 3
     stream = torch.Generator().manual_seed(4)
     target_KV, draft_KV = torch.rand(2, depth + 1, vocab, generator=stream).softmax(-1).pow(3)
@@ -240,9 +240,8 @@ def test_blocks_keep_what_the_formula_says_and_more_than_tokens_do(make_stream: 
         assert abs(float(lengths_B.mean()) - mean) < 5 * float(lengths_B.std()) / rows**0.5
 
 
-def test_traversal_keeps_more_of_a_tree_than_trying_from_its_root(make_stream: MakeStream) -> None:
-    """Pairs without replacement below pairs, over five tokens: by more than five standard errors, which equal means
-    exceed with probability 3e-7."""
+def test_traversal_accepts_more_than_verification_from_the_root(make_stream: MakeStream) -> None:
+    """The difference exceeds five standard errors, which equal means exceed with probability 3e-7."""
     rows, vocab, tree = 100_000, 5, Tree.k_ary((2, 2))
     stream = torch.Generator().manual_seed(4)
     target_KV, draft_KV = torch.rand(2, 3, vocab, generator=stream).softmax(-1).pow(3)
@@ -284,7 +283,7 @@ def test_hardly_overlapping_supports(
     options: dict[str, Any],
     sampling: Sampling,
 ) -> None:
-    """Two tokens each that mostly differ, by top_k or by a temperature at which all others underflow to 0."""
+    """Target and drafter have two tokens each, by top_k or by a low temperature, that mostly differ."""
     target = make_llama(VOCAB, seed=0, sharpness=3.0, **SMALL)
     drafter, other = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=3.0, **SMALL), check=False) for seed in (9, 10))
     parts = Parts(drafter, more_drafters=(other,))
@@ -311,7 +310,7 @@ def test_extreme_drafters(
     options: dict[str, Any],
     kind: str,
 ) -> None:
-    """Nearly all probability on one token, equal logits, or two tokens of the vocabulary missing."""
+    """Drafters have nearly all probability on one token, equal logits, or two tokens missing."""
     target, parts = pair
     models = [make_llama(VOCAB, seed=seed, sharpness=1.5, **SMALL) for seed in (1, 2)]
     for model in models:
@@ -343,7 +342,7 @@ def test_extreme_drafters(
 def test_a_nearly_certain_drafter_leaves_the_target_distribution(
     make_stream: MakeStream, rule: Verifier, doubt: float
 ) -> None:
-    """Two candidates of a level, or a chain of two, where 1 - max q is `doubt`: in float32 that is 0 below 6e-8."""
+    """1 - max q is `doubt`, which float32 rounds to 0 below 6e-8."""
     rows, target_V = 200_000, torch.tensor([0.5, 0.3, 0.2])
     draft_V = torch.tensor([0.0, math.log(doubt * 0.6), math.log(doubt * 0.4)]).softmax(0)
     rng = make_stream(7, rows)
@@ -368,7 +367,7 @@ def test_a_nearly_certain_drafter_leaves_the_target_distribution(
 def test_a_drafter_that_is_the_target_leaves_no_residual(
     make_llama: Callable[..., LlamaForCausalLM], make_stream: MakeStream, name: str
 ) -> None:
-    """p - q is 0 everywhere: the first candidate must be accepted, always."""
+    """p - q is 0 everywhere, so the first candidate must always be accepted."""
     target = make_llama(VOCAB, seed=0, **SMALL)
     scorer = wrap_model(target, check=False)
     sampling = Sampling(1.0)
@@ -379,7 +378,7 @@ def test_a_drafter_that_is_the_target_leaves_no_residual(
 
 
 class WrongResidual(ExactChain):
-    """Draws the token after a rejection from p instead of [p - q]+."""
+    """Verifier that samples the token after a rejection from p instead of [p - q]+."""
 
     def residual_distribution(self, target_BV: torch.Tensor, draft_BV: torch.Tensor) -> torch.Tensor:
         return target_BV
@@ -402,7 +401,7 @@ def test_the_test_finds_draws_without_replacement_verified_as_if_with(
 def test_the_test_finds_a_wrong_rho(
     pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ρ = 1 accepts too much of what the drafter likes."""
+    """ρ = 1 accepts too many of the drafter's tokens."""
     monkeypatch.setattr(verifiers, "k_seq_rho", lambda target_BV, *_: torch.ones_like(target_BV[:, :1]))
     method = build_method("spectr", pair[1], Sampling(1.0), gamma=2, num_drafts=4)
     assert p_value(method, pair[0], Sampling(1.0), make_stream(11, ROWS)) < FALSE_ALARM

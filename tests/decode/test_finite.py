@@ -1,4 +1,4 @@
-"""Logits that are NaN, infinite or all masked are one error that names whose they are and where, in every method."""
+"""Logits that are NaN, infinite or all masked raise an error with their source and position, in every method."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OF_HEADS = [(name, options) for name, options in VARIANTS if "heads" in method_c
 
 
 class Chain:
-    """A model, a Markov chain, and what happens to its logits at `BROKEN`: one of them is bad, or all are masked."""
+    """Markov chain with one damaged logit, or all logits masked, at the state `BROKEN`."""
 
     def __init__(self, make_markov: Callable[[Tensor], Any]) -> None:
         self._make = make_markov
@@ -96,7 +96,7 @@ SURE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_of_several_drafters_the_one_is_named(chain: Chain) -> None:
+def test_the_damaged_one_of_several_drafters_is_named(chain: Chain) -> None:
     parts = Parts(chain(1), more_drafters=(chain(2), chain(3, math.nan)))
     for sampling in SAMPLINGS:
         with pytest.raises(ValueError, match=f"^drafter 3's logits .*position {BROKEN + 1} "):
@@ -116,8 +116,8 @@ def test_a_heads_logits_are_named(
         decoded(name, options, chain(0), parts_of(chain, heads), sampling)
 
 
-def test_a_row_that_has_ended_may_see_anything(chain: Chain) -> None:
-    """The longer row ends with its stop token, which stands where nothing can be told; the other ends before that."""
+def test_damaged_logits_of_ended_rows_are_ignored(chain: Chain) -> None:
+    """The longer row ends with its stop token, where the logits are damaged. The other one ends before."""
     target = chain(0)
     method = build_method("autoregressive", Parts(), Sampling())
     (_, longer) = decoded("autoregressive", {}, target, Parts(), Sampling())
@@ -128,7 +128,7 @@ def test_a_row_that_has_ended_may_see_anything(chain: Chain) -> None:
     assert [token for step in steps for token in step.new_ids[1]] == longer[: at + 1 - len(PROMPTS[1])]
 
 
-def test_what_is_drawn_is_always_a_token() -> None:
+def test_samples_from_nan_are_valid_tokens() -> None:
     nan_BV, uniform_B = torch.full((3, VOCAB), math.nan), torch.rand(3, dtype=torch.float64)
     assert categorical(nan_BV, uniform_B).max() < VOCAB
     drawn_BMC, wanted_BMC = draw_many(nan_BV[None], uniform_B[None, :, None].expand(-1, -1, 2))
@@ -137,7 +137,7 @@ def test_what_is_drawn_is_always_a_token() -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_model_of_nan_is_not_blamed_on_its_positions(make_llama: Callable[..., LlamaForCausalLM], fast: bool) -> None:
+def test_nan_weights_are_named_before_decoding(make_llama: Callable[..., LlamaForCausalLM], fast: bool) -> None:
     model = make_llama(VOCAB)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
@@ -152,7 +152,7 @@ def test_a_model_of_nan_is_not_blamed_on_its_positions(make_llama: Callable[...,
         wrap_model(source_model)
 
 
-def test_a_model_that_masks_tokens_is_one() -> None:
+def test_masked_tokens_are_no_fault() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", num_attention_heads=2, **sizes)).eval()
@@ -164,7 +164,7 @@ def test_a_model_that_masks_tokens_is_one() -> None:
         assert all(4 <= token < VOCAB for ids in found for token in ids)
 
 
-def test_temperatures_that_leave_no_numbers_are_refused() -> None:
+def test_temperatures_that_overflow_are_refused() -> None:
     for wrong in (-1.0, 1e-40, math.inf, math.nan):
         with pytest.raises(ValueError, match=rf"1e-30.*got {wrong}"):
             Sampling(wrong)

@@ -1,4 +1,4 @@
-"""Trees, warpers, the lattice search, metrics and profile, each against something slow and plain."""
+"""Trees, warpers, the lattice search, metrics and profiles compared with plain implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 
 @pytest.mark.parametrize("branching", [(1,), (3,), (2, 3, 1), (4, 2, 2, 1), (1, 1, 1)])
-def test_trees_are_what_their_branching_says(branching: tuple[int, ...]) -> None:
+def test_trees_follow_their_branching(branching: tuple[int, ...]) -> None:
     tree = Tree.k_ary(branching)
     again = Tree.from_parents(tree.parents_BN, len(branching))
     assert torch.equal(tree.depth_BN, again.depth_BN)
@@ -44,8 +44,8 @@ def test_trees_are_what_their_branching_says(branching: tuple[int, ...]) -> None
     assert all(node in path_LP[leaf] for node, leaf in enumerate(leaf_N.tolist()))
 
 
-def test_a_tree_is_sent_to_a_device_once() -> None:
-    """What is made anew every step, such as chains of many lengths, would stop the host each time."""
+def test_a_tree_is_copied_to_a_device_once() -> None:
+    """Repeated copies, such as of chains of many lengths, would synchronise."""
     meta = torch.device("meta")
     for make in (lambda: Tree.chain(5), lambda: Tree.k_ary((2, 2))):
         assert make().to(torch.device("cpu")) is make()
@@ -53,7 +53,7 @@ def test_a_tree_is_sent_to_a_device_once() -> None:
         assert make().to(meta).line_BNP.device == meta
 
 
-def test_branching_parses_and_refuses() -> None:
+def test_parsing_of_branching() -> None:
     assert parse_branching("4x2X1") == (4, 2, 1)
     for wrong in ("", "4x", "4x-1", "0", "axb"):
         with pytest.raises(ValueError, match=f"'{wrong}'"):
@@ -81,14 +81,13 @@ def test_temperature_zero_is_one_hot_and_wrong_settings_are_refused() -> None:
             Sampling(**wrong)  # type: ignore[arg-type]
 
 
-def test_categorical_draws_by_the_given_numbers_and_never_the_impossible() -> None:
+def test_categorical_inverts_the_distribution() -> None:
     probs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
     for uniform, token in [(0.0, 1), (0.2499, 1), (0.25, 3), (1 - 2**-53, 3)]:
         assert categorical(probs, torch.tensor(uniform, dtype=torch.float64)) == token
 
 
-def test_rows_draw_what_they_would_draw_alone() -> None:
-    """Few numbers and many, so that some are drawn ahead, some are not, and what was drawn ahead runs out."""
+def test_random_numbers_do_not_depend_on_other_rows() -> None:
     together, second, seen = Rng.for_rows(5, 3), Rng.for_rows(6, 1), set[float]()
     for shape in [(4,), (), (2, 400), (30, 40), (5, 60), (1000,), (1025,), (3,)]:
         found, alone = together.uniform(*shape), second.uniform(*shape)
@@ -137,7 +136,6 @@ def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, 
 
 
 def test_the_tally_follows_the_definitions() -> None:
-    """A chain of three: 3 accepted; 1 accepted, a rejection, cut to 1 token; a row that had ended."""
     tally = Tally()
     for active, accepted, rejected, new in [(True, 3, False, [1, 2, 3, 4]), (True, 1, True, [5]), (False, 2, True, [])]:
         counts = [np.array([value]) for value in (accepted, accepted + rejected, rejected)]
@@ -149,7 +147,7 @@ def test_the_tally_follows_the_definitions() -> None:
     assert metrics["nodes_per_step"] == 4
 
 
-def test_speedup_is_a_ratio_of_throughputs_with_an_interval_around_it() -> None:
+def test_speedup_is_a_ratio_of_throughputs_with_an_interval() -> None:
     rng = np.random.default_rng(0)
     seconds = rng.uniform(0.9, 1.1, 40)
     value, interval = speedup_interval([100] * 40, seconds / 2, [100] * 40, seconds)
@@ -162,7 +160,7 @@ def test_speedup_is_a_ratio_of_throughputs_with_an_interval_around_it() -> None:
 
 @pytest.mark.parametrize("shape", ["3x2x2", "0, 1, 0.0, 1.2, 0.0.1"])
 def test_typical_acceptance_by_hand(shape: str) -> None:
-    """The deepest path of tokens with p > min(ε, δ exp(-H)), of equals the likeliest, and a typical one after it."""
+    """The deepest path of tokens with p > min(ε, δ exp(-H)) is accepted (the most likely of equally deep ones)."""
     tree, _ = parse_tree(shape)
     rows, vocab, epsilon, delta = 300, 12, 0.09, 0.3
     generator = torch.Generator().manual_seed(1)

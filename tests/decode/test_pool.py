@@ -1,4 +1,4 @@
-"""A pool of rows that take prompt after prompt: each text is what the engine gives for it alone."""
+"""Continuous batching: each text equals that of the engine for its prompt."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ def prompts_of(count: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     "samplings", [[Sampling()], [MANY], [Sampling(), MANY, Sampling(0.7)]], ids=["greedy", "sampled", "mixed"]
 )
-def test_every_text_is_its_own(
+def test_every_text_equals_that_of_the_engine(
     make_llama: Callable[..., LlamaForCausalLM], samplings: list[Sampling], fast: bool
 ) -> None:
-    """Twenty texts in three rows; of wrong positions, masks or random numbers none of some 150 tokens would be right
-    but by a chance of about 1 in 10."""
     target, limits = wrap_model(make_llama(VOCAB), fast=fast), Limits(12, STOPS)
     pool, prompts = Pool(target, 3, limits, samplings[0]), prompts_of(20, 3)
     asked = [samplings[seed % len(samplings)] for seed in range(20)]
@@ -53,7 +51,7 @@ def test_every_text_is_its_own(
     assert 0 < sum(ends) < 20, "some end by a stop token, some by the limit"
 
 
-def test_a_conversation_goes_on_from_what_its_row_holds(
+def test_a_conversation_reuses_the_cache_of_its_row(
     make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, limits, sampling = wrap_model(make_llama(VOCAB)), Limits(8), Sampling()
@@ -82,7 +80,7 @@ def test_a_conversation_goes_on_from_what_its_row_holds(
     assert found == [alone(target, prompt, 0, limits, sampling) for prompt in wanted]
 
 
-def test_memory_grows_with_the_longest_prompt(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_the_cache_grows_with_the_longest_prompt(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     target, limits = wrap_model(make_llama(VOCAB, max_position_embeddings=2048)), Limits(4)
     pool = Pool(target, 2, limits, Sampling())
     prompts = [[1, 2, 3], list(range(40)) * 30, [4]]
@@ -93,7 +91,7 @@ def test_memory_grows_with_the_longest_prompt(make_llama: Callable[..., LlamaFor
     assert [found[ticket] for ticket in tickets] == [alone(target, prompt, 0, limits, Sampling()) for prompt in prompts]
 
 
-def test_logits_that_are_no_numbers_end_it(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_nan_logits_raise_an_error(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = make_llama(VOCAB)
     target = wrap_model(model, check=False)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The registry of methods: options, what they need, and the lists that are generated from it."""
+"""The registry of methods: options, required artifacts, and generated lists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_help_lists_every_method() -> None:
     assert ",".join(METHODS) in "".join(output.split())  # lines may break at hyphens
 
 
-def test_all_methods_are_rows_of_the_recipe() -> None:
+def test_the_recipe_has_all_methods() -> None:
     values = yaml.safe_load((ROOT / "recipes" / "evaluate" / "all-methods.yaml").read_text(encoding="utf-8"))
     recipe = EvaluateRecipe.model_validate(values)
     rows = [(row.method, row.options) for row in recipe.methods if row.temperature is None]
@@ -65,11 +65,11 @@ def test_all_methods_are_rows_of_the_recipe() -> None:
 def test_needs_depend_on_options(name: str, options: dict[str, Any], needs: tuple[str, ...]) -> None:
     assert method_config(name, options).needs == needs
     if needs:
-        with pytest.raises(ValueError, match=f"needs a {needs[0]}"):
+        with pytest.raises(ValueError, match=f"requires `{needs[0]}`"):
             build_method(name, Parts(), Sampling(), **options)
 
 
-def test_a_method_is_lossless_where_its_verifier_is(make_llama: Any, make_heads: Any) -> None:
+def test_methods_are_lossless_if_their_verifiers_are(make_llama: Any, make_heads: Any) -> None:
     import numpy as np
     from draftsmith.checkpoints.table.table import BigramTable
     from draftsmith.checkpoints.table.texts import TextStore
@@ -97,13 +97,13 @@ def test_a_method_is_lossless_where_its_verifier_is(make_llama: Any, make_heads:
         ("bild", {"fallback_threshold": "high"}, "must be float, got 'high'"),
     ],
 )
-def test_wrong_options_are_refused_with_the_nearest_right_ones(
+def test_wrong_options_are_refused_with_the_nearest_valid_ones(
     name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         method_config(name, options)
 
 
-def test_defaults_are_filled_in_and_integers_are_numbers() -> None:
+def test_defaults_are_filled_in_and_integers_are_valid_floats() -> None:
     assert method_config("bpd", {}) == METHODS["bpd"](max_depth=None)
     assert method_config("mjsd", {"likelihood_threshold": 1}).likelihood_threshold == 1  # type: ignore[attr-defined]

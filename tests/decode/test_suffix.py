@@ -1,4 +1,4 @@
-"""Trees of likely continuations hold what they say, and look-up beside a drafter spares the drafter."""
+"""Suffix decoding: trees equal plain implementations of their definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Path = tuple[int, ...]
 
 
 class Row:
-    """What `start` looks at of a context with one row."""
+    """Context with one row, as far as `start` reads it."""
 
     lengths = (1,)
 
@@ -40,7 +40,7 @@ def started(nodes: int, depth: int, least: float, texts: TextStore | None = None
 
 
 def paths_of(parents: Sequence[int], tokens: Sequence[int]) -> list[Path]:
-    """The path to each node, in the order of the nodes."""
+    """Return the path to each node, in the order of the nodes."""
     paths: list[Path] = [()]
     for parent, token in zip(parents, tokens, strict=True):
         paths.append((*paths[parent], token))
@@ -48,7 +48,7 @@ def paths_of(parents: Sequence[int], tokens: Sequence[int]) -> list[Path]:
 
 
 def likely(text: list[int], texts: list[list[int]], guesses: list[dict[int, float]], depth: int) -> dict[Path, float]:
-    """The joint probability of every path, from the definitions, by looking at every place."""
+    """Return the joint probability of every path by a search over all positions."""
     length = next((n for n in range(min(16, len(text) - 1), 0, -1) if text[-n:] in ends(text[:-1], n)), 0)
     start = max((end for end in range(length, len(text)) if text[end - length : end] == text[-length:]), default=0)
     own = tuple(text[start + step % (len(text) - start)] for step in range(depth)) if length else ()
@@ -87,9 +87,8 @@ def ends(text: list[int], length: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_likeliest_paths_are_those_of_the_definition(seed: int) -> None:
-    """Against the slow writing: every node's probability is above the limit and that of no path left out is above that
-    of a node."""
+def test_trees_contain_the_most_likely_paths(seed: int) -> None:
+    """The probabilities are compared with a plain implementation."""
     draw = np.random.default_rng(seed)
     text = draw.integers(0, VOCAB, 2 + seed).tolist()
     texts = [draw.integers(0, VOCAB, draw.integers(0, 20)).tolist() for _ in range(seed % 5 * 4)]
@@ -105,7 +104,7 @@ def test_the_likeliest_paths_are_those_of_the_definition(seed: int) -> None:
     assert [node.joint for node in grown] == pytest.approx(enough)
 
 
-def test_the_longest_match_is_the_latest_of_the_longest() -> None:
+def test_the_latest_of_the_longest_matches_is_used() -> None:
     draw = np.random.default_rng(5)
     for _ in range(300):
         text = draw.integers(0, 3, draw.integers(1, 40))
@@ -123,8 +122,7 @@ def target_model(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalL
     return make_llama(64, seed=0)
 
 
-def test_texts_that_hold_the_answer_are_followed(target_model: LlamaForCausalLM) -> None:
-    """A table's texts with the target's own answer: all of every proposal is accepted until it ends."""
+def test_a_datastore_with_the_answer_is_always_accepted(target_model: LlamaForCausalLM) -> None:
     target, prompt = wrap_model(target_model), [3, 1, 4]
     plain = generate(target, *build_method("autoregressive", Parts(), GREEDY), [prompt], Limits(40), GREEDY, RNG)
     answer = [token for step in plain for token in step.new_ids[0]]
@@ -140,8 +138,8 @@ def test_texts_that_hold_the_answer_are_followed(target_model: LlamaForCausalLM)
     assert sum(int(step.accepted[0]) for step in steps) >= 0.7 * sum(step.nodes - 1 for step in steps) > 0
 
 
-def test_what_is_refused_in_a_row_is_trusted_less() -> None:
-    """A row in which what followed earlier matches was never right: its tree ends up empty."""
+def test_rejections_lower_the_probability_of_matches() -> None:
+    """In a row whose matches were never accepted, the tree becomes empty."""
     proposer, text = started(4, 2, 0.15), np.array([1, 2, 1])
     assert [node.token for node in proposer.grow(0, text)] == [2]
 
@@ -158,7 +156,7 @@ def test_what_is_refused_in_a_row_is_trusted_less() -> None:
 def likeliest(
     after: Callable[[Path], list[float]], known: dict[Path, float], proposer: DynamicTree
 ) -> tuple[set[Path], int]:
-    """Paths of the nodes that `DynamicTree` proposes by what it says of itself, and how many nodes are run.
+    """Return the paths of the nodes that `DynamicTree` should propose, and how many nodes are run.
 
     `known`: the joint probabilities of what follows the same words."""
     joint, ran = {(): 1.0} | known, 0
@@ -184,11 +182,9 @@ def likeliest(
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", ["dynamic-tree", "suffix"])
-def test_the_drafted_tree_is_that_of_the_rules(
+def test_dynamic_trees_with_suffixes_equal_a_plain_implementation(
     make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
-    """Beside rules written path by path, each path read anew, over all steps of texts of seven tokens, so
-    that what was looked up and what is drafted often agree."""
     target, small = wrap_model(make_llama(7)), make_llama(7, seed=1, sharpness=1.5, num_hidden_layers=1)
     options: dict[str, Any] = {"max_nodes": 9, "width": 2, "min_prob": 0.04}
     options |= {"max_depth": 4} if name == "dynamic-tree" else {"draft_depth": 4, "fallback": "drafter"}

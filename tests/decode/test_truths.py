@@ -1,4 +1,4 @@
-"""What is known of each method beyond the distribution of its output: what it proposes, keeps and finds.
+"""Properties of the methods besides their output distributions: what they propose and accept.
 
 Each is compared with something slow and plain: forwards of whole texts, enumerations of all sequences, other methods.
 Nothing here is statistical. Where a truth could hold because nothing happens, that something does is asserted.
@@ -54,7 +54,7 @@ def trace(
     limits: Limits,
     prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> Iterator[tuple[list[int], list[int], int, list[int]]]:
-    """Of every step and row: the text before it, the chain that was drafted, how much was accepted, what was gained."""
+    """Return, by step and row, the text before, the drafted chain, and the numbers of accepted and new tokens."""
     watching = Watching(method.verifier)
     texts = [list(prompt) for prompt in prompts]
     rng = Rng.for_rows(0, len(prompts))
@@ -101,7 +101,7 @@ def make_pair(make_llama: MakeLlama, vocab: int, noise: float) -> tuple[LlamaFor
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
-def test_without_thresholds_everything_is_drafted_and_kept(make_llama: MakeLlama, sampling: Sampling) -> None:
+def test_without_thresholds_all_tokens_are_accepted(make_llama: MakeLlama, sampling: Sampling) -> None:
     target, drafter = (wrap_model(make_llama(16, seed=seed)) for seed in (0, 1))
     settings = {
         "mjsd": {"num_beams": 4, "likelihood_threshold": 0.0},
@@ -114,7 +114,7 @@ def test_without_thresholds_everything_is_drafted_and_kept(make_llama: MakeLlama
             assert len(gained) == 4
 
 
-def test_mjsd_with_a_wide_beam_drafts_what_the_drafter_finds_likeliest(make_llama: MakeLlama) -> None:
+def test_mjsd_with_a_wide_beam_drafts_the_most_likely_sequence(make_llama: MakeLlama) -> None:
     target, drafter = make_pair(make_llama, 6, noise=0.1)
     method = build_method("mjsd", Parts(wrap_model(drafter)), GREEDY, gamma=3, num_beams=36, likelihood_threshold=0.6)
     prompts = [[token % 6 for token in prompt] for prompt in PROMPTS]
@@ -133,8 +133,7 @@ def test_mjsd_at_threshold_1_is_greedy_decoding(make_llama: MakeLlama) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
 def test_mjsd_keeps_the_longest_passing_prefix(make_llama: MakeLlama, sampling: Sampling) -> None:
-    """By plain forwards of both models. Prefixes that pass although a shorter one failed, which only the joint
-    likelihood of this method knows, must occur."""
+    """The prefixes are computed by plain forwards of both models. Some pass although a shorter one fails."""
     target, drafter = make_pair(make_llama, 16, noise=0.1)
     threshold, late, seen = 0.6, 0, set()
     method = build_method(
@@ -154,8 +153,7 @@ def test_mjsd_keeps_the_longest_passing_prefix(make_llama: MakeLlama, sampling: 
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
-def test_bild_falls_back_and_rolls_back_where_its_thresholds_say(make_llama: MakeLlama, sampling: Sampling) -> None:
-    """Compare each step with plain forward passes of both models."""
+def test_bild_falls_back_and_rolls_back_by_its_thresholds(make_llama: MakeLlama, sampling: Sampling) -> None:
     target, drafter = make_pair(make_llama, 16, noise=0.1)
     fallback, rollback, cut, refused = 0.3, 1.5, 0, 0
     options = {"gamma": 6, "fallback_threshold": fallback, "rollback_threshold": rollback}
@@ -175,8 +173,7 @@ def test_bild_falls_back_and_rolls_back_where_its_thresholds_say(make_llama: Mak
     assert refused > 5
 
 
-def test_the_oracle_wastes_nothing(make_llama: MakeLlama) -> None:
-    """At temperature 0 every token that it drafts is accepted, and it keeps as much as chains of full length."""
+def test_the_oracle_drafts_only_accepted_tokens(make_llama: MakeLlama) -> None:
     target_model, drafter = make_pair(make_llama, 32, noise=0.05)
     target, parts, limits = wrap_model(target_model), Parts(wrap_model(drafter)), Limits(60)
     counts = {}
@@ -198,7 +195,7 @@ def test_the_oracle_wastes_nothing(make_llama: MakeLlama) -> None:
 def test_the_oracle_is_faster_than_any_fixed_length(
     make_markov: MakeMarkov, draft_cost: float, token_cost: float
 ) -> None:
-    """After six of eight tokens the drafter is nearly right, after the others wrong. Errors of the means: 3 %."""
+    """The drafter is nearly right after six of eight tokens, and wrong after the others."""
     target_VV = torch.from_numpy(np.random.default_rng(0).dirichlet(np.full(8, 1.0), 8))
     wrong_VV = torch.nn.functional.one_hot(target_VV.argmin(1), 8)
     draft_VV = torch.where(
@@ -279,7 +276,7 @@ def test_bpd_is_slim_with_one_full_sequence(make_llama: MakeLlama, make_heads: M
 def test_slim_keeps_the_highest_posteriors(
     make_heads: MakeHeads, unseen: float, add_k: float, lengths: str, sequences: int, widths: str
 ) -> None:
-    """Enumerated for three rows: Π p Π r, the root included, over a table in which half of the pairs are missing."""
+    """All sequences of three rows are enumerated by Π p Π r, with a table that lacks half of the pairs."""
     vocab, depth, counts = 12, 4, parse_branching(widths)
     rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(sequences)
     documents = [rng.integers(0, vocab, 8) for _ in range(12)]
@@ -312,8 +309,8 @@ def test_slim_keeps_the_highest_posteriors(
         assert paths(Proposal(found, tokens_BN), row) == wanted
 
 
-def test_slim_may_find_no_sequence_at_all(make_llama: MakeLlama, make_heads: MakeHeads) -> None:
-    """With r = 0 for unseen pairs: a tree of the root alone, in some rows or in all, is decoded one token a step."""
+def test_slim_decodes_without_any_sequence(make_llama: MakeLlama, make_heads: MakeHeads) -> None:
+    """With r = 0 for unseen pairs the tree may be the root only."""
     model = make_llama(12, seed=0)
     wanted = [greedy(model, prompt, 20) for prompt in PROMPTS]
     for documents in ([np.arange(1)], [np.arange(12), np.arange(4)]):
@@ -336,8 +333,8 @@ def likeliest(model: LlamaForCausalLM, text: Sequence[int], count: int, stop: in
 
 
 @pytest.mark.parametrize("stop", [None, 4])
-def test_a_wide_beam_finds_the_likeliest_sequence(make_llama: MakeLlama, stop: int | None) -> None:
-    """Of 6^3, with 6^2 beams. Greedy decoding misses it somewhere, and with a stop token something ends early."""
+def test_a_wide_beam_finds_the_most_likely_sequence(make_llama: MakeLlama, stop: int | None) -> None:
+    """All 6^3 sequences are searched with 6^2 beams. Greedy decoding misses the best one."""
     model = make_llama(6, seed=4)
     prompts = [[first, second, 1] for first in range(6) for second in range(6)]
     limits = Limits(3, () if stop is None else (stop,))
@@ -351,7 +348,7 @@ def test_a_wide_beam_finds_the_likeliest_sequence(make_llama: MakeLlama, stop: i
 
 
 @pytest.mark.parametrize("stop", [None, 4])
-def test_joint_greedy_decoding_takes_the_likeliest_tokens_of_each_step(make_llama: MakeLlama, stop: int | None) -> None:
+def test_joint_greedy_decoding_takes_the_most_likely_tokens(make_llama: MakeLlama, stop: int | None) -> None:
     model = make_llama(6, seed=4)
     prompts = [[token % 6 for token in prompt] for prompt in PROMPTS]
     limits, unlike_greedy, ended = Limits(12, () if stop is None else (stop,)), 0, 0
@@ -366,8 +363,7 @@ def test_joint_greedy_decoding_takes_the_likeliest_tokens_of_each_step(make_llam
     assert (ended > 0) == (stop is not None)
 
 
-def test_prompt_lookup_reads_on_in_a_text_that_repeats_itself(make_markov: MakeMarkov) -> None:
-    """Over a target that counts 0, 1 … 4, 0 …: everything that is proposed is right, beyond the end of the text too."""
+def test_prompt_lookup_continues_periodic_texts(make_markov: MakeMarkov) -> None:
     cycle = torch.full((1, 5, 5), 1e-6).scatter_(2, (torch.arange(5)[None, :, None] + 1) % 5, 1.0)
     prompts = [[3, 4, 0, 1, 2, 3, 4, 0, 1], [2, 3, 4, 0, 1, 2], [1, 2]]
     method = Method(PromptLookup(7, 3), build_method("prompt-lookup", Parts(), GREEDY).verifier)
@@ -381,7 +377,7 @@ def test_prompt_lookup_reads_on_in_a_text_that_repeats_itself(make_markov: MakeM
 
 
 def latest_match(text: list[int], longest: int) -> int:
-    """Return the place after the latest of the longest earlier matches of a text's end, by trying every place."""
+    """Return the position after the latest of the longest earlier matches of a text's end, by a full search."""
     for size in range(min(longest, len(text) - 1), 0, -1):
         for place in range(len(text) - 1, size - 1, -1):
             if text[place - size : place] == text[-size:]:
@@ -390,7 +386,7 @@ def latest_match(text: list[int], longest: int) -> int:
 
 
 @pytest.mark.parametrize("longest", [1, 2, 5, 20])
-def test_lookup_equals_a_search_of_every_place(longest: int) -> None:
+def test_lookup_equals_a_full_search(longest: int) -> None:
     rng = np.random.default_rng(longest)
     ids_BS, lengths_B = rng.integers(0, 4, (500, 12)), rng.integers(1, 13, 500)  # a text ends before its row does
     wanted = [latest_match(ids_S[:length].tolist(), longest) for ids_S, length in zip(ids_BS, lengths_B, strict=True)]

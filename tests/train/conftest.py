@@ -1,4 +1,4 @@
-"""What the tests of training share."""
+"""Fixtures of the training tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 
 @pytest.fixture(scope="session")
 def worker(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    """`worker.py` of this folder, which is also run as a process of its own."""
+    """Return the module `worker.py`, which also runs as a separate process."""
     return load_script(Path(__file__).with_name("worker.py"))
 
 
 @pytest.fixture
 def logged() -> Callable[..., list[Any]]:
-    """`logged(state_dir, "loss")`: the values of a key in `log.jsonl`, in order."""
+    """Return a function that reads the values of a key from `log.jsonl`."""
 
     def read(state_dir: Path, key: str = "loss") -> list[Any]:
         lines = [json.loads(line) for line in (state_dir / "log.jsonl").read_text().splitlines()]
@@ -32,7 +32,7 @@ def logged() -> Callable[..., list[Any]]:
 
 
 def run_under_zero(folder: Path, stage: int, jobs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Run jobs in two processes under a ZeRO stage; what the main process said of each."""
+    """Run jobs in two processes under a ZeRO stage, and return the reports of the main process."""
     folder.mkdir(parents=True, exist_ok=True)
     # by default parameters of fewer than 100,000 elements stay whole under ZeRO-3: here all of them
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
@@ -67,5 +67,5 @@ def run_under_zero(folder: Path, stage: int, jobs: Sequence[dict[str, Any]]) -> 
 
 @pytest.fixture(scope="session")
 def launch_zero() -> Callable[..., dict[str, dict[str, Any]]]:
-    """`launch_zero(folder, stage, jobs)`: see `run_under_zero`."""
+    """Return `run_under_zero` as a fixture."""
     return run_under_zero

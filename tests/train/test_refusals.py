@@ -1,4 +1,4 @@
-"""What training refuses, with the numbers and keys that the message names."""
+"""Errors of training, with the numbers and keys that their messages name."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models_that_packed_blocks_are_refused_for(case: str):
+def test_models_without_support_for_packed_blocks_are_refused(case: str):
     call, named = MODELS[case]
     with pytest.raises(ValueError, match=named):
         call()

@@ -1,4 +1,4 @@
-"""A small training run that a test can repeat in its own process, in another one, or in two.
+"""Small training run that a test can repeat in its own process, in another one, or in two.
 
 python worker.py '{"state_dir": "…", "steps": 6, "kill_at": 4, "signal": 9, "weights": "final.safetensors"}'
 """
@@ -25,7 +25,7 @@ VOCAB = 32
 
 
 def make_data(blocks: int = 24, length: int = 16, seed: int = 0) -> PreparedData:
-    """Blocks of two or three random documents with some padding; about two thirds of the tokens are trained on."""
+    """Return blocks of two or three random documents with some padding and two thirds supervised tokens."""
     rng = np.random.default_rng(seed)
     shape = (blocks, length)
     documents = np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32)
@@ -35,7 +35,7 @@ def make_data(blocks: int = 24, length: int = 16, seed: int = 0) -> PreparedData
 
 
 def data_of(tokens_BT: Any, trained_BT: Any, documents_BT: Any, name: str) -> PreparedData:
-    """Prepared data in memory from blocks: a document ends where its number changes, −1 is padding at the end."""
+    """Return prepared data in memory; documents end where their number changes, and −1 is padding."""
     starts, ids, flags, sizes = [0], [], [], []
     for row, numbers in enumerate(documents_BT.tolist()):
         places = [at for at, number in enumerate(numbers) if number >= 0]
@@ -58,7 +58,7 @@ def data_of(tokens_BT: Any, trained_BT: Any, documents_BT: Any, name: str) -> Pr
 
 
 def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
-    """A Llama of some ten thousand parameters."""
+    """Return a Llama of some ten thousand parameters."""
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
@@ -74,7 +74,7 @@ def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 
 
 class SignallingTask(DrafterTask):
-    """Sends its own process a signal while step `at` (from 1) is under way."""
+    """Task that sends its own process a signal during step `at` (from 1)."""
 
     def __init__(self, model: Any, heldout: PreparedData | None, at: int = 0, number: int = 9, **options: Any) -> None:
         super().__init__(model, heldout, **options)
@@ -88,7 +88,7 @@ class SignallingTask(DrafterTask):
 
 
 def make_config(**overrides: Any) -> FitConfig:
-    """Six steps of eight blocks, a checkpoint after every second."""
+    """Return a config of six steps of eight blocks with a checkpoint after every second step."""
     settings = {"steps": 6, "global_batch": 8, "micro_batch": 4, "learning_rate": 1e-2, "save_every": 2}
     settings |= {"evaluate_every": 0, "log_every": 1}
     return FitConfig(**(settings | overrides))

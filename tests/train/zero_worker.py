@@ -1,4 +1,4 @@
-"""Runs jobs one after the other in each of the processes that a launcher has started, and says what became of them.
+"""Worker that runs jobs in each launched process and reports their results.
 
 torchrun … zero_worker.py '[{"name": "…", "state_dir": "…", "weights": "….safetensors", "config": {…}, …}]'
 """
@@ -27,7 +27,7 @@ from worker import SignallingTask, make_config, make_data, make_model
 
 
 class UnevenModule(DrafterModule):
-    """A drafter whose gradient is not a number, though its loss is one, while `uneven` is set."""
+    """Drafter with a finite loss but a NaN gradient while `uneven` is set."""
 
     uneven = False
 
@@ -39,7 +39,7 @@ class UnevenModule(DrafterModule):
 
 
 class SpyingTask(SignallingTask):
-    """Notes what it finds sharded, in training and in evaluation; has a bad gradient in step `uneven_at` (from 1)."""
+    """Task that records which parameters are sharded, with a bad gradient in step `uneven_at` (from 1)."""
 
     uneven_at = 0
     sharded_between_steps: int | None = None
@@ -56,7 +56,7 @@ class SpyingTask(SignallingTask):
 
 
 def count_sharded(module: torch.nn.Module) -> int:
-    """How many parameters this process does not have whole."""
+    """Count the parameters that this process holds only partly."""
     return sum(parameter.numel() == 0 for parameter in module.parameters())
 
 
@@ -76,7 +76,7 @@ def make_heads_task(options: dict[str, Any], kind: str) -> HeadsTask:
 
 
 def signal_in_step(task: HeadsTask, at: int) -> None:
-    """Send this process a SIGTERM while step `at` (from 1) is under way."""
+    """Send this process a SIGTERM during step `at` (from 1)."""
     count, steps = task.count, [0]
 
     def counted(batch: Any) -> torch.Tensor:

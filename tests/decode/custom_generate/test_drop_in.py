@@ -1,4 +1,4 @@
-"""Methods inside `model.generate`: what it asks for is done as it would be done there, or refused by name."""
+"""Methods inside `model.generate`: supported settings give the same result, others are refused by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "transformers.m
 
 
 def check_same(model: Any, custom: drop_in.CustomGenerate, **asked: Any) -> torch.Tensor:
-    """What `generate` gives with and without the method is the same tensor, which is returned."""
+    """Compare the output of `generate` with and without the method."""
     wanted = model.generate(**asked)
     output = model.generate(custom_generate=custom, **asked)
     assert output.dtype == wanted.dtype
@@ -46,7 +46,7 @@ def check_same(model: Any, custom: drop_in.CustomGenerate, **asked: Any) -> torc
 
 
 class Recorder:
-    """A streamer that keeps what is put into it."""
+    """Streamer that records its input."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -59,7 +59,7 @@ class Recorder:
 
 
 class Divisible(StoppingCriteria):
-    """Ends a row with the first new token that a number divides, and keeps what it was shown."""
+    """Criterion that ends a row at a token divisible by a number, and records its input."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -72,7 +72,7 @@ class Divisible(StoppingCriteria):
 
 @pytest.mark.parametrize("inputs", [{"inputs": ONE}, BATCH], ids=["one", "padded"])
 @pytest.mark.parametrize("name", ["autoregressive", "speculative", "multi-candidate", "prompt-lookup", "slim-s", "bpd"])
-def test_greedy_output_is_that_of_plain_generate(
+def test_greedy_output_equals_generate(
     target: LlamaForCausalLM,
     drafter: LlamaForCausalLM,
     make_heads: Callable[..., Any],
@@ -85,7 +85,7 @@ def test_greedy_output_is_that_of_plain_generate(
     assert output.shape[1] == inputs["inputs"].shape[1] + 20
 
 
-def test_sampling_is_repeated_by_its_seed(target: LlamaForCausalLM, speculative: drop_in.CustomGenerate) -> None:
+def test_sampling_is_reproducible(target: LlamaForCausalLM, speculative: drop_in.CustomGenerate) -> None:
     outputs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -109,7 +109,7 @@ def test_the_output_can_be_a_dictionary(target: LlamaForCausalLM, speculative: d
     check_same(target, speculative, inputs=ONE, max_new_tokens=6)
 
 
-def test_prompt_tuning_is_refused_and_adapters_are_obeyed(
+def test_prompt_tuning_is_refused_and_adapters_are_applied(
     target: LlamaForCausalLM, speculative: drop_in.CustomGenerate
 ) -> None:
     peft = pytest.importorskip("peft")
@@ -127,7 +127,7 @@ def test_prompt_tuning_is_refused_and_adapters_are_obeyed(
         tuned.generate(**asked, custom_generate=speculative)
 
 
-def test_parts_must_fit(
+def test_artifacts_must_fit_the_target(
     target: LlamaForCausalLM, make_llama: Callable[..., LlamaForCausalLM], make_heads: Callable[..., Any]
 ) -> None:
     wrong: list[tuple[str, dict[str, Any], str]] = [
@@ -179,8 +179,7 @@ CHANGES: dict[str, Callable[[LlamaForCausalLM, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_weights_that_changed_in_any_way_are_those_that_decode(target: LlamaForCausalLM, change: str) -> None:
-    """Of all ways the output is that of plain `generate`, whose 40 tokens of 64 tell two models apart."""
+def test_changed_weights_are_used(target: LlamaForCausalLM, change: str) -> None:
     asked = {"inputs": ONE, "max_new_tokens": 40}
     before = check_same(target, method("autoregressive"), **asked).tolist()
     context = torch.enable_grad() if change == "an optimizer" else torch.no_grad()
@@ -190,7 +189,7 @@ def test_weights_that_changed_in_any_way_are_those_that_decode(target: LlamaForC
     assert after != before
 
 
-def test_heads_that_changed_are_those_that_draft(target: LlamaForCausalLM) -> None:
+def test_changed_heads_are_used(target: LlamaForCausalLM) -> None:
     heads, states = PredictionHeads.from_lm_head(torch.randn(VOCAB, 32), 2, 1).eval(), torch.randn(5, 32)
     custom = method("bpd", heads=heads)
     target.generate(ONE, custom_generate=custom, max_new_tokens=4)
@@ -202,7 +201,7 @@ def test_heads_that_changed_are_those_that_draft(target: LlamaForCausalLM) -> No
     torch.testing.assert_close(stacked, heads(states).detach())  # with gradients no copies are used
 
 
-def test_compiled_parts_are_taken_for_what_they_are(target: LlamaForCausalLM, drafter: LlamaForCausalLM) -> None:
+def test_compiled_models_are_unwrapped(target: LlamaForCausalLM, drafter: LlamaForCausalLM) -> None:
     compiled = method("speculative", drafter=torch.compile(drafter), gamma=3)
     check_same(target, compiled, inputs=ONE, max_new_tokens=12)
     check_same(torch.compile(target), compiled, inputs=ONE, max_new_tokens=12)
@@ -222,7 +221,7 @@ def test_rows_end_with_their_end_token_and_are_padded(
 
 
 @pytest.mark.parametrize("eos_token_id", [None, 17])
-def test_criteria_see_what_they_see_in_plain_generate(
+def test_criteria_get_the_same_input_as_in_generate(
     target: LlamaForCausalLM, speculative: drop_in.CustomGenerate, eos_token_id: int | None
 ) -> None:
     rules = [Divisible(3), Divisible(3)]
@@ -236,7 +235,7 @@ def test_criteria_see_what_they_see_in_plain_generate(
     assert alone[0, -1] % 3 == 0
 
 
-def test_streamers_are_put_what_plain_generate_puts(
+def test_streamers_get_the_same_input_as_in_generate(
     target: LlamaForCausalLM, speculative: drop_in.CustomGenerate
 ) -> None:
     for asked in ({"inputs": ONE}, BATCH | {"eos_token_id": [17, 3, 5]}):
@@ -259,7 +258,7 @@ def test_streamers_are_put_what_plain_generate_puts(
         ({"do_sample": True, "top_k": 0, "logits_processor": [TopKLogitsWarper(3)]}, Sampling(1.0, 3)),
     ],
 )
-def test_warping_is_that_of_generate(
+def test_warping_equals_generate(
     target: LlamaForCausalLM,
     speculative: drop_in.CustomGenerate,
     monkeypatch: pytest.MonkeyPatch,
@@ -293,14 +292,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "words"), REFUSED, ids=lambda value: "+".join(value) if type(value) is dict else "")
-def test_what_it_cannot_do_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     target: LlamaForCausalLM, speculative: drop_in.CustomGenerate, asked: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         target.generate(input_ids=ONE, custom_generate=speculative, **({"max_length": 7} | asked))
 
 
-def test_models_that_cannot_be_decoded_so_are_refused(
+def test_unsupported_models_are_refused(
     target: LlamaForCausalLM, drafter: LlamaForCausalLM, speculative: drop_in.CustomGenerate
 ) -> None:
     def decode(**asked: Any) -> None:
@@ -344,7 +343,7 @@ def test_encoder_decoders() -> None:
 
 @pytest.fixture
 def quickstart(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
-    """A folder in which the quickstart seems to have run: tiny models, and a tokenizer beside the target."""
+    """Write the folder of a quickstart with tiny models."""
     folder = tmp_path / "runs" / "quickstart"
     text = ["The user asks and the assistant answers. What does the token do in the tree of the draft model?"]
     tokenizer = train_bpe(text, 280, SPECIALS)

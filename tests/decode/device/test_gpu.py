@@ -1,4 +1,4 @@
-"""Every method on a real CUDA device: the CPU's texts, and as many waits as on the pretended one."""
+"""Every method on a CUDA device: the CPU's texts, and one synchronisation per step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def test_greedy_texts_are_those_of_the_cpu(make_llama: Any, label: str, batch: i
 
 
 @pytest.mark.parametrize("label", ROWS)
-def test_a_device_is_waited_for_once_a_step(make_llama: Any, label: str) -> None:
-    """What torch itself notices."""
+def test_each_step_synchronises_once(make_llama: Any, label: str) -> None:
     name, options = ROWS[label]
     target, parts = built(make_llama, "cuda")
     decode(target, parts, name, 1, 1.0, None, **options)  # graphs are captured

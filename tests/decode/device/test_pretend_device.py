@@ -1,4 +1,4 @@
-"""The pretended device refuses, counts and repeats as a real one; what this cannot show only a GPU can."""
+"""The pretended device refuses, counts and replays operations as a CUDA device does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def numbers() -> Tensor:
         (None, lambda x: torch.ones(3).pin_memory()[1:].to("cuda", non_blocking=True)),
     ],
 )
-def test_what_waits_is_noted(cuda: PretendCuda, kind: str | None, act: Callable[[Tensor], Any]) -> None:
+def test_synchronisations_are_recorded(cuda: PretendCuda, kind: str | None, act: Callable[[Tensor], Any]) -> None:
     x = numbers()
     cuda.reset()
     act(x)
@@ -48,7 +48,7 @@ def test_what_waits_is_noted(cuda: PretendCuda, kind: str | None, act: Callable[
     assert not cuda.unpinned
 
 
-def test_a_replay_repeats_what_was_captured(cuda: PretendCuda) -> None:
+def test_a_replay_repeats_the_captured_operations(cuda: PretendCuda) -> None:
     graphs, source, of_host = PretendGraphs(cuda), torch.zeros(2, device="cuda"), [2]
     replay = graphs.capture(lambda: source * of_host[0] + 1)
     source.fill_(4)
@@ -66,7 +66,7 @@ def test_a_replay_repeats_what_was_captured(cuda: PretendCuda) -> None:
         lambda x, rng: torch.rand(2, generator=rng, device="cuda"),
     ],
 )
-def test_what_a_capture_forbids(cuda: PretendCuda, act: Callable[[Tensor, torch.Generator], Tensor]) -> None:
+def test_forbidden_operations_in_a_capture(cuda: PretendCuda, act: Callable[[Tensor, torch.Generator], Tensor]) -> None:
     x, rng = numbers(), torch.Generator(device="cuda").manual_seed(3)
     assert rng.device == CUDA
     assert torch.rand(2, generator=rng, device="cuda").is_cuda

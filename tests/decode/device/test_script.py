@@ -1,4 +1,4 @@
-"""The script that asks a GPU, on the processor with tiny shapes: an hour with a GPU must not fail for a typo."""
+"""The script of the GPU benchmarks, run on a CPU with tiny shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_every_part_of_it_runs(tmp_path: Path) -> None:
+def test_every_part_runs(tmp_path: Path) -> None:
     known = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["bash", str(SCRIPT), "all", "--pretend"], env=known, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""On a (pretended) CUDA device every method decodes as on the CPU, waits once a step, and keeps to its launches.
+"""On a (pretended) CUDA device every method decodes as on the CPU and synchronises once per step.
 
 A wait costs a GPU the time from the last kernel's end to the first one after it, a launch the host's time. More than
 one wait have beams, whose one step is a whole text, and drafting by text.
@@ -42,7 +42,9 @@ def cuda() -> Iterator[PretendCuda]:
     [(1, 1.0), (4, 0.0), pytest.param(1, 0.0, marks=pytest.mark.slow), pytest.param(4, 1.0, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("label", ROWS)
-def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, label: str, batch: int, temperature: float) -> None:
+def test_each_step_synchronises_once(
+    cuda: PretendCuda, make_llama: Any, label: str, batch: int, temperature: float
+) -> None:
     name, options = ROWS[label]
     _, steps = decode(*built(make_llama, "cuda"), name, batch, temperature, cuda, **options)
     waits = [len(syncs) for syncs, _ in steps]
@@ -52,18 +54,16 @@ def test_a_step_waits_once(cuda: PretendCuda, make_llama: Any, label: str, batch
 
 
 @pytest.mark.parametrize("label", ROWS)
-def test_texts_are_those_of_the_cpu(cuda: PretendCuda, make_llama: Any, label: str) -> None:
-    """Two rows at temperature 1: with a vocabulary of 64 and 24 tokens each a difference would not stay hidden."""
+def test_texts_equal_those_of_the_cpu(cuda: PretendCuda, make_llama: Any, label: str) -> None:
     name, options = ROWS[label]
     on_device, _ = decode(*built(make_llama, "cuda"), name, 2, 1.0, cuda, **options)
     assert decode(*built(make_llama, "cpu"), name, 2, 1.0, None, **options)[0] == on_device
 
 
 @pytest.mark.parametrize("name", ["dynamic-tree", "suffix"])
-def test_eagle_in_trees_of_fewer_nodes_than_levels(
+def test_eagle_in_trees_with_fewer_nodes_than_levels(
     cuda: PretendCuda, make_llama: Any, make_eagle: Any, name: str
 ) -> None:
-    """Up to the last slot of the cache."""
     options = {"max_nodes": 2, "min_prob": 0.001} | ({"fallback": "drafter"} if name == "suffix" else {})
     found = decode(*with_eagle(make_llama, make_eagle, "cuda"), name, 1, 0.0, cuda, **options)[0]
     assert found == decode(*with_eagle(make_llama, make_eagle, "cpu"), name, 1, 0.0, None, **options)[0]
@@ -82,7 +82,7 @@ def ask(_module: Any, _arguments: Any, found: Any) -> None:
 
 
 @pytest.mark.parametrize(("asks", "fast"), [(False, False), (True, False), (False, True)])
-def test_other_decoders_have_graphs_where_they_can(cuda: PretendCuda, asks: bool, fast: bool) -> None:
+def test_other_decoders_use_graphs_if_possible(cuda: PretendCuda, asks: bool, fast: bool) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64, initializer_range=0.3)
     model, parts = GPT2LMHeadModel(config).eval(), Parts()

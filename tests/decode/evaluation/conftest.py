@@ -1,4 +1,4 @@
-"""Models for tests of what is measured."""
+"""Models for the tests of evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 @pytest.fixture
 def models(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """A target, and a drafter that often agrees with it: it is the target with some noise."""
+    """Return a target, and a drafter with added noise that often agrees with it."""
     target, drafter = (make_llama(vocab_size=24, seed=3, sharpness=1.5) for _ in range(2))
     torch.manual_seed(7)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Energy: counters of devices whose power is known, by the joules that they must give.
+"""Energy counters of devices with known power, compared with the joules that they must give.
 
 `World` is a clock and a device: work and sleep move the time on, and power is integrated exactly. NVML is a module that
 reads it as GPUs do, every 100 ms and late; RAPL is a tree of files that are written as time goes by.
@@ -30,7 +30,7 @@ GPU = [torch.device("cuda:0")]
 
 
 class World:
-    """Time that passes only by work and sleep, and the energy of a device whose power is known."""
+    """Clock that advances by work and sleep only, and the energy of a device with known power."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -52,7 +52,7 @@ class World:
             each()
 
     def joules(self, at: float | None = None) -> float:
-        """Drawn up to a moment, by default now."""
+        """Return the energy up to a moment (default: now)."""
         at = self.now if at is None else at
         place = bisect.bisect_right(self._times, at)
         if place == len(self._times):
@@ -61,8 +61,6 @@ class World:
         return j0 + (j1 - j0) * (at - t0) / (t1 - t0)
 
     def work(self, seconds: float, watts: float) -> Callable[[], float]:
-        """A unit of work."""
-
         def do() -> float:
             self.spend(seconds, watts)
             self.worked += 1
@@ -71,14 +69,14 @@ class World:
         return do
 
     def by(self, meter: EnergyMeter | None, timing: Timing | None = None) -> EnergyMeter:
-        """The same counter, in this world's time."""
+        """Return the same counter on this clock."""
         assert meter is not None
         settings = (meter.joules, meter.source, meter.covers, timing or meter.timing)
         return EnergyMeter(*settings, clock=self.clock, sleep=self.sleep)
 
 
 def fake_nvml(world: World, devices: dict[str, float] | None = None, window: float = PERIOD) -> Any:
-    """`pynvml`, for GPUs whose counters show a new value every 100 ms.
+    """Return a `pynvml` for GPUs whose counters change every 100 ms.
 
     Args:
         devices: by UUID, how many times the world's power each draws.
@@ -116,8 +114,6 @@ def fake_nvml(world: World, devices: dict[str, float] | None = None, window: flo
 
 
 def refuses(module: Any, name: str) -> None:
-    """A call of NVML's that these devices do not have."""
-
     def refuse(*_: Any) -> int:
         raise module.NVMLError("Not Supported")
 
@@ -129,7 +125,7 @@ Install = Callable[..., Any]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Installs `fake_nvml`; the devices are called GPU-a and GPU-b."""
+    """Install `fake_nvml` with devices GPU-a and GPU-b."""
     monkeypatch.setattr(counting, "cuda_uuid", lambda device: f"GPU-{'ab'[device.index]}")
 
     def put(world: World, **options: Any) -> Any:
@@ -152,7 +148,7 @@ def gpu_meter(install: Install) -> Callable[..., EnergyMeter]:
 
 
 @pytest.mark.parametrize("seconds", [0.0003, 0.007, 0.03, 0.35, 2.0, 7.0, 11.0])
-def test_constant_power_gives_its_joules(gpu_meter: Any, seconds: float) -> None:
+def test_constant_power(gpu_meter: Any, seconds: float) -> None:
     world = World()
     meter = gpu_meter(world)
     idle = meter.idle_watts()
@@ -170,7 +166,7 @@ def test_constant_power_gives_its_joules(gpu_meter: Any, seconds: float) -> None
 
 
 class SlowWorld(World):
-    """A device whose power follows what it does with a time constant of 0.3 s."""
+    """Device whose power follows its work with a time constant of 0.3 s."""
 
     watts = IDLE
 
@@ -181,14 +177,14 @@ class SlowWorld(World):
             super().spend(step, self.watts)
 
 
-def test_what_runs_while_power_rises_is_not_counted(gpu_meter: Any) -> None:
+def test_rising_power_is_not_counted(gpu_meter: Any) -> None:
     world = SlowWorld()
     found = gpu_meter(world).measure(world.work(0.02, 200.0), IDLE)
     assert 1.0 < found.joules / 4.0 < 1.04, "at most the pauses, in which power has no time to fall"
 
 
-def test_a_sensor_that_looks_a_quarter_of_the_time_sees_all_of_the_work(gpu_meter: Any) -> None:
-    """Work in step with the sensor: 25 ms at 300 W of every 100 ms, which it would see always, or never."""
+def test_a_sensor_that_samples_part_time_measures_all_work(gpu_meter: Any) -> None:
+    """Without pauses, work of 25 ms at 300 W every 100 ms would always or never be sampled."""
 
     def bursts(world: World) -> Callable[[], float]:
         def work() -> float:
@@ -204,7 +200,7 @@ def test_a_sensor_that_looks_a_quarter_of_the_time_sees_all_of_the_work(gpu_mete
     assert abs(with_pauses.joules / true - 1) < 0.12
 
 
-def test_devices_are_added_up(install: Install) -> None:
+def test_devices_are_summed(install: Install) -> None:
     world = World()
     nvml = install(world, devices={"GPU-a": 1.0, "GPU-b": 0.5})
     devices = [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0"), torch.device("cpu")]
@@ -232,9 +228,7 @@ def test_counters_that_fail_are_errors_and_not_numbers(install: Install) -> None
         meter.idle_watts()
 
 
-def test_where_nothing_counts_there_is_a_reason(
-    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_counter_has_a_reason(tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml, cpu = install(World(), devices={"GPU-b": 1.0}), torch.device("cpu")
 
     def why(device: torch.device, tree: Path = tmp_path / "none") -> str:
@@ -256,7 +250,7 @@ def test_where_nothing_counts_there_is_a_reason(
 
 
 def powercap(world: World, folder: Path, most: int, zones: dict[str, tuple[str, float]]) -> Path:
-    """Linux's tree of power zones, kept up to date: by folder the name, and how many times the world's power it is."""
+    """Write Linux's tree of power zones by folder, each with a name and a factor of the device's power."""
 
     def write() -> None:
         for place, (_, share) in zones.items():
@@ -282,9 +276,7 @@ ZONES = {
 }
 
 
-def test_packages_and_their_memory_are_counted_through_many_turns_of_the_counter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_and_memory_are_counted_across_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     tree = powercap(world, tmp_path, 200_000_000, ZONES)
     monkeypatch.setattr(counting, "POWERCAP", tree)
@@ -304,12 +296,12 @@ def test_packages_and_their_memory_are_counted_through_many_turns_of_the_counter
         timed.measure(world.work(0.1, 96.0), idle)
 
 
-def test_a_token_is_a_unit(make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_is_per_token(make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     target, world = wrap_model(make_llama(48)), World()
     forward = target._forward
 
     def timed(*arguments: Any) -> Any:
-        """A forward of the target takes 2 ms of the world's time, at 10 W."""
+        """Forward of the target that takes 2 ms at 10 W."""
         world.spend(0.002, 10.0)
         return forward(*arguments)
 

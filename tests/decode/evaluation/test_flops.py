@@ -42,8 +42,7 @@ def build(kind: str, settings: dict[str, Any], **more: Any) -> Any:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @torch.inference_mode()
-def test_a_forward_costs_what_a_plain_one_of_eager_attention_does(name: str) -> None:
-    """With attention that is written out, torch's counter misses nothing."""
+def test_flops_equal_those_of_eager_attention(name: str) -> None:
     kind, settings = SETTINGS[name]
     model = build(kind, settings, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter:
@@ -55,7 +54,7 @@ def test_a_forward_costs_what_a_plain_one_of_eager_attention_does(name: str) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_packed_weights_are_counted(dtype: torch.dtype) -> None:
-    """Of a model large enough for them: 2 FLOPs for each weight and row."""
+    """A weight and row take 2 FLOPs."""
     sizes = LLAMA | {"hidden_size": 264, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = LlamaForCausalLM(AutoConfig.for_model("llama", **sizes)).to(dtype).eval()
     weights = sum(each.numel() for name, each in model.named_parameters() if each.dim() == 2 and "embed" not in name)
@@ -64,7 +63,6 @@ def test_packed_weights_are_counted(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def parts(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[Any, Parts]:
-    """A target, and a part of every kind."""
     model = make_llama(VOCAB, num_hidden_layers=3)
     drafters = [wrap_model(make_llama(VOCAB, seed=seed, num_hidden_layers=1)) for seed in (1, 2)]
     heads = PredictionHeads.from_lm_head(torch.randn(VOCAB, 32), 3, 1).eval()
@@ -83,10 +81,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{name} {options or ''}" for name, options in CASES])
 @torch.inference_mode()
-def test_a_step_costs_what_the_counter_sees_in_decoding(
+def test_flops_of_a_step_equal_those_counted_in_decoding(
     parts: tuple[Any, Parts], name: str, options: dict[str, Any], temperature: float
 ) -> None:
-    """Each method's whole step as it is decoded, its target forward, its drafter's at their widths, and its heads."""
     target, given = parts
     sampling = Sampling(temperature)
     method = build_method(name, given, sampling, **options)
@@ -107,7 +104,7 @@ def test_a_step_costs_what_the_counter_sees_in_decoding(
 
 
 @torch.inference_mode()
-def test_flops_between_two_numbers_of_nodes_and_by_the_token(parts: tuple[Any, Parts]) -> None:
+def test_flops_are_interpolated_by_nodes_and_given_per_token(parts: tuple[Any, Parts]) -> None:
     target, given = parts
     method = build_method("multi-candidate", given, Sampling(), k_config="2x2x1")
     low, half, high = (measured_flops(target, method, nodes, 30) for nodes in (10, 10.5, 11))

@@ -1,4 +1,4 @@
-"""Runs and rows: the order that methods take turns in, runs that are not done twice, and what the rows add up to."""
+"""Interleaved runs, resumption, and the rows of the results."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ ASKED = [
 
 @dataclasses.dataclass
 class Evaluation:
-    """Models, and the runs of all entries."""
-
     target: Any
     model: LlamaForCausalLM
     parts: Parts
@@ -90,7 +88,7 @@ def test_each_method_follows_every_other_equally_often(count: int) -> None:
     assert set(places.values()) == {turns // count}
 
 
-def test_methods_take_turns_and_every_run_is_done_once(evaluation: Evaluation) -> None:
+def test_runs_are_interleaved_and_complete(evaluation: Evaluation) -> None:
     labels = [entry.label for entry in ENTRIES] + [REFERENCE]
     assert len(evaluation.order) == len(set(evaluation.order)) == 2 * len(ASKED) * len(labels)
     rounds = [evaluation.order[first : first + len(labels)] for first in range(0, len(evaluation.order), len(labels))]
@@ -101,7 +99,7 @@ def test_methods_take_turns_and_every_run_is_done_once(evaluation: Evaluation) -
     assert all(len(twice) == 2 for run in evaluation.runs.values() for twice in run.by_prompt)
 
 
-def test_finished_runs_are_not_done_again(evaluation: Evaluation) -> None:
+def test_finished_runs_are_not_repeated(evaluation: Evaluation) -> None:
     prompts = [prompt.ids for prompt in ASKED]
     finished = {
         RunKey("plain", 0, 0): Decoded(evaluation.runs["plain"].ids[0], evaluation.runs["plain"].tallies[0], 77.0, 7.0),
@@ -130,9 +128,8 @@ def test_finished_runs_are_not_done_again(evaluation: Evaluation) -> None:
         assert run.ids == evaluation.runs[label].ids, "what is drawn depends on the seed and the prompt's place alone"
 
 
-def test_prompts_decoded_together_are_written_as_alone(evaluation: Evaluation) -> None:
-    """Drawn ones too, for each draws by its own seed; a batch of three and one that is left. What is known of all of a
-    batch is not decoded again, of a part of it it is."""
+def test_batches_give_the_texts_of_single_prompts(evaluation: Evaluation) -> None:
+    """Finished batches are not decoded again, incomplete ones are."""
     prompts = [prompt.ids for prompt in ASKED]
     given: tuple[Any, ...] = (evaluation.target, evaluation.parts, ENTRIES, prompts, LIMITS)
     done: list[RunKey] = []
@@ -158,13 +155,13 @@ def test_prompts_decoded_together_are_written_as_alone(evaluation: Evaluation) -
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / sum(runs[row["label"]].median_seconds()))
 
 
-def test_prompts_draw_numbers_of_their_own(evaluation: Evaluation) -> None:
+def test_prompts_have_their_own_random_numbers(evaluation: Evaluation) -> None:
     same = [[5, 6], [5, 6], [5, 6]]
     drawn = measure(evaluation.target, Parts(), ENTRIES[3:4], same, LIMITS)["drawn"]
     assert len({tuple(ids) for ids in drawn.ids}) == 3
 
 
-def test_rows_agree_with_what_was_decoded(evaluation: Evaluation) -> None:
+def test_rows_agree_with_the_runs(evaluation: Evaluation) -> None:
     summary = evaluation.summary()
     assert summary.errors == summary.lossless_violations == []
     rows = {row["label"]: row for row in summary.rows}
@@ -185,7 +182,7 @@ def test_rows_agree_with_what_was_decoded(evaluation: Evaluation) -> None:
     assert (rows["chain"]["near_ties"], rows["beam"]["near_ties"], rows["drawn"]["near_ties"]) == (0, None, None)
 
 
-def test_a_category_is_what_its_prompts_alone_would_be(evaluation: Evaluation) -> None:
+def test_a_category_equals_an_evaluation_of_its_prompts(evaluation: Evaluation) -> None:
     row = next(row for row in evaluation.summary().rows if row["label"] == "chain")
     run, base = evaluation.runs["chain"], evaluation.runs["plain"]
     assert list(row["by_category"]) == ["math", "text"]
@@ -207,14 +204,14 @@ def test_a_category_is_what_its_prompts_alone_would_be(evaluation: Evaluation) -
 
 
 def changed(runs: dict[str, Run], label: str, place: int, ids: list[int], **counts: int) -> dict[str, Run]:
-    """The runs, but for one text and its counts."""
+    """Return the runs with one changed text and its counts."""
     by_prompt = list(runs[label].by_prompt)
     first, *more = by_prompt[place]
     by_prompt[place] = [first._replace(ids=ids, tally=dataclasses.replace(first.tally, **counts)), *more]
     return runs | {label: Run(by_prompt)}
 
 
-def test_a_lossless_method_that_writes_something_else_is_found_out(evaluation: Evaluation) -> None:
+def test_a_lossless_method_with_another_text_is_reported(evaluation: Evaluation) -> None:
     ids = evaluation.runs["chain"].ids[1]
     other = [*ids[:-1], (ids[-1] + 1) % 48]
     summary = evaluation.summary(changed(evaluation.runs, "chain", 1, other))
@@ -233,21 +230,20 @@ def test_a_lossless_method_that_writes_something_else_is_found_out(evaluation: E
     assert len(summary.lossless_violations) == 1
 
 
-def test_counts_that_are_not_the_texts_are_refused(evaluation: Evaluation) -> None:
+def test_counts_that_disagree_with_texts_are_reported(evaluation: Evaluation) -> None:
     tokens = len(evaluation.runs["beam"].ids[2])
     wrong = changed(evaluation.runs, "beam", 2, evaluation.runs["beam"].ids[2], tokens=tokens + 1)
     (error,) = evaluation.summary(wrong).errors
     assert f"prompt 2 (third) has {tokens} tokens, but its steps counted {tokens + 1}" in error
 
 
-def test_a_baseline_is_needed(evaluation: Evaluation) -> None:
+def test_a_baseline_is_required(evaluation: Evaluation) -> None:
     maker = Summariser(evaluation.target, evaluation.parts, ASKED, evaluation.runs, LIMITS)
     with pytest.raises(ValueError, match=r"'chain'.*'autoregressive'"):
         maker.summarise(ENTRIES[1:2])
 
 
-def test_a_gpu_is_warmed_up_with_every_length_that_its_graphs_tell_apart() -> None:
-    """Lengths up to 256, 512 and 1,024 slots, and none by a prompt that its own stop token cuts short."""
+def test_a_gpu_is_warmed_up_with_every_graph_length() -> None:
     prompts = [[1] * length for length in (3, 900, 250, 300, 10, 1000)]
     limits = Limits(40, (2,))
     chosen = warm_up_prompts(prompts, limits, "cuda")

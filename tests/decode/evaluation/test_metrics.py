@@ -1,4 +1,4 @@
-"""Intervals and refusals: what is reported beside a number, and what is not reported at all."""
+"""Bootstrap intervals, and the checks for impossible measurements."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SOUND: dict[str, Any] = {
 FAST: dict[str, Any] = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": None}
 
 
-def test_an_interval_of_tokens_per_step_holds_the_truth_most_of_the_time() -> None:
-    """Steps of a prompt keep 1 to 4 tokens, half of the prompts easy: the interval must not forget the prompts."""
+def test_intervals_of_tokens_per_step_cover_the_truth() -> None:
+    """The tokens per step differ between prompts, which the interval must reflect."""
     rng, held = np.random.default_rng(0), 0
     for _ in range(60):
         tallies = []
@@ -55,7 +55,7 @@ def test_an_interval_of_tokens_per_step_holds_the_truth_most_of_the_time() -> No
         FAST,
     ],
 )
-def test_what_is_sound_passes(change: dict[str, Any]) -> None:
+def test_possible_measurements_pass(change: dict[str, Any]) -> None:
     assert find_impossible_value(SOUND | change) is None
 
 
@@ -74,5 +74,5 @@ def test_what_is_sound_passes(change: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
+def test_impossible_measurements_are_named(change: dict[str, Any], message: str) -> None:
     assert re.search(message, find_impossible_value(SOUND | change) or "possible")

@@ -1,4 +1,4 @@
-"""Perplexity against transformers' own loss, ROUGE-L against hand-computed values and a plain table, near-ties."""
+"""Perplexity compared with transformers' loss, ROUGE-L with known values, and near-ties."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ LENGTHS = [(1, 1), (7, 1), (1, 9), (12, 40), (5, 300)]
 
 
 def family(name: str, make_llama: Callable[..., LlamaForCausalLM]) -> Any:
-    """A random model with 40 tokens of vocabulary."""
     if name == "llama":
         return make_llama(40, max_position_embeddings=512)
     torch.manual_seed(3)
@@ -36,7 +35,7 @@ def family(name: str, make_llama: Callable[..., LlamaForCausalLM]) -> Any:
 
 
 def loss_of_transformers(model: Any, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """Sum over the output's tokens, from the model's own forward over everything at once."""
+    """Return the summed loss of the output's tokens from one forward of the model."""
     with torch.inference_mode():
         if model.config.is_encoder_decoder:
             mean = model(input_ids=torch.tensor([prompt]), labels=torch.tensor([output])).loss
@@ -60,7 +59,7 @@ def test_perplexity_equals_a_direct_computation(name: str, make_llama: Callable[
     assert perplexity_of(mine, map(len, outputs)) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_perplexity_of_nothing_the_impossible_and_no_number() -> None:
+def test_perplexity_of_empty_impossible_and_nan_texts() -> None:
     assert perplexity_of([0.0], [0]) is None
     assert perplexity_of([math.inf, 1.0], [2, 2]) is None
     assert math.isnan(perplexity_of([math.nan, math.inf], [2, 2]) or 0.0)
@@ -96,15 +95,14 @@ def plain_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int
     return table[-1][-1]
 
 
-def test_the_common_subsequence_equals_the_plain_table() -> None:
+def test_the_common_subsequence_equals_dynamic_programming() -> None:
     rng = random.Random(1)
     for _ in range(300):
         first, second = (rng.choices("abcde"[: rng.randint(1, 5)], k=rng.randint(0, 80)) for _ in range(2))
         assert common_subsequence(first, second) == plain_common_subsequence(first, second)
 
 
-def test_a_near_tie_is_told_from_a_mistake(make_llama: Callable[..., LlamaForCausalLM]) -> None:
-    """Two tokens of equal logits tie; tokens that the target tells apart, and texts that end early, do not."""
+def test_near_ties_are_distinguished_from_faults(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = make_llama(24)
     with torch.no_grad():
         model.lm_head.weight[5] = model.lm_head.weight[7]

@@ -1,4 +1,4 @@
-"""Traces against decoding without one, and against the models' own words."""
+"""Traces compared with decoding without a trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def built(models: Any, make_heads: Any, name: str, options: dict[str, Any], samp
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("name", "options"), METHODS)
-def test_a_trace_holds_what_decoding_without_one_does(
+def test_a_trace_equals_decoding_without_it(
     models: Any, make_heads: Any, name: str, options: dict[str, Any], temperature: float
 ) -> None:
     sampling, limits = Sampling(temperature), Limits(23)
@@ -59,7 +59,7 @@ def test_a_trace_holds_what_decoding_without_one_does(
         assert len(mine.accepted) + len(mine.rejected) <= step.examined[0]
 
 
-def test_of_a_greedy_chain_the_refused_token_is_the_drafters_own(models: Any, make_heads: Any) -> None:
+def test_the_rejected_token_of_a_greedy_chain_is_the_drafters(models: Any, make_heads: Any) -> None:
     target, method = built(models, make_heads, "speculative", {"gamma": 4}, Sampling())
 
     def says(model: LlamaForCausalLM, ids: list[int]) -> int:
@@ -84,7 +84,6 @@ def test_of_a_greedy_chain_the_refused_token_is_the_drafters_own(models: Any, ma
 
 @pytest.mark.parametrize("limit", range(6, 11))
 def test_the_limit_cuts_the_last_step(models: Any, make_heads: Any, limit: int) -> None:
-    """A drafter that is the target: five tokens a step."""
     target = wrap_model(models[0])
     method = build_method("speculative", Parts(target), Sampling(), gamma=4)
     first, last = trace(target, method, PROMPT, Limits(limit), Sampling())

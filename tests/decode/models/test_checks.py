@@ -1,4 +1,4 @@
-"""Self-checks of forwards: planted faults are found, and correct models accepted, in every number format."""
+"""Self-checks of forwards: planted faults are found and correct models are accepted, in every number format."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build(kind: str, form: str = "float32") -> PreTrainedModel:
 
 
 def see(node: int, seen: int, instead_of: int | None = None) -> Callable[[Any], None]:
-    """Let a node attend to another, and perhaps not to one that it follows."""
+    """Let a node attend to another, and optionally not to one of its ancestors."""
 
     def plant(patch: Any) -> None:
         own = Tree.bias
@@ -68,7 +68,7 @@ def see(node: int, seen: int, instead_of: int | None = None) -> Callable[[Any], 
 
 
 def move(by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
-    """Change the depths of a tree that branches, and so the positions of its nodes."""
+    """Change the depths, and so the positions, of a tree's nodes."""
 
     def plant(patch: Any) -> None:
         own = Tree.from_parents
@@ -128,7 +128,7 @@ def test_planted_faults_are_found_and_correct_models_accepted(kind: str, form: s
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_chain_that_is_not_the_models_own_is_refused(form: str) -> None:
+def test_a_chain_that_differs_from_the_model_is_refused(form: str) -> None:
     class Other(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             found = super().forward(*args, **kwargs)
@@ -157,13 +157,12 @@ def test_the_measured_difference_does_not_grow_with_the_vocabulary(vocab: int) -
 
 
 def test_a_model_that_is_not_causal_is_refused() -> None:
-    """Its forward of a whole text differs from its own with a cache: that is no rounding."""
     with pytest.raises(ValueError, match="'bert' cannot decode here"):
         wrap_model(build("bert"))
 
 
 def test_a_family_without_tree_attention_decodes_chains(make_llama: Callable[..., LlamaForCausalLM]) -> None:
-    """Rows of several lengths give what `generate` gives; methods with trees are refused."""
+    """Rows of several lengths give the output of `generate`. Methods with trees are refused."""
     model = build("mpt")
     target, other = wrap_model(model), wrap_model(copy.deepcopy(model))
     assert target.tree_fault is not None

@@ -1,4 +1,4 @@
-"""Draft vocabularies: which tokens are proposed, what a decoder computes with one, and its file."""
+"""Draft vocabularies: their tokens, their logits and their file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEPT = torch.arange(1, VOCAB, 3)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("states", ["after-norm", "before-norm"])
 @pytest.mark.parametrize("tokens", [1, 30])
-def test_logits_are_those_of_the_whole_layer(
+def test_logits_equal_those_of_the_whole_layer(
     make_llama: Callable[..., LlamaForCausalLM], fast: bool, states: str, tokens: int
 ) -> None:
     model, plain = make_llama(VOCAB), make_llama(VOCAB)
@@ -47,10 +47,9 @@ def test_logits_are_those_of_the_whole_layer(
         ("spectr", {"num_drafts": 3, "gamma": 2}),
     ],
 )
-def test_greedy_text_stays_the_targets(
+def test_greedy_text_equals_the_targets(
     make_llama: Callable[..., LlamaForCausalLM], method: str, options: dict[str, object]
 ) -> None:
-    """The drafter is the target but for its vocabulary: it is often right."""
     target, model = wrap_model(make_llama(VOCAB)), make_llama(VOCAB)
     keep_tokens(model, KEPT)
     prompts, limits, sampling = [[3, 5, 8], [1]], Limits(30), Sampling()
@@ -68,7 +67,7 @@ def test_greedy_text_stays_the_targets(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_keeps_the_vocabulary_and_all_weights(
+def test_the_vocabulary_and_all_weights_survive_a_round_trip(
     make_llama: Callable[..., LlamaForCausalLM], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = make_llama(VOCAB, tie_word_embeddings=True).to(dtype)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: what decoding computes is what training computed, and both are what is written down here, slowly."""
+"""EAGLE-3 heads: training and decoding compute the same as a plain implementation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def turn(x_E: Tensor, position: int, base: float) -> Tensor:
 
 
 def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: int) -> list[Tensor]:
-    """The features of all steps of a chain from a position on, one token and one head at a time."""
+    """Return the features of all steps of a chain from a position, one token and one head at a time."""
     config, layer = heads.config, heads.midlayer
     attention, width = layer.self_attn, config.head_dim
     base, eps = config.rope_parameters["rope_theta"], config.rms_norm_eps
@@ -76,8 +76,8 @@ def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: in
 
 @pytest.mark.parametrize("normed", [False, True])
 @torch.no_grad()
-def test_training_computes_what_is_written_down(make_llama: Any, make_eagle: Any, normed: bool) -> None:
-    """Two documents in a block: the second must not see the first, whose states would change it by its own size."""
+def test_training_equals_the_plain_implementation(make_llama: Any, make_eagle: Any, normed: bool) -> None:
+    """A block has two documents, of which the second must not attend to the first."""
     model = make_llama(VOCAB).double()
     heads = make_eagle(model)
     heads.normed = normed
@@ -96,8 +96,7 @@ def test_training_computes_what_is_written_down(make_llama: Any, make_eagle: Any
 
 
 @torch.no_grad()
-def test_positions_turn_in_float32_whatever_the_weights_are(make_llama: Any, make_eagle: Any) -> None:
-    """Frequencies of 16 bits are rounded ones, which tell on far places."""
+def test_rotary_positions_are_float32_for_all_dtypes(make_llama: Any, make_eagle: Any) -> None:
     heads = make_eagle(make_llama(VOCAB))
     exact = heads.rotary_emb.inv_freq.clone()
     heads = heads.to(torch.bfloat16)
@@ -109,10 +108,10 @@ def test_positions_turn_in_float32_whatever_the_weights_are(make_llama: Any, mak
 @pytest.mark.parametrize("hidden", [32, 64])  # C does the layer of 64, whose heads are wide enough
 @pytest.mark.parametrize(("proposed", "normed"), [(None, False), (KEPT, False), (None, True)], ids=str)
 @torch.no_grad()
-def test_drafting_computes_what_training_computed(
+def test_drafting_equals_training(
     make_llama: Any, make_eagle: Any, proposed: Tensor | None, normed: bool, hidden: int
 ) -> None:
-    """Of a row beside a longer one, after a step that kept part of its draft."""
+    """The row is decoded with a longer one, after a step that accepted a part of its draft."""
     model = make_llama(VOCAB, hidden_size=hidden, seed=1)
     heads = make_eagle(model, proposed)
     heads.normed = normed
@@ -155,10 +154,9 @@ def test_drafting_computes_what_training_computed(
                                                ("dynamic-tree", {})], ids=str)  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("normed", [False, True])
-def test_replays_draft_the_same(
+def test_replays_draft_the_same_tokens(
     make_llama: Any, make_eagle: Any, name: str, options: dict[str, Any], temperature: float, normed: bool
 ) -> None:
-    """Two texts in turn, then both at once; on chance alone 40 tokens of 20 agree in no universe."""
     model, sampling = make_llama(VOCAB, seed=1), Sampling(temperature)
     heads = make_eagle(model)
     heads.normed = normed
@@ -174,7 +172,7 @@ def test_replays_draft_the_same(
     assert recordings.replayed > 10
 
 
-def test_heads_are_read_back(make_llama: Any, make_eagle: Any, tmp_path: Path) -> None:
+def test_heads_survive_a_round_trip(make_llama: Any, make_eagle: Any, tmp_path: Path) -> None:
     model = make_llama(VOCAB)
     heads = make_eagle(model, KEPT)
     save_eagle(heads, tmp_path)

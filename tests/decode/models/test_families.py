@@ -1,4 +1,4 @@
-"""Every decoder family of transformers that a tiny model can be built of (`tests/bench/families.py`)."""
+"""All decoder families of transformers for which a tiny model can be built (`tests/bench/families.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_families_decode_what_generate_writes_or_are_refused() -> None:
+def test_families_equal_generate_or_are_refused() -> None:
     bench = Path(__file__).parents[2] / "bench" / "families.py"
     done = subprocess.run([sys.executable, str(bench)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Products of few rows by compiled C: equal to the library's, compiled once, and not there where they cannot be."""
+"""Skinny GEMM kernels in C: equal to the library's products, compiled once, and optional."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ASK = "import torch; from draftsmith.decode.models.products.product import fits;
 
 @pytest.fixture
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The functions as they are compiled for another processor of the same kind."""
+    """Compile the functions for another processor of the same kind."""
     if request.param != "native":
         monkeypatch.setattr(native, "_OPTIONS", (*native._OPTIONS, f"-march={request.param}"))
         compiled.cache_clear()
@@ -62,13 +62,13 @@ any_format = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 
 
 def product_of(weight_OI: torch.Tensor, dtype: torch.dtype) -> tuple[FewRows, torch.Tensor]:
-    """The product with weights in a type, and what they are in it."""
+    """Return the product with weights in a dtype, and their values in it."""
     held_OI = rounded(weight_OI) if dtype == torch.int8 else weight_OI.to(dtype)
     return FewRows(held_OI, int8=dtype == torch.int8), held_OI
 
 
 def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
-    """x as it is multiplied with the weights, float64."""
+    """Return x as it is multiplied with the weights, float64."""
     if few.kind == FOURS:
         largest, most = x.abs().amax(-1, keepdim=True), torch.tensor(32639.0)
         return (x * most.div(largest)).round().double() * largest.div(most).double()
@@ -80,8 +80,8 @@ def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
 @any_format
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(16, 1), (41, 7), (4096, 100), (4096, 112)], ids=str)
-def test_products_are_the_librarys(processor: None, shape: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
-    """To float32's rounding; a wrong panel, row or thread would be off by the size of the result."""
+def test_products_equal_the_librarys(processor: None, shape: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
+    """A wrong panel, row or thread would be off by the size of the result."""
     torch.manual_seed(0)
     outputs, inputs = shape
     few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
@@ -102,8 +102,8 @@ def test_products_are_the_librarys(processor: None, shape: tuple[int, int], thre
 @needs_compiler
 @any_processor
 @any_format
-def test_norms_and_activations_before_a_product_are_the_librarys(processor: None, dtype: torch.dtype) -> None:
-    """With gates of every size that float32 has, of which SiLU is the gate itself, or 0."""
+def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.dtype) -> None:
+    """Gates have all magnitudes of float32."""
     torch.manual_seed(0)
     outputs, inputs, offset = 48, 96, 0.03
     few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
@@ -219,9 +219,9 @@ def test_few_queries_attend_as_the_library_does(
 @any_format
 @pytest.mark.parametrize("aux_layers", [(), (0, 2)], ids=str)
 @torch.inference_mode()
-def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.dtype, aux_layers: Any) -> None:
-    """A tree, a ragged batch and more tokens than are read at once, through all layers and one by one; what goes into
-    some of them is the same too."""
+def test_layers_in_one_call_equal_single_layers(make_llama: Any, dtype: torch.dtype, aux_layers: Any) -> None:
+    """A tree, a ragged batch and a long chain run through all layers in one call and one by one, with the inputs of
+    some."""
     model = make_llama(hidden_size=64, num_hidden_layers=4).requires_grad_(False)
     if dtype == torch.int8:
         round_to_int8(model)
@@ -247,7 +247,7 @@ def test_layers_by_one_call_are_the_thin_forwards(make_llama: Any, dtype: torch.
         assert (ours - librarys).abs().max() < bound * librarys.abs().max()
 
 
-def test_eight_bits_hold_the_nearest_of_255_values_a_row() -> None:
+def test_int8_rounds_to_the_nearest_of_255_values_per_row() -> None:
     weight_OI = torch.randn(40, 300) * torch.logspace(-6, 3, 40)[:, None]
     weight_OI[7] = 0
     held_OI = rounded(weight_OI)
@@ -260,9 +260,8 @@ def test_eight_bits_hold_the_nearest_of_255_values_a_row() -> None:
 
 
 @torch.inference_mode()
-def test_a_model_of_int8_is_the_rounded_one(make_llama: Any, tmp_path: Path) -> None:
-    """Loaded so; its fast forward is that of transformers over the rounded weights (as `wrap_model` checks, and here
-    more strictly: inputs have 16 bits), which differ from those of the files."""
+def test_an_int8_model_equals_the_rounded_model(make_llama: Any, tmp_path: Path) -> None:
+    """Its optimised forward is compared with that of transformers over the rounded weights."""
     model = make_llama(hidden_size=64, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="int8")
@@ -278,7 +277,7 @@ def test_a_model_of_int8_is_the_rounded_one(make_llama: Any, tmp_path: Path) -> 
 
 @needs_compiler
 @any_format
-def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+def test_nan_inputs_give_nan(dtype: torch.dtype) -> None:
     few, _ = product_of(torch.randn(16, 32), dtype)
     for wrong in (torch.nan, torch.inf, -torch.inf):
         x_XI = torch.randn(3, 32)
@@ -287,14 +286,14 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
         assert finite_X.tolist() == [True, False, True]
 
 
-def test_other_weights_are_left_to_the_library() -> None:
+def test_unsupported_weights_use_the_library() -> None:
     assert not fits(torch.zeros(16, 4, dtype=torch.float16))
     large = Product(torch.zeros(SMALLEST_PACKED // 16, 16))
     assert (large.few_rows is None) == (compiled() is None)
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_only_where_it_can_be(tmp_path: Path) -> None:
+def test_kernels_are_compiled_once_if_possible(tmp_path: Path) -> None:
     def asked(**changes: str) -> tuple[str, list[Path]]:
         environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | changes
         ran = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
@@ -338,7 +337,7 @@ def test_frozen_weights_of_joined_products_are_stored_once(make_llama: Any) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounding_by_parts_is_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_in_parts_equals_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(3, 5, 40).to(dtype)
     whole = rounded(weight)
     monkeypatch.setattr(products, "_AT_ONCE", 250)

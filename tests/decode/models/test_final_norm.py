@@ -1,4 +1,4 @@
-"""Hidden states before the final norm: what they are, that logits and tokens stay the same, and what is refused.
+"""Hidden states before the final norm: their values, unchanged logits and tokens, and refusals.
 
 Shape letters: B batch, M and N tokens, K heads, D hidden, V vocabulary.
 """
@@ -53,7 +53,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
 def build(family: str, **overrides: Any) -> PreTrainedModel:
-    """A random model whose outputs are not flat, and whose norms have weights and biases of their own."""
+    """Return a random model with peaked logits, whose norms have random weights and biases."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(FAMILIES[family] | overrides))).eval()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def hooks(model: torch.nn.Module) -> int:
 
 @torch.inference_mode()
 def tree_states(scorer: LanguageModel) -> tuple[Tensor, Tensor]:
-    """States and logits of a ragged batch of two trees."""
+    """Return states and logits of a ragged batch of two trees."""
     tree = Tree.k_ary((2, 2, 1))
     tokens_BN = torch.randint(1, VOCAB, (2, tree.nodes), generator=torch.Generator().manual_seed(1))
     cache = scorer.new_cache(2, 32)
@@ -85,7 +85,7 @@ def tree_states(scorer: LanguageModel) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("family", "fast"), SCORERS)
 @torch.inference_mode()
-def test_states_before_the_norm_lead_to_those_after_it(family: str, fast: bool, dtype: torch.dtype) -> None:
+def test_norm_maps_states_before_it_to_those_after_it(family: str, fast: bool, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
     before, after = (wrap_model(model, fast=fast, states=f"{side}-norm") for side in ("before", "after"))
     assert (before.states, after.states) == ("before-norm", "after-norm")
@@ -108,7 +108,7 @@ def run(target: LanguageModel, name: str, parts: Parts, temperature: float = 0.0
 
 
 @pytest.mark.parametrize(("family", "fast"), SCORERS)
-def test_medusa_reads_what_goes_into_the_norm_and_writes_what_greedy_writes(family: str, fast: bool) -> None:
+def test_medusa_on_pre_norm_states_is_lossless(family: str, fast: bool) -> None:
     model = build(family)
     residuals: list[Tensor] = []
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
@@ -127,7 +127,7 @@ def test_medusa_reads_what_goes_into_the_norm_and_writes_what_greedy_writes(fami
     torch.testing.assert_close(read[0][0], residuals[0][0, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_what_another_thread_passes_to_the_norm_is_not_seen() -> None:
+def test_calls_of_other_threads_are_ignored() -> None:
     norm = torch.nn.LayerNorm(4)
     mine, theirs = torch.randn(2, 4), torch.randn(3, 4)
     with norm_input(norm) as seen:
@@ -161,7 +161,7 @@ def test_models_without_a_final_norm_are_refused(case: str) -> None:
     assert hooks(model) == 0
 
 
-def test_other_states_and_encoder_decoders_are_refused() -> None:
+def test_unknown_states_and_encoder_decoders_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'before'.*after-norm, before-norm"):
         wrap_model(build("llama"), states="before")
     sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -180,7 +180,7 @@ def test_heads_refuse_a_target_of_other_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_generate_wraps_the_target_as_the_heads_need_it(
+def test_generate_wraps_the_target_with_the_heads_states(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(family)
@@ -218,7 +218,7 @@ def test_generate_wraps_the_target_as_the_heads_need_it(
     assert gone() is None
 
 
-def test_heads_without_a_projection_are_given_the_targets() -> None:
+def test_heads_without_a_projection_get_the_targets() -> None:
     model = build("llama")
     asked = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 20}
     heads = PredictionHeads(3, 1, 32, None, projection="target").eval()

@@ -57,7 +57,7 @@ def test_attention_with_any_mask(shape: tuple[int, ...], dtype: torch.dtype) -> 
 @KINDS
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("normed", [False, True])
-def test_queries_and_keys_are_turned_and_kept(shape: tuple[int, ...], dtype: torch.dtype, normed: bool) -> None:
+def test_queries_and_keys_are_rotated_and_cached(shape: tuple[int, ...], dtype: torch.dtype, normed: bool) -> None:
     batch, count, heads, kv_heads, width, slots = shape
     torch.manual_seed(0)
     qkv_XO = made(dtype, batch * count, (heads + 2 * kv_heads) * width)
@@ -96,7 +96,7 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @KINDS
-def test_the_gate_of_an_mlp(dtype: torch.dtype) -> None:
+def test_gated_activation(dtype: torch.dtype) -> None:
     gate_up = made(dtype, 5, 2 * 1300)
     gate, up = gate_up.chunk(2, -1)
     assert (fused.gated(gate_up) - F.silu(gate) * up).abs().max() <= 4 * TOLERANCES[dtype]

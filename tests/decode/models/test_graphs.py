@@ -1,4 +1,4 @@
-"""Replayed forwards equal plain ones, whatever the shapes, the order of calls and what a cache held before.
+"""Replayed forwards equal eager ones for all shapes, orders of calls and cache contents.
 
 Without a GPU the graphs are recordings of operations, which are replayed on the same tensors: like a CUDA graph they
 repeat every number that came from the host. What only a device can show is marked `gpu`.
@@ -45,7 +45,7 @@ def gpt2() -> torch.nn.Module:
 # What it returns early must outlive later replays.
 @torch.inference_mode()
 def walk(model: LanguageModel, lengths: Sequence[int], rounds: int, seed: int) -> list[torch.Tensor]:
-    """Hidden states of a walk as methods take it: prompts, chains, fixed trees and growing ones, level by level."""
+    """Return the hidden states of a sequence of prompts, chains, fixed trees and growing trees."""
     generator = torch.Generator().manual_seed(seed)
     batch, device = len(lengths), model.device
 
@@ -102,7 +102,7 @@ def run(
     ],
     ids=str,
 )
-def test_a_replay_equals_the_plain_forward(
+def test_a_replay_equals_the_eager_forward(
     make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype, states: str
 ) -> None:
     model = (gpt2() if kind == "gpt2" else make_llama(VOCAB)).to(dtype)
@@ -135,7 +135,7 @@ def test_a_replay_equals_the_plain_forward(
     ],
     ids=str,
 )
-def test_whole_runs_are_the_same(
+def test_replayed_runs_equal_eager_runs(
     make_llama: Build,
     make_heads: Heads,
     name: str,
@@ -143,7 +143,7 @@ def test_whole_runs_are_the_same(
     temperature: float,
     supports_any_length: bool,
 ) -> None:
-    """`supports_any_length`: what kernels of a GPU do is here the work of the mask."""
+    """With `supports_any_length` the mask does the work of the GPU's kernels."""
     target, drafter = (wrap_model(make_llama(VOCAB, seed, num_hidden_layers=1)) for seed in (0, 1))
     target.supports_any_length = drafter.supports_any_length = supports_any_length
     heads, sampling = make_heads(4, 32, VOCAB), Sampling(temperature)
@@ -155,7 +155,7 @@ def test_whole_runs_are_the_same(
 
 
 def kept(target: LanguageModel, name: str, drafter: LanguageModel, temperature: float, **options: object) -> object:
-    """Texts of two rows, and how many draft tokens each step kept."""
+    """Return the texts of two rows, and the number of accepted draft tokens of each step."""
     sampling, seen = Sampling(temperature), []
     method = build_method(name, Parts(drafter), sampling, **options)
     for step in generate(target, *method, PROMPTS[:3:2], Limits(30), sampling, Rng.for_rows(3, 2)):
@@ -179,11 +179,9 @@ def kept(target: LanguageModel, name: str, drafter: LanguageModel, temperature: 
         ),
     ],
 )
-def test_what_is_drafted_on_counts_for_nothing(
+def test_unused_draft_levels_do_not_change_texts(
     make_llama: Build, name: str, of_two: tuple[dict[str, object], ...], temperature: float
 ) -> None:
-    """Replayed, all levels are drafted; plainly, none that no row needs. A target that drafts for itself keeps much.
-    Two settings in turn on the same models."""
     target = wrap_model(make_llama(VOCAB, sharpness=1.5))
     fast, recordings = graphed(target)
     for options in (*of_two, *reversed(of_two)):  # caches change hands between target and drafter
@@ -193,7 +191,7 @@ def test_what_is_drafted_on_counts_for_nothing(
 
 
 @torch.inference_mode()
-def test_caches_are_handed_on_and_never_shared(make_llama: Build) -> None:
+def test_cache_memory_is_reused_but_never_shared(make_llama: Build) -> None:
     fast, _ = graphed(wrap_model(make_llama(VOCAB)))
     first, second = fast.new_cache(2, 20), fast.new_cache(2, 20)
     assert first.keys[0].data_ptr() != second.keys[0].data_ptr()
@@ -213,7 +211,7 @@ def test_caches_are_handed_on_and_never_shared(make_llama: Build) -> None:
 
 
 @torch.inference_mode()
-def test_what_is_not_replayed_takes_the_plain_path(make_llama: Build) -> None:
+def test_unsupported_calls_run_eagerly(make_llama: Build) -> None:
     plain = wrap_model(make_llama(VOCAB))
     fast, recordings = graphed(plain, max_tokens=4)
     cache, counts = fast.new_cache(1, 40), []
@@ -235,7 +233,7 @@ def test_what_is_not_replayed_takes_the_plain_path(make_llama: Build) -> None:
         fast.extend(cache, torch.ones(1, 1, dtype=torch.int64), Tree.chain(45), 45)
 
 
-def test_inference_mode_may_come_and_go(make_llama: Build) -> None:
+def test_replays_inside_and_outside_inference_mode(make_llama: Build) -> None:
     plain = wrap_model(make_llama(VOCAB))
     fast, recordings = graphed(plain)
     for inside in (True, False, True, False):
@@ -252,7 +250,7 @@ def test_inference_mode_may_come_and_go(make_llama: Build) -> None:
 
 
 @torch.inference_mode()
-def test_tables_that_a_graph_reads_stay(make_llama: Build) -> None:
+def test_tables_that_a_graph_reads_are_kept(make_llama: Build) -> None:
     model = LeanDecoder(make_llama(VOCAB))
     model.extend(model.new_cache(1, 8), torch.ones(1, 4, dtype=torch.int64))
     table = model._rotation.tables[""][0]
@@ -266,7 +264,7 @@ def test_tables_that_a_graph_reads_stay(make_llama: Build) -> None:
 # Models that are spread over devices or offloaded: no graphs, and a cache whose layers lie where they are computed.
 
 
-def test_an_offloaded_model_decodes_as_before(make_llama: Build, tmp_path: Path) -> None:
+def test_an_offloaded_model_is_not_captured(make_llama: Build, tmp_path: Path) -> None:
     from accelerate import dispatch_model
 
     wanted = run(wrap_model(make_llama(VOCAB)), "autoregressive", Parts(), PROMPTS, Sampling())
@@ -308,7 +306,7 @@ def gpu(test: Any) -> Any:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("states", ["after-norm", "before-norm"])
 @pytest.mark.parametrize(("kind", "lengths"), [("lean", [5]), ("lean", [3, 9, 1]), ("llama", [3, 9, 1])], ids=str)
-def test_a_cuda_graph_equals_the_plain_forward(
+def test_a_cuda_graph_equals_the_eager_forward(
     make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype, states: str
 ) -> None:
     plain = wrap_model(make_llama(VOCAB).to("cuda", dtype), fast=kind == "lean", graphs=False, states=states)
@@ -321,7 +319,7 @@ def test_a_cuda_graph_equals_the_plain_forward(
 
 @gpu
 @torch.inference_mode()
-def test_a_replay_does_not_wait_for_the_device(make_llama: Build) -> None:
+def test_a_replay_does_not_synchronise(make_llama: Build) -> None:
     fast = wrap_model(make_llama(VOCAB).to("cuda"))
     assert isinstance(fast, GraphedModel)
     tree = Tree.k_ary((2, 2)).to(fast.device)

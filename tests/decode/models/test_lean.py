@@ -1,4 +1,4 @@
-"""Products of the thin forward, which tiny models' weights are too small to reach, and what it holds."""
+"""Products of the optimised forward, and the weights that it stores."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from transformers import LlamaForCausalLM
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(640, 500), (1205, 300), (60, 30)], ids=str)
-def test_products_of_any_number_of_rows_are_the_matrix_product(
+def test_products_equal_the_matrix_product(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To rounding, whichever product is used; a wrong layout is off by the size of the result."""
     torch.manual_seed(0)
     outputs, inputs = shape
     weight_OI = torch.randn(outputs, inputs, dtype=dtype)
@@ -36,7 +35,7 @@ def test_products_of_any_number_of_rows_are_the_matrix_product(
         assert (made.add_to(sum_XO, x_XI).double() - expected_XO - sum_XO.double()).abs().max() < 2 * bound
 
 
-def test_frozen_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Path) -> None:
+def test_frozen_16_bit_weights_are_stored_once(make_llama: Any, tmp_path: Path) -> None:
     model = make_llama().half().requires_grad_(False)  # of bfloat16 a processor keeps copies, for work in float32
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     thin = LeanDecoder(model)
@@ -54,8 +53,7 @@ def test_frozen_weights_of_two_bytes_are_held_once(make_llama: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_that_are_trained_stay_where_they_are(make_llama: Any, dtype: torch.dtype) -> None:
-    """An optimizer may keep them in memory of its own, and would otherwise write what nobody reads."""
+def test_trained_weights_keep_their_memory(make_llama: Any, dtype: torch.dtype) -> None:
     model = make_llama().to(dtype)
     before = [weight.data_ptr() for weight in model.parameters()]
     LeanDecoder(model)
@@ -64,9 +62,8 @@ def test_weights_that_are_trained_stay_where_they_are(make_llama: Any, dtype: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_the_beginning_of_texts_is_read_as_its_parts_are(make_llama: Any, dtype: torch.dtype) -> None:
-    """A whole prompt needs no mask, the second half of one does; an attention to later tokens would be off by the size
-    of the result."""
+def test_whole_prompts_equal_prompts_in_parts(make_llama: Any, dtype: torch.dtype) -> None:
+    """Whole prompts need no mask, later parts do."""
     thin = LeanDecoder(make_llama().to(dtype))
     tokens_BM = torch.randint(0, thin.vocab_size, (2, FEW_ROWS + 9))
     whole, parts = (thin.new_cache(2, tokens_BM.shape[1]) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Families: a tree forward equals plain forwards of each path, unmodified models, ragged rows."""
+"""Model families: tree forwards equal plain forwards of each path, for unmodified models and ragged rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build(family: str, **overrides: Any) -> PreTrainedModel:
 
 @torch.inference_mode()
 def tree_against_paths(model: PreTrainedModel, fast: bool, lengths: tuple[int, int] = (4, 2)) -> float:
-    """The largest difference between a ragged batch of trees and plain forwards of each path, of the largest logit."""
+    """Return the largest relative difference between a ragged batch of trees and plain forwards of each path."""
     scorer = wrap_model(model, fast=fast)
     draws = torch.Generator().manual_seed(1)
     prompts_BT = torch.randint(1, 50, (2, max(lengths)), generator=draws)
@@ -125,8 +125,8 @@ def test_the_lean_forward_equals_plain_forwards(family: str, overrides: dict[str
 
 @pytest.mark.parametrize("family", sorted(LEAN))
 @torch.inference_mode()
-def test_in_two_bytes_the_lean_forward_rounds_no_more_than_transformers(family: str) -> None:
-    """Over the same weights, float64 being the truth. What is wrong would be off by the size of the logits."""
+def test_in_16_bits_the_lean_forward_rounds_no_more_than_transformers(family: str) -> None:
+    """Both are compared with float64 over the same weights."""
     half = build(family, **AS_WIDE.get(family, {"hidden_size": 64, "head_dim": 16})).to(torch.bfloat16)
     exact, thin = copy.deepcopy(half).double(), LeanDecoder(half)
     ids_BM = torch.randint(1, 50, (8, 12), generator=torch.Generator().manual_seed(1))
@@ -139,8 +139,7 @@ def test_in_two_bytes_the_lean_forward_rounds_no_more_than_transformers(family: 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("lengths", [[4000, 5, 9], [2, 5000], [700, 690, 680, 5]], ids=str)
-def test_rows_of_unlike_lengths_give_what_each_gives_alone(lengths: list[int]) -> None:
-    """In C slots behind a row's end are not even read."""
+def test_ragged_batches_equal_single_rows(lengths: list[int]) -> None:
     scorer = wrap_model(build("llama", hidden_size=64, head_dim=16, max_position_embeddings=8192))
     assert isinstance(scorer, LeanDecoder)
     cache, draws = scorer.new_cache(len(lengths), 5008), torch.Generator().manual_seed(2)
@@ -169,7 +168,7 @@ ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
 """What the thin forward does not compute."""
 
 
-def test_which_forward_serves(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_which_forward_is_used(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     half = make_llama(50).to(torch.bfloat16)
     assert isinstance(wrap_model(half), LeanDecoder)  # compared with the model's own forwards on the way
     for family, overrides in ELSEWHERE:
@@ -200,9 +199,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
     ("family", "fast"), [(name, fast) for name in WINDOWED for fast in sorted({False, name in LEAN})]
 )
 @torch.inference_mode()
-def test_texts_go_on_beyond_a_sliding_window(family: str, fast: bool) -> None:
-    """Prompts of 300 and 40 tokens, a window of 128. One slot more or less of it would be seen: without windows logits
-    are off by more than a hundred times the bound."""
+def test_texts_longer_than_a_sliding_window(family: str, fast: bool) -> None:
+    """The window has 128 tokens, the prompts 300 and 40. A window that is off by one token would be detected."""
     overrides = WINDOWED[family] | {"sliding_window": 128, "max_position_embeddings": 512}
     model = build(family, **overrides)
     scorer = wrap_model(model, fast=fast)
@@ -226,14 +224,13 @@ def test_texts_go_on_beyond_a_sliding_window(family: str, fast: bool) -> None:
 
 
 @pytest.mark.parametrize(("family", "window"), [("mistral", 16), ("gpt_oss", 128)])
-def test_positions_end_at_windows_that_are_not_kept(family: str, window: int) -> None:
-    """A tree could be deeper than the first; nobody tried the second."""
+def test_positions_are_limited_by_unsupported_windows(family: str, window: int) -> None:
     config = AutoConfig.for_model(family, **(WIDE | {"sliding_window": window, "max_position_embeddings": 512}))
     assert position_limit(config) == window
     assert set(windows(config)) == {None}
 
 
-def test_the_cache_refuses_what_does_not_fit(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_the_cache_refuses_too_many_tokens(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     scorer = wrap_model(make_llama(50))
     cache = scorer.new_cache(1, 4)
     cache.set_lengths([2])

@@ -1,4 +1,4 @@
-"""Encoder-decoders: what the decoder computes, greedy identity with transformers, exactness of samples, refusals.
+"""Encoder-decoders: decoder states, greedy identity with transformers, exactness of samples, and refusals.
 
 Sources differ in length, and rows of a batch accept different numbers of tokens: both are where relative positions and
 padding go wrong unnoticed.
@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(family: str, seed: int = 2, noise: float = 0.0, **overrides: Any) -> PreTrainedModel:
-    """A random model whose outputs are not flat; `noise` makes one that mostly agrees with that of the same seed."""
+    """Return a random model with peaked logits; with `noise` it mostly agrees with that of the same seed."""
     settings = SIZES | FAMILIES.get(family, {"model_type": family}) | overrides
     untied = settings.pop("untied", False)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -91,7 +91,7 @@ def scorer(family: str, noise: float = 0.0) -> LanguageModel:
 
 @cache
 def wanted(family: str) -> tuple[list[list[int]], int, list[list[int]]]:
-    """What transformers makes of each source, an end-of-sequence token that one row meets early, and the same to it."""
+    """Return the output of transformers for each source, without and with an end-of-sequence token."""
     model = build(family)
     full = [greedy(model, source, COUNT) for source in SOURCES]
     assert min(len(set(ids)) for ids in full) >= 3, "rows that repeat themselves would hide wrong positions"
@@ -115,7 +115,7 @@ def run(
 
 @pytest.fixture
 def make_parts(make_heads: Callable[..., torch.nn.Module]) -> Callable[..., Parts]:
-    """All that a method may need beside a target of this family; the drafter agrees with it on many tokens."""
+    """Return all artifacts for a target of this family."""
 
     def make(family: str) -> Parts:
         table = BigramTable.from_documents([np.random.default_rng(0).integers(0, VOCAB, 2000)], VOCAB)
@@ -127,7 +127,7 @@ def make_parts(make_heads: Callable[..., torch.nn.Module]) -> Callable[..., Part
 @torch.inference_mode()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
-    """Of every path, with a source of its own length and committed tokens within and beyond the largest distance."""
+    """Sources differ in length, and committed tokens lie within and beyond the largest distance."""
     target = scorer(family)
     generator = torch.Generator().manual_seed(1)
     lengths = [20, 1, 5, 3]
@@ -150,7 +150,7 @@ def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
 
 
 @torch.inference_mode()
-def test_what_overflows_in_half_precision_is_cut_as_transformers_does() -> None:
+def test_overflows_in_half_precision_are_clamped_as_in_transformers() -> None:
     model = build("t5").to(torch.float16)
     for block in model.decoder.block:
         block.layer[0].SelfAttention.o.weight.mul_(2e4)
@@ -167,10 +167,9 @@ def test_what_overflows_in_half_precision_is_cut_as_transformers_does() -> None:
     [("flan-t5", *row) for row in (*LOSSLESS, ("speculative", {}))]
     + [(family, name, {}) for family in ("t5", "umt5") for name in ("autoregressive", "speculative", "prompt-lookup")],
 )
-def test_greedy_output_is_that_of_transformers(
+def test_greedy_output_equals_transformers(
     make_parts: Callable[..., Parts], family: str, name: str, options: dict[str, Any]
 ) -> None:
-    """In a batch and alone, to the limit and to an end-of-sequence token that one row meets early."""
     target, parts = scorer(family), make_parts(family)
     full, stop, stopped = wanted(family)
     assert len(stopped[0]) <= 7
@@ -188,7 +187,7 @@ def test_the_methods_that_are_not_lossless_run(make_parts: Callable[..., Parts],
     assert [len(ids) for ids in output] == [COUNT] * len(SOURCES)
 
 
-def test_the_source_is_read_once(make_parts: Callable[..., Parts]) -> None:
+def test_the_source_is_encoded_once(make_parts: Callable[..., Parts]) -> None:
     model = build("flan-t5")
     target, calls = wrap_model(model), []
     for module in (model.encoder, *(block.layer[1].EncDecAttention.k for block in model.decoder.block)):
@@ -234,12 +233,12 @@ def hooked() -> PreTrainedModel:
     ],
     ids=["another family", "no first token", "several devices", "more than its family does"],
 )
-def test_what_cannot_be_decoded_is_refused(make: Callable[[], PreTrainedModel], words: str) -> None:
+def test_unsupported_models_are_refused(make: Callable[[], PreTrainedModel], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         wrap_model(make())
 
 
-def test_pairs_and_settings_of_decoders_alone_are_refused(
+def test_settings_for_decoders_only_are_refused(
     make_llama: Callable[..., LlamaForCausalLM], make_parts: Callable[..., Parts]
 ) -> None:
     decoder, both = wrap_model(make_llama(VOCAB)), scorer("t5")

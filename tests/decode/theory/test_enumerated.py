@@ -1,4 +1,4 @@
-"""The law of what a verifier keeps of a chain, without chance: every draft of five tokens over three, every threshold.
+"""The exact distribution of verified chains: every draft of five tokens over three, without sampling.
 
 A verifier is a function of the draft and of its random numbers. With all numbers but one held, that one's threshold is
 found by bisection, to 2^-40; so are the probabilities of the token behind. What it writes, with the target's own
@@ -30,7 +30,7 @@ SAMPLINGS = [Sampling(0.5), Sampling(1.0), Sampling(2.0), Sampling(1.0, top_k=2)
 
 
 class Given(Rng):
-    """The numbers that it is told."""
+    """Random numbers with given values."""
 
     def __init__(self, uniform_BU: Tensor) -> None:
         self._uniform_BU = uniform_BU
@@ -41,7 +41,7 @@ class Given(Rng):
 
 
 def bisected(passes: Callable[[Tensor], Tensor], rows: int) -> Tensor:
-    """[B] the number below which each row passes."""
+    """Return the number [B] below which each row passes."""
     low_B, high_B = torch.zeros(rows).double(), torch.ones(rows).double()
     for _ in range(40):
         middle_B = (low_B + high_B) / 2
@@ -51,7 +51,7 @@ def bisected(passes: Callable[[Tensor], Tensor], rows: int) -> Tensor:
 
 
 def law(rule: Verifier, models: Models) -> Tensor:
-    """[P, X] of the first DEPTH + 1 tokens."""
+    """Return the distribution [P, X] of the first DEPTH + 1 tokens."""
     target_PVV, draft_PVV = models
     rows = PAIRS * len(DRAFTS_EK)
     drafts_BK = DRAFTS_EK.repeat(PAIRS, 1)
@@ -62,7 +62,7 @@ def law(rule: Verifier, models: Models) -> Tensor:
     proposal = Proposal(Tree.chain(DEPTH), tokens_BN, draft_BKV)
 
     def kept(level: int, number_B: Tensor, last_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Tests before `level` pass if they can, later ones fail if they can."""
+        """Return random numbers with which tests before `level` pass if they can and later ones fail if they can."""
         uniform_BU = torch.full((rows, DEPTH + 1), ALMOST).double()
         uniform_BU[:, :level], uniform_BU[:, -1] = 0.0, 0.0 if last_B is None else last_B
         if level < DEPTH:
@@ -100,7 +100,7 @@ def law(rule: Verifier, models: Models) -> Tensor:
 
 
 def wanted(target_PVV: Tensor) -> Tensor:
-    """[P, X] by the target alone."""
+    """Return the distribution [P, X] of the target."""
     texts_XT = torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH + 1)))
     before_XT = torch.nn.functional.pad(texts_XT, (1, 0))[:, :-1]
     return target_PVV[:, before_XT, texts_XT].prod(2)
@@ -119,18 +119,18 @@ def models_of(sampling: Sampling, kind: str) -> Models:
 @pytest.mark.parametrize("kind", ["different", "the same", "hardly overlapping"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("rule", [ExactChain, ExactBlock])
-def test_what_is_written_has_the_targets_probability(rule: type[Verifier], sampling: Sampling, kind: str) -> None:
+def test_the_output_has_the_targets_distribution(rule: type[Verifier], sampling: Sampling, kind: str) -> None:
     models = models_of(sampling, kind)
     torch.testing.assert_close(law(rule(), models), wanted(models[0]), atol=1e-6, rtol=0)
 
 
 class WrongResidual(ExactChain):
-    """Draws the token after a rejection from p instead of [p - q]+."""
+    """Verifier that samples the token after a rejection from p instead of [p - q]+."""
 
     def residual_distribution(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
         return target_BV
 
 
-def test_a_wrong_residual_is_seen() -> None:
+def test_a_wrong_residual_is_detected() -> None:
     models = models_of(Sampling(1.0), "different")
     assert (law(WrongResidual(), models) - wanted(models[0])).abs().max() > 1e-3

@@ -1,4 +1,4 @@
-"""How often drafts are refused, and what over-acceptance costs: the papers' formulas against engine and verifiers.
+"""Rates of rejection and the cost of over-acceptance: the papers' formulas compared with engine and verifiers.
 
 Rejections: Yin et al. 2024, "A theoretical perspective for speculative decoding", theorems 1 to 4. Its setting is free
 drafts of unbounded length: here `gamma` is as large as the number of tokens, so that a step ends by a rejection or with
@@ -40,7 +40,7 @@ MakeStream = Callable[[int, int], Rng]
 
 
 def random_tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables of a target and of a drafter, [T, V, V] each.
+    """Return tables [T, V, V] of a target and of a drafter.
 
     The target leans to high tokens, after which the drafter is wrong more often; the drafter leans to low ones. So it
     matters by which of the two chains a prefix is weighted.
@@ -54,14 +54,14 @@ def random_tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def naive_acceptance(target_XV: np.ndarray, draft_XV: np.ndarray, candidates: int) -> np.ndarray:
-    """Σ p (1 - (1 - q)^k), [...]: a token drawn from p is among k independent candidates (MCNS, appendix C)."""
+    """Return Σ p (1 - (1 - q)^k): the probability that a token from p is among k candidates (MCNS, appendix C)."""
     return np.asarray((target_XV * (1 - (1 - draft_XV) ** candidates)).sum(-1))
 
 
 def rejections(
     target_TVV: np.ndarray, draft_TVV: np.ndarray, start: int, weights_TVV: np.ndarray | None = None
 ) -> float:
-    """E[N_rej] = Σₙ E TV(pₙ, qₙ) of T tokens of a Markov chain (arXiv 2411.00841, theorem 1).
+    """Return E[N_rej] = Σₙ E TV(pₙ, qₙ) of T tokens of a Markov chain (arXiv 2411.00841, theorem 1).
 
     Drafts are free and unbounded: a step ends by a rejection or with the text, which begins with `start`. The formula
     is right where the target's chain weighs the prefixes, the default.
@@ -78,7 +78,7 @@ def rejections(
 def batch_rejections(
     target_TVV: np.ndarray, draft_TVV: np.ndarray, start: int, drafts: int, first: float = 1.0
 ) -> float:
-    """E[N_rej] of batch speculative decoding: Σₙ E TV(pₙ, qₙ) - Σₙ Σ f(x₁..ₙ₋₁) [TV(pₙ, qₙ) - Πₘ TV(pₙᵐ, qₙ)].
+    """Return E[N_rej] of batch speculative decoding: Σₙ E TV(pₙ, qₙ) - Σₙ Σ f(x₁..ₙ₋₁) [TV(pₙ, qₙ) - Πₘ TV(pₙᵐ, qₙ)].
 
     f(x₁..ₙ) is the probability that the prefix is x₁..ₙ and that its last token took the place of a refused one. Of the
     chain only the last token matters, so f is kept by it. It follows from the target's own probability of the prefix,
@@ -105,7 +105,6 @@ def batch_rejections(
 
 
 def expected_rejections(*tables: torch.Tensor) -> float:
-    """Formula 1, of a target, a drafter and the chain that weighs the prefixes."""
     target_TVV, draft_TVV, weights_TVV = (table_TVV.numpy() for table_TVV in tables)
     return rejections(target_TVV, draft_TVV, START, weights_TVV)
 
@@ -113,14 +112,13 @@ def expected_rejections(*tables: torch.Tensor) -> float:
 def expected_batch_rejections(
     target_TVV: torch.Tensor, draft_TVV: torch.Tensor, drafts: int, first: float = 1.0
 ) -> float:
-    """Formula 3."""
     return batch_rejections(target_TVV.numpy(), draft_TVV.numpy(), START, drafts, first)
 
 
 def count_rejections(
     target: LanguageModel, method: Method, rng: Rng, rows: int, tokens: int = TOKENS
 ) -> tuple[float, float, np.ndarray]:
-    """The mean number of rejections in a text, its standard error, and how often each token came last."""
+    """Return the mean number of rejections in a text, its standard error, and the frequency of each last token."""
     counts_B, steps_B, last_B = np.zeros(rows), np.zeros(rows), np.zeros(rows, dtype=np.int64)
     for step in generate(target, *method, [[START]] * rows, Limits(tokens), SAMPLING, rng):
         kept_B = np.array([len(ids) for ids in step.new_ids])
@@ -135,7 +133,7 @@ def count_rejections(
 def test_speculative_rejections_are_the_sum_of_total_variations(
     make_markov: MakeMarkov, make_stream: MakeStream, seed: int
 ) -> None:
-    """Formula 1. With the prefixes weighted by the drafter's chain it would be found wrong, by ten standard errors."""
+    """Prefixes weighted by the drafter's chain would be off by ten standard errors."""
     target_TVV, draft_TVV = random_tables(seed)
     method = build_method("speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=TOKENS)
     mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(seed, ROWS), ROWS)
@@ -145,8 +143,7 @@ def test_speculative_rejections_are_the_sum_of_total_variations(
     assert abs(expected_rejections(target_TVV, draft_TVV, draft_TVV) - expected) > 10 * error
 
 
-def test_expected_rejections_are_those_of_all_texts_enumerated() -> None:
-    """Σ over all texts' prefixes of the target's probability of the prefix and the TV after it."""
+def test_expected_rejections_equal_enumeration() -> None:
     target_TVV, draft_TVV = (table_TVV[:4, :4, :4] for table_TVV in random_tables(3))
     target_TVV, draft_TVV = ((each / each.sum(-1, keepdim=True)).numpy() for each in (target_TVV, draft_TVV))
     total = 0.0
@@ -161,7 +158,7 @@ def test_expected_rejections_are_those_of_all_texts_enumerated() -> None:
 
 @pytest.mark.parametrize("drafts", [1, 2, 4, 8])
 def test_batch_speculative_rejections(make_markov: MakeMarkov, make_stream: MakeStream, drafts: int) -> None:
-    """Formula 3. What other numbers of drafts would give lies five standard errors off or more."""
+    """Other numbers of drafts would be off by five standard errors or more."""
     target_TVV, draft_TVV = (table_TVV[:BATCH_TOKENS] for table_TVV in random_tables(0))
     parts = Parts(make_markov(draft_TVV))
     method = build_method("batch-speculative", parts, SAMPLING, gamma=BATCH_TOKENS, num_drafts=drafts)
@@ -178,7 +175,7 @@ GRID = 20_000
 
 
 class Fixed(Rng):
-    """Gives the numbers it was told to give, the same at every call."""
+    """Random numbers with the same given values at every call."""
 
     def __init__(self, uniform_BU: torch.Tensor) -> None:
         self._uniform_BU = uniform_BU
@@ -189,7 +186,7 @@ class Fixed(Rng):
 
 
 def one_step(verifier: Verifier, target_V: torch.Tensor, draft_V: torch.Tensor) -> tuple[float, np.ndarray]:
-    """The probability of a rejection and the distribution of the output, with one draft token, read off the verifier.
+    """Return the probability of a rejection and the output distribution with one draft token.
 
     Every draft token is given to it with each of evenly spaced random numbers for the acceptance, and then, refused,
     with each of them for the token drawn instead: every probability comes out to within 1 / GRID.
@@ -216,7 +213,7 @@ def total_variation(first_V: np.ndarray, second_V: np.ndarray) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMarkov, seed: int) -> None:
-    """Formulas 4 and 5, by enumeration of draft tokens and random numbers: no chance is involved.
+    """Formulas 4 and 5 are evaluated by enumeration, without sampling.
 
     OPT has the bias Loss*, below which no other distribution after a refusal gets, and rejections and bias add up to
     TV(p, q). UNO's output is b q + (1 - Σ b q) p, which lies above the line wherever something is refused.
@@ -246,7 +243,7 @@ def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMa
 
 
 def random_distributions(count: int, vocab: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of p and q, flat ones and sharp ones, far from each other and close together."""
+    """Return pairs of p and q, both flat and sharp, similar and different."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         p, other = rng.dirichlet(np.full(vocab, (0.1, 0.5, 2.0)[number % 3]), 2)
@@ -255,7 +252,7 @@ def random_distributions(count: int, vocab: int, seed: int) -> Iterator[tuple[np
 
 
 def refused(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:
-    """P(x, all k refused) of multi-candidate sampling with replacement (appendix A)."""
+    """Return P(x, all k rejected) of multi-candidate sampling with replacement (appendix A)."""
     mass, left = theory.refusals(p, q, k)
     return mass * left
 
@@ -263,7 +260,7 @@ def refused(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:
 def level_counts(
     make_markov: MakeMarkov, make_stream: MakeStream, name: str, p: np.ndarray, q: np.ndarray, **options: object
 ) -> list[int]:
-    """Of one step of 40,000 rows, how many come to each level, all of them first; p and q are the same at each."""
+    """Return how many of 40,000 rows reach each level in one step with equal p and q at all levels."""
     rows = 40_000
     target, drafter = (make_markov(torch.from_numpy(table).expand(1, len(table), -1)) for table in (p, q))
     method = build_method(name, Parts(drafter), SAMPLING, **options)
@@ -272,7 +269,7 @@ def level_counts(
 
 
 def assert_share(part: int, whole: int, expected: float) -> None:
-    """Whether so many of so many are five standard errors or less from what is expected."""
+    """Assert that a share is within five standard errors of its expectation."""
     assert abs(part - whole * expected) <= 5 * (whole * expected * (1 - expected)) ** 0.5 + 1e-9
 
 
@@ -292,7 +289,7 @@ def test_both_accept_as_much_as_their_formulas_say(make_markov: MakeMarkov, make
 
 
 def k_seq(p: np.ndarray, q: np.ndarray, chains: int) -> tuple[float, float]:
-    """The ρ of SpecTr's k-SEQ, 1 - (1 - β)^k = ρβ with β = Σ min(q, p/ρ), by bisection, and its acceptance.
+    """Return ρ of SpecTr's k-SEQ, 1 - (1 - β)^k = ρβ with β = Σ min(q, p/ρ), by bisection, and its acceptance.
 
     Source: Sun et al. 2023, Algorithm 2 and theorem 2.
     """
@@ -320,8 +317,8 @@ def pairs(count: int, vocab: int, seed: int) -> list[tuple[np.ndarray, np.ndarra
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_what_candidates_give_and_what_refusals_leave_is_the_target(k: int) -> None:
-    """All sequences of draws are enumerated, and each is tried candidate by candidate."""
+def test_multi_candidate_sampling_gives_the_target(k: int) -> None:
+    """All sequences of draws are enumerated."""
     for p, q in pairs(5, 4, k):
         accepted, refused = np.zeros_like(p), np.zeros_like(p)
         for draws in itertools.product(range(4), repeat=k):

@@ -1,4 +1,4 @@
-"""Packed blocks under every kernel: a flash kernel is given documents in its own way, FlexAttention in another."""
+"""Packed blocks under every attention kernel, including flash kernels and FlexAttention."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flash_reference(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention inside `cu_seq_lens_q` of a batch of one row; without them the whole row is one document."""
+    """Attention within the `cu_seq_lens_q` of a batch of one row; without them the row is one document."""
     assert attention_mask is None, "flash kernels take no mask of numbers"
     borders = options.pop("cu_seq_lens_q", torch.tensor([0, query.shape[2]], dtype=torch.int32))
     assert borders.dtype == torch.int32, "the kernels read 32 bits"
@@ -62,7 +62,7 @@ def flash_reference(
 
 @pytest.fixture
 def reference() -> Iterator[str]:
-    """The kernel's name, known to transformers for the time of a test."""
+    """Register the kernel with transformers during a test."""
     AttentionInterface.register(REFERENCE, flash_reference)
     AttentionMaskInterface.register(REFERENCE, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
     yield REFERENCE
@@ -83,7 +83,7 @@ def build(family: str, attention: str, **overrides: Any) -> Any:
 
 @pytest.mark.parametrize("kernel", [REFERENCE, "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_kernel_for_documents_gives_what_the_mask_gives(
+def test_a_document_kernel_equals_masked_attention(
     worker: ModuleType, reference: str, family: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftsmith.train.forward.packed._WORTH_IT", 1.0)
@@ -106,7 +106,7 @@ def test_a_kernel_for_documents_gives_what_the_mask_gives(
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_a_model_is_tried_on_the_processor_before_it_goes_to_its_kernel() -> None:
+def test_a_model_is_checked_on_the_cpu_before_its_kernel_is_used() -> None:
     kernel = "flash_attention_2"
     model = build("llama", kernel)
     assert make_forward(model).weight_VD() is model.lm_head.weight
@@ -116,7 +116,7 @@ def test_a_model_is_tried_on_the_processor_before_it_goes_to_its_kernel() -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
-def test_real_kernels_give_what_the_mask_gives(worker: ModuleType, family: str) -> None:
+def test_real_kernels_equal_masked_attention(worker: ModuleType, family: str) -> None:
     pytest.importorskip("flash_attn")
     kernel = "flash_attention_2"
     batch = worker.make_data(3, length=40).batch(range(3)).to("cuda")
@@ -129,7 +129,7 @@ def test_real_kernels_give_what_the_mask_gives(worker: ModuleType, family: str) 
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.1, atol=0.1 * float(outputs[0].detach().abs().max()))
 
 
-def test_a_model_that_passes_nothing_to_its_attention_is_refused(reference: str) -> None:
+def test_a_model_that_passes_no_arguments_to_attention_is_refused(reference: str) -> None:
     model = build("llama", reference)
     forward = model.model.forward
 
@@ -178,7 +178,7 @@ WITH_NORM = {family: {} for family in FAMILIES} | {"opt": {"word_embed_proj_dim"
 
 
 def entering(norm: torch.nn.Module, model: Any, **inputs: Any) -> torch.Tensor:
-    """What goes into a norm in the model's own forward."""
+    """Return the input of a norm in the model's own forward."""
     found: list[torch.Tensor] = []
     handle = norm.register_forward_pre_hook(lambda module, args: found.append(args[0]))
     model(**inputs, use_cache=False)
@@ -188,7 +188,7 @@ def entering(norm: torch.nn.Module, model: Any, **inputs: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", REFERENCE])
 @pytest.mark.parametrize("family", WITH_NORM)
-def test_states_before_the_norm_are_what_goes_into_it(
+def test_pre_norm_states_equal_the_input_of_the_norm(
     worker: ModuleType, reference: str, family: str, attention: str
 ) -> None:
     assert reference == REFERENCE
@@ -211,7 +211,7 @@ def test_states_before_the_norm_are_what_goes_into_it(
             torch.testing.assert_close(states_BTD[row, place], alone_1TD[0], rtol=1e-3, atol=1e-3)
 
 
-def test_states_of_another_type_are_normed_in_the_models_own(worker: ModuleType) -> None:
+def test_states_are_normed_in_the_dtype_of_the_model(worker: ModuleType) -> None:
     batch = worker.make_data(2).batch(range(2))
     forward = PackedForward(build("gpt_neox", "sdpa"), "before-norm")
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_states_of_another_type_are_normed_in_the_models_own(worker: ModuleType)
         torch.testing.assert_close(kept_BTD, forward.after_norm(states_BTD), rtol=0.05, atol=0.05)
 
 
-def test_other_calls_of_the_model_do_not_notice(worker: ModuleType) -> None:
+def test_other_calls_of_the_model_are_unaffected(worker: ModuleType) -> None:
     model = worker.make_model().eval()
     tokens_BT = torch.arange(20).reshape(2, 10)
     padding_BT = torch.ones(2, 10, dtype=torch.long)
@@ -237,7 +237,7 @@ def test_other_calls_of_the_model_do_not_notice(worker: ModuleType) -> None:
     assert "attn_implementation" not in model.config.to_json_string()
 
 
-def test_models_that_cannot_are_left_as_they_are() -> None:
+def test_unsupported_models_are_unchanged() -> None:
     for model in (build("qwen2", "sdpa", use_sliding_window=True, sliding_window=8), build("llama", "eager")):
         implementation = model.config._attn_implementation
         forward = PackedForward(model)
@@ -246,7 +246,7 @@ def test_models_that_cannot_are_left_as_they_are() -> None:
 
 
 def documents_alone(model: Any, batch: Batch) -> list[tuple[int, torch.Tensor, list[int]]]:
-    """Row, logits [T, V] and labels of every document, from a forward of that document by itself."""
+    """Return row, logits [T, V] and labels of every document from a separate forward."""
     found = []
     for row in range(batch.tokens_BT.shape[0]):
         for number in batch.documents_BT[row].unique().tolist():
@@ -282,7 +282,6 @@ def test_packed_equals_separate(worker: ModuleType, family: str, attention: str)
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_blocks_may_be_longer_than_learned_positions_but_documents_not(worker: ModuleType, family: str) -> None:
-    """Blocks of 16, documents of at most 8, or of one and much padding; eight learned positions."""
     limit = {"max_position_embeddings": 8} if family == "opt" else {"n_positions": 8}
     model = build(family, "sdpa", **limit)
     rows = torch.arange(32).reshape(2, 16) % 32

@@ -1,4 +1,4 @@
-"""Encoder-decoders on packed blocks: an answer has the loss of the model's own forward, and decoding sees the same."""
+"""Encoder-decoders on packed blocks: answers have the loss of the model's own forward."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def build(family: str = "t5", attention: str = "sdpa", seed: int = 0, **override
 
 
 def answers_alone(model: Any, batch: Batch) -> list[tuple[int, int, torch.Tensor]]:
-    """Row, place and log-probabilities [run, V] of every answer, from a plain forward of it by itself."""
+    """Return row, position and log-probabilities [run, V] of every answer from a separate forward."""
     found = []
     for row in range(batch.tokens_BT.shape[0]):
         labels, documents = batch.labels_BT[row].tolist(), batch.documents_BT[row].tolist()
@@ -76,7 +76,7 @@ def answers_alone(model: Any, batch: Batch) -> list[tuple[int, int, torch.Tensor
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_answer_has_the_loss_it_has_alone(worker: ModuleType, family: str, attention: str) -> None:
+def test_each_answer_has_the_loss_of_a_separate_forward(worker: ModuleType, family: str, attention: str) -> None:
     model = build(family, attention)
     batch = worker.make_data(4, length=23).batch(range(4))
     task = DrafterTask(model, None)
@@ -146,8 +146,7 @@ def test_recomputed_activations_and_half_precision(worker: ModuleType, family: s
 
 
 @torch.no_grad()
-def test_what_is_trained_is_what_is_decoded() -> None:
-    """The states of training are those that the decoder has with the prompt of a conversation, turn by turn."""
+def test_training_states_equal_decoding_states() -> None:
     tokenizer = train_bpe(["the tree reads a token fast and keeps it"], 280, ("<|endoftext|>",))
     model = build(vocab_size=len(tokenizer))
     template = get_template("t5")

@@ -1,4 +1,4 @@
-"""The weights that decode best are those that stay, in whatever pieces a run was done; and what a run reports."""
+"""`keep_best`: the weights with the best metric are kept, also in resumed runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCORES = [1.0, 1.5, 1.9, 1.7, 1.8]  # before training, and after 2, 4, 6 and 8 s
 
 
 class Scored:
-    """Evaluations with given scores, and the weights that each of them saw."""
+    """Task with given scores, which records the evaluated weights."""
 
     def __init__(self, worker: ModuleType, scores: list[float] = SCORES) -> None:
         self.task = DrafterTask(worker.make_model(), None, evaluate_fn=self.measure)
@@ -43,7 +43,7 @@ def same(model: Any, weights: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("save_every", [2, 3, 0])
-def test_the_best_weights_stay(worker: ModuleType, tmp_path: Path, capfd: Any, save_every: int):
+def test_the_best_weights_are_kept(worker: ModuleType, tmp_path: Path, capfd: Any, save_every: int):
     scored = Scored(worker)
     result = run(worker, scored, tmp_path, save_every=save_every)
     assert (result.kept_step, result.steps) == (4, 8)
@@ -60,7 +60,7 @@ def test_the_best_weights_stay(worker: ModuleType, tmp_path: Path, capfd: Any, s
 
 
 @pytest.mark.parametrize("stop_at", [4, 5, 6, 8])
-def test_a_run_in_pieces_keeps_the_same(worker: ModuleType, tmp_path: Path, stop_at: int):
+def test_a_resumed_run_keeps_the_same_weights(worker: ModuleType, tmp_path: Path, stop_at: int):
     whole, first, second = Scored(worker), Scored(worker), Scored(worker)
     expected = run(worker, whole, tmp_path / "whole")
     first.stop_at = stop_at
@@ -81,7 +81,7 @@ def test_a_run_in_pieces_keeps_the_same(worker: ModuleType, tmp_path: Path, stop
         ([1.0, 2.0, float("nan"), 1.5, 1.6], "score", 2, ""),
     ],
 )
-def test_the_weights_of_the_largest_number_stay(
+def test_the_weights_with_the_largest_metric_are_kept(
     worker: ModuleType, tmp_path: Path, capfd: Any, scores: list[float], keep_best: str | None, kept: int, shown: str
 ):
     scored = Scored(worker, scores)

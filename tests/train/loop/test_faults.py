@@ -1,4 +1,4 @@
-"""Bad steps, dead workers, no memory: what happened is named, the last checkpoint stays, and the run can go on."""
+"""Bad steps, failed workers and exhausted memory are reported, and the last checkpoint remains usable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Logged = Callable[..., list[Any]]
 
 
 def poisoned(worker: ModuleType, at: set[int], what: str, size: float = math.inf) -> Any:
-    """A task whose loss or gradient goes wrong in the steps `at` (from 1)."""
+    """Return a task whose loss or gradient is bad in the steps `at` (from 1)."""
     task = worker.SignallingTask(worker.make_model(), None)
     weight, begin, forward = task.module.model.model.norm.weight, task.begin, task.module.forward
     state = {"bad": False}
@@ -58,7 +58,7 @@ def test_bad_steps_are_skipped_if_the_recipe_says_so(worker: ModuleType, tmp_pat
 
 
 @pytest.mark.gpu
-def test_fp16_says_where_it_ends(worker: ModuleType, tmp_path: Path):
+def test_fp16_overflow_is_explained(worker: ModuleType, tmp_path: Path):
     with pytest.raises(TrainingError, match=r"65,504.*bf16"):
         fit(poisoned(worker, {2}, "loss"), worker.make_data(), worker.make_config(precision="fp16"), tmp_path)
 
@@ -75,13 +75,13 @@ def test_an_exploding_gradient_stops_where_a_limit_is_set(worker: ModuleType, tm
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_not_a_number_stops_and_keeps_the_last_checkpoint(worker: ModuleType, tmp_path: Path, what: str):
+def test_nan_stops_and_keeps_the_last_checkpoint(worker: ModuleType, tmp_path: Path, what: str):
     with pytest.raises(TrainingError, match=rf"the {what}.* at step 4, blocks \[\d+, "):
         fit(poisoned(worker, {4}, what), worker.make_data(), worker.make_config(), tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
-def test_skipping_has_an_end(worker: ModuleType, tmp_path: Path):
+def test_skipped_steps_are_limited(worker: ModuleType, tmp_path: Path):
     config = worker.make_config(on_bad_step="skip", steps=60, save_every=0)
     with pytest.raises(TrainingError, match="51"):
         fit(poisoned(worker, set(range(5, 99)), "loss"), worker.make_data(), config, tmp_path)
@@ -95,7 +95,7 @@ def test_skipping_has_an_end(worker: ModuleType, tmp_path: Path):
         MemoryError(),
     ],
 )
-def test_no_memory_is_named_with_what_would_need_less(worker: ModuleType, tmp_path: Path, error: Exception):
+def test_out_of_memory_names_settings_that_save_memory(worker: ModuleType, tmp_path: Path, error: Exception):
     task = worker.SignallingTask(worker.make_model(), None)
     forward, calls = task.module.forward, iter(range(99))
 

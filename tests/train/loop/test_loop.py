@@ -1,4 +1,4 @@
-"""The training loop in one process: exact sums, exact resumption, clear ends."""
+"""The training loop in one process: exact sums, exact resumption, and clear ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.
         assert torch.equal(first[name], second[name]), name
 
 
-def test_it_learns_and_keeps_a_log(worker: ModuleType, tmp_path: Path, logged: Logged):
+def test_the_loss_falls_and_is_logged(worker: ModuleType, tmp_path: Path, logged: Logged):
     _, result = run(worker, tmp_path, steps=40, evaluate_every=20, save_every=0)
     losses = logged(tmp_path, "loss")
     assert len(losses) == 40
@@ -50,7 +50,7 @@ def test_it_learns_and_keeps_a_log(worker: ModuleType, tmp_path: Path, logged: L
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000040"]
 
 
-def test_accumulation_changes_nothing(worker: ModuleType, tmp_path: Path, logged: Logged):
+def test_results_do_not_depend_on_the_micro_batch(worker: ModuleType, tmp_path: Path, logged: Logged):
     results = {}
     for micro in (8, 4, 1):
         task = worker.SignallingTask(worker.make_model(attention_dropout=0.0), None)
@@ -62,7 +62,7 @@ def test_accumulation_changes_nothing(worker: ModuleType, tmp_path: Path, logged
             torch.testing.assert_close(results[micro][1][name], tensor, rtol=1e-3, atol=1e-5)
 
 
-def test_killed_and_resumed_it_equals_an_undisturbed_run(worker: ModuleType, tmp_path: Path, logged: Logged):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(worker: ModuleType, tmp_path: Path, logged: Logged):
     whole, result = run(worker, tmp_path / "whole")
     options = {"state_dir": str(tmp_path / "killed"), "kill_at": 6, "signal": int(signal.SIGKILL), "weights": ""}
     script = Path(__file__).parents[1] / "worker.py"

@@ -1,4 +1,4 @@
-"""The loss of K heads is that of K drafters, and costs what it says."""
+"""The loss of K heads equals that of K drafters, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHTS = [
 
 
 class Case:
-    """Random heads at positions 0, 1, ..., X − 1 of a longer block; the target's state at t + 1 + k teaches head k."""
+    """Random heads at positions 0, 1, ..., X − 1 of a longer block, taught by the target's state at t + 1 + k."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, frozen: bool = False) -> None:
         positions, heads, hidden, vocab = shape[:4]
@@ -48,7 +48,7 @@ class Case:
         return [tensor for tensor in (self.features, *self.projections) if tensor.requires_grad]
 
     def alone(self, weights: dict[str, float], heat: float = 1.0) -> Tensor:
-        """Each head's sum in float64, as a drafter of its own with the same rows of the teacher."""
+        """Return each head's sum in float64, computed as for a drafter."""
         target = self.teacher.hidden_XE.double() @ self.teacher.weight_VE.double().T
         sums = []
         for k, weight in enumerate(self.projections):
@@ -76,7 +76,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("weights", WEIGHTS, ids=lambda weights: "+".join(weights))
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-9)], ids=str)
 @pytest.mark.parametrize("heat", [1.0, 1.7])
-def test_each_head_alone_is_a_drafter(
+def test_each_head_equals_a_drafter(
     shape: Any, weights: dict[str, float], dtype: torch.dtype, rtol: float, heat: float
 ):
     case = Case(shape, dtype)
@@ -92,7 +92,7 @@ def test_each_head_alone_is_a_drafter(
 @pytest.mark.parametrize("weights", WEIGHTS, ids=lambda weights: "+".join(weights))
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 def test_sixteen_bits_stay_close(weights: dict[str, float], autocast: bool):
-    """Parameters in bfloat16; and in float32 under autocast, where their gradients are float32."""
+    """Parameters are bfloat16, or float32 under autocast, where their gradients are float32."""
     case = Case((65, 3, 32, 50), torch.float32 if autocast else torch.bfloat16)
     grads = torch.autograd.grad(case.alone(weights).sum(), case.leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -117,7 +117,7 @@ def test_no_positions_and_no_labels_are_zero_with_zero_gradients(taught: bool):
 
 @pytest.mark.parametrize("weights", WEIGHTS[:2], ids=lambda weights: "+".join(weights))
 def test_a_projection_that_all_heads_share(weights: dict[str, float]):
-    """Trained: one gradient, the weighted sum of the heads'. Frozen: none, and the features' gradient stays."""
+    """A trained projection gets the weighted sum of the heads' gradients, a frozen one gets none."""
     for frozen in (False, True):
         case = Case((33, 3, 6, 17), frozen=frozen)
         case.projections = case.projections[:1] * 3
@@ -127,8 +127,7 @@ def test_a_projection_that_all_heads_share(weights: dict[str, float]):
         close(torch.autograd.grad((sums * case.scale).sum(), leaves), expected, 1e-4, 5e-5)
 
 
-def test_any_rows_of_a_teacher_may_be_wanted_by_any_head():
-    """In no order, more than once, and by more positions than a chunk has."""
+def test_heads_may_use_any_teacher_rows():
     case = Case((50, 3, 6, 11))
     case.rows = torch.randint(9, case.rows.shape)
     case.rows[:, 2] = 4
@@ -141,7 +140,7 @@ def test_any_rows_of_a_teacher_may_be_wanted_by_any_head():
 
 
 class Watch(TorchDispatchMode):
-    """Counts the operations of matrix products, and the bytes of all tensors that exist at once."""
+    """Dispatch mode that counts matrix products, and the bytes of all live tensors."""
 
     products = held = peak = 0
 

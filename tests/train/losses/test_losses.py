@@ -1,4 +1,4 @@
-"""Objectives and chunked losses equal autograd of their plain formulas, and no batch's logits exist at once."""
+"""Objectives and chunked losses equal autograd of their formulas, without the logits of a whole batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LITERAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def naive(name: str, drafter: Tensor, target: Tensor) -> Tensor:
-    """The formula of the probabilities q and p, summed over positions."""
+    """Return the objective as a formula of the probabilities q and p, summed over positions."""
     return LITERAL[name](target, drafter).sum()
 
 
@@ -72,7 +72,7 @@ def literal(name: str, logits_XV: Tensor, teacher_XV: Tensor, labels_X: Tensor, 
 
 
 def coarse(probs_XV: Tensor, ids_XK: Tensor) -> Tensor:
-    """Probabilities of the events "token ids_k" and "any other"."""
+    """Return the probabilities of the events "token ids_k" and "any other"."""
     others_XV = torch.ones_like(probs_XV).scatter(1, ids_XK, 0.0)
     return torch.cat([probs_XV.gather(1, ids_XK), (probs_XV * others_XV).sum(1, keepdim=True)], 1)
 
@@ -102,7 +102,7 @@ def kept_most_likely(teacher: DenseTeacher, count: int) -> SparseTeacher:
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("heat", [1.0, 1.7])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
-def test_equals_the_formula(
+def test_losses_equal_their_formulas(
     name: str, heat: float, positions: int, hidden: int, vocab: int, chunk: int | None, dtype: torch.dtype, rtol: float
 ):
     (hidden_XD, weight_VD), teacher, labels_X = inputs(positions, hidden, vocab, dtype)
@@ -116,7 +116,7 @@ def test_equals_the_formula(
         torch.testing.assert_close(leaf.grad, grad, rtol=rtol, atol=rtol / 5)
 
 
-def test_a_mixture_is_the_weighted_sum_and_logits_may_be_given():
+def test_a_mixture_is_the_weighted_sum_also_of_given_logits():
     (hidden_XD, weight_VD), teacher, labels_X = inputs(31, 6, 13)
     weights = {"cross-entropy": 0.3, "forward-kl": 0.7, "total-variation": 2.0, "lk-alpha": 0.0}
     logits_XV = (hidden_XD @ weight_VD.T).detach().requires_grad_()
@@ -134,8 +134,8 @@ def test_a_mixture_is_the_weighted_sum_and_logits_may_be_given():
 
 @pytest.mark.parametrize("name", TAUGHT)
 @pytest.mark.parametrize("kept", [1, 4, 16])
-def test_a_bucket_is_the_coarse_grained_distribution(name: str, kept: int):
-    """Against autograd through sums of probabilities, of a teacher cut to its top and of one that was kept so."""
+def test_top_k_merges_the_other_tokens(name: str, kept: int):
+    """It is compared with autograd through sums of probabilities, for dense and sparse teachers."""
     (hidden_XD, weight_VD), teacher, labels_X = inputs(23, 6, 17, torch.float64)
     target = logits_of(teacher).softmax(1)
     ids = target.topk(kept, dim=1).indices
@@ -157,8 +157,8 @@ def test_a_bucket_is_the_coarse_grained_distribution(name: str, kept: int):
 
 
 @pytest.mark.parametrize("name", [name for name in TAUGHT if name != "reverse-kl"])
-def test_a_bucket_that_is_all_but_empty_is_the_whole_distribution(name: str):
-    """The teacher's tail has probability 0, 10^−9 (which float32 sums do not see) or, by rounding, less than 0."""
+def test_top_k_with_a_negligible_rest_equals_the_whole_distribution(name: str):
+    """The rest has probability 0, 1e-9, or less than 0 by rounding."""
     torch.manual_seed(1)
     logits = torch.randn(6, 30, requires_grad=True)
     labels = torch.zeros(6, dtype=torch.int64)
@@ -174,7 +174,7 @@ def test_a_bucket_that_is_all_but_empty_is_the_whole_distribution(name: str):
             torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_frozen_sides_get_no_gradient_and_no_grad_needs_none():
+def test_frozen_inputs_get_no_gradient():
     (hidden_XD, weight_VD), _, labels_X = inputs(10, 4, 9)
     loss, _ = mixture(CROSS_ENTROPY, hidden_XD, weight_VD.detach(), labels_X)
     loss.backward()
@@ -188,8 +188,8 @@ def test_frozen_sides_get_no_gradient_and_no_grad_needs_none():
     torch.testing.assert_close(again, loss.detach())
 
 
-def test_the_weight_may_be_gone_before_the_backward_pass():
-    """DeepSpeed's ZeRO-3 frees a gathered parameter as soon as the forward pass is over."""
+def test_the_weight_may_be_freed_before_the_backward_pass():
+    """DeepSpeed's ZeRO-3 frees a gathered parameter after the forward pass."""
     (hidden_XD, weight_VD), teacher, labels_X = inputs(30, 8, 19)
     weights = {"cross-entropy": 0.5, "lk-lambda": 1.0}
     expected = torch.autograd.grad(mixture(weights, hidden_XD, weight_VD, labels_X, teacher)[0], [hidden_XD, weight_VD])
@@ -205,7 +205,7 @@ def test_the_weight_may_be_gone_before_the_backward_pass():
 
 
 class Watch(TorchDispatchMode):
-    """The largest number of elements that any operation returned."""
+    """Dispatch mode that records the largest number of elements of a result."""
 
     largest = 0
 
@@ -221,7 +221,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("name", "top_k"), [("cross-entropy", None), ("lk-lambda", None), ("forward-kl", 8), ("reverse-kl", 8)]
 )
-def test_logits_of_a_whole_batch_never_exist(name: str, top_k: int | None):
+def test_logits_of_a_whole_batch_are_never_allocated(name: str, top_k: int | None):
     positions, hidden, vocab, chunk = 4096, 8, 8192, 64
     torch.manual_seed(0)
     hidden_XD, weight_VD = torch.randn(positions, hidden, requires_grad=True), torch.randn(vocab, hidden)
@@ -237,7 +237,7 @@ def test_logits_of_a_whole_batch_never_exist(name: str, top_k: int | None):
     assert watch.largest <= positions * vocab // 4
 
 
-def test_agreement_and_hits_of_labels():
+def test_agreement_and_label_hits():
     (hidden_XD, weight_VD), teacher, labels_X = inputs(50, 6, 13)
     kept = labels_X != -100
     logits, target = (hidden_XD @ weight_VD.T).detach()[kept], logits_of(teacher)[kept]
@@ -257,12 +257,12 @@ def test_agreement_and_hits_of_labels():
     assert int(hits.count) == int(kept.sum())
 
 
-def test_of_equally_likely_tokens_the_first_counts():
+def test_ties_are_resolved_by_token_id():
     hits = label_hits(torch.zeros(4, 9), None, torch.tensor([0, 4, 5, -100]))
     assert [int(hits.top1), int(hits.top5), int(hits.count)] == [1, 2, 3]
 
 
-def test_agreement_with_a_teacher_that_kept_few_tokens():
+def test_agreement_with_a_sparse_teacher():
     (hidden_XD, weight_VD), teacher, labels_X = inputs(50, 6, 13)
     exact = agreement(hidden_XD, weight_VD, teacher, labels_X)
     bounds = []
@@ -331,7 +331,7 @@ def test_objectives_equal_autograd_of_the_formula(name: str, rows: int, vocab: i
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
 def test_extremes_stay_finite(name: str, scale: float):
-    """One-hot and top-k teachers, teachers with the lowest finite float, drafters that underflow."""
+    """Teachers are one-hot, top-k, or have the lowest finite float. Drafters underflow."""
     torch.manual_seed(3)
     logits = scale * torch.randn(5, 17)
     teacher = scale * torch.randn(5, 17)
@@ -349,7 +349,7 @@ def test_extremes_stay_finite(name: str, scale: float):
 
 
 def test_true_values_at_the_extremes():
-    """A drafter that gives the one possible token e^−600: below float32, and below float64's range for its square."""
+    """The drafter gives the only possible token e^−600, which underflows float32."""
     logits = torch.tensor([[-600.0, 0.0, 0.0]])
     teacher = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     surprise = 600 + math.log(2)

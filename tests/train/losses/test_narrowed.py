@@ -1,4 +1,4 @@
-"""A draft vocabulary in the losses: over its tokens alone, with what it leaves out counted where agreement is."""
+"""Draft vocabularies in the losses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from draftsmith.train.losses.objectives import OBJECTIVES
 
 @pytest.mark.parametrize("objective", list(OBJECTIVES))
 @pytest.mark.parametrize("whole_logits", [False, True])
-def test_a_draft_vocabulary_is_learnt_as_if_there_were_no_other_tokens(objective: str, whole_logits: bool) -> None:
-    """Against a drafter and a teacher that have these rows alone; and the overlap counts what they leave out."""
+def test_a_draft_vocabulary_is_learned_as_a_smaller_vocabulary(objective: str, whole_logits: bool) -> None:
     torch.manual_seed(0)
     ids = torch.tensor([0, 2, 3, 7, 8, 11])
     hidden_XD, weight_VD = torch.randn(9, 5), torch.randn(12, 5, requires_grad=True)
@@ -41,8 +40,7 @@ def test_a_draft_vocabulary_is_learnt_as_if_there_were_no_other_tokens(objective
 
 @pytest.mark.parametrize("objective", list(OBJECTIVES))
 def test_a_draft_vocabulary_learns_from_a_teachers_top_k(objective: str) -> None:
-    """Against the whole distribution over these tokens: what the teacher says of them, and the rest evenly on those
-    that it does not name."""
+    """The rest of the probability is spread evenly over the tokens that the teacher does not name."""
     torch.manual_seed(0)
     ids = torch.tensor([0, 2, 3, 5, 7, 8, 11])
     hidden_XD, weight_VD = torch.randn(30, 5), torch.randn(12, 5, requires_grad=True)

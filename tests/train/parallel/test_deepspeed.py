@@ -1,4 +1,4 @@
-"""ZeRO 1, 2 and 3 on two real processes train what one process trains, and leave checkpoints that all can go on from.
+"""ZeRO 1, 2 and 3 on two processes give the results of one process, and checkpoints that all can resume from.
 
 Sums over two processes and over flat shards are rounded in another order than those of one: a float32 loss of 3.5 moves
 by a few of its last bits (2e-7 each), after six steps by 1e-6 at most; ten times that is allowed.
@@ -44,7 +44,7 @@ STAGES = pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest
 
 @dataclass(frozen=True)
 class Runs:
-    """Where the jobs of the stages ran, and what they said; a stage is launched when it is first asked for."""
+    """Directories and reports of the jobs of each stage, which is launched on first use."""
 
     folder: Path
     begun: Path
@@ -69,14 +69,14 @@ class Runs:
 
 
 def as_if_killed(state: Path, target: Path) -> None:
-    """A copy of a finished run's state folder as it was after step 3 of 6."""
+    """Return a copy of a finished run's state folder as it was after step 3 of 6."""
     shutil.copytree(state, target)
     shutil.rmtree(target / "checkpoints" / "step-000006")
 
 
 @pytest.fixture(scope="module")
 def one(worker: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Train in this process: `one("name", model={…}, task="heads", config={…})` gives the state folder."""
+    """Return a function that trains in this process and returns the state folder."""
     folder = tmp_path_factory.mktemp("one")
 
     def run(name: str, **options: Any) -> Path:
@@ -113,7 +113,7 @@ def runs(one: Callable[..., Path], launch_zero: Launch, tmp_path_factory: pytest
 
 @STAGES
 @pytest.mark.parametrize("name", ["untied", "tied", "heads", "eagle", "parallel"])
-def test_the_losses_the_norms_and_the_weights_are_those_of_one_process(
+def test_losses_norms_and_weights_equal_those_of_one_process(
     runs: Runs, one: Callable[..., Path], logged: Logged, stage: int, name: str
 ):
     job = next(job for job in JOBS if job["name"] == name)
@@ -133,10 +133,9 @@ def test_the_losses_the_norms_and_the_weights_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("options", [{"task": "heads"}, {"task": "eagle"}, {"parallel": True}], ids=str)
-def test_what_is_gone_on_with_is_bit_for_bit_what_was_never_stopped(
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     one: Callable[..., Path], worker: ModuleType, logged: Logged, options: dict[str, Any], tmp_path: Path
 ):
-    """In one process, from the checkpoint of step 3 of 6."""
     import zero_worker
 
     whole = one(next(job["name"] for job in JOBS if job | options == job), model=UNEVEN, **options)
@@ -181,7 +180,7 @@ def test_a_bad_gradient_is_skipped_or_stops_the_run_before_the_weights_change(
 
 
 @STAGES
-def test_a_stopped_run_goes_on_to_the_very_same_weights(runs: Runs, logged: Logged, stage: int):
+def test_a_stopped_run_resumes_to_the_same_weights(runs: Runs, logged: Logged, stage: int):
     assert runs.said(stage, "stopped")["error"].startswith("Interrupted: stopped by SIGTERM after step 2 of 6")
     assert runs.said(stage, "went on")["resumed_from"] == 2
     assert logged(runs.state(stage, "stopped")) == logged(runs.state(stage, "untied"))
@@ -193,7 +192,7 @@ def test_a_stopped_run_goes_on_to_the_very_same_weights(runs: Runs, logged: Logg
 
 
 @STAGES
-def test_a_checkpoint_of_another_kind_of_parallelism_is_gone_on_from(
+def test_a_run_resumes_under_another_kind_of_parallelism(
     runs: Runs, one: Callable[..., Path], worker: ModuleType, logged: Logged, stage: int, tmp_path: Path
 ):
     alone = one("untied", model=UNEVEN)
@@ -210,8 +209,7 @@ def test_a_checkpoint_of_another_kind_of_parallelism_is_gone_on_from(
 
 
 @pytest.mark.slow
-def test_heads_and_medusa2_go_on_to_the_very_same_weights(launch_zero: Launch, logged: Logged, tmp_path: Path):
-    """Heads, and heads trained with their target, which joins in with step 3 of 4."""
+def test_heads_and_medusa2_resume_to_the_same_weights(launch_zero: Launch, logged: Logged, tmp_path: Path):
     common = {"model": UNEVEN, "config": SETTINGS | {"steps": 4, "save_every": 2}}
     kinds = {"heads": {"task": "heads"}, "medusa2": {"task": "medusa2"}}
     stops = [("heads", 3), ("medusa2", 1), ("medusa2", 3)]

@@ -1,4 +1,4 @@
-"""Two real processes give what one gives."""
+"""Two processes give the results of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting in bounded memory against a plain Counter: split, spilled, killed, resumed, in any number of processes."""
+"""Counting in bounded memory compared with a plain Counter: split, spilled, killed and resumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def packed(documents: list[list[int]], dtype: str = "int32") -> tuple[np.ndarray
 
 
 def brute_table(documents: list[list[int]], vocab_size: int, path: Path) -> bytes:
-    """The file of a table that is counted pair by pair."""
+    """Return the file of a table that is counted pair by pair."""
     pairs = Counter(left * vocab_size + right for document in documents for left, right in pairwise(document))
     keys = sorted(pairs)
     run = (np.array(keys, dtype=key_dtype(vocab_size)), np.array([pairs[key] for key in keys], dtype=np.int64))
@@ -43,13 +43,13 @@ def brute_table(documents: list[list[int]], vocab_size: int, path: Path) -> byte
 
 
 def merged(folders: list[Path], vocab_size: int, out: Path) -> bytes:
-    """The file of everything in the folders."""
+    """Return the file of all counts in the folders."""
     merge_counts(folders, vocab_size, out / "table")
     return (out / "table").read_bytes()
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, into which a dropped counter may still be writing a run."""
+    """Delete a folder into which a dropped counter may still be writing."""
 
     def passing(_: Any, __: str, raised: Any) -> None:
         if not isinstance(raised[1], FileNotFoundError):
@@ -59,7 +59,7 @@ def remove(folder: Path) -> None:
 
 
 def copied(folder: Path, copy: Path) -> None:
-    """A folder as it stands at one moment, while runs are being written into it."""
+    """Copy a folder while runs are being written into it."""
     copy.mkdir()
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -78,9 +78,7 @@ ANY_WAY = given(corpus=corpora(), seed=st.integers(0, 2**32), ranks=st.integers(
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_any_way_of_counting_gives_the_bytes_of_a_counter(
-    tmp_path_factory: pytest.TempPathFactory, examples: int
-) -> None:
+def test_all_ways_of_counting_give_the_same_bytes(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
     def count(**drawn: Any) -> None:
         count_any_way(tmp_path_factory.mktemp("count"), **drawn)
 
@@ -88,7 +86,7 @@ def test_any_way_of_counting_gives_the_bytes_of_a_counter(
 
 
 def count_any_way(tmp: Path, corpus: tuple[int, list[list[int]]], seed: int, ranks: int, memory: float) -> None:
-    """Each rank counts its documents in adds of any size, and is killed between them at random.
+    """Count documents by rank in batches of random sizes, with random interruptions.
 
     How far a dropped counter came depends on its threads, so that hypothesis gives a seed and not each choice.
     """
@@ -133,7 +131,7 @@ def zipf_documents(number: int, vocab_size: int, seed: int = 0) -> list[list[int
     return [(rng.zipf(1.4, size=size) % vocab_size).tolist() for size in rng.integers(0, 300, number)]
 
 
-def test_a_wrong_token_is_named_and_nothing_of_its_call_counts(tmp_path: Path) -> None:
+def test_an_invalid_token_is_named_and_its_call_not_counted(tmp_path: Path) -> None:
     with PairCounter(11, tmp_path / "count") as counter:
         counter.add(*packed([[1, 2], [3]]), 2)
         with pytest.raises(ValueError, match=r"\b4\b.* -7\b.*\b11\b"):

@@ -1,4 +1,4 @@
-"""A step of training on a pretended CUDA device: no tensor is left behind on the CPU, and it waits a few times.
+"""A training step on a pretended CUDA device leaves no tensor on the CPU and synchronises a few times.
 
 What it waits for is which rows have labels: a loss computes no others. Of heads, each asks.
 """
@@ -44,7 +44,7 @@ TASKS: dict[str, Callable[[ModuleType], Any]] = {
 
 
 def step(task: Any, batch: Any, device: str) -> tuple[float, list[torch.Tensor]]:
-    """The loss of a step, and the weights after it."""
+    """Return the loss of a step, and the weights after it."""
     task.place(device)
     task.module.to(device)
     weights = [weight for weight in task.module.parameters() if weight.requires_grad]

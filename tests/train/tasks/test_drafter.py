@@ -1,4 +1,4 @@
-"""A drafter's loss sees each document by itself, whatever the architecture, and a teacher where there is one."""
+"""Training of drafters on labels and teachers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from draftsmith.train.teachers.teacher import ModelTeacher
 
 
 def sharp(worker: ModuleType, seed: int = 0, **overrides: Any) -> Any:
-    """A model that is sure of something."""
     return worker.make_model(seed, attention_dropout=0.0, initializer_range=0.3, **overrides).eval()
 
 
@@ -41,7 +40,7 @@ def test_distillation_uses_the_teacher_without_training_it(worker: ModuleType):
     assert len(task.module.state_dict()) == len(drafter.state_dict())
 
 
-def test_evaluation_measures_loss_overlap_and_what_it_is_given(worker: ModuleType):
+def test_evaluation_measures_loss_overlap_and_given_metrics(worker: ModuleType):
     drafter = sharp(worker)
     seen: list[Any] = []
 
@@ -64,8 +63,8 @@ def test_evaluation_measures_loss_overlap_and_what_it_is_given(worker: ModuleTyp
     assert metrics["heldout_loss"] == pytest.approx(float(loss.detach()) / int(count), rel=1e-5)
 
 
-def test_weights_follow_the_run(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
-    """Cross entropy fades out over the first half; the steps' losses are those of the weights at that moment."""
+def test_objective_weights_follow_the_progress(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
+    """Cross-entropy fades out over the first half of the run."""
     teacher = ModelTeacher(worker.make_model(2))
     objective = {"cross-entropy": [1.0, 0.0, 0.5], "total-variation": [0.0, 1.0]}
     config = worker.make_config(steps=4, learning_rate=1e-12, warmup=0.0)
@@ -80,8 +79,7 @@ def test_weights_follow_the_run(worker: ModuleType, tmp_path: Path, logged: Call
         assert logged(tmp_path / "both")[step] == pytest.approx(expected, rel=1e-5)
 
 
-def test_bf16_training_measures_the_weights_as_they_are(worker: ModuleType, tmp_path: Path):
-    """Decoding for a measurement, and the teacher, run in their own types: autocast is for what is trained."""
+def test_evaluations_of_bf16_training_run_without_autocast(worker: ModuleType, tmp_path: Path):
     seen: list[bool] = []
 
     def measure(model: Any) -> dict[str, float]:

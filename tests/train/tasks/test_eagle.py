@@ -1,4 +1,4 @@
-"""EAGLE-3's layer learns what the target says k + 2 places ahead, from what decoding will give it."""
+"""Training of EAGLE-3 heads."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def task_of(worker: ModuleType, proposed: int | None, objective: str, target: An
 
 @pytest.mark.parametrize("proposed", [None, 2])
 @pytest.mark.parametrize("objective", ["cross-entropy", "forward-kl"])
-def test_the_loss_is_that_of_each_document_alone(worker: ModuleType, proposed: int | None, objective: str):
-    """Step k at position t: against the label of token t + 2 + k, or the target's distribution of it."""
+def test_documents_are_trained_independently(worker: ModuleType, proposed: int | None, objective: str):
+    """Step k at position t learns token t + 2 + k, or the target's distribution of it."""
     task = task_of(worker, proposed, objective)
     heads, batch = task.module.heads, worker.make_data(3).batch(range(3))
     assert isinstance(heads, EagleHeads)
@@ -65,8 +65,8 @@ def test_the_loss_is_that_of_each_document_alone(worker: ModuleType, proposed: i
     assert torch.allclose(sums.detach(), expected * torch.tensor([1.0, 0.5]), rtol=1e-4)
 
 
-def test_what_it_learned_is_accepted(worker: ModuleType, make_llama: Any):
-    """It learns the target's own texts by heart; then these are decoded in a third of the steps, by γ = 2."""
+def test_trained_heads_are_accepted(worker: ModuleType, make_llama: Any):
+    """The heads overfit the target's texts, which are then decoded in a third of the steps with γ = 2."""
     task = task_of(worker, None, "forward-kl", make_llama(worker.VOCAB, sharpness=2.0))
     heads, module = task.module.heads, task.module
     assert isinstance(heads, EagleHeads)

@@ -1,4 +1,4 @@
-"""Heads learn the tokens after the next one, on a target that stays as it is."""
+"""Training of prediction heads on a frozen target."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_only_the_heads_are_trained_and_stored(worker: ModuleType, task: HeadsTa
         ("target", "after-norm", "forward-kl", 2),
     ],
 )
-def test_head_k_learns_the_token_k_plus_2_ahead_or_what_the_target_says_of_it(
+def test_head_k_learns_the_token_k_plus_2_ahead(
     worker: ModuleType, projection: str, states: str, objective: str, proposed: int | None
 ):
-    """`proposed`: of every so many tokens one; the target's distribution is then that among these."""
+    """With `proposed`, the distributions are restricted to some tokens."""
     target = worker.make_model()
     rank = 5 if projection == "low-rank" else 0
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1, projection, rank, states)
@@ -110,7 +110,7 @@ OWN_LOGITS: dict[str, dict[str, Any]] = {
 
 
 def target_with_own_logits(family: str, vocab_size: int) -> Any:
-    """A target whose logits are scaled, capped, or have a bias."""
+    """Return a target whose logits are scaled, capped, or have a bias."""
     sizes = {"vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
     torch.manual_seed(0)
@@ -124,8 +124,7 @@ def target_with_own_logits(family: str, vocab_size: int) -> Any:
 
 
 @pytest.mark.parametrize("family", OWN_LOGITS)
-def test_soft_targets_of_any_family_are_what_the_model_says(worker: ModuleType, family: str):
-    """Logits that are scaled, capped, or have a bias."""
+def test_soft_targets_equal_the_models_distributions(worker: ModuleType, family: str):
     target = target_with_own_logits(family, worker.VOCAB)
     heads = PredictionHeads.from_lm_head(target.get_output_embeddings().weight.detach(), HEADS, 1)
     module = HeadsTask(target, heads, None, objective={"forward-kl": 1.0}).module
@@ -140,8 +139,8 @@ def test_soft_targets_of_any_family_are_what_the_model_says(worker: ModuleType, 
 
 @pytest.mark.parametrize("proposed", [None, 3])
 @pytest.mark.parametrize("family", OWN_LOGITS)
-def test_heads_with_the_targets_projection_make_its_logits(worker: ModuleType, family: str, proposed: int | None):
-    """Heads whose residual blocks change nothing give the target's own logits for its hidden states, and learn them."""
+def test_heads_with_the_targets_projection_give_its_logits(worker: ModuleType, family: str, proposed: int | None):
+    """Heads with zero residual blocks give the target's logits for its hidden states."""
     target = target_with_own_logits(family, worker.VOCAB)
     heads = PredictionHeads(HEADS, 1, 16, None, projection="target").eval()
     kept = torch.arange(0, worker.VOCAB, proposed or 1)
@@ -171,7 +170,7 @@ def test_heads_with_the_targets_projection_make_its_logits(worker: ModuleType, f
     torch.testing.assert_close(one.evaluate(one.module)["head0_loss"], loss.item(), rtol=1e-4, atol=1e-4)
 
 
-def test_logits_that_are_made_in_an_unknown_way_are_refused(worker: ModuleType):
+def test_unknown_output_layers_are_refused(worker: ModuleType):
     sizes = {"vocab_size": worker.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model("cohere", logit_scale=0.2, **sizes))

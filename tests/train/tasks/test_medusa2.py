@@ -1,4 +1,4 @@
-"""A target and its heads trained together: what is trained when, by which loss, and what is kept."""
+"""Joint training of a target and its heads: stages, losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def adapters(task: Medusa2Task) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in task.target.named_parameters() if "lora_" in name}
 
 
-def test_the_heads_part_is_whole_alone_then_rises_as_a_sine_to_its_weight():
+def test_the_weight_of_the_heads_loss_follows_its_schedule():
     parts = [SETTINGS.heads_loss_weight(progress) for progress in (0.0, 0.49, 0.5, 0.625, 0.75, 1.0)]
     assert parts == pytest.approx([1, 1, 0, 0.2 * math.sin(math.pi / 4), 0.2, 0.2])
     assert Medusa2(heads_only=0, warmup=0).heads_loss_weight(0) == 0.2
 
 
-def test_the_loss_is_that_of_the_heads_the_labels_and_the_divergence_from_the_original(worker: ModuleType):
-    """Against two models: one with the adapters merged, one as it was."""
+def test_the_loss_sums_heads_labels_and_divergence(worker: ModuleType):
+    """It is compared with a model with merged adapters and with the original one."""
     task = make_task(worker, trained=True)
     module = task.module.eval()
     assert isinstance(module, Medusa2Module)
@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_the_heads_the_labels_and_the_divergence_from_the_or
     assert all(float(p.grad.abs().sum()) > 0 for name, p in task.target.named_parameters() if "lora_" in name)  # type: ignore[union-attr]
 
 
-def test_the_target_is_untouched_while_the_heads_are_alone(worker: ModuleType, tmp_path: Path):
+def test_the_target_is_unchanged_in_the_first_stage(worker: ModuleType, tmp_path: Path):
     task = make_task(worker)
     before = adapters(task)
     batch = worker.make_data(3).batch(range(3))
@@ -110,7 +110,7 @@ def test_checkpoints_hold_heads_and_adapters(worker: ModuleType, tmp_path: Path)
     assert all(torch.equal(adapters(task)[name], value) for name, value in adapters(again).items())
 
 
-def test_the_target_learns_at_its_own_rate(worker: ModuleType):
+def test_the_target_has_its_own_learning_rate(worker: ModuleType):
     from draftsmith.train.loop.optimizer import make_optimizer
 
     task = make_task(worker)

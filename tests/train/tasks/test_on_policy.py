@@ -1,4 +1,4 @@
-"""Answers that the drafter writes itself: whose, where, with which probabilities, and the same on any processes."""
+"""On-policy responses: rows, positions, probabilities, and independence of the number of processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 
 
 def documents(batch: Batch, row: int) -> dict[int, tuple[list[int], list[int]]]:
-    """Tokens and labels of each document of a row, by number."""
+    """Return tokens and labels of each document of a row, by number."""
     found = {}
     for number in batch.documents_BT[row].unique().tolist():
         if number != PADDING:
@@ -28,7 +28,7 @@ def documents(batch: Batch, row: int) -> dict[int, tuple[list[int], list[int]]]:
     return found
 
 
-def test_chosen_rows_end_in_the_drafters_own_words(worker: ModuleType):
+def test_chosen_rows_end_in_sampled_responses(worker: ModuleType):
     model = worker.make_model(initializer_range=0.3)
     whole = worker.make_data(8).batch(range(8))
     options = OnPolicy(share=0.5, new_tokens=5, temperature=1e-3)  # as good as greedy
@@ -68,7 +68,7 @@ def test_any_split_of_the_rows_samples_the_same(worker: ModuleType):
 
 
 def test_answers_follow_the_drafters_distribution(worker: ModuleType):
-    """First tokens of 2,000 answers to one prompt; a chi-square test that fails by chance once in a million."""
+    """A chi-square test over the first tokens of 2,000 answers fails by chance once in a million."""
     model = worker.make_model(initializer_range=0.2).eval()
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     labels = torch.tensor([[IGNORED] * 4 + [5, 9, 2, 6]])

@@ -1,4 +1,4 @@
-"""PARD: mask tokens of packed blocks see what they see in drafting, and learn the target's distributions."""
+"""PARD: mask tokens of packed blocks have the context of parallel drafting and learn the target's distributions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sharp(worker: ModuleType, seed: int = 0, **overrides: Any) -> Any:
 
 
 def chains(longer: ExtendedBatch, length: int, row: int) -> list[tuple[int, int, int]]:
-    """Of a row: where each mask token lies, behind which place of the block, and how far."""
+    """Return the position, prefix end and distance of each mask token of a row."""
     found = []
     visible_LL = longer.batch.visible_BTT[row]
     for place in range(length, visible_LL.shape[1]):
@@ -36,8 +36,7 @@ def chains(longer: ExtendedBatch, length: int, row: int) -> list[tuple[int, int,
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_mask_tokens_have_the_states_that_they_have_behind_their_text_alone(worker: ModuleType, attention: str) -> None:
-    """And the tokens of the text those that they have without them."""
+def test_mask_tokens_have_the_states_of_separate_texts(worker: ModuleType, attention: str) -> None:
     model = sharp(worker, attn_implementation=attention)
     forward, batch = make_forward(model), worker.make_data(4, LENGTH).batch(range(3))
     longer, length = append_mask_tokens(batch, PARALLEL, 0.25), batch.tokens_BT.shape[1]
@@ -56,8 +55,8 @@ def test_mask_tokens_have_the_states_that_they_have_behind_their_text_alone(work
     assert seen > 30
 
 
-def test_each_learns_the_token_that_many_places_on_from_the_targets_distribution_there(worker: ModuleType) -> None:
-    """The loss is the mean over all of them, times the number of the text's own labels."""
+def test_mask_tokens_learn_the_targets_distributions(worker: ModuleType) -> None:
+    """The loss is the mean over all positions times the number of supervised tokens."""
     drafter, target = sharp(worker), sharp(worker, seed=5, num_hidden_layers=3)
     task = DrafterTask(
         drafter, worker.make_data(4, LENGTH), {"forward-kl": 1.0}, ModelTeacher(target), parallel=PARALLEL
@@ -87,8 +86,7 @@ def test_each_learns_the_token_that_many_places_on_from_the_targets_distribution
     loss.backward()
 
 
-def test_shares_of_places_fall_and_a_text_has_its_own_in_any_batch(worker: ModuleType) -> None:
-    """400 places or more that could learn each: of a share, ten points are more than four standard errors."""
+def test_shares_of_mask_tokens_fall_and_do_not_depend_on_the_batch(worker: ModuleType) -> None:
     data = worker.make_data(40, LENGTH)
     together = data.batch(range(data.blocks))
     length = together.tokens_BT.shape[1]

@@ -1,4 +1,4 @@
-"""A target's hidden states from disk are those that it computes."""
+"""Cached hidden states equal those that the target computes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def near_trained(batch: Batch) -> torch.Tensor:
 
 
 def sparse_data(worker: ModuleType, blocks: int = 7, length: int = 40) -> Any:
-    """Long documents of which little is trained on, so that there are positions without a row, and padding."""
+    """Return long documents with few supervised tokens, and padding."""
     rng = np.random.default_rng(3)
     documents = np.zeros((blocks, length), dtype=np.int32)
     documents[:, length // 2 + 3 :] = 1
@@ -54,7 +54,7 @@ def sparse_data(worker: ModuleType, blocks: int = 7, length: int = 40) -> Any:
 @pytest.mark.parametrize("states", ["after-norm", "before-norm"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shard_bytes", [1, 3000, None])
-def test_every_row_of_any_batch_is_the_targets(
+def test_every_row_of_any_batch_equals_the_targets(
     worker: ModuleType, tmp_path: Path, dtype: str, states: str, shard_bytes: int | None
 ):
     data, model = sparse_data(worker), worker.make_model()
@@ -101,7 +101,7 @@ def test_states_that_are_not_finite_are_refused_with_their_document(worker: Modu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_states_are_handed_to_a_gpu_while_it_works(worker: ModuleType, tmp_path: Path, dtype: str):
+def test_states_are_copied_to_a_gpu_asynchronously(worker: ModuleType, tmp_path: Path, dtype: str):
     data, model = worker.make_data(12), worker.make_model()
     cache = write_cache(tmp_path / "cache", data, model, make_source(dtype), shard_bytes=600)
     for blocks in ([0, 5], [11], list(range(12))):

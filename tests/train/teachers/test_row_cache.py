@@ -1,4 +1,4 @@
-"""What a target says, kept on disk: written file by file, killed, damaged, made whole again; both kinds of it."""
+"""Caches of a target's outputs: written by files, interrupted, damaged and repaired."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_source(kind: str) -> Source:
 
 
 def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
-    """What makes rows of a model's states, and the size that these depend on."""
+    """Return the function that computes a model's rows, and its size."""
     if kind == "top":
         teacher = ModelTeacher(model)
         return partial(top_rows, teacher, TOP_K), teacher.vocab_size
@@ -36,7 +36,7 @@ def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
 
 
 def make_writer(folder: Path, data: Any, kind: str, size: int) -> CacheWriter:
-    """Some files of a few blocks each."""
+    """Return a writer of several files of a few blocks."""
     source = make_source(kind)
     row_bytes = sum(column.row_bytes for column in source.columns(size).values())
     return CacheWriter(folder, source, data, size, row_bytes * 20)
@@ -120,7 +120,7 @@ def test_damage_is_named(kind: str, cache: RowCache, damage: str):
             read()
 
 
-def test_a_file_of_other_rows_is_not_taken_for_a_written_one(kind: str, cache: RowCache, worker: ModuleType, data: Any):
+def test_a_file_of_other_rows_is_written_again(kind: str, cache: RowCache, worker: ModuleType, data: Any):
     before = contents(cache.folder)
     (cache.folder / cache.source.manifest).unlink()
     shorter, fewer = (cache.folder / f"rows-0000{number}.safetensors" for number in (1, 3))
@@ -130,9 +130,7 @@ def test_a_file_of_other_rows_is_not_taken_for_a_written_one(kind: str, cache: R
     assert contents(cache.folder) == before
 
 
-def test_one_writer_at_a_time_that_stops_between_batches_when_asked(
-    kind: str, worker: ModuleType, data: Any, tmp_path: Path
-):
+def test_a_cache_has_one_writer_that_stops_between_batches(kind: str, worker: ModuleType, data: Any, tmp_path: Path):
     rows, size = make_rows(kind, worker.make_model())
     writer = make_writer(tmp_path / "cache", data, kind, size)
     asked: list[int] = []
@@ -148,7 +146,7 @@ def test_one_writer_at_a_time_that_stops_between_batches_when_asked(
     assert list(writer.folder.iterdir()) == []
 
 
-def test_a_killed_writer_leaves_whole_files_from_which_the_next_resumes(
+def test_a_killed_writer_is_resumed_after_complete_files(
     cache: RowCache, kind: str, worker: ModuleType, data: Any, tmp_path: Path
 ):
     folder, killed = tmp_path / "killed", iter(range(99))

@@ -1,4 +1,4 @@
-"""A teacher in process, and from a cache of its most likely tokens."""
+"""Teachers in this process, and from a cache of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def dense_log_probs(teacher: ModelTeacher, batch: Batch) -> torch.Tensor:
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 @pytest.mark.parametrize("logits_only", [False, True])
-def test_the_most_likely_tokens_are_those_of_the_whole_softmax(
+def test_the_most_likely_tokens_equal_those_of_the_softmax(
     positions: int, hidden: int, vocab: int, top_k: int, dtype: torch.dtype, tolerance: float, logits_only: bool
 ):
     torch.manual_seed(vocab)
@@ -83,7 +83,7 @@ def test_logits_that_are_not_finite_are_refused():
 
 @pytest.mark.parametrize("shard_bytes", [1, 700, None])
 @pytest.mark.parametrize("top_k", [1, 6, 32])
-def test_every_row_of_any_batch_is_the_teachers(
+def test_every_row_of_any_batch_equals_the_teachers(
     worker: ModuleType, tmp_path: Path, shard_bytes: int | None, top_k: int
 ):
     data, teacher = worker.make_data(13, 17, seed=5), ModelTeacher(worker.make_model())
@@ -108,7 +108,7 @@ def test_every_row_of_any_batch_is_the_teachers(
 
 
 @pytest.mark.parametrize(("vocab", "bytes_an_id"), [(65_536, 2), (65_537, 4)])
-def test_ids_take_the_room_their_vocabulary_needs_and_the_size_is_known_beforehand(
+def test_the_dtype_of_ids_and_the_size_of_a_cache(
     worker: ModuleType, tmp_path: Path, make_llama: Callable[..., Any], vocab: int, bytes_an_id: int
 ):
     data = worker.make_data(6)
@@ -123,7 +123,7 @@ def test_ids_take_the_room_their_vocabulary_needs_and_the_size_is_known_beforeha
     assert torch.equal(cached(batch).ids_XK[kept, 0], dense_log_probs(teacher, batch)[kept].argmax(1))
 
 
-def test_float16_moves_no_probability_by_more_than_the_stated_bound():
+def test_float16_changes_probabilities_within_the_stated_bound():
     exact = -np.concatenate([np.geomspace(1e-9, 1e-3, 20_001), np.linspace(1e-3, 30, 300_001)])
     stored = exact.astype(np.float16).astype(np.float64)
     moved = np.abs(np.exp(stored) - np.exp(exact))
@@ -140,7 +140,7 @@ def test_float16_moves_no_probability_by_more_than_the_stated_bound():
 
 @pytest.mark.parametrize("name", ["forward-kl", "reverse-kl", "jensen-shannon", "total-variation"])
 @pytest.mark.parametrize("top_k", [32, 4])
-def test_learning_from_the_cache_is_learning_in_process(worker: ModuleType, tmp_path: Path, name: str, top_k: int):
+def test_training_from_the_cache_equals_training_in_process(worker: ModuleType, tmp_path: Path, name: str, top_k: int):
     data, teacher = worker.make_data(8), ModelTeacher(worker.make_model())
     with torch.no_grad():  # a teacher that is sure of something
         teacher.model.lm_head.weight.mul_(50)
@@ -184,7 +184,7 @@ def test_batches_of_other_documents_are_refused(worker: ModuleType, tmp_path: Pa
         assert torch.equal(both(batch).ids_XK[kept], wanted.indices)
 
 
-def test_a_model_teaches_frozen_and_in_evaluation_mode(worker: ModuleType):
+def test_a_teacher_is_frozen_and_in_evaluation_mode(worker: ModuleType):
     teacher = ModelTeacher(worker.make_model())  # with dropout
     batch = worker.make_data(4).batch([0, 1])
     first, second = teacher(batch), teacher(batch)

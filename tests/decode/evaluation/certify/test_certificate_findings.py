@@ -1,4 +1,4 @@
-"""What a certificate says besides its verdict: near-ties, tokens outside the support, lengths, rounding, lossy methods.
+"""Findings of certificates: near-ties, tokens outside the support, lengths, rounding and lossy methods.
 
 Shape letters: B batch, N tree nodes, T tokens, V vocabulary, X new tokens.
 """
@@ -45,15 +45,15 @@ def certify(
 
 
 class SecondOfTwins(GreedyMatch):
-    """Takes token 6 where token 5 is the most likely one."""
+    """Verifier that takes token 6 where token 5 is the most likely one."""
 
     def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
         best_B = target_BNV[:, 0].argmax(-1)
         return nothing_accepted(torch.where(best_B == 5, 6, best_B))
 
 
-def test_near_ties_are_listed_and_faults_are_faults(make_llama: MakeLlama) -> None:
-    """Tokens 5 and 6 have all but the same logits; which of them is taken is up to rounding, until they move apart."""
+def test_near_ties_are_listed_and_larger_differences_are_faults(make_llama: MakeLlama) -> None:
+    """Tokens 5 and 6 have nearly equal logits, until they move apart."""
     model = make_llama(VOCAB, sharpness=1.5)
     with torch.no_grad():
         model.lm_head.weight[5] += 1.0 * model.lm_head.weight.mean(0) + 0.4 * torch.randn(32).sign()
@@ -103,7 +103,7 @@ def test_the_edge_of_the_support(sampling: Sampling, token: int, kept: bool) -> 
 
 
 class Unwarped(Sample):
-    """Samples as if nothing were cut off."""
+    """Verifier that samples without top-k and top-p."""
 
     score_type = "unwarped"
 
@@ -120,7 +120,7 @@ def test_a_token_outside_the_support_is_a_fault_at_once(make_llama: MakeLlama, s
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=str)
-def test_texts_end_where_they_should(
+def test_lengths_of_texts_are_checked(
     make_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
 ) -> None:
     target = wrap_model(make_llama(VOCAB, sharpness=1.5), check=False)
@@ -139,7 +139,7 @@ def test_texts_end_where_they_should(
     assert "length" in {finding.kind for finding in certificate.findings}
 
 
-def test_lossy_methods_are_measured_and_not_judged(make_llama: MakeLlama) -> None:
+def test_lossy_methods_are_measured_without_verdict(make_llama: MakeLlama) -> None:
     target, drafter = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=1.5), check=False) for seed in (0, 1))
     for sampling in (GREEDY, PLAIN):
         certificate = certify(target, "mjsd", sampling, Parts(drafter), options={"gamma": 3, "num_beams": 2})
@@ -211,8 +211,7 @@ def test_encoder_decoders_have_certificates_too() -> None:
     assert certify(build(0), reference=build(1)).verdict == "not lossless"
 
 
-def test_the_batch_changes_nothing(make_llama: MakeLlama) -> None:
-    """The same rows are drawn, one by one or together, and the same number of tokens is looked at."""
+def test_certificates_do_not_depend_on_the_batch(make_llama: MakeLlama) -> None:
     target, drafter = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=1.5), check=False) for seed in (0, 1))
     found = []
     for batch in (1, 7):

@@ -1,4 +1,4 @@
-"""A certificate is given to every method that calls itself lossless, and to none in which a fault was planted."""
+"""Every lossless method is certified, and no method with a planted fault is."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def world() -> SmallPair:
-    """Parts of a larger vocabulary than that of `stress.py`."""
+    """Return a small pair with a larger vocabulary."""
     return make_small_pair(VOCAB, 3)
 
 
@@ -95,7 +95,7 @@ QUICK = (0, 14, 28, 37, 51, 57, 60, 64, 75, 84)  # of each class but one, found 
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """At the defaults; a method without it is called faulty once in a million certificates."""
+    """Without a fault, a method is called faulty once in a million certificates."""
     make_small_pair()
     fault.plant(monkeypatch)
     entry = Entry(fault.method, fault.method, fault.options, PLAIN)
@@ -103,12 +103,11 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: Fault)
 
 
 def test_every_fault_can_be_planted() -> None:
-    """Whoever changes the code that a fault is in finds it here, not in a slow test."""
     for fault in FAULTS:
         with pytest.MonkeyPatch.context() as patch:
             fault.plant(patch)
 
 
-def test_faults_are_of_all_classes() -> None:
+def test_planted_faults_cover_all_classes() -> None:
     assert len(FAULTS) >= 60
     assert {fault.kind for fault in FAULTS} - {FAULTS[number].kind for number in QUICK} == {"replacement"}

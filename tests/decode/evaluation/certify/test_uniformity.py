@@ -1,4 +1,4 @@
-"""The tests of uniformity are right about texts that follow their distributions, and find the biases that they promise.
+"""Tests of uniformity accept texts that follow their distributions, and find the biases that they promise.
 
 Shape letters: X tokens, V vocabulary.
 """
@@ -24,7 +24,7 @@ VOCAB = 12
 
 
 def contexts(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[X, V] distributions of a target and of a drafter that disagrees with it."""
+    """Return distributions [X, V] of a target and of a drafter that disagrees with it."""
     rng = np.random.default_rng(seed)
     target_XV, draft_XV = (rng.dirichlet(np.full(VOCAB, 0.5), tokens) for _ in range(2))
     return torch.from_numpy(target_XV), torch.from_numpy(draft_XV)
@@ -39,7 +39,7 @@ def draw(probs_XV: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 def evidence_of(
     target_XV: torch.Tensor, draft_XV: torch.Tensor, token_X: torch.Tensor, rng: np.random.Generator, row: int = 16
 ) -> Evidence:
-    """Of tokens in rows of 16, ordered by what the drafter prefers."""
+    """Return the evidence of tokens in rows of 16, ordered by the drafter's preference."""
     uniform_X = torch.from_numpy(rng.random(len(token_X)))
     u_X = transform(target_XV, draft_XV / target_XV, token_X, uniform_X)
     parts = (u_X, *favoured_excess(target_XV, draft_XV > target_XV, token_X))
@@ -52,7 +52,7 @@ def without_favour(uniforms: list[np.ndarray]) -> Evidence:
 
 
 @pytest.mark.parametrize(("tokens", "vocab"), [(1, 1), (7, 2), (33, 5), (5, 40)])
-def test_the_transform_equals_a_slow_one(tokens: int, vocab: int) -> None:
+def test_the_transform_equals_a_plain_implementation(tokens: int, vocab: int) -> None:
     rng = np.random.default_rng(tokens)
     probs_XV = rng.dirichlet(np.ones(vocab), tokens)
     scores_XV = rng.integers(0, 3, (tokens, vocab)).astype(float)  # many are equal
@@ -66,7 +66,7 @@ def test_the_transform_equals_a_slow_one(tokens: int, vocab: int) -> None:
     assert transform(*given).numpy() == pytest.approx(np.array(wanted), abs=1e-12)
 
 
-def test_p_values_of_texts_that_follow_their_distributions_are_rarely_small() -> None:
+def test_p_values_of_correct_texts_are_rarely_small() -> None:
     rng = np.random.default_rng(0)
     runs, found = 300, dict.fromkeys(TESTS, 0)
     for seed in range(runs):
@@ -82,7 +82,7 @@ def test_p_values_of_texts_that_follow_their_distributions_are_rarely_small() ->
 
 
 @pytest.mark.parametrize("power", [0.8, 0.99])
-def test_the_promised_bias_is_found_as_often_as_promised(power: float) -> None:
+def test_the_detectable_bias_is_found_with_its_stated_power(power: float) -> None:
     tokens, level, runs = 4000, 1e-6, 100
     rng = np.random.default_rng(1)
     target_XV, draft_XV = contexts(tokens, 1)
@@ -100,7 +100,7 @@ def test_the_promised_bias_is_found_as_often_as_promised(power: float) -> None:
 
 
 def test_shared_random_numbers_are_found() -> None:
-    """Each token by itself is right, and two of them together are not."""
+    """Each token by itself follows its distribution, but two of them jointly do not."""
     rng = np.random.default_rng(3)
     rows = list(rng.random((100, 16)))
     repeated = [np.repeat(row[:8], 2) for row in rows]
@@ -113,8 +113,8 @@ def test_shared_random_numbers_are_found() -> None:
     assert min(honest.values()) > 1e-4
 
 
-def test_what_a_row_does_last_does_not_decide_what_is_looked_at() -> None:
-    """Rows end with a token of probability 0.3: the pairs of successive tokens are as uniform as ever."""
+def test_the_ends_of_rows_do_not_bias_pairs() -> None:
+    """Rows end with a token of probability 0.3. The pairs of successive tokens remain uniform."""
     rng = np.random.default_rng(4)
     rows = []
     for _ in range(6000):
@@ -127,7 +127,7 @@ def test_what_a_row_does_last_does_not_decide_what_is_looked_at() -> None:
     assert some.joined[0] == pytest.approx(np.concatenate(rows)[:1001])
 
 
-def test_the_martingale_bound_is_one() -> None:
+def test_the_martingale_bound_holds() -> None:
     rng = np.random.default_rng(5)
     for share, count in ((0.5, 400), (0.02, 400), (0.3, 30)):
         sums = rng.binomial(count, share, 200_000) - count * share
@@ -140,6 +140,6 @@ def test_the_martingale_bound_is_one() -> None:
     assert martingale_p(1e-7, 0.0) == 1.0
 
 
-def test_no_tokens_say_nothing() -> None:
+def test_no_tokens_give_no_evidence() -> None:
     assert detectable_bias(0, 1e-8, 0.99) == 1.0
     assert {result.p_value for result in uniformity_tests(Evidence(), np.random.default_rng(6))} == {1.0}

@@ -1,4 +1,4 @@
-"""Agreement on given texts against plain forwards token by token, and what becomes of every token that was tried."""
+"""Agreement on given texts compared with plain forwards, and the findings of the stages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ PASSAGES = [
 
 @pytest.fixture(scope="module")
 def table() -> BigramTable:
-    """Counts of a few texts."""
     rng = np.random.default_rng(0)
     return BigramTable.from_documents([rng.integers(0, VOCAB, 20) for _ in range(30)], VOCAB)
 
@@ -52,7 +51,7 @@ def logits_of(model: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
 
 
 def expected(target: torch.Tensor, draft: torch.Tensor, best: int, said: int, sampling: Sampling, draws: bool) -> Any:
-    """hit, overlap, agree, accepted of one token, by loops over the vocabulary."""
+    """Return hit, overlap, agree and accepted of one token, by loops over the vocabulary."""
     p, q = target.softmax(-1).tolist(), draft.softmax(-1).tolist()
     overlap = sum(min(one, other) for one, other in zip(p, q, strict=True))
     warped_p, warped_q = (warp(each[None], sampling)[0].tolist() for each in (target, draft))
@@ -62,7 +61,7 @@ def expected(target: torch.Tensor, draft: torch.Tensor, best: int, said: int, sa
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_scores_of_a_drafter_are_those_of_plain_forwards(models: Any, sampling: Sampling) -> None:
+def test_scores_of_a_drafter_equal_plain_forwards(models: Any, sampling: Sampling) -> None:
     target, drafter = models
     scores = score(wrap_model(target), drafter_source(wrap_model(drafter)), PASSAGES, sampling)
     at = 0
@@ -82,7 +81,7 @@ def test_scores_of_a_drafter_are_those_of_plain_forwards(models: Any, sampling: 
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_scores_of_heads_speak_of_the_token_so_many_places_on(models: Any, make_heads: Any, sampling: Sampling) -> None:
+def test_scores_of_heads_are_of_later_tokens(models: Any, make_heads: Any, sampling: Sampling) -> None:
     target, heads = models[0], make_heads(3, 32, VOCAB)
     scores = score(wrap_model(target), heads_source(heads, torch.float32), PASSAGES, sampling)
     at = 0
@@ -105,7 +104,7 @@ def test_scores_of_heads_speak_of_the_token_so_many_places_on(models: Any, make_
 
 
 @pytest.mark.parametrize("order", [1, 2])
-def test_scores_of_a_table_are_those_of_its_rows(models: Any, table: BigramTable, order: Any) -> None:
+def test_scores_of_a_table_equal_its_rows(models: Any, table: BigramTable, order: Any) -> None:
     target, sampling = models[0], Sampling(0.7)
     proposer = TableChain(table, 2, TableSource(order))
     rows = table.distributions("cpu", 1.0)
@@ -124,7 +123,7 @@ def test_scores_of_a_table_are_those_of_its_rows(models: Any, table: BigramTable
                 at += 1
 
 
-def test_many_passages_are_read_in_groups_as_if_one_by_one(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passages_in_groups_score_as_single_ones(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, source = wrap_model(models[0]), drafter_source(wrap_model(models[1]))
     whole = score(target, source, PASSAGES * 3, Sampling(1.0))
     monkeypatch.setattr("draftsmith.decode.evaluation.diagnose.agreement._TOKENS_AT_ONCE", 9)
@@ -139,7 +138,7 @@ def test_many_passages_are_read_in_groups_as_if_one_by_one(models: Any, monkeypa
 
 
 @pytest.mark.parametrize(("name", "options"), [("speculative", {"gamma": 3}), ("bpd", {}), ("bigram", {"gamma": 2})])
-def test_tried_tokens_are_those_that_decoding_takes(
+def test_draft_attempts_are_those_of_decoding(
     models: Any, table: BigramTable, make_heads: Any, name: str, options: dict[str, Any]
 ) -> None:
     target, sampling, limits = wrap_model(models[0]), Sampling(), Limits(29)
@@ -170,7 +169,7 @@ def test_tried_tokens_are_those_that_decoding_takes(
     assert sum(not each.accepted for row in found for each in row) <= tally.rejections
 
 
-def test_only_a_loss_that_is_certain_is_named() -> None:
+def test_only_significant_losses_are_reported() -> None:
     def stages(after: list[float]) -> list[Stage]:
         whole = np.full(len(after), 10.0)
         sums = [(np.full(len(after), 9.0), whole), (np.array(after), whole)]
@@ -189,8 +188,7 @@ def test_only_a_loss_that_is_certain_is_named() -> None:
     assert [found.check for found in stage_findings(swapped)] == ["export"]
 
 
-def test_files_are_held_to_what_training_measured_though_some_of_it_is_missing() -> None:
-    """A head that training did not measure leaves a mean unknown, and the others are judged all the same."""
+def test_files_are_compared_with_incomplete_training_metrics() -> None:
     record, files = Stage("record", "", None, [None, 0.5]), Stage("files", "", 0.4, [0.4, 0.485])
     (found,) = stage_findings([record, files])
     assert (found.check, found.lost) == ("export", None)
@@ -212,13 +210,13 @@ SERVED = {"a": 10, "b": 20, "c": 12}
         ({"drafted_per_step": None}, 3, "does not report draft tokens"),
     ],
 )
-def test_a_wrong_server_is_explained(change: dict[str, Any], gamma: int, reason: str | None) -> None:
+def test_differences_of_a_server_are_reported(change: dict[str, Any], gamma: int, reason: str | None) -> None:
     row: dict[str, Any] = {"label": "load", "prompt_tokens": SERVED, "drafted_per_step": 3.0, "tokens_per_step": 2.0}
     found = list(compare_server(ServerPrediction("row", gamma, [1.0, 0.0], SERVED, {}), row | change))
     assert [(reason or "") in each.what for each in found] == [True] * (reason is not None)
 
 
-def test_measured_prompts_come_before_predictions() -> None:
+def test_measurements_take_precedence_over_predictions() -> None:
     here = ServerPrediction("speculative", 2, [0.5, 0.5], {}, {"a": (60, 20), "b": (30, 20), "c": (1, 1)})
     assert here.tokens_per_step(2, ["a", "b", "unknown"]) == 90 / 40
     assert here.tokens_per_step(2, ["unknown"]) == here._replace(measured={}).tokens_per_step(2, ["a"]) == 1.75

@@ -1,4 +1,4 @@
-"""The tuner, its search space, and the plan of a forge, on given measurements."""
+"""The tuner, its search space, and the plan of `forge`, on given measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measured(label: str, tokens: float, speedup: float, spread: float = 0.05, **
     return Measurement(label, tokens, speedup, (speedup - spread, speedup + spread), **more)
 
 
-def test_curves_rise_and_go_on_straight() -> None:
+def test_latency_curves_are_monotonic_and_extrapolated() -> None:
     curve = Curve.through((1, 2, 4, 8), (1.0, 3.0, 2.0, 6.0))
     assert curve.seconds == (1.0, 2.5, 2.5, 6.0)  # the falling pair is levelled out
     assert [curve(nodes) for nodes in (1, 1.5, 3, 6, 8)] == pytest.approx([1.0, 1.75, 2.5, 4.25, 6.0])
@@ -39,7 +39,7 @@ def test_curves_rise_and_go_on_straight() -> None:
     assert Curve((3,), (2.0,))(7) == 2.0
 
 
-def test_candidates_are_cut_as_the_target_allows() -> None:
+def test_candidates_depend_on_the_target() -> None:
     found = list_candidates(REAL, 8192, supports_eagle=True)
     assert [each.kind for each in found] == ["drafter", "drafter", "parallel", "eagle", "heads"]
     assert all(0 < each.cost < 0.3 for each in found)
@@ -63,7 +63,8 @@ def test_candidates_that_cannot_win_are_not_trained(seconds: Callable[[float], f
 
 
 def test_the_best_draft_maximises_tokens_per_cost() -> None:
-    """With free target tokens: (1 + 0.95 + … + 0.95ⁿ) / (1 + 0.14 n); parallel drafts cost one forward."""
+    """The speedup is (1 + 0.95 + … + 0.95ⁿ) / (1 + 0.14 n) with free target tokens. Parallel drafts cost one
+    forward."""
     by_length = [sum(0.95**i for i in range(n + 1)) / (1 + 0.14 * n) for n in range(1, 6)]
     assert best_draft(DRAFTER, lambda tokens: 1.0)[1] == pytest.approx(max(by_length))
     assert best_draft(DRAFTER, lambda tokens: 1.0, [0.5] * 6)[0] < best_draft(DRAFTER, lambda tokens: 1.0)[0]
@@ -72,7 +73,7 @@ def test_the_best_draft_maximises_tokens_per_cost() -> None:
 
 
 def test_the_budget_decides_candidates_rows_and_batches() -> None:
-    """32 steps each and for the slowest again: 32 · (1 + 2 + 9 + 9) = 672 s."""
+    """32 steps each, and for the slowest again, take 32 · (1 + 2 + 9 + 9) = 672 s."""
     rates = {"a": 1.0, "c": 9.0, "b": 2.0}
     assert affordable_candidates(rates, 672.0) == (["a", "b", "c"], "")
     names, reason = affordable_candidates(rates, 671.0)
@@ -83,7 +84,7 @@ def test_the_budget_decides_candidates_rows_and_batches() -> None:
     assert [count_rows(seconds, 1.0, least=4) for seconds in (0.0, 80.0)] == [4, 9]
 
 
-def test_the_winner_is_steady_and_faster_than_the_baseline_beyond_its_interval() -> None:
+def test_the_winner_is_steady_and_significantly_faster() -> None:
     slow = [measured("a", 1.1, 0.95), measured("b", 1.2, 0.9)]
     winner, reason = choose_winner(slow)
     assert winner is None
@@ -98,8 +99,8 @@ def test_the_winner_is_steady_and_faster_than_the_baseline_beyond_its_interval()
     assert choose_winner([replace(each, is_steady=False) for each in some])[0] is None
 
 
-def test_each_round_measures_what_may_be_the_fastest_on_more_prompts() -> None:
-    """Of forty settings a quarter may go on, and four at last; those far from the best never, lossy ones beside it."""
+def test_successive_halving() -> None:
+    """Of forty settings at most a quarter survives the first round, and four the last, with the lossy frontier."""
     speeds, asked = {f"{n}": 1 + n / 100 for n in range(40)} | {"lossy": 0.5, "worse": 0.4}, []
 
     def measure(labels: Sequence[str], number: int, prompts: int) -> list[Measurement]:
@@ -117,7 +118,7 @@ def test_each_round_measures_what_may_be_the_fastest_on_more_prompts() -> None:
     assert [each.label for each in tune(["39", "0"], lambda *given: measure(*given)[:1], [8, 80])] == ["39"]
 
 
-def test_nothing_beats_what_is_on_the_frontier() -> None:
+def test_no_setting_dominates_the_frontier() -> None:
     rng = np.random.default_rng(0)
     for count in (1, 2, 5, 30):
         pairs = {(speed / 4, worth / 4) for speed, worth in rng.integers(1, 12, (count, 2)).tolist()}
@@ -130,7 +131,7 @@ def test_nothing_beats_what_is_on_the_frontier() -> None:
         assert {best[0], best[-1] if len(few) > 1 else best[0]} <= set(few) <= set(best)
 
 
-def test_longer_drafts_are_measured_until_every_load_slows_down() -> None:
+def test_draft_lengths_stop_when_all_loads_slow_down() -> None:
     speedups = {1: (0.9, 1.2), 2: (1.1, 1.1), 3: (1.2, 1.0), 4: (1.1, 0.9), 5: (2.0, 2.0)}
     found = tune_lengths(lambda tokens: [{"speedup": each} for each in speedups[tokens]], 5)
     assert list(found) == [1, 2, 3, 4]
@@ -138,7 +139,7 @@ def test_longer_drafts_are_measured_until_every_load_slows_down() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_setting_of_the_space_is_one_of_its_method(temperature: float) -> None:
+def test_every_setting_is_valid_for_its_method(temperature: float) -> None:
     available = Available(frozenset({"drafter", "heads", "table"}), num_heads=3, has_texts=True, is_parallel=True)
     names, labels = tunable_methods(available, temperature), list[str]()
     assert set(names) == set(GRIDS) if temperature else {"spectr", "specinfer", "medusa, typical"}.isdisjoint(names)

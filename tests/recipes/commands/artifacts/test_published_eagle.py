@@ -17,7 +17,7 @@ from draftsmith.checkpoints.pairs.eagle import examine_eagle, rotary_base
 from draftsmith.checkpoints.pairs.sides import open_side
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.evaluation.diagnose.list_readings import Reading, best_reading, list_readings
+from draftsmith.decode.evaluation.diagnose.readings import Reading, best_reading, list_readings
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.artifacts.imports import import_published
 from draftsmith.recipes.commands.diagnosis.pair import check_pair
