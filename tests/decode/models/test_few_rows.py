@@ -277,7 +277,7 @@ def test_an_int8_model_equals_the_rounded_model(make_llama: Any, tmp_path: Path)
 
 @needs_compiler
 @any_format
-def test_nan_inputs_give_nan(dtype: torch.dtype) -> None:
+def test_nan_and_infinite_inputs_are_propagated(dtype: torch.dtype) -> None:
     few, _ = product_of(torch.randn(16, 32), dtype)
     for wrong in (torch.nan, torch.inf, -torch.inf):
         x_XI = torch.randn(3, 32)
