@@ -1,4 +1,4 @@
-"""What tests of engines share."""
+"""Fixtures of the engine tests."""
 
 from __future__ import annotations
 
@@ -11,5 +11,4 @@ import pytest
 
 @pytest.fixture(scope="session")
 def serving(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    """The module that runs engines."""
     return load_script(Path(__file__).with_name("serving.py"))

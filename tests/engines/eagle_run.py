@@ -28,7 +28,7 @@ ADDRESS = "tcp://127.0.0.1:0"
 
 
 class PlainAttention(nn.Module):
-    """Causal attention to all that it was given before."""
+    """Causal attention with a plain key-value cache."""
 
     def __init__(self, heads: int, kv_heads: int, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class PlainAttention(nn.Module):
 
 
 def vllm_model(folder: str, target: str) -> tuple[Any, Any, Callable[[], None]]:
-    """The module, loaded, a context to run it in, and what is done once its weights are complete."""
+    """Return the loaded module, its context, and a function to call after loading the weights."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -94,7 +94,7 @@ def sglang_model(folder: str, target: str) -> tuple[Any, Any, Callable[[], None]
 
 
 def step_of(engine: str, model: Any, tokens_T: Tensor, places_T: Tensor, above_TX: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states [T, D] that logits are made of, and what the next step reads."""
+    """Return the hidden states [T, D] for the logits, and the input of the next step."""
     if engine == "vllm":
         if above_TX.shape[1] != model.config.hidden_size:
             above_TX = model.combine_hidden_states(above_TX)

@@ -1,4 +1,4 @@
-"""Engines in environments of their own: a script that answers once, and what a server answers."""
+"""Engines in separate environments: scripts and servers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PATIENCE = 600
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without the paths to its own packages."""
+    """Return the environment of this process without its Python paths."""
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | more
 
 
 def answer_of(python: str, script: str, asked: Mapping[str, Any], **more: str) -> dict[str, Any]:
-    """What a script of this folder makes of one JSON object, run by an engine's own Python.
+    """Return the answer of a script in this folder to a JSON object, run by an engine's Python.
 
     Raises:
         RuntimeError: with the engine's own words, where it refuses.
@@ -41,7 +41,7 @@ def answer_of(python: str, script: str, asked: Mapping[str, Any], **more: str) -
 
 
 def ask(url: str, **asked: Any) -> dict[str, Any]:
-    """What a server answers to a JSON object."""
+    """Return a server's answer to a JSON object."""
     request = Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=PATIENCE) as answered:
         answer: dict[str, Any] = json.load(answered)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 @torch.no_grad()
 def ours(heads: EagleHeads, states_TG: torch.Tensor, tokens_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The first step's hidden states and logits, and a greedy chain behind the last token."""
+    """Return the first step's hidden states and logits, and a greedy chain."""
     drafter = EagleDrafter(heads)
     cache = drafter.new_cache(1, TOKENS + STEPS)
     states_1TD = drafter.extend_with_aux(drafter.fuse_aux(states_TG[None]), cache, tokens_T[None])
@@ -50,10 +50,9 @@ def ours(heads: EagleHeads, states_TG: torch.Tensor, tokens_T: torch.Tensor) -> 
 
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("engine", PYTHONS)
-def test_an_export_means_the_same_to_an_engine(
+def test_exports_compute_the_same_in_engines(
     engine: str, trimmed: bool, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, serving: ModuleType
 ) -> None:
-    """To the rounding of float32; six greedy tokens of 32 or 96 agree by chance once in 10^9."""
     if not PYTHONS[engine]:
         pytest.skip(f"DRAFTSMITH_{engine.upper()} names no Python of {engine} (see the head of this file)")
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}

@@ -60,8 +60,8 @@ pytestmark = [
 
 
 def successors(wrong: int = 0) -> list[int]:
-    """What comes after each token: one round through all but the special ones. Every `wrong`th is followed by another
-    than in the right order."""
+    """Return the next token of each token, one cycle over all but the special ones. Every `wrong`th has another
+    successor."""
     order = np.random.default_rng(0).permutation(np.arange(len(SPECIAL), VOCAB))
     following = np.arange(VOCAB)
     following[order] = np.roll(order, -1)
@@ -72,7 +72,7 @@ def successors(wrong: int = 0) -> list[int]:
 
 
 def model_of(following: list[int], layers: int = 2) -> LlamaForCausalLM:
-    """Attention speaks along, so that a cache that is wrong shows; it never outvotes."""
+    """Return a model whose output depends on its cache through attention."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -85,7 +85,7 @@ def model_of(following: list[int], layers: int = 2) -> LlamaForCausalLM:
 
 
 class Works:
-    """Exported models, and what the target says."""
+    """Exported models, and the target's outputs."""
 
     def __init__(self, folder: Path, serving: ModuleType) -> None:
         self.folder, self.serving = folder, serving
@@ -117,7 +117,7 @@ class Works:
         return self.export(name, "gguf") / "model.gguf"
 
     def said(self, prompt: str) -> list[int]:
-        """The target's greedy tokens, by transformers."""
+        """Return the target's greedy tokens by transformers."""
         ids = torch.tensor([self.tokenizer.encode(prompt)])
         found: list[int] = self.target.generate(ids, do_sample=False, max_new_tokens=NEW)[
             0, ids.shape[1] - 1 :
@@ -140,8 +140,8 @@ def works(tmp_path_factory: pytest.TempPathFactory, serving: ModuleType) -> Work
 
 
 def run(program: str, *arguments: str | Path, last: str = "") -> tuple[bytes, str]:
-    """What a program of llama.cpp prints, and what it says of itself, which has `last` in it. A thread of its own
-    writes, and the end of the program now and then cuts it off: then it is run again."""
+    """Return the output of a program of llama.cpp, which must contain `last`. It is repeated if the output was cut
+    off."""
     command = [ENGINE / "build" / "bin" / program, *arguments]
     for _ in range(TRIES):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=600)
@@ -159,8 +159,7 @@ def number(said: str, name: str) -> int:
 
 
 def drafts(following: list[int], right: list[int], last: int) -> tuple[int, int]:
-    """Tokens drafted and accepted by llama-speculative-simple after a token, where the target goes on as is `right` and
-    the drafter by `following`. It ends after `NEW` + 1 tokens or more, and drafts less when few are left."""
+    """Return the numbers of drafted and accepted tokens of llama-speculative-simple after a token."""
     drafted = accepted = said = 0
     while said <= NEW:
         left = NEW - said - 1
@@ -173,7 +172,7 @@ def drafts(following: list[int], right: list[int], last: int) -> tuple[int, int]
     return drafted, accepted
 
 
-def test_tokens_are_those_of_transformers(works: Works, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers(works: Works, tmp_path: Path) -> None:
     texts = [*NASTY, Path(__file__).read_text(encoding="utf-8")]
     for number_of, text in enumerate(texts):
         path = tmp_path / f"{number_of}.txt"
@@ -184,7 +183,7 @@ def test_tokens_are_those_of_transformers(works: Works, tmp_path: Path) -> None:
         assert found == works.tokenizer.encode(text, split_special_tokens=True), text
 
 
-def test_the_model_says_what_it_says_in_transformers(works: Works) -> None:
+def test_models_generate_as_in_transformers(works: Works) -> None:
     for prompt in PROMPTS:
         out, _ = run(
             "llama-completion", "-m", works.gguf["target"], "-no-cnv", *GREEDY, "-p", prompt, last="total time"
@@ -202,7 +201,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_families_say_what_they_say_in_transformers(works: Works, family: str) -> None:
+def test_other_families_generate_as_in_transformers(works: Works, family: str) -> None:
     config = FAMILIES[family]
     config.bos_token_id, config.eos_token_id = 0, 2
     torch.manual_seed(0)
@@ -219,7 +218,7 @@ def test_other_families_say_what_they_say_in_transformers(works: Works, family: 
 
 @pytest.mark.parametrize("program", ["llama-speculative-simple", "llama-speculative"])
 def test_drafters(works: Works, program: str) -> None:
-    """Of a copy of the target every draft is accepted, of another model those that are right; the text is the same."""
+    """All drafts of a copy of the target are accepted. The text is the same with other drafters."""
     settings = [*GREEDY, *EXACT_DRAFTER, "--spec-type", "draft-simple", "--spec-draft-n-max", str(GAMMA)]
     for prompt in PROMPTS:
         said = works.said(prompt)
@@ -235,7 +234,7 @@ def test_drafters(works: Works, program: str) -> None:
 
 
 def check_served(command: str, works: Works, every_draft: bool) -> None:
-    """A command of SERVING.md: the target's own tokens, drafted for."""
+    """Run a command of SERVING.md, which must give the target's tokens with accepted drafts."""
     program, *arguments = shlex.split(command)
     started = [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT]
     asked = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
@@ -253,15 +252,14 @@ def commands(folder: Path) -> list[str]:
     return [line for line in serving.splitlines() if line.startswith("llama-server ")]
 
 
-def test_serving_a_drafter_as_its_serving_md_says(works: Works) -> None:
+def test_serving_a_drafter_by_its_serving_md(works: Works) -> None:
     for name in ("copy", "other"):
         check_served(commands(works.folder / f"{name}-gguf")[0], works, every_draft=name == "copy")
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
-def test_serving_eagle_heads_as_their_serving_md_says(works: Works, trimmed: bool) -> None:
-    """The heads know what comes after the token after the next one, and nothing more: of two drafted tokens the first
-    is always right, the second never, if layers, embeddings and the map of tokens are read as they are meant."""
+def test_serving_eagle_heads_by_their_serving_md(works: Works, trimmed: bool) -> None:
+    """The first of two draft tokens is always right and the second never, if the engine reads the heads correctly."""
     target, name = model_of(works.following, layers=4), "some" if trimmed else "all"
     works.gguf_of(f"{name}-target", target)
     kept = torch.arange(len(SPECIAL), VOCAB) if trimmed else None

@@ -70,7 +70,7 @@ pytestmark = [
 
 
 class Works:
-    """Targets, and what is exported for them."""
+    """Targets and their exports."""
 
     def __init__(self, folder: Path, make_llama: Callable[..., LlamaForCausalLM], serving: ModuleType) -> None:
         self.folder, self.serving = folder, serving
@@ -98,7 +98,7 @@ class Works:
         self.save("table", "table", "ring", self.table.save)
 
     def _drafters(self) -> None:
-        """A copy of the target; and one that is right now and then, as its weights are the target's, shaken."""
+        """Return a copy of the target, and a drafter with added noise."""
         torch.manual_seed(7)
         with torch.no_grad():
             for mine, target in zip(self.models["other"].parameters(), self.models["random"].parameters(), strict=True):
@@ -129,7 +129,7 @@ class Works:
     def ask(
         self, target: str, method: str | None, save: Path | None = None, path: str = "", **settings: Any
     ) -> dict[str, Any]:
-        """What vLLM says, drafting by a method. RuntimeError with its own words where it refuses."""
+        """Return the output of vLLM with a method."""
         speculative = None if method is None else {"method": method} | settings
         asked = {"target": str(self.folder / target), "speculative": speculative, "prompts": PROMPTS, "tokens": NEW}
         asked["save"] = save and str(save)
@@ -137,7 +137,7 @@ class Works:
         return found
 
     def served(self, folder: Path, log: Path) -> AbstractContextManager[Running]:
-        """The address of vLLM, started as an export says."""
+        """Return the address of vLLM, started by an export's command."""
         blocks = re.findall(r"```bash\n(.*?)```", (folder / SERVING_FILE).read_text(), re.DOTALL)
         (command,) = [block for block in blocks if "vllm serve" in block]
         command = f'{command.rstrip()} --enforce-eager --dtype float32 --max-model-len 128 "$@"'
@@ -146,7 +146,7 @@ class Works:
         return running(["bash", "-c", command, "serve"], log, cwd=folder.parent, env=known)
 
     def own(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
-        """The target's greedy tokens, by transformers; drafts and what is accepted of them, by this engine."""
+        """Return the target's greedy tokens by transformers, and the drafts of this engine."""
         model, sampling = self.models[target], Sampling()
         said, drafts, accepted = [], 0, [0] * depth
         for prompt in PROMPTS:
@@ -164,7 +164,7 @@ class Works:
 
 
 def two_ways(vocab_size: int, **sizes: int) -> Gemma2ForCausalLM:
-    """A model one of whose layers looks at a window, the other at all."""
+    """Return a model with one layer with a window and one without."""
     torch.manual_seed(3)
     config = Gemma2Config(vocab_size=vocab_size, max_position_embeddings=256, query_pre_attn_scalar=32, **sizes)
     model = Gemma2ForCausalLM(config).eval()
@@ -176,7 +176,7 @@ def two_ways(vocab_size: int, **sizes: int) -> Gemma2ForCausalLM:
 
 
 def random_heads(noise: float) -> PredictionHeads:
-    """Head k says what comes k + 2 tokens later; with noise, often something else."""
+    """Return heads of which head k predicts k + 2 tokens ahead, with optional noise."""
     torch.manual_seed(2)
     heads = PredictionHeads(HEADS, 2, HIDDEN, VOCAB)
     with torch.no_grad():
@@ -195,12 +195,12 @@ def works(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM], serving: 
 
 
 @pytest.mark.parametrize("target", ["random", "ring"])
-def test_vllm_alone_says_what_the_target_says(target: str, works: Works) -> None:
+def test_vllm_without_drafting_equals_the_target(target: str, works: Works) -> None:
     assert works.ask(target, None) == {"said": works.own(target, "autoregressive", Parts(), 0)["said"]}
 
 
 @pytest.mark.parametrize(("drafter", "of"), [("copy", "random"), ("other-drafter", "other")])
-def test_a_drafter_drafts_as_it_does_here(drafter: str, of: str, works: Works) -> None:
+def test_drafters_draft_as_in_this_engine(drafter: str, of: str, works: Works) -> None:
     folder = works.export(drafter, "vllm-sglang")
     own = works.own("random", "speculative", Parts(drafter=wrap_model(works.models[of])), GAMMA, gamma=GAMMA)
     found = works.ask("random", "draft_model", model=str(folder), num_speculative_tokens=GAMMA)
@@ -212,7 +212,7 @@ def test_a_drafter_drafts_as_it_does_here(drafter: str, of: str, works: Works) -
 
 
 @pytest.mark.parametrize("name", ["exact", "often wrong"])
-def test_heads_draft_as_they_do_here(name: str, works: Works, tmp_path: Path) -> None:
+def test_heads_draft_as_in_this_engine(name: str, works: Works, tmp_path: Path) -> None:
     folder, heads = works.export(name, "medusa"), works.heads[name]
     own = works.own("ring", "medusa", Parts(heads=heads), HEADS, tree="x".join("1" * HEADS))
     settings: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": HEADS}
@@ -233,7 +233,7 @@ def test_heads_draft_as_they_do_here(name: str, works: Works, tmp_path: Path) ->
     assert not seen, "every tensor has its place"
 
 
-def test_fewer_heads_may_be_asked_for_and_never_more(works: Works) -> None:
+def test_the_number_of_heads_is_an_upper_limit(works: Works) -> None:
     folder = works.export("exact", "medusa")
     found = works.ask("ring", "medusa", model=str(folder), num_speculative_tokens=2)
     assert found["accepted"] == [found["drafts"]] * 2
@@ -241,7 +241,7 @@ def test_fewer_heads_may_be_asked_for_and_never_more(works: Works) -> None:
         works.ask("ring", "medusa", model=str(folder), num_speculative_tokens=HEADS + 1)
 
 
-def test_a_table_drafts_as_it_does_here(works: Works) -> None:
+def test_tables_draft_as_in_this_engine(works: Works) -> None:
     folder = works.export("table", "vllm-bigrams", speculative_tokens=GAMMA)
     own = works.own("ring", "bigram", Parts(table=works.table), GAMMA, gamma=GAMMA)
     settings: dict[str, Any] = {"model": "vllm_proposer.BigramProposer", "num_speculative_tokens": GAMMA}
@@ -285,8 +285,7 @@ def test_the_command_of_serving_serves(
     verify_artifact(folder)
 
 
-def test_a_server_is_counted_as_this_engine_counts(works: Works, tmp_path: Path) -> None:
-    """`bench --server`: tokens per step after a text's first token, from vLLM's own page of metrics."""
+def test_tokens_per_step_of_a_server_equal_this_engines(works: Works, tmp_path: Path) -> None:
     rows = [{"conversations": [{"from": "human", "value": " ".join(f"w{t}" for t in ids)}]} for ids in PROMPTS]
     (tmp_path / "questions.json").write_text(json.dumps(rows))
     with works.served(works.export("other-drafter", "vllm-sglang"), tmp_path / "log") as server:

@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def counted(engine: LLM) -> dict[str, Any]:
-    """How often was drafted, how many tokens, and how many were accepted at each place."""
+    """Return the numbers of drafts, draft tokens, and accepted tokens by position."""
     prefix = "vllm:spec_decode_num_"
     found = {one.name.removeprefix(prefix): one for one in engine.get_metrics() if one.name.startswith(prefix)}
     if not found:

@@ -1,4 +1,4 @@
-"""A tiny corpus, tokenizer and recipes on disk, and the command line as a real process."""
+"""Fixtures with a tiny corpus, tokenizer and recipes on disk, and the command line as a process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FAMILIES = {"opt-": "opt", "pythia": "neox", "t5": "t5", "TinyLlama": "deep-llam
 
 @dataclass(frozen=True)
 class StandIns:
-    """Tiny models of the families that shipped recipes name, each with its tokenizer, and a corpus for them."""
+    """Tiny models of the families of shipped recipes, each with its tokenizer, and a corpus."""
 
     folder: Path
     rows: Path
@@ -69,17 +69,15 @@ class StandIns:
         return self.folder / role / next((family for part, family in FAMILIES.items() if part in source), "llama")
 
     def target(self, source: str) -> Path:
-        """In the place of a target."""
         return self._of("target", source)
 
     def drafter(self, source: str) -> Path:
-        """In the place of a model that is trained on."""
         return self._of("drafter", source)
 
 
 @pytest.fixture(scope="session")
 def stand_ins(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> StandIns:
-    """Two models a family, of other weights."""
+    """Save two models per family with different weights."""
     folder = tmp_path_factory.mktemp("models")
     varied = ["".join(random.Random(i).choices("abcdefghij", k=6)) for i in range(200)]
     tokenizer = train_bpe([*WORDS, *varied], VOCAB, ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</s>"))
@@ -100,7 +98,7 @@ def stand_ins(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> StandIn
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with rows.json (ShareGPT form) and tokenizer/."""
+    """Write a folder with rows.json (ShareGPT form) and tokenizer/."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = random.Random(0)
     rows, texts = [], []
@@ -121,7 +119,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the quickstart leaves it: a random target, drafters that are it with noise, heads, a table, text."""
+    """Write a folder as the quickstart does: a random target, noisy drafters, heads, a table and text."""
     folder = tmp_path_factory.mktemp("pair")
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     torch.manual_seed(0)
@@ -158,7 +156,7 @@ def tiny_pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_drafter(corpus: Path) -> Callable[[Path], dict[str, Any]]:
-    """A recipe of kind drafter in a folder: 12 steps of a two-layer Llama."""
+    """Write a recipe of kind drafter with 12 steps of a two-layer Llama."""
 
     def build(folder: Path) -> dict[str, Any]:
         data = {"source": str(corpus / "rows.json"), "template": "chatml", "block_tokens": 64, "heldout_share": 0.2}
@@ -177,7 +175,6 @@ def tiny_drafter(corpus: Path) -> Callable[[Path], dict[str, Any]]:
 
 @pytest.fixture
 def drafter_recipe(tiny_drafter: Callable[[Path], dict[str, Any]], tmp_path: Path) -> Path:
-    """The file of that recipe."""
     path = tmp_path / "drafter.yaml"
     path.write_text(yaml.safe_dump(tiny_drafter(tmp_path)))
     return path
@@ -185,7 +182,7 @@ def drafter_recipe(tiny_drafter: Callable[[Path], dict[str, Any]], tmp_path: Pat
 
 @pytest.fixture(scope="session")
 def logged() -> Callable[..., list[Any]]:
-    """`logged(out, "loss")`: what the training of an artifact logged under a name."""
+    """Return a function that reads the logged values of an artifact's training."""
 
     def read(out: Path | str, key: str = "loss") -> list[Any]:
         lines = (Path(f"{out}.state") / "log.jsonl").read_text().splitlines()
@@ -195,12 +192,11 @@ def logged() -> Callable[..., list[Any]]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """For child processes: no GPU, one thread, no hub."""
+    """Return the environment of child processes: no GPU, one thread, no hub."""
     return os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
 
 
 def draftsmith(*arguments: str, timeout: float = 240, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
     command = [sys.executable, "-m", "draftsmith", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=environment(), cwd=cwd, check=False
@@ -214,7 +210,7 @@ def cli() -> object:
 
 @pytest.fixture(scope="module")
 def launcher(load_script: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Starts processes that need not import everything anew."""
+    """Start processes without importing everything again."""
     script = load_script(Path(__file__).with_name("forked_cli.py"))
     started = script.Launcher(tmp_path_factory.mktemp("said"))
     yield started

@@ -1,4 +1,4 @@
-"""The command line in processes that are forked from one which has imported what takes seconds to import.
+"""The command line in processes that are forked from one with the slow imports done.
 
 They are processes of their own in all else: with their own environment, folder, signals and exit code. Run as a script
 this is the one that forks: it reads a request a line, and answers each with a line.
@@ -22,8 +22,6 @@ PATIENCE = 240.0
 
 
 class Forked:
-    """A process of the command line."""
-
     def __init__(self, launcher: Launcher, arguments: Sequence[str], said: Path, **settings: Any) -> None:
         self._launcher, self._said = launcher, said
         self._code: int | None = None
@@ -31,7 +29,7 @@ class Forked:
         self.pid: int = launcher.ask(asked)
 
     def poll(self) -> int | None:
-        """The exit code as `subprocess` has it; None while it runs."""
+        """Return the exit code as `subprocess` does, or None while the process runs."""
         if self._code is None:
             self._code = self._launcher.ask({"pid": self.pid})
         return self._code
@@ -41,7 +39,7 @@ class Forked:
             os.kill(self.pid, number)
 
     def ended(self) -> tuple[int, str]:
-        """Exit code and what it said on standard error, when it has ended."""
+        """Wait for the end and return exit code and standard error."""
         deadline = time.monotonic() + PATIENCE
         while (code := self.poll()) is None:
             if time.monotonic() >= deadline:
@@ -52,7 +50,7 @@ class Forked:
 
 
 class Launcher:
-    """Starts processes of the command line; their standard error goes to files in a folder."""
+    """Launcher of forked processes, whose standard error goes to files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
@@ -62,17 +60,17 @@ class Launcher:
         )
 
     def start(self, *arguments: str, cwd: Path | None = None, **environment: str) -> Forked:
-        """`draftsmith ARGUMENTS` in a folder (by default this process's), with more variables."""
+        """Start `draftsmith ARGUMENTS` in a folder (default: that of this process) with more variables."""
         self._number += 1
         settings = {"cwd": str(cwd or Path.cwd()), "environment": environment}
         return Forked(self, arguments, self._folder / f"said-{self._number}", **settings)
 
     def run(self, *arguments: str) -> tuple[int, str]:
-        """To its end: exit code, and what it said."""
+        """Run a command to its end and return exit code and standard error."""
         return self.start(*arguments).ended()
 
     def ask(self, asked: dict[str, Any]) -> Any:
-        """What the process that forks answers."""
+        """Return the answer of the forking process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
@@ -86,7 +84,7 @@ class Launcher:
 
 
 def become(arguments: Sequence[str], said: str, cwd: str, environment: dict[str, str]) -> None:
-    """Make this process one of the command line."""
+    """Turn this process into one of the command line."""
     for name, number, mode in ((os.devnull, 0, os.O_RDONLY), (os.devnull, 1, os.O_WRONLY)):
         os.dup2(os.open(name, mode), number)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)

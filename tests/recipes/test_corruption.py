@@ -38,7 +38,7 @@ READERS: dict[Callable[[Path], Any], tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def whole(tiny_drafter: Any, tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a stopped run and artifacts, and a copy of it from which each trial restores it."""
+    """Return a folder with a stopped run and artifacts, and a copy for restoring it."""
     home = tmp_path_factory.mktemp("whole") / "home"
     home.mkdir()
     (home / "drafter.yaml").write_text(yaml.safe_dump(tiny_drafter(home)))
@@ -72,7 +72,7 @@ DAMAGES = (flip, cut, delete, garble)
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_damage_is_named_or_changes_nothing(whole: Path, read: Callable[[Path], Any]) -> None:
+def test_damaged_files_are_named_or_have_no_effect(whole: Path, read: Callable[[Path], Any]) -> None:
     rng, expected, named = random.Random(0), None, 0
     for trial in range(9):
         shutil.rmtree(whole)

@@ -1,4 +1,4 @@
-"""README's shortest way from nothing to a served pair, run as it stands there, on less text and with smaller models."""
+"""README's first commands, run with less text and smaller models."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SMALLER = {
 
 
 def block() -> str:
-    """The lines of README that a newcomer copies."""
+    """Return the commands of README."""
     section = README.read_text(encoding="utf-8").partition(HEADING)[2].partition("\n## ")[0]
     (found,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     return str(found)
 
 
 def smaller(text: str) -> str:
-    """The block with the changes in size at the ends of its commands, before their comments."""
+    """Return the commands with smaller sizes."""
     lines = text.splitlines()
     for start, changes in SMALLER.items():
         (number,) = [number for number, line in enumerate(lines) if line.startswith(start)]
@@ -51,7 +51,7 @@ def smaller(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_newcomers_path_in_readme_ends_in_a_served_pair(tmp_path: Path) -> None:
+def test_the_first_commands_of_readme(tmp_path: Path) -> None:
     assert len(block().splitlines()) < 10
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

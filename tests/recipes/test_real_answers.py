@@ -1,4 +1,4 @@
-"""On the real answers of a real target: what is learned carries over to answers that were held out."""
+"""Training on a real target's answers generalises to held-out answers."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 TOKENS = 60
 
 
-def test_the_most_frequent_tokens_are_learnt_and_proposed(
+def test_the_most_frequent_tokens_are_trained_and_proposed(
     tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, logged: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     recipe = tiny_drafter(tmp_path) | {"target": str(tiny_pair / "target"), "objective": {"lk-lambda": 1.0}}
@@ -54,10 +54,10 @@ def test_the_most_frequent_tokens_are_learnt_and_proposed(
     assert torch.equal(kept_tokens(load_model(again["out"])), ids_R), "a drafter goes on with its own vocabulary"
 
 
-def test_heads_speak_of_the_most_frequent_tokens_alone(
+def test_heads_propose_only_the_most_frequent_tokens(
     tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """In training, on disk, in decoding and in a saved method; other programs are given all rows of the projection."""
+    """Exports for other programs have all rows of the projection."""
     recipe: dict[str, Any] = tiny_drafter(tmp_path)
     del recipe["tokenizer"], recipe["model"]
     target = str(tiny_pair / "target")

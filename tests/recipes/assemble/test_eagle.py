@@ -1,4 +1,4 @@
-"""EAGLE-3 heads by a recipe: trained on states as they come and from disk, verified, and evaluated as a drafter."""
+"""EAGLE-3 recipes: trained on live and cached states, verified, and evaluated as a drafter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 60
 
 
 def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
-    """A drafter's recipe as one of EAGLE-3 heads."""
+    """Return the recipe of EAGLE-3 heads for a drafter's recipe."""
     values = {name: made[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
     values |= {
         "target": str(target),
@@ -31,10 +31,10 @@ def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
     return parse_recipe(values | {"measure": {"prompts": 2, "new_tokens": 4}} | more, "the test's recipe")
 
 
-def test_states_from_disk_teach_what_live_ones_do(
+def test_training_on_cached_states_equals_live_states(
     tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """But for rounding in other batches; then every method that takes a drafter writes the target's greedy text."""
+    """They are equal up to rounding. All methods with a drafter write the target's greedy text."""
     made, target = tiny_drafter(tmp_path), tiny_pair / "target"
     run_train(recipe_of(made, target))
     hidden = {"cache": str(tmp_path / "hidden"), "dtype": "float32"}
@@ -71,7 +71,7 @@ def test_states_from_disk_teach_what_live_ones_do(
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_recipes_are_refused(
     changes: dict[str, Any],
     words: str,
     tiny_drafter: Callable[[Path], dict[str, Any]],

@@ -1,4 +1,4 @@
-"""A target or prepared data whose bytes have changed are noticed before anything is trained or written with them."""
+"""Changed bytes of a target or of prepared data are detected before anything is trained or written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def target(tiny_pair: Path, tmp_path: Path) -> Path:
 
 
 def flip_bits(target: Path) -> tuple[str, str]:
-    """Flip forty exponent bits of the target at an unchanged time; return its hashes before and after."""
+    """Flip forty exponent bits of the target at an unchanged time, and return its hashes before and after."""
     path, before = target / "model.safetensors", resolve_model(str(target)).sha256
     content, about = bytearray(path.read_bytes()), path.stat()
     start = 8 + int.from_bytes(content[:8], "little")
@@ -82,7 +82,7 @@ def test_answers_of_two_targets_are_not_mixed(corpus: Path, target: Path, tmp_pa
     assert out.read_bytes() == written
 
 
-def test_a_cache_is_of_the_target_as_it_is(drafter_recipe: Path, target: Path, tmp_path: Path) -> None:
+def test_a_cache_of_a_changed_target_is_not_used(drafter_recipe: Path, target: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(drafter_recipe.read_text())
     values = {name: values[name] for name in ("data", "train", "out")} | {"kind": "heads", "num_heads": 1}
     values |= {"target": str(target), "hidden": {"cache": str(tmp_path / "hidden")}}
@@ -99,14 +99,14 @@ def test_a_cache_is_of_the_target_as_it_is(drafter_recipe: Path, target: Path, t
 
 
 def damaged(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> Path:
-    """Tokens that were changed in place."""
+    """Change tokens in place."""
     path = folder / "tokens.npy"
     np.save(path, change(np.load(path)))
     return path
 
 
 @pytest.mark.parametrize("part", ["train", "heldout"])
-def test_prepared_tokens_that_were_changed_are_not_trained_on(part: str, drafter_recipe: Path, tmp_path: Path) -> None:
+def test_changed_prepared_tokens_are_refused(part: str, drafter_recipe: Path, tmp_path: Path) -> None:
     recipe = load_training(str(drafter_recipe), ["train.steps=2"])
     assert isinstance(recipe, DrafterRecipe)
     prepared = prepare_once(recipe, load_tokenizer(recipe.tokenizer_source), make_accelerator("no"))
@@ -121,7 +121,7 @@ def test_prepared_tokens_that_were_changed_are_not_trained_on(part: str, drafter
 
 
 @pytest.mark.parametrize("change", ["reversed", "deleted", "swapped"])
-def test_held_out_conversations_and_parts_belong_to_the_hashes(change: str, drafter_recipe: Path) -> None:
+def test_hashes_cover_held_out_conversations_and_parts(change: str, drafter_recipe: Path) -> None:
     recipe = load_training(str(drafter_recipe), ["train.steps=2"])
     assert isinstance(recipe, DrafterRecipe)
     folder = prepare_once(recipe, load_tokenizer(recipe.tokenizer_source), make_accelerator("no")).folder
@@ -138,7 +138,7 @@ def test_held_out_conversations_and_parts_belong_to_the_hashes(change: str, draf
         run_train(recipe)
 
 
-def test_tokens_that_the_vocabulary_lacks_are_refused(drafter_recipe: Path) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(drafter_recipe: Path) -> None:
     recipe = load_training(str(drafter_recipe), ["train.steps=2"])
     assert isinstance(recipe, DrafterRecipe)
     folder = prepare_once(recipe, load_tokenizer(recipe.tokenizer_source), make_accelerator("no")).folder / "train"

@@ -1,4 +1,4 @@
-"""Models to train: what is cut, copied, frozen or adapted is exactly that, and files give what was trained."""
+"""Models to train: pruned, copied, frozen or adapted as configured, and saved as they were trained."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def random_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedMode
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Any:
-    """`saved("llama")`: the folder of a random model."""
+    """Return a function that saves a random model and returns its folder."""
 
     def save(family: str, seed: int = 0, **overrides: Any) -> str:
         folder = tmp_path / f"{family}-{seed}-{len(list(tmp_path.iterdir()))}"
@@ -84,13 +84,13 @@ def section(**fields: Any) -> ModelSection:
 
 
 def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_built() -> None:
-    """Of 6.6 trillion parameters, of which nothing is allocated."""
+    """The model has 6.6 trillion parameters, of which none is allocated."""
     sizes = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 96, "num_attention_heads": 512}
     with pytest.raises(ValueError, match=r"[\d,]{17} parameters need .* are free"):
         build_model(section(config={"model_type": "llama", **sizes}), 0)
 
 
-def test_another_vocabulary_than_the_targets_names_the_command_that_helps() -> None:
+def test_another_vocabulary_names_the_command_that_converts_it() -> None:
     target, model = random_model("llama"), random_model("llama", vocab_size=36)
     for source, words in (
         ("my drafter", "`draftsmith doctor T 'my drafter' --fix OUT`"),
@@ -130,14 +130,14 @@ def written(model: Any, count: int = 10) -> list[int]:
 
 
 def decoded(target: Any, name: str, drafter: Any = None, **options: Any) -> list[int]:
-    """Ten tokens or a few more by a method of this engine, greedily."""
+    """Decode about ten tokens greedily with a method."""
     method = build_method(name, Parts(drafter=drafter), Sampling(), **options)
     steps = generate(target, *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1))
     return [token for step in steps for token in step.new_ids[0]][:10]
 
 
 def train_some_steps(trainable: TrainableModel, recompute: bool = False) -> list[float]:
-    """A few steps on one block of two documents; the losses."""
+    """Train a few steps on one block of two documents, and return the losses."""
     model = trainable.model.train()
     documents = torch.tensor([[0] * 5 + [1] * 3])
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
@@ -171,7 +171,7 @@ def _nothing_in_a_tuple(hidden: torch.Tensor, *others: Any, **named: Any) -> tup
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cut_model_is_the_source_without_the_other_layers(family: str, saved: Any, tmp_path: Path) -> None:
+def test_a_pruned_model_equals_the_source_without_other_layers(family: str, saved: Any, tmp_path: Path) -> None:
     source = saved(family)
     layers = [0, 2] if family == "umt5" else [1, 3]
     trainable = build_model(section(source=source, layers=layers), 0)
@@ -196,7 +196,7 @@ def test_a_cut_model_is_the_source_without_the_other_layers(family: str, saved: 
     assert found == written(load_model(source))
 
 
-def test_a_cut_t5_keeps_positions_and_both_sides(saved: Any) -> None:
+def test_a_pruned_t5_keeps_positions_and_both_stacks(saved: Any) -> None:
     source: Any = load_model(saved("t5"))
     cut: Any = cut_layers(source, [1, 2], "t5")
     for side in ("encoder", "decoder"):
@@ -209,7 +209,7 @@ def test_a_cut_t5_keeps_positions_and_both_sides(saved: Any) -> None:
 
 
 @pytest.mark.parametrize(("family", "recompute"), [("llama", True), ("gpt2", False), ("t5", True)])
-def test_frozen_embeddings_stay(family: str, recompute: bool, saved: Any) -> None:
+def test_frozen_embeddings_are_unchanged(family: str, recompute: bool, saved: Any) -> None:
     trainable = build_model(section(source=saved(family), freeze_embeddings=True), 0)
     model: Any = trainable.model
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -223,7 +223,7 @@ def test_frozen_embeddings_stay(family: str, recompute: bool, saved: Any) -> Non
 
 @pytest.mark.parametrize(("family", "recompute"), [("llama", False), ("gpt_neox", True), ("gpt2", False), ("t5", True)])
 @pytest.mark.parametrize("export", ["merged", "adapter"])
-def test_files_of_lora_give_the_model_that_was_trained(
+def test_lora_files_give_the_trained_model(
     family: str, export: str, recompute: bool, saved: Any, tmp_path: Path
 ) -> None:
     source = saved(family)
@@ -253,7 +253,7 @@ def test_files_of_lora_give_the_model_that_was_trained(
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_decoding_while_lora_trains_is_that_of_transformers(family: str, saved: Any) -> None:
+def test_decoding_during_lora_training_equals_transformers(family: str, saved: Any) -> None:
     target = load_model(saved(family, 5))
     trainable = build_model(section(source=saved(family, 6), lora={"rank": 3, "dropout": 0.2}), 1)
     plain = written(trainable.model)
@@ -287,7 +287,7 @@ def test_an_adapter_of_another_model_is_refused(saved: Any, tmp_path: Path, base
         load_model(str(tmp_path))
 
 
-def test_new_models_are_the_seed_s() -> None:
+def test_new_models_depend_on_the_seed_only() -> None:
     made = section(config={"model_type": "llama", **LLAMA}, dtype="bfloat16")
     first, same, other = (build_model(made, seed).model for seed in (1, 1, 2))
     assert first.dtype == torch.bfloat16
@@ -302,7 +302,7 @@ def test_a_new_t5_starts_its_decoder_with_padding(tmp_path: Path) -> None:
     assert wrap_model(load_model(str(tmp_path))).start_id == 0
 
 
-def test_kernels_are_taken_or_named_where_they_are_not_there(saved: Any) -> None:
+def test_attention_kernels_are_used_or_reported_as_missing(saved: Any) -> None:
     made = {"config": {"model_type": "llama", **LLAMA}}
     for fields, attention in (({"source": saved("llama")}, "eager"), (made, "eager"), (made, "auto")):
         model = build_model(section(**fields, attention=attention), 0).model
@@ -312,7 +312,7 @@ def test_kernels_are_taken_or_named_where_they_are_not_there(saved: Any) -> None
             build_model(section(**made, attention="flash_attention_2"), 0)
 
 
-def test_without_peft_lora_says_what_to_install(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_without_peft_names_what_to_install(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"pip install .*\[train\]"):
         build_model(section(source=saved("llama"), lora={}), 0)
@@ -342,7 +342,7 @@ def test_refusals(case: str, saved: Any) -> None:
         build_model(section(**fields), 0)
 
 
-def test_refusals_of_parts(saved: Any) -> None:
+def test_refusals_of_artifacts(saved: Any) -> None:
     # which of its layers have experts is said by their numbers, which cutting changes
     numbered = random_model("qwen2_moe", mlp_only_layers=[1])
     with pytest.raises(ValueError, match=r"qwen2_moe.*\[1, 2\]"):
@@ -356,7 +356,7 @@ def test_refusals_of_parts(saved: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["own", "low-rank", "target"])
-def test_heads_begin_with_the_scale_of_the_targets_logits(form: str, saved: Any, tmp_path: Path) -> None:
+def test_heads_start_with_the_scale_of_the_targets_logits(form: str, saved: Any, tmp_path: Path) -> None:
     folder = saved("granite")
     target = load_trainable(folder, decoder=True)
     more = {"rank": 16} if form == "low-rank" else {}
@@ -373,6 +373,6 @@ def test_heads_begin_with_the_scale_of_the_targets_logits(form: str, saved: Any,
         torch.testing.assert_close(output_projection(folder), weight / 5)
 
 
-def test_exported_heads_are_refused_a_projection_with_a_bias(saved: Any) -> None:
+def test_heads_with_a_biased_projection_are_not_exported(saved: Any) -> None:
     with pytest.raises(ValueError, match=r"has a bias \(lm_head\.bias\)"):
         output_projection(saved("phi"))

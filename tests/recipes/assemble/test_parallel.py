@@ -1,4 +1,4 @@
-"""A drafter that drafts several tokens by one forward: trained by a recipe, decoded with, exported."""
+"""Parallel drafters (PARD): trained by a recipe, decoded with, exported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draftsmith.recipes.schema.loading import parse_recipe
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22]]
 
 
-def test_a_recipe_trains_one_that_decodes_exactly_and_is_served_so(
+def test_a_recipe_trains_a_lossless_parallel_drafter(
     tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_drafter(tmp_path) | {"target": str(tiny_pair / "target"), "objective": {"lk-lambda": 1.0}}
@@ -59,7 +59,7 @@ def test_a_recipe_trains_one_that_decodes_exactly_and_is_served_so(
     assert any('"parallel_drafting": true' in word for word in commands_of(out, "vllm")[0])
 
 
-def test_one_that_was_not_trained_for_it_is_refused(tiny_pair: Path) -> None:
+def test_a_drafter_without_mask_token_is_refused(tiny_pair: Path) -> None:
     parts = Parts(wrap_model(load_model(str(tiny_pair / "drafter"))))
     with pytest.raises(ValueError, match="pard_token"):
         build_method("speculative", parts, Sampling(), parallel=True)
@@ -70,7 +70,7 @@ def test_one_that_was_not_trained_for_it_is_refused(tiny_pair: Path) -> None:
     [({"tokens": 1}, r"parallel\.tokens"), ({"token": 320}, "320"), ({"keep_share": 0.0}, r"parallel\.keep_share")],
     ids=str,
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_recipes_are_refused(
     tiny_drafter: Callable[[Path], dict[str, Any]], tmp_path: Path, parallel: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):

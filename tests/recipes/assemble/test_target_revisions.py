@@ -1,4 +1,4 @@
-"""Targets named with a revision, `user/name@revision`: used everywhere as a folder with the same files would be."""
+"""Targets with a revision, `user/name@revision`, behave as a folder with the same files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draftsmith(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def target(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The tiny pair's target in the hub's cache as `me/target@v2`; its main branch is another model. No network."""
+    """Put the tiny target into the hub's cache as `me/target@v2`, without network."""
     repo = tmp_path / "cache" / "models--me--target"
     (repo / "refs").mkdir(parents=True)
     for revision, commit, source in (("main", "a" * 40, "drafter"), ("v2", COMMIT, "target")):
@@ -65,7 +65,7 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
         split_revision("me/target@v 3")
 
 
-def test_decoding_with_it_is_decoding_with_its_files(target: Path, tiny_pair: Path, corpus: Path) -> None:
+def test_decoding_equals_decoding_with_its_files(target: Path, tiny_pair: Path, corpus: Path) -> None:
     asked: dict[str, Any] = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json")}
     asked |= {"template": "chatml", "limit": 2, "max_new_tokens": 8, "drafter": str(tiny_pair / "drafter")}
     asked |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}]}
@@ -79,7 +79,7 @@ def test_decoding_with_it_is_decoding_with_its_files(target: Path, tiny_pair: Pa
         assert mine["identical_to_greedy"] == [2, 2]
 
 
-def test_the_doctor_and_exports_take_it(target: Path, tiny_pair: Path) -> None:
+def test_doctor_and_exports_accept_a_revision(target: Path, tiny_pair: Path) -> None:
     fine = draftsmith("doctor", TARGET, tiny_pair / "drafter", "--json")
     assert json.loads(fine.stdout)["verdicts"]["draftsmith"]["outcome"] == "works"
     done = draftsmith("export", tiny_pair / "heads", "--to", "medusa", "--out", "exported", "--target", TARGET)
@@ -91,9 +91,7 @@ def test_the_doctor_and_exports_take_it(target: Path, tiny_pair: Path) -> None:
     assert load_tokenizer("exported").get_vocab() == load_tokenizer(str(target)).get_vocab()
 
 
-def test_what_is_trained_for_it_names_its_commit(
-    target: Path, drafter_recipe: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_artifacts_name_the_commit(target: Path, drafter_recipe: Path, corpus: Path, tmp_path: Path) -> None:
     changes = ["train.steps=2", "train.save_every=2", "data.block_tokens=64", f"target={TARGET}"]
     changes += ["model.config.vocab_size=320", "objective={lk-lambda: 1.0}"]
     done = draftsmith("train", drafter_recipe, *changes)

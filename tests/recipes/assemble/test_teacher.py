@@ -1,4 +1,4 @@
-"""The cache of what a recipe's target says, from the command line to the batches that drafters and heads learn from."""
+"""The teacher cache, from the command line to training batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def recipe_file(drafter_recipe: Path, tmp_path: Path, corpus: Path, make_llama: Callable[..., Any]) -> Path:
-    """A recipe whose drafter learns from the cached top 6 of a small target."""
+    """Write a recipe whose drafter learns from the cached top 6 of a small target."""
     target = tmp_path / "target"
     make_llama(320, seed=1, sharpness=2.0).save_pretrained(target)
     shutil.copytree(corpus / "tokenizer", target, dirs_exist_ok=True)
@@ -57,7 +57,7 @@ def recipe_file(drafter_recipe: Path, tmp_path: Path, corpus: Path, make_llama: 
 
 @pytest.fixture
 def heads_file(recipe_file: Path, tmp_path: Path) -> Path:
-    """A recipe whose heads learn from the same target's hidden states on disk."""
+    """Write a recipe whose heads learn from cached hidden states of the same target."""
     values = yaml.safe_load(recipe_file.read_text())
     heads = {"kind": "heads", "out": str(tmp_path / "heads"), "num_heads": 2}
     heads |= {key: values[key] for key in ("target", "data", "train")}
@@ -79,7 +79,7 @@ def contents(cache: Path) -> dict[str, bytes]:
     return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
-def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path):
+def test_the_command_writes_the_cache_that_training_reads(recipe_file: Path):
     recipe = loaded(recipe_file)
     prepared = prepared_of(recipe)
     with pytest.raises(ValueError, match=r"top 6 .*--teacher"):
@@ -116,7 +116,7 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path)
         torch.testing.assert_close(sparse.log_probs_XK[kept_X], wanted_RV.topk(6).values, rtol=2**-10, atol=1e-3)
 
 
-def test_a_cache_of_another_target_is_not_taken(recipe_file: Path, make_llama: Callable[..., Any], tmp_path: Path):
+def test_a_cache_of_another_target_is_not_used(recipe_file: Path, make_llama: Callable[..., Any], tmp_path: Path):
     recipe = loaded(recipe_file)
     prepared = prepared_of(recipe)
     prepare_teacher(recipe)
@@ -148,9 +148,7 @@ def test_refusals(recipe_file: Path, heads_file: Path, kind: str, changes: list[
         prepare_teacher(loaded(recipe_file if kind == "drafter" else heads_file, *changes))
 
 
-def test_a_disk_that_is_too_small_is_found_out_beforehand(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_is_detected_beforehand(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     prepared_of(loaded(recipe_file))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9 - 30_000, 30_000))
     with pytest.raises(ValueError, match=r"30\.00 kB.*teacher\.top_k"):
@@ -166,7 +164,7 @@ def test_a_disk_that_is_too_small_is_found_out_beforehand(
         ("projection=target", "target_dtype=bfloat16"),
     ],
 )
-def test_losses_from_the_cache_are_those_of_computed_states(
+def test_losses_from_the_cache_equal_those_of_computed_states(
     changes: tuple[str, ...], heads_file: Path, tmp_path: Path, logged: Callable[[Path], list[float]]
 ):
     dtype = "bfloat16" if "target_dtype=bfloat16" in changes else "float32"
@@ -181,8 +179,7 @@ def test_losses_from_the_cache_are_those_of_computed_states(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_target_that_nothing_runs_is_held_without_its_layers(heads_file: Path) -> None:
-    """And planned so; with prompts to be decoded it is whole."""
+def test_layers_of_a_cached_target_are_not_loaded(heads_file: Path) -> None:
     ends = (2 * 320 + 1) * 32 * 4  # embeddings, output layer and final norm
     for prompts, is_whole in ((0, False), (2, True)):
         recipe = loaded(heads_file, f"measure.prompts={prompts}")

@@ -1,4 +1,4 @@
-"""Signals that come in the middle of a command; a program that stands in for vLLM."""
+"""Signals during a command, and a program that stands in for vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftsmith.train.parallel.processes import Interrupted
 
 @pytest.fixture
 def interrupted_when() -> Callable[..., Any]:
-    """A context whose body must end by the SIGINT that is sent once a condition holds."""
+    """Return a context that sends SIGINT once a condition holds."""
 
     @contextmanager
     def interrupted(ready: Callable[[], bool]) -> Iterator[None]:
@@ -46,7 +46,7 @@ def interrupted_when() -> Callable[..., Any]:
 
 @pytest.fixture
 def stop(launcher: Any) -> Callable[..., tuple[int, str]]:
-    """Runs a command until its journal has more than so many lines, and sends it a signal: exit code and errors."""
+    """Run a command until its journal has more than `lines` lines, then send a signal. Return exit code and errors."""
 
     def run(journal: Path, lines: int, number: int, *arguments: str) -> tuple[int, str]:
         child = launcher.start(*arguments)
@@ -100,7 +100,7 @@ engine.serve_forever()
 
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of this name on the PATH."""
+    """Put a stand-in program of this name on the PATH."""
     program = tmp_path / "bin" / "vllm"
     program.parent.mkdir()
     program.write_text(VLLM)

@@ -1,4 +1,4 @@
-"""Servers measured over the wire: a stand-in streams as vLLM and llama.cpp do, and fails as servers do."""
+"""Benchmarks of servers: a stand-in streams as vLLM and llama.cpp do, with the failures of servers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 
 class Engine(ThreadingHTTPServer):
-    """Answers a question with its own words again and again, `kept` tokens a step behind the first, and counts its
-    drafts as vLLM does, three a step; `reads` says how many tokens a question has. `faults` by the question's number
-    are what it does first."""
+    """Server that repeats a question's tokens, `kept` tokens per step after the first, and counts its drafts as vLLM
+    does. `reads` gives the number of prompt tokens, `faults` the failures by question."""
 
     reads: Callable[[str], int] = staticmethod(len)
     prefix = "vllm"
@@ -148,7 +147,7 @@ def measured(tmp_path: Path, questions: list[str]) -> Callable[..., dict[str, An
 
 @pytest.fixture
 def own_results(tmp_path: Path, questions: list[str], tiny_pair: Path) -> dict[str, Any]:
-    """Of this engine, on the same questions."""
+    """Return the results of this engine on the same questions."""
     values = {"kind": "evaluate", "out": str(tmp_path / "here.json"), "prompts": str(tmp_path / "questions.json")}
     values |= {"target": str(tiny_pair / "target"), "drafter": str(tiny_pair / "drafter"), "limit": 2}
     rows = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 3}}]
@@ -158,8 +157,7 @@ def own_results(tmp_path: Path, questions: list[str], tiny_pair: Path) -> dict[s
 
 @pytest.mark.parametrize("prefix", ["vllm", "llamacpp"])
 def test_drafts_are_counted_and_texts_compared(measured: Callable[..., Any], tmp_path: Path, prefix: str) -> None:
-    """13 tokens: the first, and six steps of two, of which each accepted one of three drafts: 2 tokens per step,
-    whatever vLLM's own mean says; six of eighteen were accepted."""
+    """The 13 tokens are the first one and six steps of two, each with one of three draft tokens accepted."""
     drafting, plain = Engine(2), Engine(1)
     drafting.prefix = prefix
     with running(drafting, plain):
@@ -188,10 +186,10 @@ def test_drafts_are_counted_and_texts_compared(measured: Callable[..., Any], tmp
     assert {asked["temperature"] for asked in drafting.asked} == {0.0}
 
 
-def test_what_fails_is_counted_and_not_averaged(
+def test_failed_requests_are_counted_but_not_averaged(
     measured: Callable[..., Any], questions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key that the server repeats in its message is left out."""
+    """A key that the server repeats in its message is redacted."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     drafting = Engine(2)
     drafting.faults = {questions[6]: ["half"], questions[7]: ["400"]}
@@ -215,7 +213,7 @@ def test_what_fails_is_counted_and_not_averaged(
     ],
     ids=["other texts", "another model", "a baseline that drafts"],
 )
-def test_pairs_that_are_none(measured: Callable[..., Any], other: Engine, named: str) -> None:
+def test_pairs_without_common_requests(measured: Callable[..., Any], other: Engine, named: str) -> None:
     drafting = Engine(2)
     with running(drafting, other):
         found = measured(drafting.url, concurrency="4", baseline=other.url)
@@ -226,7 +224,7 @@ def test_the_doctor_compares_a_server_with_this_engine(
     measured: Callable[..., Any], own_results: dict[str, Any], questions: list[str], tmp_path: Path, tiny_pair: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Six steps of which each accepts one of three draft tokens are two tokens per step."""
+    """Six steps that accept one of three draft tokens have two tokens per step."""
     for row in own_results["methods"]:
         drafter = row["method"] == "speculative"
         row |= {"acceptance_by_depth": [1.0, 0.0] if drafter else [], "options": {"gamma": 3} if drafter else {}}
@@ -263,13 +261,13 @@ def test_the_doctor_compares_a_server_with_this_engine(
         ({"drafted": 21.0, "accepted": 5.0}, 6),
     ],
 )
-def test_steps_are_drafts_unless_some_had_none(counters: dict[str, float], steps: int) -> None:
+def test_steps_are_counted_by_drafts_and_tokens(counters: dict[str, float], steps: int) -> None:
     reply = Reply("x", tokens=12, first=0.1, last=1.0)
     found = serving_metrics([Block(1.0, [reply], counters)])
     assert found["tokens_per_step"] == 11 / steps
 
 
-def test_llama_cpp_says_in_each_answer_what_it_drafted(measured: Callable[..., Any]) -> None:
+def test_drafts_are_read_from_the_answers_of_llama_cpp(measured: Callable[..., Any]) -> None:
     with running(engine := Engine(2, metrics=False)):
         ours = measured(engine.url, concurrency="2")["methods"][0]
     assert ours["acceptance_rate"] == pytest.approx(8 / 30)
@@ -311,7 +309,7 @@ def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
         ([0.8, 0.9], "0.90×.* at concurrency 4; not faster than the baseline at concurrency 1, concurrency 4"),
     ],
 )
-def test_the_page_says_what_drafts_are_worth(speedups: list[float], said: str) -> None:
+def test_the_report_shows_speedup_and_acceptance(speedups: list[float], said: str) -> None:
     rows = [
         {"label": f"concurrency {load}", "method": "server", "speedup": speedup, "speedup_interval": [0.1, 2.0]}
         for load, speedup in zip((1, 4), speedups, strict=True)

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, one clear message, nothing lost."""
+"""The command line: exit codes, one-line errors, and resumption."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 @pytest.fixture
 def run(launcher: Any) -> Callable[..., str]:
-    """Runs a command to its end; what it said on standard error. Of a failure (`code`) that is one line of error with
-    these parts."""
+    """Run a command and return its standard error. A failure (`code`) must be one line that contains `parts`."""
 
     def run(*arguments: str, code: int = 0, parts: tuple[str, ...] = ()) -> str:
         ended, said = launcher.run(*arguments)
@@ -46,7 +45,7 @@ def test_help_doctor_and_corpora() -> None:
         assert all(word in shown.stdout for word in words)
 
 
-def test_training_ends_in_an_artifact_that_is_reused(run: Callable[..., str], drafter_recipe: Path, tmp_path: Path):
+def test_training_writes_an_artifact_that_is_reused(run: Callable[..., str], drafter_recipe: Path, tmp_path: Path):
     recipe, artifact = str(drafter_recipe), tmp_path / "drafter"
     run("train", "drafter/vicuna68m", code=2, parts=("'drafter/vicuna68m'", "'drafter/vicuna-68m'"))
     run("train", recipe, "data.source=rows-are-not-here.json", code=2, parts=("rows-are-not-here.json",))
@@ -92,8 +91,8 @@ def test_stopped_run_is_resumed_exactly(
     assert len(logged(tmp_path / "drafter")) == 90
 
 
-def test_ctrl_c_where_nothing_is_saved_yet_says_what_to_type(launcher: Any, tmp_path: Path) -> None:
-    """While the quickstart reads the installed documentation."""
+def test_ctrl_c_before_the_first_checkpoint_names_the_command(launcher: Any, tmp_path: Path) -> None:
+    """The quickstart is interrupted while it reads documentation."""
     process = launcher.start("quickstart", "--out", "here", "corpus.megabytes=400", cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not (tmp_path / "here" / "quickstart.yaml").exists():
@@ -108,7 +107,7 @@ def test_ctrl_c_where_nothing_is_saved_yet_says_what_to_type(launcher: Any, tmp_
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of two megabytes; needs the right to mount one."""
+    """Mount a file system of two megabytes."""
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(

@@ -1,4 +1,4 @@
-"""Data as a user meets it on the command line: preparing, linting, mixtures, streams, prompts by group."""
+"""Data commands: preparing, linting, mixtures and prompts by group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run() -> Run:
-    """The command line in this process."""
     return lambda *arguments: CliRunner().invoke(app, arguments)
 
 
@@ -39,9 +38,7 @@ def section(corpus: Path, tmp_path: Path, **changes: Any) -> DataSection:
     return DataSection(**(base | {"cache": str(tmp_path / "prepared")} | changes))
 
 
-def test_prepared_data_is_reused_when_and_only_when_nothing_that_matters_has_changed(
-    corpus: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_prepared_data_is_reused_unless_relevant_settings_change(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
     copy = tmp_path / "rows.json"
     copy.write_bytes((corpus / "rows.json").read_bytes())
     base = {"source": str(copy)}
@@ -65,7 +62,7 @@ def test_prepared_data_is_reused_when_and_only_when_nothing_that_matters_has_cha
     assert len(folders) == 2 + len(changes)
 
 
-def test_prepare_says_what_became_of_every_row(run: Run, drafter_recipe: Path, tmp_path: Path) -> None:
+def test_prepare_reports_all_rows(run: Run, drafter_recipe: Path, tmp_path: Path) -> None:
     rows = [
         {"id": "good", "messages": [{"role": "user", "content": "b c"}, {"role": "assistant", "content": "d e"}]},
         {"id": "good", "messages": [{"role": "user", "content": "b c"}, {"role": "assistant", "content": "d e"}]},
@@ -83,7 +80,7 @@ def test_prepare_says_what_became_of_every_row(run: Run, drafter_recipe: Path, t
     assert "41 of 43 rows kept (messages)" in done.stderr
 
 
-def test_the_linter_shows_rows_and_fails_below_a_floor(run: Run, drafter_recipe: Path) -> None:
+def test_the_linter_shows_rows_and_fails_below_a_limit(run: Run, drafter_recipe: Path) -> None:
     good = run("prepare", str(drafter_recipe), "--lint")
     assert good.exit_code == 0
     assert "no faults" in good.stdout
@@ -105,7 +102,7 @@ def test_a_mixture_reports_each_of_its_corpora(corpus: Path, tokenizer: Any, tmp
     assert [entry["kept"] for entry in both.report["sources"]] == [once.report["kept"], 10]
 
 
-def test_prompts_of_a_set_come_from_all_its_groups(tokenizer: Any, tmp_path: Path) -> None:
+def test_prompts_are_drawn_from_all_groups(tokenizer: Any, tmp_path: Path) -> None:
     rows = [
         {"question_id": n, "category": category, "turns": [f"b {n}", "c"]}
         for n, category in enumerate(["writing"] * 5 + ["roleplay"] * 2 + ["translation"] * 5 + ["rag"])
@@ -147,7 +144,7 @@ UNUSABLE: dict[str, tuple[list[Any], dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", UNUSABLE)
 @pytest.mark.parametrize("command", ["prepare", "count"])
-def test_nothing_to_train_on_says_why_and_what_can_be_done(
+def test_empty_training_data_is_explained(
     name: str, command: str, run: Run, drafter_recipe: Path, corpus: Path, tmp_path: Path
 ) -> None:
     rows, clean, needles = UNUSABLE[name]
@@ -178,7 +175,7 @@ def rows_of(tmp_path: Path, ids: list[Any], **more: Any) -> str:
 
 
 @pytest.mark.parametrize("ids", [["identity_0"] * 60, [""] * 60, ["a", "b", "c"] * 20])
-def test_rows_with_few_ids_are_held_out_one_by_one(
+def test_rows_with_few_ids_are_held_out_by_content(
     ids: list[str], corpus: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     source = rows_of(tmp_path, ids)
@@ -191,13 +188,13 @@ def test_rows_with_few_ids_are_held_out_one_by_one(
     assert 15 < prepare_data(half, tokenizer).train.manifest["rows"] < 40, "a part of each id's rows"
 
 
-def test_a_blank_id_is_none(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_blank_ids_are_ignored(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
     source = rows_of(tmp_path, ["", " ", None, 0, 7])
     made = prepare_data(section(corpus, tmp_path, source=source, clean={"duplicates": ["id"]}), tokenizer)
     assert made.report["kept"] == 5
 
 
-def test_rows_that_are_all_alike_or_all_held_out_are_errors(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_equal_rows_and_data_without_training_rows_are_errors(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
     source = rows_of(tmp_path, ["a"] * 5, output="same")
     for share, words in ((0.01, r"5 rows, which are all alike.*heldout_source"), (0.99, "all 5 .*lower it")):
         with pytest.raises(ValueError, match=words):
@@ -209,7 +206,7 @@ def share_of(ids: list[str]) -> float:
     return sum(is_held_out(chosen, Conversation(name, ())) for name in ids) / len(ids)
 
 
-def test_rows_are_held_out_one_by_one_and_parts_of_one_conversation_together() -> None:
+def test_parts_of_a_conversation_are_held_out_jointly() -> None:
     # 1000 independent rows at 0.2: outside [0.15, 0.25] with a probability under 1e-4.
     assert 0.15 < share_of([f"alpaca_data-{number}" for number in range(1000)]) < 0.25
     assert 0.15 < share_of([f"identity_{number}" for number in range(1000)]) < 0.25
@@ -217,7 +214,7 @@ def test_rows_are_held_out_one_by_one_and_parts_of_one_conversation_together() -
         assert share_of([f"{whole}_{part}" for part in range(50)]) in (0.0, 1.0)
 
 
-def test_what_is_trained_stands_between_marks_and_is_coloured_and_what_is_special_is_dim() -> None:
+def test_supervised_and_special_tokens_are_highlighted() -> None:
     tokenizer = train_bpe(["The user asks and the assistant answers."], 280, ("<|im_start|>", "<|im_end|>"))
     turns = [Turn("user", "\x1b[31mred\r\n"), Turn("assistant", "the 你好 " * 200)]
     document = render(Conversation("long", tuple(turns)), get_template("chatml"), tokenizer)

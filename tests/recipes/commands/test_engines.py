@@ -1,4 +1,4 @@
-"""`draftsmith bench --engine`: programs that stand in for vLLM are started, asked and ended."""
+"""`draftsmith bench --engine`: stand-ins for vLLM are started, queried and stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from draftsmith.recipes.schema.results import load_results
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """What an export's manifest says; the engine reads nothing else of it here."""
+    """Write the manifest of an export."""
     about: dict[str, Any] = {key: {} for key in ("recipe", "data", "training")}
     about |= {"target": {"id": "some/target"}, "tokenizer_fingerprint": None, "shapes": {}}
     about["export"] = {"format": "vllm-sglang", "readers": "vLLM", "native": True, "of": {}}
@@ -32,7 +32,7 @@ def export(tmp_path: Path) -> Path:
 
 
 def free_ports() -> int:
-    """A port that is free, and the next one."""
+    """Return a free port whose successor is free too."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))
@@ -50,7 +50,7 @@ def questions(folder: Path) -> None:
 
 
 def alive(log: Path) -> bool:
-    """Whether the engine's own process runs."""
+    """Return whether the engine's process runs."""
     (worker,) = re.findall(r"^worker (\d+)$", log.read_text(), re.MULTILINE)
     return Path(f"/proc/{worker}").exists() and Path(f"/proc/{worker}/stat").read_text().split()[2] != "Z"
 
@@ -61,7 +61,7 @@ def alive(log: Path) -> bool:
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
     ids=["Ctrl-C", "kill"],
 )
-def test_an_engine_serves_until_a_signal_and_leaves_nothing(number: int, export: Path, tmp_path: Path) -> None:
+def test_an_engine_is_stopped_by_a_signal(number: int, export: Path, tmp_path: Path) -> None:
     port = free_ports()
     command = ["bench", str(export), "--engine", "vllm", "--serve", "--port", str(port)]
     child = subprocess.Popen(
@@ -88,7 +88,7 @@ def test_an_engine_serves_until_a_signal_and_leaves_nothing(number: int, export:
     [("--dies 'with drafts'", "no kernel image"), ("--ends-the-other yes", "ended with code 9")],
     ids=["at its start", "while the other starts"],
 )
-def test_an_engine_that_ends_says_why(
+def test_the_error_of_a_failed_engine_is_shown(
     options: str, words: str, export: Path, cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     questions(tmp_path)
@@ -101,8 +101,8 @@ def test_an_engine_that_ends_says_why(
 
 
 @pytest.mark.usefixtures("vllm")
-def test_one_command_from_an_export_to_the_table(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    """The stand-in keeps three tokens a step with drafts, one without."""
+def test_bench_of_an_export(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+    """The stand-in yields three tokens per step with drafts, and one without."""
     questions(tmp_path)
     given = ["--port", str(free_ports()), "--prompts", "questions.json", "--out", "bench.json"]
     done = cli("bench", str(export), "--engine", "vllm", *given, cwd=tmp_path)
@@ -123,7 +123,9 @@ def test_one_command_from_an_export_to_the_table(export: Path, cli: Callable[...
         ("vllm-sglang", "vllm", "", "--target"),
     ],
 )
-def test_what_no_engine_serves(form: str | None, engine: str, target: str | None, match: str, export: Path) -> None:
+def test_unsupported_exports_are_refused(
+    form: str | None, engine: str, target: str | None, match: str, export: Path
+) -> None:
     manifest = json.loads((export / MANIFEST_FILE).read_text())
     about: dict[str, Any] = {key: {} for key in ("recipe", "data", "training", "shapes")}
     about |= {"vocab_size": 16, "tokenizer_fingerprint": None, "target": None if target == "" else manifest["target"]}
@@ -136,9 +138,8 @@ def test_what_no_engine_serves(form: str | None, engine: str, target: str | None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("vllm")
-def test_one_command_says_how_many_tokens_to_draft(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    """The stand-in accepts both of the tokens that it keeps beyond the first, whatever it is told to draft. What is
-    measured is not measured again."""
+def test_bench_tunes_the_draft_length(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+    """The stand-in accepts two draft tokens for every draft length. Finished measurements are reused."""
     questions(tmp_path)
     given = ["--prompts", "questions.json", "--drafter", str(export), "--concurrency", "1,4", "--out", "lengths.json"]
     done = cli("tune", "--engine", "vllm", *given, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The recipe `realpair` with a tiny GGUF inside an installed package, from questions to the report."""
+"""The recipe `realpair` with a tiny GGUF file inside an installed package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = [
 
 @pytest.fixture
 def package(tmp_path: Path, load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package that cannot be imported, and holds a GGUF file whose padding is its end of turn."""
+    """Install a package that cannot be imported, with a GGUF file."""
     folder = tmp_path / "site" / "tiny_gguf"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError")
@@ -50,7 +50,7 @@ def run(out: Path, *changes: str) -> dict[str, Any]:
 
 
 def stamps(out: Path) -> dict[str, int]:
-    """Of all that is made."""
+    """Return the modification times of all files."""
     parts = ("corpus", "target", "eagle", "drafter", "heads", "table", "prepared", "teacher", "hidden")
     files = [
         out / "answers.jsonl",
@@ -60,7 +60,7 @@ def stamps(out: Path) -> dict[str, int]:
     return {str(file): file.stat().st_mtime_ns for file in files}
 
 
-def test_from_a_packaged_gguf_to_the_report(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_realpair_with_a_packaged_gguf(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     questions = [{"messages": [{"role": "user", "content": f"Count to {number}."}]} for number in range(30)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     out, changes = tmp_path / "pair", [f"target={TARGET}", f"corpus.files=[{tmp_path / 'mine.jsonl'}]"]
@@ -99,7 +99,7 @@ def test_from_a_packaged_gguf_to_the_report(package: Path, tmp_path: Path, capsy
         run(out, changes[0])
 
 
-def test_a_packaged_gguf_is_a_model_wherever_one_is_named(
+def test_a_packaged_gguf_can_be_named_as_a_model(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -108,8 +108,8 @@ def test_a_packaged_gguf_is_a_model_wherever_one_is_named(
     assert (resolve(TARGET) / "model.safetensors").read_bytes() == weights
 
 
-def test_a_folder_is_linked_to_and_a_wrong_name_binds_nothing(package: Path, tmp_path: Path) -> None:
-    """Answers too long for the target end the run where its target is there."""
+def test_a_model_folder_is_linked(package: Path, tmp_path: Path) -> None:
+    """Answers that are too long for the target end the run."""
     import_gguf(package / "tiny.gguf", tmp_path / "model")
     out, changes = tmp_path / "pair", [f"target={tmp_path / 'model'}", "answers.max_new_tokens=600"]
     with pytest.raises(ValueError, match=re.escape("nowhere.jsonl")):
@@ -130,9 +130,7 @@ def test_a_folder_is_linked_to_and_a_wrong_name_binds_nothing(package: Path, tmp
         ("./nowhere", "./nowhere"),
     ],
 )
-def test_a_target_that_is_nowhere_is_refused_before_anything(
-    package: Path, tmp_path: Path, name: str, part: str
-) -> None:
+def test_a_missing_target_is_refused_first(package: Path, tmp_path: Path, name: str, part: str) -> None:
     with pytest.raises(ValueError, match=re.escape(part)):
         run(tmp_path / "pair", f"target={name}")
     assert not (tmp_path / "pair" / "corpus").exists()

@@ -1,4 +1,4 @@
-"""Regeneration as a user meets it: in this process, from a real server, killed and resumed, and from bad servers."""
+"""`regenerate` in this process and with servers, killed and resumed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from typer.testing import CliRunner
 
 @pytest.fixture
 def models(corpus: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
-    """A folder with target/ and drafter/: random Llamas that often say the end of the turn."""
+    """Save random Llamas as target/ and drafter/."""
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     tokenizer.chat_template = CHATML_JINJA
     end = tokenizer.eos_token_id
@@ -52,7 +52,7 @@ def models(corpus: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausa
 
 @pytest.fixture
 def values(corpus: Path, models: Path) -> dict[str, Any]:
-    """A recipe that decodes in this process and keeps every answer."""
+    """Return a recipe that decodes in this process and keeps every answer."""
     return {
         "kind": "regenerate",
         "out": str(models / "out.jsonl"),
@@ -71,7 +71,7 @@ def run(values: dict[str, Any], **changes: Any) -> RegenerationReport:
 
 
 def served(values: dict[str, Any], url: str, **server: Any) -> dict[str, Any]:
-    """The same recipe with a server in the target's place."""
+    """Return the same recipe with a server as the target."""
     section = {"url": url, "model": values["target"]} | server
     return {key: value for key, value in values.items() if key != "target"} | {"server": section}
 
@@ -97,7 +97,7 @@ def test_questions_alone_are_answered(values: dict[str, Any], tmp_path: Path) ->
         run(values, source=str(source), out=f"{values['out']}.more.jsonl")
 
 
-def test_answers_are_what_transformers_says_turn_by_turn(values: dict[str, Any]) -> None:
+def test_answers_equal_transformers_turn_by_turn(values: dict[str, Any]) -> None:
     report = run(values)
     model = AutoModelForCausalLM.from_pretrained(values["target"])
     tokenizer = load_tokenizer(values["target"])
@@ -137,8 +137,7 @@ def test_answers_do_not_depend_on_batch_order_or_interruption(values: dict[str, 
         run(values, out=one)
 
 
-def test_a_share_of_the_questions_is_answered_by_chance(values: dict[str, Any]) -> None:
-    """Each as it is where all are so answered."""
+def test_a_random_share_of_the_questions_is_answered(values: dict[str, Any]) -> None:
     found = {}
     for name, changes in {"cold": {}, "hot": {"temperature": 1.0}, "mixed": {"sampled": 0.4}}.items():
         run(values, **(changes | {"out": (out := values["out"].replace("out.", f"{name}."))}))
@@ -159,16 +158,14 @@ def test_a_share_of_the_questions_is_answered_by_chance(values: dict[str, Any]) 
         ({"max_new_tokens": 600}, ["600", "512"]),
     ],
 )
-def test_a_mistake_in_a_recipe_is_one_message(
-    values: dict[str, Any], changes: dict[str, Any], needles: list[str]
-) -> None:
+def test_recipe_errors_are_one_line(values: dict[str, Any], changes: dict[str, Any], needles: list[str]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         run(values, **changes)
     assert all(needle in str(caught.value) for needle in needles), caught.value
     assert not Path(values["out"]).exists() or not Path(values["out"]).stat().st_size
 
 
-def test_stopped_and_killed_and_resumed_by_the_same_command(
+def test_the_same_command_resumes_after_stop_and_kill(
     values: dict[str, Any], tmp_path: Path, stop: Callable[..., tuple[int, str]]
 ) -> None:
     values |= {"limit": 40, "batch": 2, "max_new_tokens": 60, "temperature": 1.0}
@@ -198,7 +195,7 @@ def test_stopped_and_killed_and_resumed_by_the_same_command(
 
 
 @pytest.mark.slow
-def test_the_real_server_gives_what_the_engine_gives(values: dict[str, Any]) -> None:
+def test_the_server_equals_the_engine(values: dict[str, Any]) -> None:
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package)
     with socket.socket() as free:
@@ -227,8 +224,7 @@ def test_the_real_server_gives_what_the_engine_gives(values: dict[str, Any]) -> 
 
 
 class Server:
-    """An HTTP server whose behaviour a test writes: `reply(body)` gives a status, 0 to hang up, and bytes or a JSON
-    value."""
+    """HTTP server whose `reply(body)` returns a status (0 hangs up) and bytes or a JSON value."""
 
     def __init__(self, reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -294,7 +290,7 @@ def echo(body: dict[str, Any]) -> tuple[int, Any]:
     return said(f"{len(body['messages'])} messages, the last {body['messages'][-1]['content']}")
 
 
-def test_what_a_server_is_sent(values: dict[str, Any], serve: Callable[..., Server]) -> None:
+def test_requests_to_a_server(values: dict[str, Any], serve: Callable[..., Server]) -> None:
     server = serve(echo)
     run(served(values, server.url, model="a model"), limit=3)
     assert {(body["model"], body["temperature"], body["max_tokens"]) for body in server.bodies} == {("a model", 0, 24)}
@@ -308,7 +304,7 @@ def test_what_a_server_is_sent(values: dict[str, Any], serve: Callable[..., Serv
     assert len({body["seed"] for body in server.bodies}) == len(server.bodies) > 9
 
 
-def test_what_a_server_fails_at_is_written_down_without_the_key_and_tried_again(
+def test_failures_are_recorded_without_the_key_and_retried(
     values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SERVERS_KEY", "very-secret")
@@ -343,7 +339,7 @@ def test_what_a_server_fails_at_is_written_down_without_the_key_and_tried_again(
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_what_a_server_thought_is_kept_and_calls_of_tools_are_failures(
+def test_thoughts_are_kept_and_tool_calls_are_failures(
     values: dict[str, Any], serve: Callable[..., Server], key: str
 ) -> None:
     def reply(body: dict[str, Any]) -> tuple[int, Any]:
@@ -377,7 +373,7 @@ ODD: list[tuple[int, Any]] = [
 ]
 
 
-def test_an_odd_reply_is_one_conversations_failure(
+def test_an_invalid_reply_fails_one_conversation(
     values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(regenerate, "_RETRIES", 0)
@@ -426,7 +422,7 @@ def test_a_reply_without_end_is_a_failure(
     assert all(error in row["error"] for row in errors(values))
 
 
-def test_a_server_that_refuses_is_one_message(
+def test_a_refusing_server_is_a_one_line_error(
     values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "very-secret")
@@ -443,7 +439,7 @@ def test_a_server_that_refuses_is_one_message(
         run(served(values, server.url))
 
 
-def test_a_server_that_goes_away_ends_the_run_and_the_next_one_goes_on(
+def test_a_lost_server_ends_the_run_which_resumes(
     values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(regenerate, "_RETRIES", 0)

@@ -1,4 +1,4 @@
-"""Where nothing can be written, that is said before anything is loaded: the models that these recipes name are nowhere.
+"""Unwritable outputs are reported before any model is loaded.
 
 A file stands where a folder would have to be, which holds for every user, root too.
 """
@@ -48,7 +48,9 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_it_is_refused_before_anything_is_loaded(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_outputs_are_refused_before_loading(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a-file").write_text("")
     with pytest.raises(ValueError, match=r"a-file.*: Not a directory$") as refused:
@@ -84,7 +86,7 @@ def test_artifacts_replace_directories_only(kind: str, tmp_path: Path) -> None:
         run_train(recipe("drafter/vicuna-68m", f"out={out}"))
 
 
-def test_what_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_the_check_of_a_writable_output_leaves_no_files(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b" / "c.json")
     check_writable(tmp_path, folder=True)
     assert list(tmp_path.iterdir()) == []

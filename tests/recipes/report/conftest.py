@@ -1,4 +1,4 @@
-"""Fixtures: an evaluation of two random models, whose results the report shows."""
+"""Fixtures with an evaluation of two random models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture(scope="module")
 def evaluated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that evaluates two random models and gives the results file: `evaluated("name", limit=4)`."""
+    """Return a function that evaluates two random models and returns the results file."""
     folder = tmp_path_factory.mktemp("evaluated")
     sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     for seed, (name, layers) in enumerate((("target", 2), ("drafter", 1))):

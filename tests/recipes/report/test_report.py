@@ -1,4 +1,4 @@
-"""The report: what stands on the page is what was measured; comparisons against plain loops."""
+"""The report shows the measured values; comparisons equal plain loops."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def results(evaluated: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def rich(results: Path, tmp_path: Path) -> Path:
-    """A copy of real results, with what only some evaluations have: categories, errors, odd names."""
+    """Return real results with added categories, errors and unusual names."""
     found = load_results(results)
     for row in found["methods"]:
         (part,) = row["by_category"].values()
@@ -61,7 +61,7 @@ def rich(results: Path, tmp_path: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """Elements, texts, tables and drawings of a page; fails where elements do not close as they opened."""
+    """Parser of elements, texts, tables and drawings of a page, which checks that elements are closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Page(HTMLParser):
         return self.tables[captions.index(caption)]
 
 
-def test_the_page_shows_what_was_measured(results: Path, tmp_path: Path) -> None:
+def test_the_page_shows_the_measurements(results: Path, tmp_path: Path) -> None:
     found = load_results(results)
     page = Page(run_report([results], tmp_path / "page.html"))
     head, *rows = page.table("All methods")
@@ -136,7 +136,7 @@ def test_the_first_line_names_the_fastest_lossless_method() -> None:
     assert conclusions([base]) == []
 
 
-def test_it_needs_nothing_but_itself_and_names_of_others_are_text(rich: Path) -> None:
+def test_the_page_is_self_contained_and_escapes_names(rich: Path) -> None:
     page = Page(run_report([rich]))
     policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
     assert policy.startswith("default-src 'none';")
@@ -154,7 +154,7 @@ def test_it_needs_nothing_but_itself_and_names_of_others_are_text(rich: Path) ->
     assert any("<script>" in label for label in labels)
 
 
-def test_what_is_missing_is_a_dash_and_never_zero(rich: Path) -> None:
+def test_missing_values_are_dashes(rich: Path) -> None:
     page = Page(run_report([rich]))
     cost = page.table("Cost")
     energy = cost[0].index("energyJ/token, nvml")
@@ -162,8 +162,8 @@ def test_what_is_missing_is_a_dash_and_never_zero(rich: Path) -> None:
     assert number(None) == number(float("nan")) == number(True) == "–"
 
 
-def test_points_lie_where_their_numbers_say(rich: Path) -> None:
-    """To the right is more tokens per step, up is more speedup; lossy methods are diamonds."""
+def test_points_of_the_chart_have_the_right_positions(rich: Path) -> None:
+    """The axes are tokens per step and speedup; lossy methods are diamonds."""
     drawing = Page(run_report([rich])).drawings[0]
     rows = [row for row in load_results(rich)["methods"] if row["temperature"] == 0]
     points = [each for each in drawing.iter("g") if "point" in each.attrib["class"]]
@@ -175,7 +175,7 @@ def test_points_lie_where_their_numbers_say(rich: Path) -> None:
         assert np.argsort(found).tolist() == np.argsort([row[metric] for row in rows]).tolist()
 
 
-def test_an_evaluation_without_rows_still_shows_why(tmp_path: Path, results: Path) -> None:
+def test_an_evaluation_without_rows_shows_its_errors(tmp_path: Path, results: Path) -> None:
     found = load_results(results) | {"methods": [], "errors": ["nothing could be true"]}
     (tmp_path / "results.json").write_text(json.dumps(found))
     page = Page(run_report([tmp_path / "results.json"]))
@@ -183,7 +183,7 @@ def test_an_evaluation_without_rows_still_shows_why(tmp_path: Path, results: Pat
     assert "nothing could be true" in page.alerts
 
 
-def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
+def test_a_certificate_next_to_the_results_is_included(rich: Path) -> None:
     recipe = EvaluateRecipe(**json.loads(rich.read_text())["recipe"])
     chosen = recipe.model_copy(update={"out": str(rich), "limit": 2, "methods": recipe.methods[:2]})
     made = run_certify(chosen, tokens=50)
@@ -226,7 +226,7 @@ def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, r
 # --- side by side -----------------------------------------------------------------------------------------------------
 
 
-def test_a_change_is_bold_where_intervals_do_not_overlap(results: Path) -> None:
+def test_significant_changes_are_bold(results: Path) -> None:
     found = load_results(results)
     sides = []
     for speedup, interval in ((1.5, [1.4, 1.6]), (1.65, [1.55, 1.7]), (1.8, [1.7, 1.9]), (1.2, None)):
@@ -239,7 +239,7 @@ def test_a_change_is_bold_where_intervals_do_not_overlap(results: Path) -> None:
     assert [(cell.text, cell.style) for cell in changes] == [("+10.0", ""), ("+20.0", "bold"), ("-20.0", "")]
 
 
-def test_other_prompts_and_methods_are_compared_as_far_as_they_go(
+def test_results_with_other_prompts_and_methods_are_compared(
     results: Path, evaluated: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = evaluated("second", limit=4, methods=[*METHODS[:2], {"method": "prompt-lookup"}])
@@ -256,7 +256,7 @@ def test_other_prompts_and_methods_are_compared_as_far_as_they_go(
     assert page.text.count("<h2 ") == 3  # side by side, and each by itself
 
 
-def test_rows_are_told_apart_and_unsteady_ones_marked(results: Path, tmp_path: Path) -> None:
+def test_rows_have_distinct_labels_and_unsteady_ones_are_marked(results: Path, tmp_path: Path) -> None:
     found = load_results(results)
     speeds = {"autoregressive": 1.0, "speculative": 1.5, "mjsd": 0.7}
     for row in found["methods"]:
@@ -281,7 +281,7 @@ def test_rows_are_told_apart_and_unsteady_ones_marked(results: Path, tmp_path: P
     assert shown.get().count("?") == 1
 
 
-def test_what_cannot_be_compared_is_said(results: Path) -> None:
+def test_incomparable_results_are_reported(results: Path) -> None:
     found = load_results(results)
     other = found | {"machine": found["machine"] | {"name": "another"}}
     assert any(note.startswith("machine: ") for note in compare(["a", "b"], [found, other]).notes)
@@ -293,7 +293,7 @@ def test_what_cannot_be_compared_is_said(results: Path) -> None:
         run_report([results, results.parent / ".." / results.parent.name / results.name])
 
 
-def test_names_and_numbers_are_not_broken_on_a_terminal(results: Path) -> None:
+def test_names_and_numbers_are_not_wrapped_on_a_terminal(results: Path) -> None:
     rows = load_results(results)["methods"]
     rows[1] |= {"label": "multi-candidate", "tokens_per_second": 123456.0, "speedup_interval": [1.23, 2.34]}
     with (console := Terminal(width=80)).capture() as shown:

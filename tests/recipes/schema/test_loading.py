@@ -1,4 +1,4 @@
-"""Recipes from files, shipped ones, those they extend, and overrides; what is refused: `test_refusals`."""
+"""Loading of recipes: files, shipped ones, extended ones and overrides."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def recipe(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_shipped_recipe_opens_as_its_command_opens_it(name: str) -> None:
+def test_shipped_recipes_load(name: str) -> None:
     kind = read_extended(shipped_recipes()[name])["kind"]
     assert LOADERS[kind](name).kind == kind
 
 
-def test_resolved_recipe_repeats_itself(recipe: str, tmp_path: Path) -> None:
+def test_a_resolved_recipe_loads_to_itself(recipe: str, tmp_path: Path) -> None:
     words = ["train.precision=no", "train.gradient_checkpointing=true"]  # `no` is a word in YAML 1.2, False in 1.1
     first = load_recipe(recipe, ["train.steps=7", "objective={cross-entropy: 0.5}", *words])
     assert isinstance(first, DrafterRecipe)
@@ -57,7 +57,7 @@ def test_resolved_recipe_repeats_itself(recipe: str, tmp_path: Path) -> None:
     assert load_recipe(str(again)) == first
 
 
-def test_given_values_stay_what_they_are_and_overrides_come_after(recipe: str) -> None:
+def test_overrides_are_applied_after_given_values(recipe: str) -> None:
     given = {"target": "a: b, [c]", "train.steps": 3, "train.betas": [0.5, 0.6], "train.seed": 1}
     found = load_recipe(recipe, ["train.seed=2", "train.betas.1=0.7"], given=given)
     assert isinstance(found, DrafterRecipe)
@@ -65,7 +65,7 @@ def test_given_values_stay_what_they_are_and_overrides_come_after(recipe: str) -
     assert found.train.betas == (0.5, 0.7)
 
 
-def test_quickstart_fills_in_folder_seed_and_minutes() -> None:
+def test_quickstart_sets_folder_seed_and_minutes() -> None:
     plain = load_recipe("quickstart")
     assert isinstance(plain, QuickstartRecipe)
     changed = load_recipe("quickstart", ["out=else where", "minutes=16", "seed=3", "target.data.limit=10"])
@@ -79,7 +79,7 @@ def test_quickstart_fills_in_folder_seed_and_minutes() -> None:
     assert "{out}" not in dump_recipe(resolved)
 
 
-def test_recipe_lies_over_the_one_it_extends(tmp_path: Path) -> None:
+def test_a_recipe_overrides_the_one_it_extends(tmp_path: Path) -> None:
     base = {"kind": "drafter", "objective": {"cross-entropy": 1.0}, "train": {"steps": 3, "seed": 1}, "out": "a"}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     middle = {"extends": "base.yaml", "objective": {"forward-kl": 1.0}, "train": {"seed": 2}}

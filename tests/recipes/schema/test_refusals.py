@@ -1,4 +1,4 @@
-"""What a recipe's schema refuses: each message names the key, both sides, and the nearest right name."""
+"""Errors of the recipe schema: each message names the key, both values, and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 
 
 def holding(parts: list[str]) -> str:
-    """A pattern that a message with all these parts matches."""
+    """Return a pattern that matches a message with all these parts."""
     return "(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts)
 
 

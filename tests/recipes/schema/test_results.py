@@ -1,4 +1,4 @@
-"""`results.json`: what is written is what is documented, and a damaged file is refused with its line and key."""
+"""`results.json`: all written keys are documented, and a damaged file is refused with line and key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ ASKED = [EvalPrompt([3, 5], "a", "math", ("x",)), EvalPrompt([4], "b", "text"), 
 
 @pytest.fixture
 def results(make_llama: Callable[..., LlamaForCausalLM]) -> dict[str, Any]:
-    """Of a real measurement."""
     target, parts, limits = wrap_model(make_llama(32)), Parts(wrap_model(make_llama(32, seed=1))), Limits(6)
     runs = measure(target, parts, ENTRIES, [prompt.ids for prompt in ASKED], limits)
     summary = Summariser(target, parts, ASKED, runs, limits, text_of=str).summarise(ENTRIES)
@@ -50,7 +49,7 @@ def results(make_llama: Callable[..., LlamaForCausalLM]) -> dict[str, Any]:
     }
 
 
-def test_what_is_written_is_read_again(results: dict[str, Any], tmp_path: Path) -> None:
+def test_results_survive_a_round_trip(results: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.json"
     write_results(path, results)
     assert load_results(path) == json.loads(json.dumps(results))
@@ -61,7 +60,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "results.md"
 KEYS = set(re.findall(r"^- `(\w+)`", DOCUMENT.read_text(), re.MULTILINE))
 
 
-def test_every_key_that_is_written_is_documented(results: dict[str, Any]) -> None:
+def test_all_keys_are_documented(results: dict[str, Any]) -> None:
     parts = [results, *results["methods"]]
     for row in results["methods"]:
         parts += [*row["by_category"].values(), *row["by_prompt"]]
@@ -80,7 +79,7 @@ def test_rows_of_servers_have_the_same_metrics() -> None:
     }
 
 
-def test_results_of_no_number_are_not_written(results: dict[str, Any], tmp_path: Path) -> None:
+def test_nan_results_are_not_written(results: dict[str, Any], tmp_path: Path) -> None:
     results["methods"][1]["speedup"] = float("nan")
     with pytest.raises(ValueError, match="JSON"):
         write_results(tmp_path / "results.json", results)

@@ -1,4 +1,4 @@
-"""`draftsmith doctor TARGET DRAFTER`: what it prints, its exit code, and the pair of sentencepiece tokenizers."""
+"""`draftsmith doctor TARGET DRAFTER`: its output, exit code, and sentencepiece tokenizers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pair(model_file: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> tuple[Path, Path]:
-    """Two equal models, whose tokenizers differ in `legacy` alone."""
+    """Return two equal models whose tokenizers differ in `legacy` only."""
     model = make_llama(320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, bos_token_id=1, eos_token_id=2)
     folders = tmp_path / "target", tmp_path / "drafter"
     for folder, legacy in zip(folders, (False, True), strict=True):
@@ -52,7 +52,7 @@ def pair(model_file: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path
     return folders
 
 
-def test_the_legacy_flag_shows_behind_the_end(
+def test_the_legacy_flag_is_reported(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, drafter = map(str, pair)
@@ -74,7 +74,7 @@ def test_the_legacy_flag_shows_behind_the_end(
     ).read_bytes()
 
 
-def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_is_a_table(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     target, drafter = pair
     shutil.copytree(target, drafter.with_name("twin"))
     assert check_pair(str(target), str(drafter.with_name("twin")))
@@ -95,9 +95,7 @@ def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.Captur
     assert "no findings" in said.out
 
 
-def test_an_artifact_that_was_changed_is_told(
-    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_artifact_is_reported(tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, drafter, fixed = str(tiny_pair / "target"), tmp_path / "drafter", tmp_path / "fixed"
     shutil.copytree(tiny_pair / "drafter", drafter)
     for path in (tiny_pair / "target").glob("token*"):
@@ -124,7 +122,7 @@ def test_an_artifact_that_was_changed_is_told(
 def test_weights_that_loading_refuses_are_refused(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pickled weights, and none: in the words of loading; taken where the user lets pickles be read."""
+    """Pickled weights are accepted if the user allows them."""
     target, drafter = pair
     torch.save(LlamaForCausalLM.from_pretrained(drafter).state_dict(), drafter / "pytorch_model.bin")
     (drafter / "model.safetensors").unlink()
@@ -144,7 +142,7 @@ def test_weights_that_loading_refuses_are_refused(
     assert json.loads(capsys.readouterr().out)["verdicts"]["draftsmith"]["outcome"] == "refused"
 
 
-def test_an_evaluation_of_an_unfit_drafter_names_the_doctor(pair: tuple[Path, Path]) -> None:
+def test_an_evaluation_of_an_unsuitable_drafter_names_the_doctor(pair: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(pair[1])
     model.resize_token_embeddings(352, mean_resizing=False)
     model.save_pretrained(pair[1])
@@ -171,7 +169,7 @@ def test_the_command_line(
         assert said in capsys.readouterr().err
 
 
-def test_packages_are_listed_once_with_what_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_listed_once_with_their_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = ["numpy>=1", 'some.package; extra == "a"', 'some.package>2; extra == "b"', 'draftsmith[a]; extra == "all"']
     extras = Message()
     for extra in ("a", "b", "all"):

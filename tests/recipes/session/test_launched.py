@@ -1,4 +1,4 @@
-"""Recipes and commands in several launched processes: what is learned is the same, and an end is one end."""
+"""Recipes and commands in several launched processes: equal results and a common end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ DISTIL = ("measure.prompts=2", "measure.new_tokens=8", "measure.blocks=4", "obje
 
 
 class Ranks:
-    """Processes of one launch, as launchers start them."""
-
     def __init__(self, launcher: Any, number: int, *arguments: str) -> None:
         world: dict[str, str] = {}
         if number > 1:
@@ -37,7 +35,7 @@ class Ranks:
         self._processes = [launcher.start(*arguments, **world, **rank) for rank in ranks]
 
     def signal(self, number: signal.Signals, rank: int, when: Callable[[], bool]) -> None:
-        """To one of them, as soon as it is so."""
+        """Send a signal to one process once a condition holds."""
         deadline = time.monotonic() + 120
         while not when():
             assert all(process.poll() is None for process in self._processes), self.ended()
@@ -46,14 +44,14 @@ class Ranks:
         self._processes[rank].send_signal(number)
 
     def ended(self) -> tuple[list[int], list[str]]:
-        """Their exit codes, and what they said."""
+        """Return the exit codes and standard errors."""
         codes, said = zip(*(process.ended() for process in self._processes), strict=True)
         return list(codes), list(said)
 
 
 @pytest.fixture
 def heads_recipe(drafter_recipe: Path, tiny_pair: Path, tmp_path: Path) -> Path:
-    """Three heads on the pair's target, with the drafter's data and steps."""
+    """Return a recipe of three heads on the pair's target."""
     values = yaml.safe_load(drafter_recipe.read_text())
     measure = {"prompts": 2, "new_tokens": 8, "blocks": 4, "table": str(tiny_pair / "table")}
     values = {name: values[name] for name in ("data", "train")} | {"kind": "heads", "num_heads": 3, "measure": measure}
@@ -75,7 +73,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
-def test_two_processes_learn_what_one_learns(
+def test_two_processes_give_the_result_of_one(
     name: str, launcher: Any, drafter_recipe: Path, heads_recipe: Path, tiny_pair: Path, tmp_path: Path, logged: Any
 ) -> None:
     changes = ["train.steps=4", "train.micro_batch=1"]
@@ -108,7 +106,7 @@ def test_two_processes_learn_what_one_learns(
 @pytest.mark.parametrize(
     ("change", "words", "code"), [("target=/nowhere", "/nowhere", 2), ("train.max_norm=1e-9", "max_norm 1e-09", 1)]
 )
-def test_mistake_ends_all(
+def test_an_error_ends_all_processes(
     change: str, words: str, code: int, launcher: Any, drafter_recipe: Path, tmp_path: Path
 ) -> None:
     codes, said = Ranks(launcher, 2, "train", str(drafter_recipe), change).ended()
@@ -118,7 +116,7 @@ def test_mistake_ends_all(
     assert not (tmp_path / "drafter").exists()
 
 
-def test_signal_to_one_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: Path, logged: Any) -> None:
+def test_a_signal_to_one_ends_all_processes(launcher: Any, drafter_recipe: Path, tmp_path: Path, logged: Any) -> None:
     longer = ("train.steps=60", "train.save_every=50", "train.micro_batch=1")
     ranks = Ranks(launcher, 2, "train", str(drafter_recipe), *longer)
     log = tmp_path / "drafter.state" / "log.jsonl"
@@ -137,7 +135,7 @@ def test_signal_to_one_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_killed_process_ends_the_others(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_others(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
     ranks = Ranks(launcher, 2, "train", str(drafter_recipe), "train.steps=2000", "train.micro_batch=1")
     log = tmp_path / "drafter.state" / "log.jsonl"
     ranks.signal(signal.SIGKILL, 1, lambda: log.is_file() and log.read_text().count("loss") > 2)
@@ -152,9 +150,7 @@ def test_killed_process_ends_the_others(launcher: Any, drafter_recipe: Path, tmp
 LAUNCHER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
 
 
-def test_worker_of_a_killed_launcher_saves_and_ends_and_until_then_nobody_else_trains_there(
-    drafter_recipe: Path, tmp_path: Path
-) -> None:
+def test_workers_of_a_killed_launcher_save_before_another_run_starts(drafter_recipe: Path, tmp_path: Path) -> None:
     out, changes = tmp_path / "drafter", ["train.steps=100000", "train.save_every=0"]
     worker = [sys.executable, "-m", "draftsmith", "train", str(drafter_recipe), *changes]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "1"}
@@ -177,14 +173,14 @@ def test_worker_of_a_killed_launcher_saves_and_ends_and_until_then_nobody_else_t
 
 
 def commands() -> list[list[str]]:
-    """All that is for one process."""
+    """Return all commands for one process."""
     groups = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     names = [[name] for name in groups if name not in ("train", "prepare")]
     return [*names, ["prepare", "x"], ["prepare", "x", "--lint"]]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_command_for_one_process_refuses_several(
+def test_commands_for_one_process_refuse_several(
     words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -198,7 +194,7 @@ def test_command_for_one_process_refuses_several(
 
 
 @pytest.mark.slow
-def test_damaged_data_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
+def test_damaged_data_ends_all_processes(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
     assert Ranks(launcher, 1, "prepare", str(drafter_recipe)).ended()[0] == [0]
     (tokens,) = (tmp_path / "prepared").glob("*/train/tokens.npy")
     content = tokens.read_bytes()

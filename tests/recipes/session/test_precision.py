@@ -1,4 +1,4 @@
-"""`precision: auto` on processors that multiply in bfloat16 and on those that only emulate it."""
+"""`precision: auto` on CPUs with and without native bfloat16."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def test_auto_is_float32_where_bfloat16_is_emulated(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_emulated_format_that_a_recipe_asks_for_is_warned_of(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_emulated_bfloat16_is_warned_of(name: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     recipe: Any = load_training(name, ["train.precision=bf16"])
     for native in (False, True):
         monkeypatch.setattr(precision, "has_bfloat16", lambda native=native: native)

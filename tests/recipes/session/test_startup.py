@@ -1,4 +1,4 @@
-"""Commands that only look at files start without what takes seconds to import."""
+"""Commands that only read files start without slow imports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIGHT = [
 
 
 @pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
-def test_nothing_heavy_is_imported(arguments: tuple[str, ...], tiny_pair: Path, tmp_path: Path) -> None:
+def test_slow_packages_are_not_imported(arguments: tuple[str, ...], tiny_pair: Path, tmp_path: Path) -> None:
     given = [word.format(pair=tiny_pair) for word in arguments]
     done = subprocess.run(
         [sys.executable, "-c", RUN, *given], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""Text of others on a terminal: as it was written, steering nothing, whoever prints it."""
+"""Untrusted text on a terminal is printed as it is, without control sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steering(shown: str) -> set[str]:
     return {c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
 
 
-def test_whatever_is_printed_stands_there_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_text_is_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = MARKED + STEERING
     plain = RichTable(title=hostile)
     plain.add_column(hostile)
@@ -48,7 +48,7 @@ def test_whatever_is_printed_stands_there_as_it_is(capsys: pytest.CaptureFixture
     assert json.loads(written) == [hostile]
 
 
-def test_what_people_write_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ordinary_text_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
     text = "na\u00efve 中文 👨\u200d👩 می\u200cخواهم 5\u00a0% \u00ad\ue0a0 x\ty"
     console().print(text, soft_wrap=True)
     assert capsys.readouterr().out == text.expandtabs() + "\n"
@@ -64,8 +64,8 @@ def test_errors_are_shown_as_they_are(launcher: Any) -> None:
     assert not steering(said)
 
 
-def test_nothing_else_prints() -> None:
-    """By another console, by markup, or past the console: all of it would be a way for text of others to steer."""
+def test_only_the_terminal_module_prints() -> None:
+    """Other ways to print could send control sequences of untrusted text."""
     found = []
     for path in sorted(ROOT.glob("[a-z]*/**/*.py")):
         if path.is_relative_to(ROOT / "tests") or path in PRINT:

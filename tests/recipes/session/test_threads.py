@@ -1,4 +1,4 @@
-"""Threads are chosen by the cores that are idle."""
+"""The number of threads follows the idle cores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_idle_cores_are_counted_among_those_of_the_process(cores: set[int], idle
 @pytest.mark.parametrize(
     ("command", "given", "expected"), [("train", None, "1"), ("train", "7", "7"), ("show", None, None)]
 )
-def test_the_command_line_sets_what_the_user_has_not_set(
+def test_the_command_line_respects_the_users_setting(
     command: str, given: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stat").write_text(BEFORE)

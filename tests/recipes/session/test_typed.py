@@ -1,4 +1,4 @@
-"""The command that artifacts name as the one that made them: what one would type, without secrets."""
+"""The command recorded in artifacts, without secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULE = str(Path(__file__).resolve().parents[3] / "__main__.py")
         ),
     ],
 )  # fmt: skip
-def test_the_command_is_what_one_would_type(
+def test_the_recorded_command_can_be_typed(
     arguments: list[str], environment: dict[str, str], wanted: str | None
 ) -> None:
     assert typed_command(arguments, environment) == wanted

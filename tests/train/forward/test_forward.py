@@ -298,5 +298,5 @@ def test_blocks_may_be_longer_than_learned_positions_but_documents_not(worker: M
             number = next(n for n in inside.unique().tolist() if n >= 0 and int((inside == n).sum()) == len(logits))
             torch.testing.assert_close(head(found[row][inside == number]), logits, atol=1e-4, rtol=1e-4)
     too_long = Batch(rows[:1], rows[:1], torch.arange(16)[None], torch.zeros(1, 16, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"a document has 16 tokens, and .* 8 positions"):
+    with pytest.raises(ValueError, match=r"a document has 16 tokens, but .* 8 positions"):
         PackedForward(model)(too_long)

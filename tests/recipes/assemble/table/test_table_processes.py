@@ -1,4 +1,4 @@
-"""A recipe of kind table in one process or several, killed, stopped and gone on with: always the identical file."""
+"""Table recipes in one or several processes, killed, stopped and resumed, always give the identical file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 3000
 
 
 def large(folder: Path) -> Path:
-    """Rows enough to stop counting in the middle of them."""
+    """Return a corpus that is large enough to stop counting in the middle."""
     path = folder / "large.jsonl"
     rng = random.Random(1)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(400)]
@@ -36,7 +36,7 @@ def large(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def counted_once(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A large corpus counted by one process that nobody disturbs: its recipe, with the artifact beside it."""
+    """Count a large corpus in one undisturbed process."""
     folder = tmp_path_factory.mktemp("large")
     data = {"source": str(large(folder)), "template": "chatml", "cache": str(folder / "prepared")}
     values = {"kind": "table", "out": str(folder / "once"), "tokenizer": str(corpus / "tokenizer"), "data": data}
@@ -49,13 +49,11 @@ def counted_once(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 class Launches:
-    """Launches of a recipe into one folder."""
-
     def __init__(self, launcher: Any, recipe: Path, out: str | Path) -> None:
         self._launcher, self.recipe, self.out = launcher, recipe, Path(out)
 
     def start(self, places: list[Path | None], *changes: str) -> list[Any]:
-        """Processes of one launch, each in its folder (None: this one), as launchers start them."""
+        """Start the processes of one launch, each in its folder (None: this one)."""
         arguments = ["train", str(self.recipe), f"out={self.out}", *changes]
         world: dict[str, str] = {}
         if len(places) > 1:
@@ -71,18 +69,18 @@ class Launches:
         ]
 
     def run(self, processes: int, *changes: str) -> str:
-        """Count to the end; what was said."""
+        """Count to the end and return the output."""
         codes, said = ended(self.start([None] * processes, *changes))
         assert codes == [0] * processes, said
         return "".join(said)
 
     def counted(self) -> int:
-        """Tokens on disk."""
+        """Return the number of tokens on disk."""
         folder = Path(f"{self.out}.state/count")
         return counted_tokens(folder) if folder.exists() else 0
 
     def stop(self, processes: int, how: signal.Signals, who: slice = slice(None)) -> tuple[list[int], str]:
-        """Start counting, and send a signal to processes (all of them) once something more is on disk."""
+        """Start counting, and send a signal to processes (default: all) once more tokens are on disk."""
         before = self.counted()
         started = self.start([None] * processes)
         deadline = time.monotonic() + 120
@@ -101,7 +99,7 @@ class Launches:
 
 
 def ended(processes: list[Any]) -> tuple[list[int], list[str]]:
-    """Their exit codes, and what they said."""
+    """Return the exit codes and outputs."""
     codes, said = zip(*(process.ended() for process in processes), strict=True)
     return list(codes), list(said)
 
@@ -112,7 +110,7 @@ def launches(launcher: Any, counted_once: Path, tmp_path: Path) -> Launches:
 
 
 def assert_same(out: Path, recipe: Path) -> None:
-    """The file and all that is said about it are those of the undisturbed count."""
+    """Assert that the file and its manifest equal those of the undisturbed count."""
     once = recipe.with_name("once")
     assert (out / TABLE_FILE).read_bytes() == (once / TABLE_FILE).read_bytes()
     mine, alone = load_manifest(out), load_manifest(once)
@@ -138,7 +136,7 @@ def test_a_killed_count_resumes(launches: Launches, counted_once: Path, processe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_stopped_count_keeps_what_it_has(
+def test_a_stopped_count_saves_its_state(
     launches: Launches, counted_once: Path, how: signal.Signals, processes: int
 ) -> None:
     codes, said = launches.stop(processes, how)
@@ -150,7 +148,7 @@ def test_a_stopped_count_keeps_what_it_has(
 
 
 @pytest.mark.slow
-def test_a_mistake_ends_all_processes(launches: Launches, counted_once: Path, tmp_path: Path) -> None:
+def test_an_error_ends_all_processes(launches: Launches, counted_once: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     rows = counted_once.with_name("large.jsonl").read_text().splitlines()[:50]
     broken.write_text("\n".join(rows) + '\n{"id": "torn')
@@ -163,7 +161,7 @@ def test_a_mistake_ends_all_processes(launches: Launches, counted_once: Path, tm
 
 @pytest.mark.slow
 def test_processes_without_a_shared_file_system_are_refused(launcher: Any, counted_once: Path, tmp_path: Path) -> None:
-    """Two processes of one launch in different folders stand for two machines."""
+    """Two processes in different folders stand for two machines."""
     machines: list[Path | None] = [tmp_path / "first", tmp_path / "second"]
     for machine in machines:
         assert machine is not None

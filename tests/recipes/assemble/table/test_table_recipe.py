@@ -1,4 +1,4 @@
-"""A recipe of kind table: what it and each of its processes counts and refuses, against counts by hand."""
+"""Table recipes: counts of each process and refusals, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ V = 320
 
 
 def pairs_of(documents: Iterable[Iterable[int]]) -> Pairs:
-    """Neighbours within documents."""
+    """Return adjacent tokens within documents."""
     return Counter(pair for document in documents for pair in pairwise(list(document)))
 
 
@@ -48,7 +48,6 @@ def pairs_in(table: BigramTable) -> Pairs:
 
 @pytest.fixture
 def recipe(corpus: Path, tmp_path: Path) -> dict[str, Any]:
-    """A recipe's values."""
     data = {"source": str(corpus / "rows.json"), "template": "chatml", "heldout_share": 0.2}
     return {
         "kind": "table",
@@ -91,7 +90,7 @@ def test_whole_conversations_are_counted_as_they_are_rendered(recipe: dict[str, 
     assert len(kept) + len(chats) == 80
 
 
-def test_answers_are_the_pairs_whose_right_token_is_trained_on(recipe: dict[str, Any]) -> None:
+def test_answers_are_pairs_with_a_supervised_right_token(recipe: dict[str, Any]) -> None:
     mine = loaded(recipe | {"count": {"pairs": "answers", "texts": 500}})
     table = BigramTable.load(run_train(mine))
     tokenizer, template = load_tokenizer(mine.tokenizer), get_template("chatml")
@@ -112,7 +111,7 @@ def test_answers_are_the_pairs_whose_right_token_is_trained_on(recipe: dict[str,
     assert len(table.texts.places_N) < 500
 
 
-def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_refused_run_leaves_no_files(recipe: dict[str, Any], tmp_path: Path) -> None:
     torn = tmp_path / "torn.jsonl"
     torn.write_text('{"id": "torn')
     for changes, words in (
@@ -126,7 +125,7 @@ def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str,
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_table_has_a_row_for_each_embedding_of_the_model_beside_the_tokenizer(
+def test_a_table_has_a_row_for_each_embedding_of_the_model(
     nested: bool, recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     model = shutil.copytree(recipe["tokenizer"], tmp_path / "model")
@@ -136,7 +135,7 @@ def test_a_table_has_a_row_for_each_embedding_of_the_model_beside_the_tokenizer(
     assert BigramTable.load(run_train(loaded(recipe | {"out": str(tmp_path / "plain")}))).vocab_size == V
 
 
-def test_settings_that_change_nothing_leave_a_finished_table_as_it_is(recipe: dict[str, Any]) -> None:
+def test_irrelevant_settings_reuse_a_finished_table(recipe: dict[str, Any]) -> None:
     out = run_train(loaded(recipe))
     stamp = (out / "artifact.json").stat().st_mtime_ns
     data = {"block_tokens": 64, "heldout_limit": 7, "cache": recipe["data"]["cache"] + "-2"}
@@ -170,7 +169,7 @@ def test_counts_of_other_settings_are_refused(recipe: dict[str, Any], tmp_path: 
 
 
 def hold(folder: Path, tokens: int) -> None:
-    """Counts of so many tokens, as an earlier process left them."""
+    """Write counts as an earlier process would leave them."""
     with PairCounter(V, folder) as counter:
         counter.add(np.arange(tokens, dtype=np.int32) % V, np.zeros(1, dtype=np.int64), 1)
         counter.spill()
@@ -181,7 +180,7 @@ KINDS = ["good", "good", "good", "other form", "alone", "unknown role"]
 
 
 def line(kind: str, name: str) -> str:
-    """A row of a JSON-lines file, good or at fault."""
+    """Return a row of a JSON-lines file, valid or not."""
     turns = [{"role": "user", "content": f"question {name}"}, {"role": "assistant", "content": f"answer {name}"}]
     rows: dict[str, Any] = {
         "good": {"id": name, "messages": turns},
@@ -200,9 +199,7 @@ def write_rows(path: Path, kinds: list[str]) -> str:
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_shares_of_all_processes_are_the_corpus(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_processes_partition_the_corpus(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("rows")
     parts = []
     for name in ("a", "b", "c")[: data.draw(st.integers(1, 3))]:
@@ -225,7 +222,7 @@ def test_the_shares_of_all_processes_are_the_corpus(
 
 
 @pytest.mark.parametrize("kind", ["torn", "no form"])
-def test_a_row_at_fault_is_found_by_its_own_process_alone(kind: str, tmp_path: Path) -> None:
+def test_an_invalid_row_is_found_by_its_process_only(kind: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "a.jsonl", ["good"] * 7 + [kind] + ["good"] * 4)
     section = DataSection(source=source, heldout_share=0)
     for rank in range(3):
@@ -240,7 +237,7 @@ TABLES = sorted(name for name in shipped_recipes() if name.startswith("table/"))
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_shipped_recipe_counts_a_stand_in(name: str, stand_ins: Any, tmp_path: Path) -> None:
+def test_every_shipped_recipe_counts(name: str, stand_ins: Any, tmp_path: Path) -> None:
     assert TABLES == ["table/any-corpus", "table/t5", "table/vicuna-lmsys"]
     target = stand_ins.target("lmsys/vicuna-7b-v1.3")
     recipe = load_recipe(name, [f"out={tmp_path / 'out'}", f"tokenizer={target}", f"data.path={stand_ins.rows}"])

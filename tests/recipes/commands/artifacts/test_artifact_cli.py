@@ -30,7 +30,7 @@ def test_an_artifact_is_shown(tiny_pair: Path) -> None:
     assert printed == json.loads((tiny_pair / "heads" / "artifact.json").read_text())
 
 
-def test_texts_of_others_are_shown_harmlessly(tiny_pair: Path, tmp_path: Path) -> None:
+def test_control_characters_are_shown_escaped(tiny_pair: Path, tmp_path: Path) -> None:
     values = json.loads((tiny_pair / "heads" / "artifact.json").read_text())
     values["command"], values["target"] = "\x1b[2J[bold]rm -rf", {"id": "\u202eevil [link=x]"}
     (tmp_path / "artifact.json").write_text(json.dumps(values))

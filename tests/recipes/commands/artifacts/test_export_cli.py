@@ -1,4 +1,4 @@
-"""`draftsmith export` as it is typed: what is printed, and how it fails."""
+"""`draftsmith export`: its output, and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process: its exit code, and all that it printed."""
+    """Run the command line in this process, and return its exit code and output."""
 
     def call(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["draftsmith", *arguments])
@@ -39,7 +39,7 @@ def test_formats_are_listed(run: Run) -> None:
     assert "--speculative-tokens" in "".join(printed.split())
 
 
-def test_an_export_lies_beside_the_artifact(run: Run, tiny_pair: Path, tmp_path: Path) -> None:
+def test_the_default_output_is_a_sibling_of_the_artifact(run: Run, tiny_pair: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_pair / "heads", tmp_path / "heads")
     code, printed = run("export", str(tmp_path / "heads"), "--to", "medusa")
     assert code == 0, printed
@@ -52,7 +52,7 @@ def test_an_export_lies_beside_the_artifact(run: Run, tiny_pair: Path, tmp_path:
     ("arguments", "parts"),
     [(["{pair}/heads"], ("--to",)), (["{pair}/drafter", "--to", "transformers", "--target", "a//b"], ("a//b",))],
 )
-def test_mistakes_are_one_message(
+def test_user_errors_are_one_line(
     arguments: list[str], parts: tuple[str, ...], run: Run, tiny_pair: Path, tmp_path: Path
 ) -> None:
     given = [argument.replace("{pair}", str(tiny_pair)) for argument in arguments]

@@ -1,4 +1,4 @@
-"""SERVING.md of every format, for targets and folders whose names must be quoted."""
+"""SERVING.md of every format, with targets and folders whose names must be quoted."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ PRINT = """command_not_found_handle() { printf "%s\\0" "$@" "${PYTHONPATH#"$PWD"
 def serving(
     form: str, place: Path, name: str, make_llama: Callable[..., LlamaForCausalLM], out: str = "out"
 ) -> tuple[str, str]:
-    """SERVING.md of an export to a folder `out`, for a target, or of an adapter for a base, in a folder of this name;
-    and that folder."""
+    """Export to a folder `out` and return the text of SERVING.md and that folder."""
     tokenizer = train_bpe(["some words of a text, other words"], VOCAB, ("<pad>", "</s>"))
     target = place / name
     model = make_llama(VOCAB, 1, **SIZES, num_hidden_layers=4)
@@ -78,7 +77,7 @@ def parsed(text: str) -> list[Token]:
 
 
 def arguments(code: str, language: str) -> list[str]:
-    """What a program or a shell makes of a block of code: its strings, or the arguments of all commands."""
+    """Return the strings of a Python block, or the arguments of all commands of a shell block."""
     if language == "python":
         return [str(node.value) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     words = words_of(code)
@@ -86,17 +85,14 @@ def arguments(code: str, language: str) -> list[str]:
 
 
 def words_of(code: str) -> list[str]:
-    """The arguments of all commands, and what the shell complains of."""
+    """Return the arguments of all commands, and the error output of the shell."""
     env = {**os.environ, "LC_ALL": "C.UTF-8"}
     done = subprocess.run(["bash", "-c", PRINT + code], capture_output=True, check=False, env=env, cwd="/")
     return [*done.stdout.decode().split("\x00"), done.stderr.decode()]
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_names_are_no_code_and_no_markdown(
-    form: str, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
-) -> None:
-    """Whatever a target, an adapter's model and the export's folder are called, the same is run with that name."""
+def test_names_are_quoted(form: str, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> None:
     plain, odd = "exported-folder", """my drafter's "out" $c `d`"""
     known, good = serving(form, tmp_path / "one", "model", make_llama, plain)
     text, evil = serving(form, tmp_path / "two", ODD, make_llama, odd)
@@ -116,7 +112,7 @@ def test_names_are_no_code_and_no_markdown(
 
 
 @pytest.mark.parametrize(("engine", "form"), [(name, form) for name, each in ENGINES.items() for form in each.forms])
-def test_what_serve_starts_is_what_serving_md_says(
+def test_serve_starts_the_command_of_serving_md(
     engine: str,
     form: str,
     make_llama: Callable[..., LlamaForCausalLM],

@@ -1,4 +1,4 @@
-"""`draftsmith import` of drafters, and the doctor over LoRA adapters: an artifact like our own, or a clear refusal."""
+"""`draftsmith import` of drafters, and the doctor over LoRA adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target(tiny_pair: Path) -> Path:
 
 @pytest.fixture
 def plain(tiny_pair: Path, tmp_path: Path) -> Path:
-    """A drafter as others publish it."""
+    """Save a drafter without a manifest."""
     folder = tmp_path / "plain"
     AutoModelForCausalLM.from_pretrained(tiny_pair / "drafter").save_pretrained(folder)
     load_tokenizer(str(tiny_pair / "target")).save_pretrained(folder)
@@ -43,7 +43,7 @@ def plain(tiny_pair: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapter(plain: Path, tmp_path: Path) -> Path:
-    """Of LoRA, for that drafter, and not without effect."""
+    """Save a LoRA adapter for this drafter."""
     peft = pytest.importorskip("peft")
     folder = tmp_path / "adapter"
     torch.manual_seed(3)
@@ -57,7 +57,7 @@ def adapter(plain: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_drafter_from_elsewhere_is_one_of_ours(plain: Path, target: Path, corpus: Path, tmp_path: Path) -> None:
+def test_an_imported_drafter_is_an_artifact(plain: Path, target: Path, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = draftsmith("import", plain, "--target", target, "--out", out)
     assert done.exit_code == 0, (done.output, done.exception)
@@ -76,7 +76,7 @@ def test_a_drafter_from_elsewhere_is_one_of_ours(plain: Path, target: Path, corp
     assert results["artifacts"]["drafter"]["files"]["model.safetensors"]
 
 
-def test_pickled_weights_are_converted_where_that_is_said(plain: Path, target: Path, tmp_path: Path) -> None:
+def test_pickled_weights_are_converted_if_allowed(plain: Path, target: Path, tmp_path: Path) -> None:
     weights = load_file(plain / "model.safetensors")
     (plain / "model.safetensors").unlink()
     torch.save(weights, plain / "pytorch_model.bin")
@@ -118,7 +118,7 @@ def test_an_adapter_is_merged(adapter: Path, target: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("form", ["adapter", "pickled"])
-def test_what_must_be_converted_first_is_repaired_too(
+def test_files_that_must_be_converted_are_repaired_too(
     form: str, plain: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
     wide = AutoModelForCausalLM.from_pretrained(plain)

@@ -1,4 +1,4 @@
-"""`draftsmith import`: published heads become an artifact that is checked and decodes."""
+"""`draftsmith import` of published heads: they become an artifact that is checked and decodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB, HIDDEN = 320, 32
 
 @pytest.fixture
 def target(corpus: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
-    """A model with its tokenizer, as a folder."""
+    """Save a model with its tokenizer."""
     folder = tmp_path / "target"
     make_llama(VOCAB, hidden_size=HIDDEN).save_pretrained(folder)
     load_tokenizer(str(corpus / "tokenizer")).save_pretrained(folder)
@@ -46,7 +46,7 @@ def publish(folder: Path, state: dict[str, Tensor], pickled: bool = False, **con
 
 
 def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Five heads of which the config says two, pickled, as those for vicuna-7b-v1.3 are."""
+    """There are five pickled heads, but the config names two, as for vicuna-7b-v1.3."""
     state = tensors(5)
     source = str(publish(tmp_path / "published", state, pickled=True, medusa_num_heads=2, medusa_num_layers=1))
     with pytest.raises(ValueError, match=r"medusa_lm_head\.pt .*--unpickle"):
@@ -75,7 +75,7 @@ def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys
     assert load_heads(tmp_path / "heads").num_heads == 5
 
 
-def test_heads_without_projection_take_their_vocabulary_from_the_target(target: Path, tmp_path: Path) -> None:
+def test_heads_without_projection_get_the_targets_vocabulary(target: Path, tmp_path: Path) -> None:
     source = publish(tmp_path / "published", tensors(3, version=2, dtype=torch.bfloat16), vocab_size=999)
     import_heads(str(source), tmp_path / "heads", str(target), states="before-norm")
     manifest = verify_artifact(tmp_path / "heads", "heads")
@@ -85,9 +85,7 @@ def test_heads_without_projection_take_their_vocabulary_from_the_target(target: 
     assert next(heads.parameters()).dtype == torch.bfloat16
 
 
-def test_heads_inside_a_whole_model_belong_to_it(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_inside_a_whole_model(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_file(target / "model.safetensors")
     changed = {name: tensor + 0.01 for name, tensor in model.items()}
     state = tensors(4)
@@ -122,9 +120,7 @@ def test_an_import_is_refused(case: str, target: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "heads").exists()
 
 
-def test_of_the_hub_only_what_holds_the_heads_is_fetched(
-    hub: Any, stand_in: ModuleType, target: Path, tmp_path: Path
-) -> None:
+def test_only_files_of_the_heads_are_downloaded(hub: Any, stand_in: ModuleType, target: Path, tmp_path: Path) -> None:
     state, someone = tensors(2), tmp_path / "someone"
     whole = {f"medusa_head.{name}": tensor for name, tensor in state.items()}
     publish(someone / "pickled", state, pickled=True)

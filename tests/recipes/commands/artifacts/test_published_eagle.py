@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the forms that others publish compute what ours do, and the doctor finds what engines mind."""
+"""Published forms of EAGLE-3 heads compute the same as ours, and the doctor finds their faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 @pytest.fixture
 def target(make_llama: Any, tiny_pair: Path, tmp_path: Path) -> Path:
-    """Eight layers, and the tokenizer of the quickstart's."""
+    """Save a target of eight layers."""
     vocab = json.loads((tiny_pair / "target" / "config.json").read_text())["vocab_size"]
     folder = tmp_path / "target"
     make_llama(vocab, num_hidden_layers=8).save_pretrained(folder)
@@ -149,7 +149,7 @@ PLANTED: dict[str, tuple[Change, str, set[str]]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_error_is_named_with_who_minds_it(
+def test_a_planted_error_is_named_with_the_affected_engines(
     name: str, target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, check, minding = PLANTED[name]
@@ -173,7 +173,7 @@ def test_a_planted_error_is_named_with_who_minds_it(
         (lambda config, weights: weights.update({"embed_tokens.weight": torch.ones(5, 5)}), r"embed_tokens.*\[5, 5\]"),
     ],
 )
-def test_what_would_compute_something_else_is_refused(change: Change, words: str, target: Path) -> None:
+def test_unsupported_forms_are_refused(change: Change, words: str, target: Path) -> None:
     from transformers import AutoConfig
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
@@ -182,8 +182,8 @@ def test_what_would_compute_something_else_is_refused(change: Change, words: str
         read_published(folder, AutoConfig.from_pretrained(target), torch.zeros(7, 7))
 
 
-def test_heads_are_read_as_engines_would_feed_them(target: Path) -> None:
-    """Each way once, the config's first."""
+def test_readings_of_engines_are_listed(target: Path) -> None:
+    """Each reading is listed once, with that of the config first."""
     from transformers import AutoConfig
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
@@ -197,7 +197,7 @@ def test_heads_are_read_as_engines_would_feed_them(target: Path) -> None:
 
 
 @pytest.mark.parametrize(("base", "named"), [(50.0, ["rotary positions"]), (10_000.0, [])])
-def test_positions_that_turn_otherwise_than_the_targets_are_named(target: Path, base: float, named: list[str]) -> None:
+def test_other_rotary_bases_are_reported(target: Path, base: float, named: list[str]) -> None:
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     config = json.loads((target / "config.json").read_text())
     assert rotary_base(config) == 10_000
@@ -216,9 +216,7 @@ def test_positions_that_turn_otherwise_than_the_targets_are_named(target: Path, 
         ((0.2, 0.6), 7, False),
     ],
 )
-def test_a_better_reading_is_named_where_chance_does_not_explain_it(
-    shares: tuple[float, float], texts: int, named: bool
-) -> None:
+def test_only_significantly_better_readings_are_reported(shares: tuple[float, float], texts: int, named: bool) -> None:
     ways = enumerate(shares)
     found = [Reading((number,), False, [], agreement=share, error=0.08, texts=texts) for number, share in ways]
     assert best_reading(found) == (found[1] if named else None)

@@ -1,4 +1,4 @@
-"""`draftsmith push` and `draftsmith import`: what is shown, what is done, and results that are of other files."""
+"""`draftsmith push` and `draftsmith import`: dry runs, uploads, and results of other files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ REPO = "somebody/tiny-drafter"
 
 
 def run(*arguments: object) -> None:
-    """The command line in this process."""
     app([str(argument) for argument in arguments], standalone_mode=False)
 
 
 def make_artifact(folder: Path, seed: int = 0, **extra: bytes) -> Path:
-    """Weights and small files."""
+    """Return an artifact with small files."""
 
     def write(unfinished: Path) -> None:
         (unfinished / "weights.bin").write_bytes(bytes([0, seed]) * 100)
@@ -41,7 +40,7 @@ def make_artifact(folder: Path, seed: int = 0, **extra: bytes) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(tiny_pair: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of the pair's drafter and heads, with a certificate beside them."""
+    """Return results of the pair's drafter and heads, with a certificate."""
     folder = tmp_path_factory.mktemp("evaluated")
     recipe = EvaluateRecipe(
         kind="evaluate",
@@ -64,7 +63,7 @@ def evaluated(tiny_pair: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
     return folder / "results.json"
 
 
-def test_a_push_is_shown_and_not_made(
+def test_a_dry_run_uploads_nothing(
     hub: Any, tiny_pair: Path, evaluated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("push", tiny_pair / "drafter", REPO, "--results", evaluated, "--license", "mit", "--private")
@@ -81,7 +80,7 @@ def test_a_push_is_shown_and_not_made(
     assert re.search(r"\d+ files, [\d,]+ bytes, in one commit", said)
 
 
-def test_push_and_import_are_whole(
+def test_push_and_import_round_trip(
     hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: ModuleType
 ) -> None:
     run("push", tiny_pair / "drafter", REPO, "--yes", "--results", evaluated)
@@ -113,7 +112,7 @@ def test_results_of_other_files_are_refused(hub: Any, tiny_pair: Path, evaluated
     assert hub.requests.count("create") == 0
 
 
-def test_the_rows_of_heads_and_of_an_export(
+def test_the_card_of_heads_and_of_an_export(
     tiny_pair: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = load_manifest(tiny_pair / "heads")

@@ -1,4 +1,4 @@
-"""Planted faults, each of which the diagnosis must name, and healthy parts, which must raise no alarm.
+"""Planted faults, which the diagnosis must name, and correct artifacts, which must raise no finding.
 
 Shape letters: V vocabulary, D hidden, S states.
 """
@@ -40,7 +40,7 @@ BLOCK = 96
 
 
 def random_model(seed: int) -> Any:
-    """Of distributions that are neither flat nor certain."""
+    """Return a model whose distributions are neither flat nor one-hot."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=256)).eval()
@@ -53,7 +53,7 @@ def random_model(seed: int) -> Any:
 
 
 def noisy(model: Any, noise: float = 0.02) -> Any:
-    """A drafter that agrees with a target nearly everywhere."""
+    """Return a drafter that mostly agrees with a target."""
     drafter = copy.deepcopy(model)
     torch.manual_seed(11)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def noisy(model: Any, noise: float = 0.02) -> Any:
 
 @dataclass(frozen=True)
 class Workshop:
-    """A target on disk, and what is needed to make parts for it."""
+    """Target on disk, with functions that make artifacts for it."""
 
     folder: Path
     corpus: Path
@@ -81,7 +81,7 @@ class Workshop:
 
     @property
     def target(self) -> Path:
-        """Written when it is asked for first."""
+        """Return the target, which is written on first use."""
         place = self.folder / "target"
         if not place.is_dir():
             self.model.save_pretrained(place)
@@ -100,7 +100,7 @@ class Workshop:
         return prepare_data(self.section, self.tokenizer, quiet=True)
 
     def drafter(self, model: Any, out: Path, change: Callable[[Any], None] | None = None) -> Path:
-        """The artifact of a drafter as training leaves it: measured in memory, then written. `change` comes between."""
+        """Write a drafter's artifact as training does. `change` is applied between measurement and writing."""
         task = DrafterTask(model, self.prepared.heldout, eval_teacher=ModelTeacher(self.model), evaluate_blocks=64)
         metrics = task.evaluate(task.module)
         if change is not None:
@@ -119,7 +119,7 @@ class Workshop:
         )  # fmt: skip
 
     def recipe(self, **changes: Any) -> EvaluateRecipe:
-        """An evaluation with the workshop's target."""
+        """Return an evaluation of the target."""
         values: dict[str, Any] = {
             "kind": "evaluate", "out": str(self.folder / "results.json"), "target": str(self.target),
             "prompts": str(self.corpus / "rows.json"), "template": "chatml", "limit": 16, "max_prompt_tokens": 80,
@@ -149,7 +149,7 @@ def stage(part: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_healthy_drafter_raises_no_alarm(workshop: Workshop, tmp_path: Path, temperature: float) -> None:
+def test_a_correct_drafter_has_no_findings(workshop: Workshop, tmp_path: Path, temperature: float) -> None:
     drafter = workshop.drafter(noisy(workshop.model), tmp_path / "drafter")
     part = diagnosed(workshop.recipe(drafter=str(drafter), temperature=temperature))
     assert causes(part) == []
@@ -160,8 +160,8 @@ def test_a_healthy_drafter_raises_no_alarm(workshop: Workshop, tmp_path: Path, t
     assert stage(part, "files")["value"] == pytest.approx(trained, abs=1e-6)
 
 
-def test_a_drafter_of_another_template_is_named(workshop: Workshop, tmp_path: Path) -> None:
-    """It has never seen the token that begins a turn of chatml, whose embedding is as it was made."""
+def test_a_drafter_of_another_template_is_reported(workshop: Workshop, tmp_path: Path) -> None:
+    """The drafter was not trained on the turn token of chatml."""
     other = replace(workshop, template="plain")
     drafter = noisy(workshop.model)
     begin = workshop.tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -174,7 +174,7 @@ def test_a_drafter_of_another_template_is_named(workshop: Workshop, tmp_path: Pa
     assert stage(part, "files")["value"] - stage(part, "own")["value"] == pytest.approx(worst.lost)
 
 
-def test_an_export_whose_weights_are_others_is_named(workshop: Workshop, tmp_path: Path) -> None:
+def test_changed_weights_of_an_export_are_reported(workshop: Workshop, tmp_path: Path) -> None:
     def perturb(model: Any) -> None:
         model.model.layers[1].mlp.down_proj.weight.mul_(-1.0)
 
@@ -186,7 +186,7 @@ def test_an_export_whose_weights_are_others_is_named(workshop: Workshop, tmp_pat
     assert worst.lost > 0.05
 
 
-def test_heads_are_measured_one_by_one(workshop: Workshop, tmp_path: Path) -> None:
+def test_heads_are_measured_separately(workshop: Workshop, tmp_path: Path) -> None:
     heads = PredictionHeads.from_lm_head(workshop.model.lm_head.weight.detach(), HEADS, 1).eval()
     task = HeadsTask(workshop.model, heads, workshop.prepared.heldout, [1.0] * HEADS, evaluate_blocks=64)
     recipe = {"train": {"precision": "no"}, "measure": {"blocks": 64}}
@@ -202,7 +202,7 @@ def test_heads_are_measured_one_by_one(workshop: Workshop, tmp_path: Path) -> No
     assert stage(part, "files")["by_depth"] == pytest.approx(trained, abs=1e-6)
 
 
-def test_a_table_has_no_training_of_its_own(workshop: Workshop, tmp_path: Path) -> None:
+def test_tables_have_no_training_metrics(workshop: Workshop, tmp_path: Path) -> None:
     texts = sample_texts(wrap_model(workshop.model), [[5, 6], [7]], Limits(60), Sampling())
     table = BigramTable.from_documents(iter(map(np.array, texts)), VOCAB)
     workshop.save("table", tmp_path / "table", table.save, {"count": {"pairs": "answers"}}, {}, {})
@@ -229,11 +229,11 @@ def test_the_command_needs_no_recipe_and_no_manifest(corpus: Path, tmp_path: Pat
     ("recipe", "named"),
     [({}, "heads, table, got none"), ({"drafter": "d", "table": "t"}, "got drafter, table")],
 )
-def test_a_diagnosis_is_of_one_part(workshop: Workshop, recipe: dict[str, Any], named: str) -> None:
+def test_a_diagnosis_has_one_artifact(workshop: Workshop, recipe: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         measure_pair(workshop.recipe(**recipe))
 
 
-def test_the_file_is_checked_before_anything_is_read(tmp_path: Path) -> None:
+def test_the_output_file_is_checked_first(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"found\.txt"):
         check_pair("t", str(tmp_path), prompts="spec-bench", out=tmp_path / "found.txt")

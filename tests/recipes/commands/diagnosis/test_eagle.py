@@ -1,6 +1,5 @@
-"""EAGLE-3 heads that were trained or saved wrongly: the diagnosis names how, the doctor too, and sound ones raise no
-alarm. They learn the target's own answers to a few prompts by heart, so that every fault costs most of what they know.
-"""
+"""Wrongly trained or saved EAGLE-3 heads are diagnosed. The heads overfit the target's answers to a few prompts, so
+that every fault costs most of their acceptance."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ Change = Callable[[EagleHeads], Any]
 
 @dataclass(frozen=True)
 class Lesson:
-    """A target, its prompts, and its answers to them."""
+    """Target, its prompts, and its answers to them."""
 
     folder: Path
     prompts: Path
@@ -58,7 +57,7 @@ class Lesson:
         return EvaluateRecipe(**(values | changes))
 
     def heads(self, steps: int = 2, behind: bool = False) -> EagleHeads:
-        """Trained for so many steps of drafting; `behind`: with tokens that are not shifted."""
+        """Train heads for some drafting steps; with `behind`, tokens are not shifted."""
         torch.manual_seed(0)
         heads = EagleHeads.for_target(self.model.config, LAYERS, KEPT, num_heads=steps)
         heads.attach(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)
@@ -154,7 +153,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[Path], None] | None, dict[str, 
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(
+def test_faults_are_reported(
     name: str, lesson: Lesson, sound: EagleHeads, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, changed, training, expected, words = FAULTS[name]
@@ -176,14 +175,13 @@ def test_a_fault_is_named(
     assert "agreement by inputs" in capsys.readouterr().out
 
 
-def test_heads_that_are_no_artifact_are_not_decoded(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
+def test_heads_without_a_manifest_are_not_decoded(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
     save_eagle(sound, tmp_path / "plain")
     with pytest.raises(ValueError, match=r"is not an artifact.*draftsmith import"):
         lesson.check(tmp_path / "plain", tmp_path / "found.json")
 
 
-def test_what_is_scored_is_what_is_decoded(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
-    """Of the first token of each draft, of answers that the heads draft for."""
+def test_scores_equal_decoding(lesson: Lesson, sound: EagleHeads, tmp_path: Path) -> None:
     out = lesson.saved(sound, tmp_path / "heads")
     _, part = measure_pair(lesson.recipe(drafter=str(out)))
     own, decoding = part["stages"][-2:]
@@ -191,11 +189,8 @@ def test_what_is_scored_is_what_is_decoded(lesson: Lesson, sound: EagleHeads, tm
     assert decoding["value"] > 0.8
 
 
-def test_what_training_measured_is_found_again_in_the_files(
-    lesson: Lesson, sound: EagleHeads, corpus: Path, tmp_path: Path
-) -> None:
-    """Of heads that propose some tokens alone, of which training counts no others. A better best guess in training is
-    a fault of the files."""
+def test_files_reproduce_the_training_metrics(lesson: Lesson, sound: EagleHeads, corpus: Path, tmp_path: Path) -> None:
+    """Heads have a draft vocabulary, other tokens are not counted. A higher training metric is a fault of the files."""
     section = DataSection(
         source=str(corpus / "rows.json"), template="chatml", block_tokens=96, heldout_share=0.2,
         cache=str(tmp_path / "prepared"),

@@ -1,4 +1,4 @@
-"""A target and a drafter on disk, and an evaluation of them."""
+"""Fixtures with a target and a drafter on disk, and an evaluation of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 @pytest.fixture
 def save_llama(corpus: Path) -> Callable[..., LlamaForCausalLM]:
-    """Builds random models of the corpus's vocabulary, each also in a folder with the tokenizer."""
+    """Return a function that saves random models of the corpus's vocabulary with the tokenizer."""
 
     def save(folder: Path, seed: int = 0, positions: int = 256) -> LlamaForCausalLM:
         torch.manual_seed(seed)
@@ -35,7 +35,7 @@ def save_llama(corpus: Path) -> Callable[..., LlamaForCausalLM]:
 
 @pytest.fixture
 def evaluation(corpus: Path, tmp_path: Path, save_llama: Callable[..., LlamaForCausalLM]) -> dict[str, Any]:
-    """A recipe of two random models, without methods."""
+    """Return a recipe of two random models without methods."""
     values: dict[str, Any] = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "template": "chatml"}
     values |= {"prompts": str(corpus / "rows.json"), "limit": 4, "max_new_tokens": 24, "device": "cpu"}
     for seed, name in enumerate(("target", "drafter")):

@@ -1,4 +1,4 @@
-"""`draftsmith certify`: a recipe or artifacts in, a certificate and an exit code out."""
+"""`draftsmith certify`: certificates of recipes and artifacts, and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
-    """Greedy rows, rows at temperature 1, and a lossy one."""
+    """Return a recipe with greedy rows, sampled rows, and a lossy row."""
     options = {"gamma": 2}
     methods: list[dict[str, Any]] = [
         {"method": "autoregressive"},
@@ -64,7 +64,7 @@ def test_a_certificate_of_a_recipe(recipe: Path, cli: Command) -> None:
 
 
 def certified(recipe: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """Run it in this process: exit code, errors and progress, and the certificate without its times."""
+    """Run the command in this process; return exit code, output, and the certificate without its times."""
     result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *arguments])
     written = json.loads((recipe.parent / "certificate.json").read_text())
     for row in written["stress"] + written["certificates"]:
@@ -72,7 +72,7 @@ def certified(recipe: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return result.exit_code, result.stderr, written
 
 
-def test_a_method_that_is_not_what_it_claims_exits_with_1(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_is_not_lossless_exits_with_1(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifiers, "residual", lambda target_BV, draft_BV: target_BV)
     rows = "methods=[{method: autoregressive}, {method: speculative}]"
     code, _, written = certified(recipe, "--tokens", "4000", "--batch", "16", rows, "temperature=1")
@@ -82,7 +82,7 @@ def test_a_method_that_is_not_what_it_claims_exits_with_1(recipe: Path, monkeypa
     assert [row["sampling"]["temperature"] for row in written["certificates"]] == [1, 1]
 
 
-def test_rows_that_decode_alike_are_certified_once(recipe: Path) -> None:
+def test_equal_rows_are_certified_once(recipe: Path) -> None:
     rows = "methods=[{method: autoregressive}, {method: speculative}, {method: speculative, label: again}]"
     code, _, written = certified(recipe, "--tokens", "20", rows)
     assert (code, written["complete"]) == (0, True)
@@ -95,8 +95,8 @@ def test_rows_that_decode_alike_are_certified_once(recipe: Path) -> None:
     assert few == {("lossless", False), ("too little text", True)}
 
 
-def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
-    """Killed, stopped with Ctrl-C, and gone on with: the certificate of a run that nothing stopped."""
+def test_a_stopped_certificate_resumes(recipe: Path, stop: Any) -> None:
+    """The certificate after SIGKILL and Ctrl-C equals that of an undisturbed run."""
     path = recipe.parent / "certificate.json"
     asked = ("--tokens", "600")
     code, _, whole = certified(recipe, *asked)

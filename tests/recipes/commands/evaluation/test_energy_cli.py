@@ -1,4 +1,4 @@
-"""Energy of an evaluation, with a processor that always draws the same power."""
+"""Energy of an evaluation with a processor of constant power."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ EXACT = 1e-12
 
 @pytest.fixture
 def target(stand_ins: Any) -> str:
-    """A tiny Llama with a tokenizer."""
+    """Save a tiny Llama with a tokenizer."""
     return str(stand_ins.target("JackFram/llama-68m"))
 
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A processor of 20 W; its zone's folder. Meters live in a time of their own, which goes on by `TICK` whenever a
-    clock is read; the counter shows the joules of the reading that follows, so that no time passes between the two."""
+    """Install a counter of 20 W, whose clock advances by `TICK` at each reading."""
     now = 0.0
 
     def clock(seconds: float = TICK) -> float:

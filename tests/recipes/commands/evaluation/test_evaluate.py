@@ -41,12 +41,12 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def target(tmp_path: Path, save_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    """A random model that is also at tmp_path/target, with the corpus's tokenizer."""
+    """Return a random model that is saved at tmp_path/target with the corpus's tokenizer."""
     return save_llama(tmp_path / "target")
 
 
 def recipe(heads: PredictionHeads, corpus: Path, folder: Path) -> EvaluateRecipe:
-    """A recipe that measures these heads, which are kept as an artifact."""
+    """Return a recipe that measures these heads, which are saved as an artifact."""
     save_artifact(
         folder / "heads",
         kind="heads",
@@ -89,7 +89,7 @@ def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Pat
 def test_texts_end_at_every_end_token(
     target: LlamaForCausalLM, corpus: Path, tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The third token that the target writes becomes an end: of the model's settings, of the turn, or of the user."""
+    """The third token of the target becomes an end token of the model, of the turn, or of the user."""
     folder, asked = tmp_path / "target", str(corpus / "rows.json")
     values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(folder), "prompts": asked}
     values |= {"template": "plain", "methods": ROWS[:1], "device": "cpu", "limit": 3, "max_new_tokens": 24}
@@ -118,7 +118,7 @@ def test_texts_end_at_every_end_token(
     assert ("applies repetition_penalty=1.5" in capfd.readouterr().err) == (where == "settings")
 
 
-def test_every_turn_is_asked_after_the_recorded_answers_or_the_targets_own(
+def test_later_turns_follow_recorded_or_generated_answers(
     target: LlamaForCausalLM, corpus: Path, tmp_path: Path
 ) -> None:
     rows = [{"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"},
@@ -143,7 +143,7 @@ def test_every_turn_is_asked_after_the_recorded_answers_or_the_targets_own(
 
 @pytest.fixture
 def artifacts(evaluation: dict[str, Any], corpus: Path, tmp_path: Path) -> Path:
-    """A folder with target, drafter, heads and table."""
+    """Save a target, drafter, heads and table."""
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     about: dict[str, Any] = {"vocab_size": 320, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
     about |= {name: {} for name in ("target", "shapes", "recipe", "data", "training")}
@@ -156,9 +156,7 @@ def artifacts(evaluation: dict[str, Any], corpus: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_command_measures_whatever_artifacts_there_are(
-    artifacts: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_command_measures_all_artifacts(artifacts: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(artifacts)
     words = ["template=chatml", "limit=5", "max_new_tokens=6", "compare_with_transformers=false"]
     named = {"target": "target", "prompts": str(corpus / "rows.json")}
@@ -181,7 +179,7 @@ def test_one_command_measures_whatever_artifacts_there_are(
     assert load_recipe(str(Path(loaded.out).with_suffix(".recipe.yaml"))) == loaded, "the written recipe repeats it"
 
 
-def test_a_drafter_of_another_tokenizer_drafts_by_its_text(
+def test_a_drafter_with_another_tokenizer_drafts_by_text(
     artifacts: Path,
     corpus: Path,
     cli: Callable[..., subprocess.CompletedProcess[str]],
@@ -211,7 +209,7 @@ def test_options_change_a_recipe(artifacts: Path) -> None:
     assert evaluate_recipe("slim/heads.yaml", [], {}) == load_recipe("evaluate/slim/heads")
 
 
-def test_prompts_are_reproducible_and_those_skipped_are_named(corpus: Path, tmp_path: Path) -> None:
+def test_prompts_are_reproducible_and_skipped_ones_are_named(corpus: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     rows = json.loads((corpus / "rows.json").read_text())[:30]
     rows[4]["conversations"][0]["value"] = "the tree " * 200
@@ -230,10 +228,7 @@ def test_prompts_are_reproducible_and_those_skipped_are_named(corpus: Path, tmp_
             load_prompts(str(tmp_path / "none.json"), get_template("chatml"), tokenizer, 10, 100)
 
 
-def test_a_row_drafts_with_the_drafter_that_it_names(
-    evaluation: dict[str, Any], tmp_path: Path, save_llama: Any
-) -> None:
-    """As it would with that one alone: one drafter is the target itself, the other knows nothing."""
+def test_rows_use_the_drafter_that_they_name(evaluation: dict[str, Any], tmp_path: Path, save_llama: Any) -> None:
     save_llama(tmp_path / "other", seed=9)
     values = evaluation | {"drafter": evaluation["target"], "more_drafters": [str(tmp_path / "other")]}
     values |= {"max_new_tokens": 16, "limit": 3, "energy": "off", "compare_with_transformers": False}
@@ -250,10 +245,9 @@ def test_a_row_drafts_with_the_drafter_that_it_names(
 
 
 @pytest.mark.parametrize(("positions", "most"), [((80, 256), 70), ((256, 70), 60)])
-def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded(
+def test_too_long_prompts_are_named_before_decoding(
     evaluation: dict[str, Any], tmp_path: Path, save_llama: Any, positions: tuple[int, int], most: int, capfd: Any
 ) -> None:
-    """Of a target and of a drafter with few positions, whatever another drafter has that no row asks for."""
     for name, count in zip(("target", "drafter", "other"), (*positions, 16), strict=True):
         save_llama(tmp_path / name, positions=count)
     rows = json.loads(Path(evaluation["prompts"]).read_text())[:3]

@@ -1,4 +1,4 @@
-"""Recipes of the papers' tables: their rows can be built, run on a pair, and carry the labels that claims name."""
+"""Recipes of the papers' tables: their rows can be built and run, and have the labels that claims name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def papers() -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_names_methods_and_options_that_exist(name: str, papers: Any) -> None:
+def test_recipes_name_existing_methods_and_options(name: str, papers: Any) -> None:
     recipe = load_recipe(name)
     assert isinstance(recipe, EvaluateRecipe)
     for row in recipe.methods:

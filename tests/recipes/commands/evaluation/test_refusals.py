@@ -1,4 +1,4 @@
-"""What the commands refuse before anything is decoded: each message names the option, and both numbers or files."""
+"""Errors before decoding: each message names the option, and both numbers or files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def _rows(target: str, *names: str) -> Any:
 
 @pytest.fixture(scope="module")
 def target(stand_ins: Any) -> str:
-    """Of 512 positions."""
     return str(stand_ins.target("JackFram/llama-68m"))
 
 

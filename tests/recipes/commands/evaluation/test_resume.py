@@ -1,4 +1,4 @@
-"""An evaluation that is killed goes on with the runs that had finished; what belongs to another one is not used."""
+"""Interrupted evaluations resume with their finished runs; runs of other evaluations are not used."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ PROMPTS = 12
 
 @pytest.fixture
 def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
-    """Twelve prompts of sixty tokens with three methods and transformers: some seconds of work."""
+    """Return a recipe that takes some seconds."""
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(evaluation | {"limit": PROMPTS, "max_new_tokens": 60, "methods": METHODS}))
     return path
 
 
 def evaluate(recipe: Path, *changes: str) -> None:
-    """Run it in this process."""
     loaded = load_recipe(str(recipe), changes)
     assert isinstance(loaded, EvaluateRecipe)
     run_evaluate(loaded)
 
 
-def test_a_killed_evaluation_goes_on(recipe: Path, stop: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_evaluation_resumes(recipe: Path, stop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     out, journal = recipe.parent / "results.json", recipe.parent / "results.json.state" / "runs.jsonl"
     code, _ = stop(journal, 9, signal.SIGKILL, "evaluate", str(recipe))
     lines = journal.read_text().splitlines()
@@ -66,8 +65,8 @@ def test_a_killed_evaluation_goes_on(recipe: Path, stop: Any, capsys: pytest.Cap
     assert all(row["identical_to_greedy"] == [PROMPTS, PROMPTS] for row in rows.values())
 
 
-def test_killed_tuning_goes_on(recipe: Path, stop: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Killed in its second round: the first is read, and the second resumes."""
+def test_killed_tuning_resumes(recipe: Path, stop: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tuning is killed in its second round."""
     folder = recipe.parent / "results.tune"
     journal = folder / "round-2.json.state" / "runs.jsonl"
     code, _ = stop(journal, 5, signal.SIGKILL, "tune", str(recipe), "max_new_tokens=16")
@@ -89,7 +88,7 @@ def test_killed_tuning_goes_on(recipe: Path, stop: Any, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("command", ["evaluate", "tune"])
-def test_ctrl_c_says_what_to_type(recipe: Path, stop: Any, command: str) -> None:
+def test_ctrl_c_names_the_command_that_resumes(recipe: Path, stop: Any, command: str) -> None:
     name, lines = {"evaluate": ("results.json.state/runs", 5), "tune": ("results.tune/round-1.json.state/runs", 6)}[
         command
     ]
@@ -117,7 +116,7 @@ def test_runs_belong_to_a_recipe_and_its_artifacts(recipe: Path) -> None:
     assert {name for name, value in identity().items() if value != first[name]} == {"hash of the drafter"}
 
 
-def test_what_was_loaded_does_not_change_with_its_files(tiny_pair: Path, corpus: Path, tmp_path: Path) -> None:
+def test_loaded_models_do_not_change_with_their_files(tiny_pair: Path, corpus: Path, tmp_path: Path) -> None:
     pair = shutil.copytree(tiny_pair, tmp_path / "pair")
     names = ("target", "drafter", "heads", "table")
     values = {"prompts": str(corpus / "rows.json"), "methods": [{"method": "autoregressive"}], "device": "cpu"}
@@ -145,7 +144,7 @@ def opened(folder: Path, **changes: Any) -> Journal:
 
 
 def written(folder: Path) -> Path:
-    """A journal of three numbers."""
+    """Return a journal of three numbers."""
     with opened(folder) as journal:
         for number in range(3):
             assert journal(f"number {number}", NUMBER, lambda number=number: number) == number
@@ -156,7 +155,7 @@ def kept(journal: Journal) -> list[int]:
     return [journal.known(f"number {number}", NUMBER) for number in range(4) if f"number {number}" in journal]
 
 
-def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole = path.read_bytes()
     ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
@@ -190,7 +189,7 @@ def test_a_result_of_another_form_is_damaged_too(tmp_path: Path) -> None:
         journal.known("number 1", TypeAdapter(list[str]))
 
 
-def test_what_belongs_to_something_else_is_dropped_and_the_difference_named(
+def test_other_journals_are_dropped_and_the_difference_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path)
@@ -200,6 +199,6 @@ def test_what_belongs_to_something_else_is_dropped_and_the_difference_named(
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:
+def test_a_journal_has_one_writer(tmp_path: Path) -> None:
     with opened(tmp_path), pytest.raises(ValueError, match=r"results\.json"):
         opened(tmp_path)

@@ -1,4 +1,4 @@
-"""Which rows an evaluation has: the core's, all, or those that are named, each with what it is compared with."""
+"""Rows of an evaluation: the default ones, all, or named ones, with their baselines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_one_method_of_each_artifact(target: str, given: str, rows: list[str]) -
     assert labels(target, given) == ["autoregressive", *rows]
 
 
-def test_named_rows_bring_their_baseline(target: str) -> None:
+def test_named_rows_include_their_baseline(target: str) -> None:
     assert labels(target, "DHB", "slim-l", "bild") == ["autoregressive", "slim-l", "bild"]
     assert labels(target, "D", "speculative T=1") == ["autoregressive T=1", "speculative T=1"]
     assert labels(target, "D", "speculative", "spectr T=1") == [

@@ -1,4 +1,4 @@
-"""`draftsmith tune`: rounds of evaluations, what they leave behind, and what cannot be tuned."""
+"""`draftsmith tune`: rounds of evaluations, their files, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two values of each option, and rounds that few prompts fill."""
+    """Restrict the search to two values per option and small rounds."""
     for name, grid in space.GRIDS.items():
         few = {key: values if len(values) == 1 else values[:2] for key, values in grid.items()}
         monkeypatch.setitem(space.GRIDS, name, dict(list(few.items())[:2]))
@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
-    """Lossless and lossy methods, and one that is not searched."""
+    """Return a recipe with lossless and lossy methods, and one that is not tuned."""
     methods: list[dict[str, Any]] = [{"method": name} for name in ("autoregressive", "speculative", "bild", "beam")]
     methods.insert(2, {"method": "multi-candidate", "options": {"attention": "batch"}})
     path = tmp_path / "recipe.yaml"
@@ -75,7 +75,7 @@ def test_rounds_are_evaluations_and_the_last_settings_a_recipe(
     assert (folder / "round-2.json").stat().st_mtime_ns == before
 
 
-def test_what_cannot_be_tuned_is_named_with_the_reason(recipe: Path) -> None:
+def test_methods_that_cannot_be_tuned_are_named_with_the_reason(recipe: Path) -> None:
     plain = "{method: autoregressive}, {method: autoregressive, temperature: 0.7}"
     _, left_out = rows_to_tune(loaded(recipe, f"methods=[{plain}, {{method: mjgd}}, {{method: suffix}}, "
                                               "{method: speculative, temperature: 0.7}]"))  # fmt: skip
@@ -85,8 +85,8 @@ def test_what_cannot_be_tuned_is_named_with_the_reason(recipe: Path) -> None:
         run_tune(loaded(recipe, "methods=[{method: autoregressive}, {method: beam}]"))
 
 
-def test_all_that_can_be_tuned_of_a_pair_is(tiny_pair: Path, tmp_path: Path) -> None:
-    """At temperature 1, with every artifact: every name of the space but parallel drafting."""
+def test_all_tunable_methods_of_a_pair_are_tuned(tiny_pair: Path, tmp_path: Path) -> None:
+    """With every artifact, these are all names of the space except parallel drafting."""
     values = {part: str(tiny_pair / part) for part in ("target", "drafter", "heads", "table")}
     values |= {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "out": str(tmp_path / "results.json")}
     sizes = {"template": "chatml", "limit": 2, "max_new_tokens": 6, "temperature": 1.0, "device": "cpu"}
@@ -99,7 +99,7 @@ def test_all_that_can_be_tuned_of_a_pair_is(tiny_pair: Path, tmp_path: Path) -> 
     assert {each.method for each in run_tune(recipe)} >= {"bild", "relaxed-opt", "relaxed-uno", "mjsd", "medusa"}
 
 
-def test_all_that_can_be_tuned_of_an_encoder_decoder_is(recipe: Path) -> None:
+def test_all_tunable_methods_of_an_encoder_decoder_are_tuned(recipe: Path) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
     for name in ("target", "drafter"):
         tokenizer = load_tokenizer(str(recipe.parent / name))

@@ -1,4 +1,4 @@
-"""A forge: what it decides in planted situations, and one that runs, is killed, and decides the same."""
+"""`forge`: decisions in known situations, resumption, and results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
     ],
     ids=len,
 )
-def test_it_runs_is_killed_and_decides_the_same(
+def test_a_killed_forge_decides_the_same(
     forged: Callable[..., list[str]], tmp_path: Path, kills: tuple[str, ...]
 ) -> None:
     """Kill the forge as soon as each of these files exists. Measured speeds are stored, so decisions are the same."""
@@ -124,8 +124,8 @@ def test_a_budget_too_small_and_costs_too_high_train_nothing(
 
 
 def first_layers(folder: Path, tokenizer: Path, layers: int, kept: int) -> None:
-    """A random target of which the first layer's MLP alone does anything: a model of that layer is the same, and what
-    comes next depends on the last token alone, so that greedy text soon runs in circles."""
+    """Return a random target in which only the first layer's MLP has an effect. The next token depends on the last one
+    only, so greedy text soon repeats itself."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=320, num_hidden_layers=layers, max_position_embeddings=512, **sizes)
@@ -152,12 +152,9 @@ def shallow(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 
 @pytest.mark.slow
-def test_planted_situations_are_decided_rightly(
-    shallow: Callable[..., list[str]], corpus: Path, tmp_path: Path
-) -> None:
-    """Of a target whose greedy text runs in circles look-up is chosen; at temperature 1, where there is nothing to look
-    up, the given drafter that says just what the target says at an eighth of its cost. One that was given beside it
-    and says something else is never. The target has a tokenizer of its own, and its questions are nobody's corpus."""
+def test_decisions_in_known_situations(shallow: Callable[..., list[str]], corpus: Path, tmp_path: Path) -> None:
+    """Prompt lookup wins for a target whose greedy text repeats itself. At temperature 1 the given equal drafter wins,
+    which costs an eighth of the target; another given drafter never does."""
     tokenizer, out = corpus / "tokenizer", tmp_path / "forge"
     first_layers(tmp_path / "given", tokenizer, 8, 1)
     first_layers(tmp_path / "other", tokenizer, 1, 1)
@@ -170,7 +167,7 @@ def test_planted_situations_are_decided_rightly(
 
 
 @pytest.mark.slow
-def test_training_is_launched_as_it_says(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_training_is_launched_as_configured(forged: Callable[..., list[str]], tmp_path: Path) -> None:
     """Train on two processes, which the manifests record; a failed launch ends the forge."""
     planned(out := tmp_path / "forge")
     settings = "--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
@@ -188,9 +185,10 @@ def test_training_is_launched_as_it_says(forged: Callable[..., list[str]], tmp_p
 
 
 @pytest.mark.slow
-def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., list[str]], tmp_path: Path) -> None:
-    """Beside a forge that is left alone and knows the same measurements: the same story, the same weights bit for
-    bit. Measurements are of their artifacts: had a weight changed, they would have been taken again."""
+def test_a_forge_killed_at_random_times_trains_the_same_weights(
+    forged: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """The decisions and weights equal those of an undisturbed forge with the same measurements."""
     chance, command, met = random.Random(0), forged(Path("forge"), hours="0.06"), 0
     killed, alone = ((tmp_path / name / "forge") for name in ("killed", "alone"))
     planned(killed)
@@ -222,7 +220,7 @@ def test_killed_at_ten_random_times_it_trains_the_same(forged: Callable[..., lis
 
 
 @pytest.mark.slow
-def test_more_hours_train_what_was_chosen(shallow: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_larger_budget_trains_the_chosen_candidate(shallow: Callable[..., list[str]], tmp_path: Path) -> None:
     """Check that candidates do not compete again, that a larger budget trains anew, and that both count the time."""
     out = tmp_path / "forge"
     first = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
@@ -240,9 +238,7 @@ def test_more_hours_train_what_was_chosen(shallow: Callable[..., list[str]], tmp
     assert [line for line in lines_of(third) if "spent" in line] != chosen
 
 
-def test_what_is_refused_leaves_the_folder_to_a_plan_which_trains_nothing(
-    forged: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_refusals_leave_no_files_and_plans_train_nothing(forged: Callable[..., list[str]], tmp_path: Path) -> None:
     out = tmp_path / "forge"
     for word, said in (("batch=64", "256 are needed"), ("max_prompt_tokens=1", "at most 1 tokens")):
         done = subprocess.run(forged(out, word), capture_output=True, text=True, check=False)
@@ -319,7 +315,7 @@ def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Callable[..., list[str
         (("--engine", "llama.cpp", "llama_cpp=here"), "llama-server is not on the PATH"),
     ],
 )
-def test_an_engine_that_is_not_there_is_told_before_anything_is_done(
+def test_a_missing_engine_is_reported_first(
     forged: Callable[..., list[str]], tmp_path: Path, words: tuple[str, ...], wrong: str
 ) -> None:
     done = subprocess.run(
@@ -331,7 +327,7 @@ def test_an_engine_that_is_not_there_is_told_before_anything_is_done(
 
 
 @pytest.mark.slow
-def test_a_given_drafter_that_does_not_fit_is_left_out(
+def test_an_unsuitable_given_drafter_is_skipped(
     forged: Callable[..., list[str]], tiny_pair: Path, make_llama: Callable[..., Any], tmp_path: Path
 ) -> None:
     make_llama(64).save_pretrained(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""A plan against what then happens: sizes of files, steps, parameters, memory and time; what cannot fit is refused."""
+"""`train --plan` compared with the files, steps, parameters, memory and time of the training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of some 0.6 million parameters on disk, with a tokenizer."""
+    """Save a model of 0.6 million parameters with a tokenizer."""
     folder = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES)).save_pretrained(folder)
@@ -48,7 +48,7 @@ def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(drafter_recipe: Path, source: Path) -> Any:
-    """`recipe("train.steps=3")`: the tiny recipe with a larger model, and what is said."""
+    """Return a function that plans the tiny recipe with a larger model."""
 
     def load(*overrides: str) -> Any:
         given = [text.replace("SOURCE", str(source)) for text in overrides]
@@ -59,7 +59,7 @@ def recipe(drafter_recipe: Path, source: Path) -> Any:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_files_steps_and_parameters_are_what_training_makes(recipe: Any, variant: str):
+def test_planned_files_steps_and_parameters_equal_the_trainings(recipe: Any, variant: str):
     if "adapter" in variant:
         pytest.importorskip("peft")
     loaded = recipe("train.steps=5", *VARIANTS[variant])
@@ -96,7 +96,7 @@ def test_tokens_and_epochs_follow_the_data(recipe: Any):
     assert more.seconds == pytest.approx(12 * more.probe.step_seconds + 4 * more.probe.evaluation_seconds)
 
 
-def test_what_does_not_fit_is_refused(recipe: Any, monkeypatch: pytest.MonkeyPatch):
+def test_plans_that_exceed_memory_or_disk_are_refused(recipe: Any, monkeypatch: pytest.MonkeyPatch):
     many = ["train.save_every=1", "train.steps=6", "train.keep_checkpoints=4"]
     plan = plan_recipe(recipe(*many))
     checkpoint = plan.disk["checkpoints"] // 5
@@ -131,9 +131,7 @@ def test_heads_are_planned_and_a_table_is_refused(drafter_recipe: Path, source: 
         plan_recipe(load_training(str(path)))
 
 
-def test_a_table_is_printed_and_planning_leaves_nothing_but_prepared_data(
-    drafter_recipe: Path, tmp_path: Path, source: Path, capsys: Any
-):
+def test_planning_writes_prepared_data_only(drafter_recipe: Path, tmp_path: Path, source: Path, capsys: Any):
     before = set(tmp_path.rglob("*"))
     overrides = [f"model={{source: {source}}}", f"target={source}", "objective={forward-kl: 1.0}", "measure.prompts=2"]
     overrides += ["on_policy={share: 0.5, new_tokens: 8}", "measure.new_tokens=8"]

@@ -1,5 +1,4 @@
-"""The launch settings that ship with the package are accelerate's, and the same recipe trains under those that can run
-on processors, to the same drafter."""
+"""The shipped launch settings are valid for accelerate, and those that run on CPUs give the same drafter."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ KINDS = {
 }
 
 
-def test_every_file_of_launch_settings_says_how_it_is_used_and_loads_with_accelerate():
+def test_launch_settings_are_documented_and_load():
     from accelerate.commands.config.config_args import load_config_from_file
 
     assert {path.stem for path in SETTINGS.iterdir()} == set(KINDS)
@@ -54,7 +53,7 @@ def test_every_file_of_launch_settings_says_how_it_is_used_and_loads_with_accele
 
 
 def launch(settings: Sequence[str], *arguments: str, **extra: str) -> None:
-    """`draftsmith train ARGUMENTS` under these settings of accelerate."""
+    """Run `draftsmith train ARGUMENTS` under settings of accelerate."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *settings, "--main_process_port", "0"]
     command += ["-m", "draftsmith", "train", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | extra
@@ -64,7 +63,6 @@ def launch(settings: Sequence[str], *arguments: str, **extra: str) -> None:
 
 @pytest.fixture(scope="module")
 def recipe(tiny_drafter: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps of a two-layer Llama."""
     folder = tmp_path_factory.mktemp("scale")
     content = tiny_drafter(folder)
     content["train"] |= {"steps": 8, "evaluate_every": 4}
@@ -75,7 +73,7 @@ def recipe(tiny_drafter: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(recipe: Path) -> Path:
-    """What the recipe makes in one process."""
+    """Return the result of one process."""
     return run_train(load_training(str(recipe), [f"out={recipe.with_name('alone')}"]))
 
 
@@ -90,9 +88,7 @@ def alone(recipe: Path) -> Path:
         ),
     ],
 )
-def test_one_recipe_makes_the_same_complete_artifact_under_all_settings(
-    recipe: Path, alone: Path, logged: Any, name: str, kind: str
-):
+def test_all_settings_give_the_same_artifact(recipe: Path, alone: Path, logged: Any, name: str, kind: str):
     if name.startswith("zero"):
         pytest.importorskip("deepspeed")
     # micro batches of one: as many rows, in two gradient accumulation steps of two processes
@@ -113,7 +109,7 @@ def test_one_recipe_makes_the_same_complete_artifact_under_all_settings(
         torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_every_deepspeed_configuration_leaves_to_the_recipe_what_the_recipe_decides():
+def test_deepspeed_configurations_leave_settings_to_the_recipe():
     files = {name: path for name, path in launch_settings().items() if name.startswith("deepspeed/")}
     assert set(files) == {f"deepspeed/{name}" for name in ("zero1", "zero2", "zero3", "zero3-offload")}
     explained = (SHIPPED / "launch" / "deepspeed" / "README.md").read_text()
@@ -127,7 +123,7 @@ def test_every_deepspeed_configuration_leaves_to_the_recipe_what_the_recipe_deci
         assert not {"optimizer", "scheduler"} & set(settings)
 
 
-def test_a_target_that_deepspeed_would_cast_is_refused():
+def test_a_target_with_another_dtype_than_deepspeed_is_refused():
     recipe: Any = load_training("heads/any-target", ["base={}", "train.precision=bf16"])
     zero3 = SimpleNamespace(
         distributed_type=SimpleNamespace(value="DEEPSPEED"), deepspeed_plugin=SimpleNamespace(zero_stage=3)
@@ -138,7 +134,7 @@ def test_a_target_that_deepspeed_would_cast_is_refused():
     _check_launch(recipe, brain, zero3)
 
 
-def test_deepspeed_is_not_left_out_without_a_word(monkeypatch: pytest.MonkeyPatch):
+def test_disabled_deepspeed_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(ValueError, match="ACCELERATE_USE_CPU"):

@@ -1,5 +1,5 @@
-"""Every shipped recipe that trains takes a few steps with tiny models of the same families, and leaves what it
-promises: a drafter for its target, or heads with which decoding is lossless."""
+"""Every shipped training recipe takes a few steps with tiny models of the same families, and gives a usable
+artifact."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def places(stand_ins: Any, folder: Path) -> list[str]:
 
 
 def small_heads(name: str, stand_ins: Any, folder: Path, *changes: str) -> HeadsRecipe:
-    """A shipped recipe with tiny models in the place of its own, and three steps."""
+    """Return a shipped recipe with tiny models and three steps."""
     recipe = load_training(name, changes)
     assert isinstance(recipe, HeadsRecipe)
     given = [*places(stand_ins, folder), f"target={stand_ins.target(recipe.target)}", "measure.keep=last"]
@@ -52,7 +52,7 @@ def small_heads(name: str, stand_ins: Any, folder: Path, *changes: str) -> Heads
     return found
 
 
-def test_it_leaves_eagle_heads_that_decode_losslessly(stand_ins: Any, tmp_path: Path) -> None:
+def test_eagle_recipes_give_lossless_heads(stand_ins: Any, tmp_path: Path) -> None:
     recipe = small_heads("heads/eagle3", stand_ins, tmp_path, "vocabulary.tokens=200")
     out = run_train(recipe)
     manifest = verify_artifact(out)
@@ -70,7 +70,7 @@ def test_it_leaves_eagle_heads_that_decode_losslessly(stand_ins: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("name", sorted({*DRAFTERS} - SAME))
-def test_it_leaves_a_drafter_for_its_target(name: str, stand_ins: Any, tmp_path: Path) -> None:
+def test_drafter_recipes_give_a_drafter_for_the_target(name: str, stand_ins: Any, tmp_path: Path) -> None:
     recipe = load_training(name)
     assert isinstance(recipe, DrafterRecipe)
     changes = [*places(stand_ins, tmp_path), f"target={stand_ins.target(recipe.target)}", *stand_ins.few]
@@ -99,9 +99,7 @@ def test_it_leaves_a_drafter_for_its_target(name: str, stand_ins: Any, tmp_path:
 
 
 @pytest.mark.parametrize(("name", "changes"), RUNS)
-def test_it_leaves_heads_that_decode_losslessly(
-    name: str, changes: tuple[str, ...], stand_ins: Any, tmp_path: Path
-) -> None:
+def test_heads_recipes_give_lossless_heads(name: str, changes: tuple[str, ...], stand_ins: Any, tmp_path: Path) -> None:
     recipe = small_heads(name, stand_ins, tmp_path, *changes)
     out = run_train(recipe)
     manifest = verify_artifact(out)
@@ -131,7 +129,7 @@ def test_it_leaves_heads_that_decode_losslessly(
 
 
 def test_slim_is_measured_without_a_table(stand_ins: Any, tmp_path: Path) -> None:
-    """Heads that are always right are worth a token each, however unsure they are of it."""
+    """Heads that are always right yield a token each."""
     changes = "num_heads=3", "measure.tree=1x1x1", "measure.new_tokens=16"
     recipe = small_heads("heads/any-target", stand_ins, tmp_path, *changes)
     assert recipe.measure.table is None

@@ -1,4 +1,4 @@
-"""Training drafters from recipes: trackers, bad data named, mistakes found early."""
+"""Training of drafters from recipes: trackers, bad data and early errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftsmith.recipes.schema.loading import launch_settings, load_recipe, load
 from typer.testing import CliRunner
 
 
-def test_trackers_get_what_the_log_gets(drafter_recipe: Path, tmp_path: Path) -> None:
+def test_trackers_get_the_logged_metrics(drafter_recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -30,8 +30,9 @@ def test_trackers_get_what_the_log_gets(drafter_recipe: Path, tmp_path: Path) ->
     assert {"tokens_per_second", "grad_norm", "learning_rate"} <= set(found.Tags()["scalars"])
 
 
-def test_a_target_is_called_one(drafter_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its recipe is of the kind `drafter`, and names no target."""
+def test_a_recipe_without_target_names_none(
+    drafter_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_train(load_training(str(drafter_recipe)))
     run_train(load_training(str(drafter_recipe), [f"target={tmp_path / 'drafter'}", f"out={tmp_path / 'own'}"]))
     run_train(load_training(str(drafter_recipe)))  # which is finished
@@ -81,7 +82,7 @@ def test_every_shipped_recipe_can_be_copied_and_listed(tmp_path: Path) -> None:
         ("train.trackers=[mlflow]", "'mlflow'.*pip install mlflow"),
     ],
 )
-def test_mistake_is_found_before_the_data_is_prepared(
+def test_errors_are_found_before_the_data_is_prepared(
     change: str, words: str, drafter_recipe: Path, tiny_pair: Path, tmp_path: Path
 ) -> None:
     recipe = load_training(str(drafter_recipe), [change, f"target={tiny_pair / 'target'}"])
