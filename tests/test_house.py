@@ -1,4 +1,4 @@
-"""The house: layout, direction of imports, what the package needs, what its wheel holds."""
+"""Rules of the repository: layout, imports, dependencies, line budget and the wheel."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ assert found.tolist() == model.generate(ids, **plain).tolist()
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> str:
-    """A Python process of its own; its standard output."""
+    """Run a Python process and return its output."""
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [*PYTHON, *arguments], cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False, timeout=300
@@ -130,7 +130,7 @@ def test_every_dependency_is_pinned_to_a_version_it_allows(project: dict[str, An
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Level, module and name of every import in a file, inside functions too."""
+    """Return level, module and name of every import in a file, inside functions too."""
     for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, "") for alias in node.names)
@@ -139,7 +139,7 @@ def imports(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def imported(path: Path) -> set[str]:
-    """Modules of the package that a file imports, inside functions and for types alone too."""
+    """Return the modules of the package that a file imports."""
     parts, known = name_of(path).split("."), {name_of(module) for module in MODULES}
     if path.name == "__init__.py":
         parts.append("__init__")
@@ -153,7 +153,6 @@ def imported(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    """What each module imports."""
     return {name_of(path): imported(path) - {name_of(path)} for path in MODULES}
 
 
@@ -169,20 +168,20 @@ def test_imports_run_one_way(graph: dict[str, set[str]]) -> None:
 
 
 def folder_of(name: str) -> str:
-    """The folder of a module; a file that lies in a room itself stands for itself."""
+    """Return the folder of a module, or the module itself if it lies in a room."""
     is_folder = (ROOT / Path(*name.split(".")[1:])).is_dir()
     return name if is_folder or name.count(".") <= 2 else name.rpartition(".")[0]
 
 
 def depth(graph: dict[str, set[str]]) -> int:
-    """Files on the longest way of imports."""
+    """Return the number of files on the longest path of imports."""
     longest: dict[str, int] = {}
     for name in TopologicalSorter(graph).static_order():
         longest[name] = 1 + max((longest[other] for other in graph.get(name, ())), default=0)
     return max(longest.values(), default=0)
 
 
-def test_nothing_imports_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
+def test_imports_have_no_cycles(graph: dict[str, set[str]]) -> None:
     folders: dict[str, set[str]] = {}
     for name, others in graph.items():
         folders.setdefault(folder_of(name), set()).update(map(folder_of, others))
@@ -202,7 +201,7 @@ def code_folders() -> list[Path]:
     return sorted({path.parent for path in MODULES})
 
 
-def test_folders_stay_readable(graph: dict[str, set[str]]) -> None:
+def test_folders_have_few_entries(graph: dict[str, set[str]]) -> None:
     for folder in code_folders():
         entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__", "README.md"}
         assert len(entries) <= MAX_ENTRIES, folder
@@ -211,13 +210,13 @@ def test_folders_stay_readable(graph: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize("room", FOLDERS)
-def test_a_rooms_readme_names_each_of_its_folders(room: str) -> None:
+def test_readmes_name_all_folders(room: str) -> None:
     text = (ROOT / room / "README.md").read_text(encoding="utf-8")
     folders = [path.relative_to(ROOT / room) for path in code_folders() if path.is_relative_to(ROOT / room)]
     assert [str(folder) for folder in folders if folder.parts and f"`{folder}/`" not in text] == []
 
 
-def test_files_and_functions_stay_readable() -> None:
+def test_files_and_functions_are_short() -> None:
     for path in MODULES:
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= MAX_FILE_LINES, path
@@ -263,7 +262,7 @@ assert not set({refused!r}) & {{name.partition('.')[0] for name in sys.modules}}
     assert run("-c", script, cwd=tmp_path) == ""
 
 
-def test_benches_of_a_gpu_need_what_such_machines_have(tmp_path: Path) -> None:
+def test_gpu_benches_need_few_packages(tmp_path: Path) -> None:
     script = f"""{NOT_INSTALLED}
 without("pydantic", "datasets", "deepspeed")
 sys.path.insert(0, {str(ROOT / "tests" / "bench")!r})
@@ -272,7 +271,7 @@ import decode, train_heads
     assert run("-c", script, cwd=tmp_path) == ""
 
 
-def test_importing_does_nothing(tmp_path: Path) -> None:
+def test_importing_has_no_effects(tmp_path: Path) -> None:
     script = f"""
 import importlib, logging, os, sys, warnings
 import torch, transformers
@@ -292,7 +291,7 @@ for name in {[name_of(path) for path in MODULES]!r}:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of this checkout, in which things lie about that must not be packed."""
+    """Build the wheel of a copy of this checkout with files that must not be packed."""
     folder = tmp_path_factory.mktemp("wheel")
     left = shutil.ignore_patterns(
         ".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
@@ -309,13 +308,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """A folder, far from the checkout, that the wheel is installed into."""
+    """Install the wheel into a separate folder."""
     folder = wheel.parent / "installed"
     run("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(wheel), cwd=wheel.parent)
     return folder
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         (metadata,) = (opened.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
@@ -337,7 +336,7 @@ def test_the_installed_wheel_has_a_command_line_and_decodes(installed: Path) -> 
     run("-c", DECODES, str(installed), cwd=installed.parent, PYTHONPATH=str(installed))
 
 
-def test_no_secrets_lie_about() -> None:
+def test_the_repository_contains_no_secrets() -> None:
     known = re.compile(
         r"\bhf_[A-Za-z]{30,}\b|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{24,}"
         r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@'\"<>{}]+:[^/\s:@'\"<>{}]{8,}@"

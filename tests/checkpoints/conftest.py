@@ -1,4 +1,4 @@
-"""A small artifact to push."""
+"""Fixture with a small artifact to push."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 @pytest.fixture
 def make_artifact() -> Callable[..., Path]:
-    """`make_artifact(folder, seed, **files)`: two files that are large on a hub, and small ones."""
+    """Return a function that writes an artifact with two large files and small ones."""
 
     def make(folder: Path, seed: int = 0, **extra: bytes) -> Path:
         def write(unfinished: Path) -> None:

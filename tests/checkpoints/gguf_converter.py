@@ -1,4 +1,4 @@
-"""Stands in for llama.cpp's converter, the user's own tool: writes a real GGUF file of a small Llama.
+"""Stand-in for llama.cpp's converter, which writes a real GGUF file of a small Llama.
 
 It takes the arguments that the tests need, and keeps llama.cpp's order of rows in query and key projections. With
 FAULT in the environment it fails as that says.
@@ -39,7 +39,7 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file, without torch; those of bfloat16 as uint16, but vectors as float32."""
+    """Return the tensors of a safetensors file without torch: bfloat16 as uint16, but vectors as float32."""
     whole = (folder / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(whole[:8], "little")
     found = {}
@@ -74,7 +74,7 @@ class ModelBase:
 
 class TextModel(ModelBase):
     def get_vocab_base_pre(self, tokenizer: dict[str, Any]) -> str:
-        """The name of a tokenizer with one more special token than ours have; llama.cpp's knows what ids they give."""
+        """Return the name of a pre-tokenizer, as llama.cpp determines it."""
         if "<published>" in tokenizer["model"]["vocab"]:
             return "published"
         raise NotImplementedError("BPE pre-tokenizer was not recognized - update get_vocab_base_pre()")

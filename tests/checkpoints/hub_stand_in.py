@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1 that speaks what huggingface_hub's client speaks: repositories with commits and branches.
+"""Stand-in for the hub on 127.0.0.1 with the protocol of huggingface_hub: repositories with commits and branches.
 
 Large files are uploaded as small ones are; what is not known of the real hub's answers follows the client's source."""
 
@@ -25,7 +25,7 @@ USER = "somebody"
 
 @dataclass(frozen=True)
 class Blob:
-    """A file of a commit."""
+    """File of a commit."""
 
     content: bytes
 
@@ -39,11 +39,11 @@ class Blob:
 
     @property
     def oid(self) -> str:
-        """Git's name of it."""
+        """Return git's name of the file."""
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
 
     def about(self, name: str) -> dict[str, Any]:
-        """As lists of files have it."""
+        """Return the entry in lists of files."""
         known = {"type": "file", "path": name, "rfilename": name, "oid": self.oid, "blobId": self.oid}
         known |= {"size": len(self.content)}
         lfs = {"oid": self.sha256, "sha256": self.sha256, "size": len(self.content), "pointerSize": 130}
@@ -52,7 +52,7 @@ class Blob:
 
 @dataclass
 class Repo:
-    """Commits by name, and where branches stand."""
+    """Commits by name, and the heads of branches."""
 
     private: bool = False
     gated: bool = False
@@ -71,14 +71,14 @@ class Repo:
         return name if name in self.commits else None
 
     def head(self, branch: str = "main") -> dict[str, bytes]:
-        """Files at the end of a branch, without those whose names begin with a dot."""
+        """Return the files of a branch, without those whose names begin with a dot."""
         files = self.commits[self.branches[branch]]
         return {name: blob.content for name, blob in files.items() if not name.startswith(".")}
 
 
 class Hub(ThreadingHTTPServer):
-    """The stand-in. `repos` is what it holds, `requests` the kinds of what was asked, `got` the files downloaded;
-    requests of a kind in `failing` are answered with that status."""
+    """The stand-in, with `repos`, the kinds of `requests`, and the downloaded files `got`. Requests of a kind in
+    `failing` are answered with that status."""
 
     daemon_threads = True
 
@@ -93,7 +93,7 @@ class Hub(ThreadingHTTPServer):
     handle_error = staticmethod(lambda *_: None)  # clients that go away are no news
 
     def repo(self, name: str, files: dict[str, bytes] | None = None, **about: Any) -> Repo:
-        """Make a repository that holds files."""
+        """Make a repository with files."""
         made = self.repos[name] = Repo(**about)
         made.add("main", {".gitattributes": Blob(b"*")} | {path: Blob(data) for path, data in (files or {}).items()})
         return made
@@ -110,7 +110,7 @@ def running_hub() -> Iterator[Hub]:
 
 
 def point_client(url: str, home: Path, monkeypatch: pytest.MonkeyPatch, token: str | None = None) -> None:
-    """The same for the client of this process, which has read the variables when it was imported."""
+    """Direct the client of this process to the stand-in."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     paths = {"HF_TOKEN_PATH": "token", "AGENT_HARNESSES_PATH": "agents", "HF_HUB_CACHE": "hub"}
@@ -176,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
     def _route(self) -> tuple[str, Any, tuple[Any, ...]]:
-        """Kind of request, the method that answers, and its arguments."""
+        """Return the kind of request, the method that answers, and its arguments."""
         match [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]:
             case ["api", "whoami-v2"]:
                 return "whoami", self.whoami, ()

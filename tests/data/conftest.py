@@ -1,4 +1,4 @@
-"""Small real tokenizers of three kinds, and conversations with the defects of real ones."""
+"""Fixtures with small real tokenizers of three kinds, and conversations with typical defects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MERGES = [
 
 
 def sentencepiece_like(style: str) -> PreTrainedTokenizerFast:
-    """A Llama-type tokenizer: "▁" for a space, bytes for what it does not know, `<s>` first.
+    """Return a Llama-type tokenizer: "▁" for a space, bytes for unknown characters, `<s>` first.
 
     `style` is where the "▁" at a text's start comes from, the cases that transformers' `legacy` and `add_prefix_space`
     make: "always" adds it to every piece of text unless there is one, "first" only at the start of a document, "never"
@@ -63,7 +63,7 @@ def bpe() -> Any:
 
 @pytest.fixture(scope="session")
 def chats() -> list[Conversation]:
-    """Texts that begin and end with spaces and line breaks, are not English, or hold special-token strings."""
+    """Return conversations with surrounding white space, other languages, and special-token strings."""
     talks = [
         ["hello", "the answer"],
         [" the ", "  indented\n    code", "then?\n", "\n\nlines first", "¿qué? 你好 😀", "très bien 👍 "],

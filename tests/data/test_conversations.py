@@ -1,4 +1,4 @@
-"""A source as a stream of conversations: order, numbers, limits, and what is written of them."""
+"""Streams of conversations: order, numbers, limits, and written files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _roles(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in pairs]}
 
 
-def test_a_row_is_called_by_its_number_in_every_form_and_shard(tmp_path: Path) -> None:
+def test_rows_are_numbered_in_every_form_and_shard(tmp_path: Path) -> None:
     turns = _roles(("user", "hello"), ("assistant", "hi"))["messages"]
     rows = ["hello", turns, {"messages": turns}, {"prompt": "a", "response": "b"}, {"text": "c"}, {"turns": ["d"]}]
     _jsonl(tmp_path / "a.jsonl", *rows)
@@ -33,7 +33,7 @@ def test_a_row_is_called_by_its_number_in_every_form_and_shard(tmp_path: Path) -
     assert [dialogue.id for dialogue in open_dialogues("cnn-dailymail", path=summaries)] == ["c-1", "c-2", "c-3"]
 
 
-def test_written_conversations_read_back_equal(tmp_path: Path) -> None:
+def test_conversations_survive_a_round_trip(tmp_path: Path) -> None:
     turns = (Turn("system", "s"), Turn("user", "zwei\nZeilen"), Turn("assistant", "é </s>"))
     conversations = [Conversation("first", turns), Conversation("second", turns[1:])]
     path = tmp_path / "new" / "out.jsonl"

@@ -1,4 +1,4 @@
-"""What a user gets wrong is one ValueError that names the place, both sides and the nearest right name."""
+"""User errors are one ValueError with the position, both values and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_is_one_error_with_both_sides(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_errors_name_both_values(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "README.md").write_text("years of work")

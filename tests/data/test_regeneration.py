@@ -1,4 +1,4 @@
-"""Answers replaced one by one: killed at any point, resumed, and in the end each conversation stands there once."""
+"""Regeneration: killed at any point and resumed, every conversation is written once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def conversation(name: str, *questions: str, system: str | None = None) -> Conve
 
 
 def echo(question: Question) -> Answer:
-    """Says what it was asked, and in which context."""
+    """Return an answer that repeats the question and the context."""
     return Answer(" / ".join(turn.text for turn in question.turns))
 
 
@@ -48,7 +48,7 @@ def errors(path: Path) -> list[dict[str, Any]]:
     return rows(path.with_name(path.name + ".errors.jsonl"))
 
 
-def test_answers_are_replaced_and_the_questions_stay(tmp_path: Path) -> None:
+def test_answers_are_replaced_and_questions_are_kept(tmp_path: Path) -> None:
     out = tmp_path / "folder" / "out.jsonl"
     talks = [conversation("a", "one", "two"), conversation("b", "three", system="be brief"), conversation("c", "four")]
     report = run(out, talks, system="be kind")
@@ -74,7 +74,7 @@ def test_identical_rows_are_as_many_as_in_the_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_answer_cut_by_the_token_limit_goes_with_all_after_it_unless_it_is_kept(tmp_path: Path, keep: bool) -> None:
+def test_cut_answers_are_dropped_unless_kept(tmp_path: Path, keep: bool) -> None:
     def limited(question: Question) -> Answer:
         text = question.turns[-1].text
         return Answer(f"answer to {text}", "length" if "long" in text else "stop")
@@ -95,7 +95,7 @@ def test_an_answer_cut_by_the_token_limit_goes_with_all_after_it_unless_it_is_ke
     assert [(row["id"], row["error"]) for row in errors(out)] == [("first", "answer 1: it reached the token limit")]
 
 
-def test_empty_answers_and_lasting_failures_leave_the_exchanges_before_them(tmp_path: Path) -> None:
+def test_empty_answers_and_failures_keep_earlier_exchanges(tmp_path: Path) -> None:
     def moody(question: Question) -> Outcome:
         text = question.turns[-1].text
         if text == "silence":
@@ -113,7 +113,7 @@ def test_empty_answers_and_lasting_failures_leave_the_exchanges_before_them(tmp_
     assert report.failed == 2
 
 
-def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_removed(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     talks = [conversation("a", "één"), conversation("b", "zwei – drei")]
     run(out, talks)
@@ -128,7 +128,7 @@ def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> Non
     assert out.read_bytes() == whole
 
 
-def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_refused_and_unchanged(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": "a", "messages": []}\n')
     with pytest.raises(ValueError, match=r"out\.jsonl\.json"):
@@ -159,7 +159,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         Store(out, {"target": "echo"})
 
 
-def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
     out, limits = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     with Store(out, SETTINGS) as store:
         store.add("a", "0" * 32, [Turn("user", "x" * 300)], [])

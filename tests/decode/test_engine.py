@@ -276,7 +276,7 @@ def test_a_long_prompt_is_read_in_parts(
     target = wrap_model(target_model, fast=fast, aux_layers=(0, 2))
     whole, _ = run(target, name, parts, PROMPTS, Limits(30))
     context = engine.Context(target, PROMPTS, Limits(30), Sampling(), Rng.for_rows(0, 4), (3, 3))
-    monkeypatch.setattr(engine, "READ_AT_ONCE", 2)
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 2)
     assert run(target, name, parts, PROMPTS, Limits(30))[0] == whole
     again = engine.Context(target, PROMPTS, Limits(30), Sampling(), Rng.for_rows(0, 4), (3, 3))
     assert again.aux_BSG is not None

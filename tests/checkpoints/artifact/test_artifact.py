@@ -1,4 +1,4 @@
-"""Artifacts: whole or not at all, every file checked, both sides named, no secrets."""
+"""Artifacts: complete or absent, with verified files and no secrets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save(out: Path, content: str = "weights", **overrides: Any) -> Manifest:
     return save_artifact(out, **(settings | overrides))
 
 
-def test_what_is_saved_is_loaded_and_verified(tmp_path: Path) -> None:
+def test_an_artifact_survives_a_round_trip(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "table"
     saved = save(out, evaluation={"tau": 2.0})
     assert load_manifest(out, kind="table") == verify_artifact(out) == saved
@@ -53,7 +53,7 @@ def test_what_is_saved_is_loaded_and_verified(tmp_path: Path) -> None:
     assert verify_artifact(out) == saved
 
 
-def test_what_is_exported_for_others_is_no_artifact_of_its_kind(tmp_path: Path) -> None:
+def test_an_export_is_not_loaded_as_an_artifact(tmp_path: Path) -> None:
     save(tmp_path / "npz", export={"format": "npz", "native": False})
     save(tmp_path / "own", export={"format": "own", "native": True})
     for read in (load_manifest, verify_artifact):
@@ -64,7 +64,7 @@ def test_what_is_exported_for_others_is_no_artifact_of_its_kind(tmp_path: Path) 
                 read(tmp_path / "npz", kind)
 
 
-def test_secrets_are_redacted_and_only_they() -> None:
+def test_only_secrets_are_redacted() -> None:
     secret = "correct horse"
     hidden = ("token", "hf_token", "HF_TOKEN", "access-token", "api_key", "openai_api_key", "password", "client_secret")
     shown = ("tokenizer", "block_tokens", "eos_token", "max_new_tokens", "stop_tokens", "monkey", "tokens")
@@ -116,13 +116,13 @@ def refused(act: Callable[[], object], parts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("change", "parts"), RECORDS.values(), ids=RECORDS)
-def test_records_of_another_form(table: Path, change: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_records_of_other_schemas(table: Path, change: dict[str, Any], parts: tuple[str, ...]) -> None:
     path = table / "artifact.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     refused(lambda: load_manifest(table), parts)
 
 
-def test_a_text_that_is_no_record(table: Path) -> None:
+def test_invalid_records_are_refused(table: Path) -> None:
     (table / "artifact.json").write_bytes(b"\xff\xfe")
     for read in (load_manifest, verify_artifact):
         refused(lambda read=read: read(table), (f"{table / 'artifact.json'}", "UTF-8"))

@@ -1,4 +1,4 @@
-"""The model card: what it says, and that words of others stay words: no markup, no HTML, no link, no YAML."""
+"""The model card: its contents, and the escaping of untrusted text."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def head_of(card: str) -> dict[str, Any]:
 
 
 def rendered(card: str) -> list[Token]:
-    """All tokens of the body as a Markdown reader with tables, strikethrough and HTML sees it."""
+    """Return the tokens of the body as a Markdown parser with tables, strikethrough and HTML gives them."""
     reader = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
     return [token for block in reader.parse(card.split("\n---\n", 1)[1]) for token in (block, *(block.children or []))]
 
 
-def test_a_card_says_what_is_known() -> None:
+def test_a_card_contains_the_known_facts() -> None:
     licences = {"sharegpt-v3": "apache-2.0 (unclear where it is from)"}
     evidence = Evidence("mit", "JackFram/llama-68m", ("anon/ShareGPT",), licences, make_results())
     card = model_card(make_manifest(), "me/drafts", evidence)
@@ -97,13 +97,13 @@ def test_a_card_says_what_is_known() -> None:
     ("kind", "part"),
     [("heads", 'method("medusa", heads="me/x")'), ("table", 'method("bigram", table="me/x")'), ("target", "me/x")],
 )
-def test_each_kind_is_used_in_its_way(kind: str, part: str) -> None:
+def test_each_kind_has_its_usage(kind: str, part: str) -> None:
     card = model_card(make_manifest(kind=kind), "me/x", Evidence(base_model="a/b"))
     assert part in card
     assert head_of(card)["library_name"] == ("transformers" if kind == "target" else "draftsmith")
 
 
-def test_an_export_points_to_how_it_is_served() -> None:
+def test_an_export_links_its_serving_guide() -> None:
     export = {"format": "npz", "readers": "scipy", "native": False, "of": {}}
     card = model_card(make_manifest(kind="table", export=export), "me/x")
     assert "in the form npz for scipy" in card
@@ -114,7 +114,7 @@ def test_an_export_points_to_how_it_is_served() -> None:
     assert "custom_generate" in native
 
 
-def test_what_is_not_known_is_said_or_left_out() -> None:
+def test_unknown_facts_are_stated_or_omitted() -> None:
     bare = make_manifest(target=None, data={}, evaluation=None, training={}, command=None, created=None, recipe={})
     card = model_card(bare, "t")
     assert "## Data" not in card
@@ -139,7 +139,7 @@ def test_sources_of_mixtures_and_files() -> None:
     assert "| alpaca | – | – | unknown |" in card
 
 
-def test_the_model_on_the_hub_that_it_is_made_of_or_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_models_on_the_hub_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert base_model(make_manifest()) == "JackFram/llama-68m"
     assert base_model(make_manifest(kind="heads")) == "lmsys/vicuna-7b-v1.3"
     assert base_model(make_manifest(recipe={}, target={"id": "runs/quickstart/target"})) is None
@@ -150,7 +150,7 @@ def test_the_model_on_the_hub_that_it_is_made_of_or_for(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("odd", ODD)
 def test_names_with_markup_are_shown_as_text(odd: str) -> None:
-    """An odd text in every place that comes from outside leaves the same structure as a plain one."""
+    """A text with markup in any field gives the same structure as a plain one."""
 
     def card(word: str) -> str:
         data = {"source": {"options": {"source": word, "path": word}, "sources": [{"files": {word: word}}]}, word: word}
@@ -168,7 +168,7 @@ def test_names_with_markup_are_shown_as_text(odd: str) -> None:
     assert set(head_of(card(odd))) == set(head_of(card("word")))
 
 
-def test_folders_of_a_machine_are_left_out() -> None:
+def test_local_paths_are_omitted() -> None:
     command = "draftsmith train /home/me/x.yaml data.source=/data/in me/rows.jsonl out=runs/a C:\\Users\\me\\t.txt"
     assert public(command) == "draftsmith train x.yaml data.source=in me/rows.jsonl out=runs/a t.txt"
     shown = "https://example.org/a/b/c and hub/id and and/or"
@@ -177,7 +177,6 @@ def test_folders_of_a_machine_are_left_out() -> None:
 
 
 def test_the_code_of_a_drafters_card_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an encoder-decoder, which another class loads."""
     tokenizer = train_bpe(["What is a hash table? It is a table."], 270, ("<pad>", "</s>"))
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
     for name in ("target", "drafter"):

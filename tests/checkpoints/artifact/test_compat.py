@@ -1,4 +1,4 @@
-"""Settings of models and tokenizers: equal for transformers 5, and with what the versions before it ask for."""
+"""Settings of models and tokenizers for transformers 5 and earlier versions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("beside", [None, "llama", "t5"])
-def test_both_read_the_same_tokenizer(beside: str | None, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Whatever model lies beside it, by whose type transformers chooses the class."""
+def test_all_versions_load_the_same_tokenizer(
+    beside: str | None, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """transformers chooses the class by the type of a model in the folder."""
     tokenizer.save_pretrained(tmp_path / "5")
     save_tokenizer(tokenizer, tmp_path / "both")
     plain, config = config_of(tmp_path / "5"), config_of(tmp_path / "both")
@@ -53,7 +55,7 @@ def test_both_read_the_same_tokenizer(beside: str | None, tokenizer: PreTrainedT
     assert mine.decode(ids, skip_special_tokens=True) == made.decode(ids, skip_special_tokens=True)
 
 
-def test_the_template_of_its_own_file_comes_first(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_template_file_takes_precedence(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path)
     (tmp_path / "chat_template.jinja").write_text("another")
     patch_tokenizer(tmp_path)
@@ -75,7 +77,7 @@ PARTIAL = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0
     ],
     ids=["llama", "scaled", "gpt-neox", "phi-3"],
 )
-def test_rotary_positions_are_where_transformers_4_looks(config: Any, found: dict[str, Any], tmp_path: Path) -> None:
+def test_rotary_settings_are_readable_by_transformers_4(config: Any, found: dict[str, Any], tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     before = json.loads((tmp_path / "config.json").read_text())
     plain = AutoConfig.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""References to models: which files decide their hash."""
+"""References to models, and the files that determine their hash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Make = Callable[..., LlamaForCausalLM]
 
 @pytest.fixture
 def model(tmp_path: Path, make_llama: Make) -> Path:
-    """A folder with a model and files that do not belong to it."""
+    """Save a model with unrelated files."""
     make_llama(320).save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "README.md", "results.json"):
         (tmp_path / "model" / name).write_text("{}")
@@ -47,7 +47,7 @@ def flip(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_files_that_decide_what_a_model_computes_decide_its_hash(model: Path) -> None:
+def test_files_of_the_model_determine_its_hash(model: Path) -> None:
     write_vocabulary(torch.arange(4), model)
     first = resolve_model(str(model))
     assert {WEIGHTS, "config.json", "tokenizer.json", DRAFT_VOCABULARY} <= set(first.files)
@@ -105,7 +105,7 @@ def make_tokenizer(order: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 
-def test_tokenizer_fingerprints_tell_vocabularies_apart() -> None:
+def test_tokenizer_fingerprints_distinguish_vocabularies() -> None:
     words = ["<unk>", "</s>", "a", "b"]
     mine = tokenizer_fingerprint(make_tokenizer(words))
     assert mine == tokenizer_fingerprint(make_tokenizer(words))

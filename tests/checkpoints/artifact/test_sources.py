@@ -1,4 +1,4 @@
-"""Artifacts named by folder or hub id: fetched, verified, and refused in words that say what to do."""
+"""Artifacts named by folder or hub id: downloaded, verified, and refused with advice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_table(out: Path, seed: int = 0, **settings: Any) -> None:
 
 
 def publish(folder: Path, cache: Path, name: str, revision: str = "main", commit: str = COMMIT) -> Path:
-    """A repository in the hub's cache, as a download leaves it."""
+    """Put a repository into the hub's cache, as a download does."""
     repo = cache / f"models--{name.replace('/', '--')}"
     (repo / "refs").mkdir(parents=True, exist_ok=True)
     (repo / "refs" / revision).write_text(commit)
@@ -47,14 +47,14 @@ def publish(folder: Path, cache: Path, name: str, revision: str = "main", commit
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub, and no network."""
+    """Set up an empty cache of the hub without network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache"
 
 
-def test_a_folder_that_is_here_comes_first(cache: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_takes_precedence(cache: Path, tmp_path: Path) -> None:
     save_table(tmp_path / "me" / "table")
     publish(tmp_path / "me" / "table", cache, "me/table")
     assert resolve("me/table", "table") == Path("me/table")
@@ -63,7 +63,7 @@ def test_a_folder_that_is_here_comes_first(cache: Path, tmp_path: Path) -> None:
         resolve("me/table", revision="main")
 
 
-def test_what_lies_in_the_cache_needs_no_network(cache: Path, tmp_path: Path) -> None:
+def test_cached_artifacts_need_no_network(cache: Path, tmp_path: Path) -> None:
     save_table(tmp_path / "one", 1)
     save_table(tmp_path / "two", 2)
     first = publish(tmp_path / "one", cache, "me/table")
@@ -75,7 +75,7 @@ def test_what_lies_in_the_cache_needs_no_network(cache: Path, tmp_path: Path) ->
     assert loaded.unigram.tolist() == BigramTable.load(tmp_path / "two").unigram.tolist()
 
 
-def test_what_the_cache_holds_is_verified(cache: Path, tmp_path: Path) -> None:
+def test_cached_artifacts_are_verified(cache: Path, tmp_path: Path) -> None:
     save_table(tmp_path / "table")
     snapshot = publish(tmp_path / "table", cache, "me/table")
     with pytest.raises(ValueError, match="kind 'table', expected 'heads'"):
@@ -93,12 +93,12 @@ def test_what_the_cache_holds_is_verified(cache: Path, tmp_path: Path) -> None:
         "nowhere", "~nobody-of-this-name/x", "me/table/more", "me/-table", "m\u0435/table", "me/table@../../x",
     ],
 )  # fmt: skip
-def test_names_that_are_none_are_shown_as_they_are(cache: Path, place: str) -> None:
+def test_invalid_names_are_shown(cache: Path, place: str) -> None:
     with pytest.raises(ValueError, match=f"{re.escape(place)}|{re.escape(ascii(place))}"):
         resolve(place)
 
 
-def test_models_of_the_hub_stay_with_transformers_and_artifacts_are_verified(
+def test_models_are_left_to_transformers_and_artifacts_are_verified(
     cache: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     model = make_llama(vocab_size=VOCAB)
@@ -117,14 +117,14 @@ def test_models_of_the_hub_stay_with_transformers_and_artifacts_are_verified(
 
 
 def resolved(place: str, kind: str) -> str:
-    """Names of the files, or the error."""
+    """Return the names of the files, or the error."""
     try:
         return str(sorted(path.name for path in resolve(place, kind).iterdir()))
     except ValueError as error:
         return " ".join(str(error).split())
 
 
-def test_an_artifact_is_fetched_whole_and_nothing_else(
+def test_only_the_files_of_an_artifact_are_downloaded(
     hub: Any, tmp_path: Path, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_table(tmp_path / "table")

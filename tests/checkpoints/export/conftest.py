@@ -1,4 +1,4 @@
-"""Artifacts to export: drafters, adapters, heads and tables, tiny and random, for one target."""
+"""Fixtures with tiny random artifacts to export: drafters, adapters, heads and tables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def target(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
 
 @pytest.fixture
 def save(tmp_path: Path, target: Path) -> Make:
-    """A function that writes an artifact for the target from what `write` puts there."""
+    """Return a function that writes an artifact for the target."""
 
     def build(write: Callable[[Path], Any], kind: str = "drafter", **about: Any) -> Path:
         settings: dict[str, Any] = {name: {} for name in ("shapes", "data", "training")}
@@ -61,8 +61,8 @@ def save(tmp_path: Path, target: Path) -> Make:
 
 @pytest.fixture
 def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
-    """A function that writes an artifact of a random Llama, changed by `also`, which proposes some tokens only, if
-    given; its tokenizer is the target's, or has two tokens `swapped`."""
+    """Return a function that writes an artifact of a random Llama, changed by `also`, with an optional draft
+    vocabulary, whose tokenizer is the target's or has two tokens `swapped`."""
 
     def build(
         dtype: torch.dtype = torch.float32,
@@ -95,7 +95,7 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
 
 @pytest.fixture
 def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Make:
-    """A function that writes an artifact of a LoRA adapter, and its base to `base`; see `make_drafter`."""
+    """Return a function that writes an artifact of a LoRA adapter, and its base to `base`."""
 
     def build(dtype: torch.dtype = torch.float32, proposed: torch.Tensor | None = None) -> Path:
         make_llama(VOCAB, 4, **SIZES).to(dtype).save_pretrained(tmp_path / "base")
@@ -121,7 +121,7 @@ def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_pa
 
 @pytest.fixture
 def make_heads(save: Make) -> Make:
-    """A function that writes an artifact of random heads, changed by `edit`."""
+    """Return a function that writes an artifact of random heads, changed by `edit`."""
 
     def build(dtype: torch.dtype = torch.float32, edit: Any = None, named: Any = "here", **sizes: Any) -> Path:
         torch.manual_seed(1)
@@ -139,7 +139,7 @@ def make_heads(save: Make) -> Make:
 
 @pytest.fixture
 def make_table(save: Make) -> Make:
-    """A function that writes an artifact of a table: by default unevenly filled rows, ties, and tokens never seen."""
+    """Return a function that writes an artifact of a table with uneven rows, ties and unseen tokens."""
 
     def build(table: BigramTable | None = None) -> Path:
         rng = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def make_table(save: Make) -> Make:
 
 @pytest.fixture
 def export(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
-    """A function that exports an artifact: the folder, and what was found equal."""
+    """Return a function that exports an artifact, and returns the folder and the comparison."""
 
     def run(artifact: Path, form: str, **options: Any) -> tuple[Path, str]:
         out = tmp_path / f"exported-{form}"
@@ -171,7 +171,7 @@ def export(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
 
 @pytest.fixture
 def refused(tmp_path: Path, export: Callable[..., tuple[Path, str]]) -> Callable[..., str]:
-    """A function that gives the message of an export that fails, and leaves nothing."""
+    """Return a function that returns the message of a failing export, which must leave no files."""
 
     def run(artifact: Path, form: str, **options: Any) -> str:
         before = sorted(path.name for path in tmp_path.iterdir())
@@ -185,7 +185,7 @@ def refused(tmp_path: Path, export: Callable[..., tuple[Path, str]]) -> Callable
 
 @pytest.fixture
 def llama_cpp(tmp_path: Path) -> Path:
-    """A checkout that holds what stands in for llama.cpp's converter."""
+    """Make a checkout with a stand-in for llama.cpp's converter."""
     (tmp_path / "llama cpp").mkdir()
     converter = Path(__file__).parents[1] / "gguf_converter.py"
     shutil.copyfile(converter, tmp_path / "llama cpp" / "convert_hf_to_gguf.py")

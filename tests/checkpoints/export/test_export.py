@@ -1,4 +1,4 @@
-"""Exports as artifacts: what they hold, what is refused, and that a failed export leaves nothing."""
+"""Exports as artifacts: contents, refusals, and failures that leave no files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make = Callable[..., Path]
 Refused = Callable[..., str]
 
 
-def test_an_export_is_an_artifact_that_knows_its_source(make_heads: Make, tmp_path: Path) -> None:
+def test_an_export_is_an_artifact_with_its_source(make_heads: Make, tmp_path: Path) -> None:
     heads = make_heads()
     findings = export_artifact(heads, "medusa", tmp_path / "out", FORMATS)
     made, known = verify_artifact(tmp_path / "out"), load_manifest(heads)
@@ -36,7 +36,7 @@ def test_an_export_is_an_artifact_that_knows_its_source(make_heads: Make, tmp_pa
     assert all(f"- {line}\n" in text for line in findings if "/" not in line)
 
 
-def test_a_failed_comparison_leaves_what_stood(
+def test_a_failed_comparison_leaves_the_former_export(
     make_heads: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = make_heads()
@@ -116,7 +116,7 @@ def test_an_export_is_refused(row: Row, refused: Refused, request: pytest.Fixtur
 
 
 @pytest.mark.parametrize("out", ["artifact/out", "other", "file"])
-def test_folders_that_hold_something_else(out: str, make_heads: Make, tmp_path: Path) -> None:
+def test_other_folders_are_not_replaced(out: str, make_heads: Make, tmp_path: Path) -> None:
     heads = make_heads()
     shutil.copytree(heads, tmp_path / "other")
     (tmp_path / "file").write_text("mine")
@@ -126,7 +126,7 @@ def test_folders_that_hold_something_else(out: str, make_heads: Make, tmp_path: 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_artifacts_that_are_none_or_damaged(make_heads: Make, refused: Refused, tmp_path: Path) -> None:
+def test_damaged_artifacts_are_refused(make_heads: Make, refused: Refused, tmp_path: Path) -> None:
     heads = make_heads()
     export_artifact(heads, "medusa", tmp_path / "made", FORMATS)
     for folder in ("nowhere", "target", "made"):
@@ -137,7 +137,7 @@ def test_artifacts_that_are_none_or_damaged(make_heads: Make, refused: Refused, 
     assert weights.name in refused(heads, "medusa")
 
 
-def test_targets_that_do_not_fit(
+def test_unsuitable_targets_are_refused(
     make_drafter: Make, make_heads: Make, make_llama: Any, refused: Refused, target: Path, save: Make, tmp_path: Path
 ) -> None:
     heads = make_heads(projection="target")
@@ -157,6 +157,6 @@ def test_an_adapter_without_its_model(make_adapter: Make, refused: Refused, tmp_
     assert str(tmp_path / "base") in refused(artifact, "transformers")
 
 
-def test_a_drafter_that_llama_cpp_refuses(make_drafter: Make, refused: Refused, llama_cpp: Path) -> None:
+def test_drafters_that_llama_cpp_refuses_are_refused(make_drafter: Make, refused: Refused, llama_cpp: Path) -> None:
     artifact = make_drafter(tokenizer="swapped")
     assert "id 5 on, 7" in refused(artifact, "gguf", llama_cpp=llama_cpp)

@@ -1,4 +1,4 @@
-"""Drafters that propose some tokens only, exported: what other programs read proposes these as well."""
+"""Exported drafters with a draft vocabulary propose the same tokens in other programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def likeliest(folder: Path, states: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
-    """For many states, the likeliest token that transformers finds in a folder, and the logits of those proposed."""
+    """Return the most likely token of transformers for many states, and the logits of the draft vocabulary."""
     model = AutoModelForCausalLM.from_pretrained(folder).float()
     hidden_XD = torch.randn(states, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -37,7 +37,7 @@ def likeliest(folder: Path, states: int = 400) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("form", ["transformers", "vllm-sglang"])
 @pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)])
-def test_what_was_never_trained_is_never_the_likeliest(
+def test_tokens_outside_the_draft_vocabulary_are_never_proposed(
     form: str, tied: bool, dtype: torch.dtype, make_drafter: Make, export: Export
 ) -> None:
     artifact = make_drafter(dtype, proposed=KEPT, tie_word_embeddings=tied)
@@ -74,30 +74,29 @@ def test_an_adapter_is_merged(make_adapter: Make, export: Export) -> None:
     assert torch.isin(likeliest(out)[0], KEPT).all()
 
 
-def test_gguf_too(make_drafter: Make, export: Export, llama_cpp: Path) -> None:
+def test_gguf(make_drafter: Make, export: Export, llama_cpp: Path) -> None:
     artifact = make_drafter(proposed=KEPT, tie_word_embeddings=True)
     out, found = export(artifact, "gguf", llama_cpp=llama_cpp)
     assert "all 21 tensors, bit by bit" in found, "20, and an output layer apart from the embeddings"
     assert f"Of {VOCAB} tokens it proposes {len(KEPT)}." in (out / SERVING_FILE).read_text()
 
 
-def test_gemma_keeps_nothing_out(make_drafter: Make, refused: Callable[..., str], llama_cpp: Path) -> None:
+def test_gemma_is_refused(make_drafter: Make, refused: Callable[..., str], llama_cpp: Path) -> None:
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=VOCAB, head_dim=4, num_hidden_layers=2, **SIZES))
     artifact = make_drafter(also=gemma.save_pretrained, proposed=KEPT)
     assert "embedding is its output layer" in refused(artifact, "vllm-sglang")
     assert DRAFT_VOCABULARY in refused(artifact, "gguf", llama_cpp=llama_cpp)
 
 
-def test_an_export_that_proposes_others_is_refused(
+def test_an_export_with_another_draft_vocabulary_is_refused(
     make_drafter: Make, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sides are padded alike: only the tokens can tell."""
     artifact = make_drafter(proposed=KEPT)
     monkeypatch.setattr(export_drafter, "_pad", lambda model, ids_R: None)
     assert f"the {len(KEPT)} of the artifact" in refused(artifact, "transformers")
 
 
-def test_the_doctor_and_the_inspection_know_it(make_drafter: Make, export: Export, target: Path) -> None:
+def test_doctor_and_inspection_accept_a_draft_vocabulary(make_drafter: Make, export: Export, target: Path) -> None:
     artifact = make_drafter(proposed=KEPT)
     sides = [open_side(str(folder), load_tokenizer) for folder in (target, artifact)]
     found = examine(*sides)

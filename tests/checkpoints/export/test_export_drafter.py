@@ -1,4 +1,4 @@
-"""Drafters in the forms of transformers, vLLM and SGLang: read back as they would, and every fault found."""
+"""Drafters for transformers, vLLM and SGLang: round trips, and planted faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def served(out: Path) -> dict[str, Any]:
-    """What the Python in SERVING.md leaves, run as it stands there."""
+    """Run the Python of SERVING.md and return its output."""
     code = (out / SERVING_FILE).read_text().partition("```python\n")[2].partition("```")[0]
     values: dict[str, Any] = {}
     exec(code.replace(f'"{out.name}"', repr(str(out))).replace("Question", "w1 w2"), values)
@@ -40,9 +40,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(20)[None] % VOCAB).logits.float()
 
 
-def test_an_assistant_carries_its_settings_and_changes_no_answer(
-    make_drafter: Make, export: Export, target: Path
-) -> None:
+def test_an_assistant_keeps_its_settings_and_is_lossless(make_drafter: Make, export: Export, target: Path) -> None:
     artifact = make_drafter()
     out, found = export(artifact, "transformers", speculative_tokens=3)
     drafter = AutoModelForCausalLM.from_pretrained(out)
@@ -60,7 +58,7 @@ def test_an_assistant_carries_its_settings_and_changes_no_answer(
     assert GenerationConfig.from_pretrained(out).num_assistant_tokens == 4
 
 
-def test_an_encoder_decoder_assists_too(save: Make, export: Export, target: Path) -> None:
+def test_an_encoder_decoder_as_assistant(save: Make, export: Export, target: Path) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
     (target / "config.json").unlink()
     T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).save_pretrained(target)
@@ -81,7 +79,7 @@ def vicuna(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(VICUNA))
 
 
-def test_settings_that_transformers_would_not_save_stay(make_drafter: Make, export: Export) -> None:
+def test_settings_that_transformers_does_not_save_are_kept(make_drafter: Make, export: Export) -> None:
     out, _ = export(make_drafter(also=vicuna), "transformers", speculative_tokens=3)
     assert json.loads((out / "generation_config.json").read_text()) == VICUNA | export_drafter.speculation(3)
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.top_p == 0.6
@@ -103,10 +101,9 @@ def test_an_adapter_is_merged(dtype: torch.dtype, make_adapter: Make, export: Ex
     assert (logits(merged) - logits(plain)).abs().max() > 0.1
 
 
-def test_a_merge_that_is_wrong_is_found(
+def test_a_wrong_merge_is_detected(
     make_adapter: Make, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sides are merged alike: only the model with the adapter beside it can tell."""
     good = export_drafter.with_adapter
 
     def forget(folder: Path, load: Callable[[str], Any], *, merged: bool) -> Any:
@@ -125,7 +122,7 @@ def test_a_merge_that_is_wrong_is_found(
         ("tokenizer_config.json", b'"eos_token"', b'"no_token"'),
     ],
 )
-def test_a_copy_that_errs_leaves_nothing(
+def test_a_failed_copy_leaves_no_files(
     name: str, old: bytes, new: bytes, make_drafter: Make, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = shutil.copyfile
@@ -154,8 +151,8 @@ def test_a_draft_model_for_vllm_and_sglang(
     assert sorted(path.name for path in out.glob("*.safetensors")) == ["model.safetensors"]
 
 
-def test_vllm_keeps_one_kind_of_cache(make_drafter: Make, export: Export) -> None:
-    """Without the flag it stops where a drafter's layers attend in two ways, as every other of Gemma 2 does."""
+def test_vllm_gets_one_attention_kind(make_drafter: Make, export: Export) -> None:
+    """Without the flag vLLM refuses drafters with two kinds of attention, such as Gemma 2."""
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = Gemma2Config(vocab_size=VOCAB, head_dim=4, num_hidden_layers=2, **sizes)
     assert len(set(config.layer_types)) == 2

@@ -1,4 +1,4 @@
-"""GGUF by llama.cpp's converter, for which another program stands in: what it cannot find, what it gets wrong."""
+"""GGUF exports with a stand-in for llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def our_bpe(change: Callable[[Tokenizer], Any] = lambda backend: None, *special:
 
 
 def set_to(name: str, value: Any) -> Callable[[Tokenizer], None]:
-    """A change of a tokenizer, or with "model." before the name, of its model."""
+    """Return a change of a tokenizer or, with the prefix "model.", of its model."""
 
     def change(backend: Tokenizer) -> None:
         setattr(backend.model if name.startswith("model.") else backend, name.removeprefix("model."), value)
@@ -81,7 +81,7 @@ def set_to(name: str, value: Any) -> Callable[[Tokenizer], None]:
 
 @pytest.fixture
 def make(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Make:
-    """A function that writes a drafter with a tokenizer, and no target."""
+    """Return a function that writes a drafter with a tokenizer."""
 
     def build(tokenizer: Any, name: str = "artifact", model: Any = None, also: Any = None) -> Path:
         model = model or make_llama(len(tokenizer), 2, **SIZES)
@@ -100,7 +100,7 @@ def make(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 
 @pytest.fixture
 def converted(export: Export, llama_cpp: Path) -> Callable[..., dict[str, Any]]:
-    """A function that exports a drafter: the settings in its file."""
+    """Return a function that exports a drafter and returns the settings of the file."""
 
     def settings(artifact: Path, **options: Any) -> dict[str, Any]:
         out, _ = export(artifact, "gguf", llama_cpp=llama_cpp, **options)
@@ -110,7 +110,7 @@ def converted(export: Export, llama_cpp: Path) -> Callable[..., dict[str, Any]]:
 
 
 def older(folder: Path) -> None:
-    """Files written before there was `use_regex` split as those do that say true."""
+    """Remove `use_regex`, as in files of earlier versions."""
     state = json.loads((folder / "tokenizer.json").read_text())
     assert state["pre_tokenizer"].pop("use_regex") is True
     (folder / "tokenizer.json").write_text(json.dumps(state))
@@ -119,7 +119,7 @@ def older(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("special", "also", "name"), [((), None, "gpt-2"), ((), older, "gpt-2"), (("<published>",), None, "published")]
 )
-def test_tokenizers_have_a_name(special: tuple[str, ...], also: Any, name: str, make: Make, converted: Any) -> None:
+def test_pre_tokenizers_are_named(special: tuple[str, ...], also: Any, name: str, make: Make, converted: Any) -> None:
     assert converted(make(our_bpe(lambda backend: None, *special), also=also))["tokenizer.ggml.pre"] == name
 
 
@@ -135,7 +135,7 @@ SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLev
         set_to("model.ignore_merges", True),
     ],
 )
-def test_a_tokenizer_that_splits_otherwise_is_refused(
+def test_an_unknown_pre_tokenizer_is_refused(
     change: Callable[[Tokenizer], None], make: Make, refused: Callable[..., str], llama_cpp: Path
 ) -> None:
     message = refused(make(our_bpe(change)), "gguf", llama_cpp=llama_cpp)
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_splits_otherwise_is_refused(
     assert "Traceback" not in message
 
 
-def test_the_targets_sentencepiece_model_stands_in(make: Make, converted: Any) -> None:
+def test_the_targets_sentencepiece_model_is_used(make: Make, converted: Any) -> None:
     tokenizer = our_bpe()
     pieces = make(tokenizer, "pieces")
     artifact = make(tokenizer)

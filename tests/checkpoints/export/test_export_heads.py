@@ -1,4 +1,4 @@
-"""Heads in the forms of serving engines: each engine's rules for such a folder, written down and applied to it.
+"""Heads for serving engines, read by plain implementations of each engine's loader.
 
 A rule here is a function that finds the heads in a folder as that engine's loader does, and computes their logits with
 plain torch. Letters: K heads, L residual blocks, V vocabulary, D hidden, B hidden states.
@@ -35,7 +35,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def logits_of(tensors: dict[str, Tensor], weight: str, bias: str | None, tail: str, sizes: tuple[int, int]) -> Tensor:
-    """[B, K, V] of heads whose tensors have these names, with `{k}` and `{l}` in them."""
+    """Return logits [B, K, V] of heads whose tensors have these names, with `{k}` and `{l}`."""
     logits = []
     for k in range(sizes[0]):
         x = STATES_BD
@@ -49,9 +49,8 @@ def logits_of(tensors: dict[str, Tensor], weight: str, bias: str | None, tail: s
 
 
 def vllm_reads(folder: Path, drafted: int, target_vocab: int) -> Tensor:
-    """vLLM's Medusa. Settings are found by parts of their names; there are as many heads as tokens are drafted; every
-    safetensors file of the folder is read, and tensors of unknown names are dropped without a word. Blocks that are
-    never filled are an error; a projection stays as memory has it then: here, not a number."""
+    """Load heads as vLLM's Medusa does. There are as many heads as draft tokens, every safetensors file is read,
+    unknown tensors are ignored, missing blocks are errors and a missing projection is uninitialised."""
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "medusa"
     assert config.get("architectures", ["MedusaModel"]) == ["MedusaModel"]
@@ -79,8 +78,8 @@ def vllm_reads(folder: Path, drafted: int, target_vocab: int) -> Tensor:
 
 
 def tgi_reads(folder: Path, target: Path) -> Tensor:
-    """text-generation-inference's. `medusa_num_heads` makes it Medusa; the target is loaded from where the config says;
-    with `architectures` there it thinks of something else and finds nothing. One file of one name is read."""
+    """Load heads as text-generation-inference does: `medusa_num_heads` selects Medusa, `architectures` must be absent,
+    and one file of a fixed name is read."""
     config = json.loads((folder / "config.json").read_text())
     assert AutoConfig.from_pretrained(config["base_model_name_or_path"]).hidden_size == HIDDEN
     assert "architectures" not in config
@@ -91,7 +90,7 @@ def tgi_reads(folder: Path, target: Path) -> Tensor:
 
 
 def tensorrt_reads(folder: Path) -> Tensor:
-    """TensorRT-LLM's convert_checkpoint. Both numbers are the config's; every block must have its bias, every head its
+    """Load heads as TensorRT-LLM's convert_checkpoint does: every block needs its bias and every head its
     projection."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "medusa_lm_head.safetensors")
@@ -101,7 +100,7 @@ def tensorrt_reads(folder: Path) -> Tensor:
 
 
 def own_logits(artifact: Path, target: Path) -> Tensor:
-    """[B, K, V], by this package's own module."""
+    """Return logits [B, K, V] of this package's module."""
     heads = load_heads(artifact, dtype=torch.float32)
     if heads.projection_kind == "target":
         heads.attach(load_file(target / "model.safetensors")["lm_head.weight"])
@@ -110,7 +109,7 @@ def own_logits(artifact: Path, target: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_engine_finds_the_heads_in_one_folder(export: Export, case: str, make_heads: Make, target: Path) -> None:
+def test_all_engines_load_the_heads_from_one_folder(export: Export, case: str, make_heads: Make, target: Path) -> None:
     artifact = make_heads(**CASES[case])
     out, expected = export(artifact, "medusa")[0], own_logits(artifact, target)
     count = CASES[case]["num_heads"]
@@ -145,10 +144,7 @@ def test_the_projection_of_a_tied_target_is_its_embedding(
     torch.testing.assert_close(tensorrt_reads(export(artifact, "medusa")[0]), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_tokenizer_lies_beside_the_heads_as_old_readers_take_it(
-    export: Export, make_heads: Make, target: Path
-) -> None:
-    """TGI's router loads it from there, with transformers 4."""
+def test_the_tokenizer_is_readable_by_transformers_4(export: Export, make_heads: Make, target: Path) -> None:
     artifact = make_heads()
     for path in target.glob("*token*"):
         path.unlink()
@@ -168,7 +164,7 @@ def test_the_tokenizer_lies_beside_the_heads_as_old_readers_take_it(
     assert AutoTokenizer.from_pretrained(export(artifact, "medusa")[0]).get_vocab() == tokenizer.get_vocab()
 
 
-def test_a_writer_that_errs_leaves_nothing(
+def test_a_failed_export_leaves_no_files(
     export: Export, make_heads: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     artifact, good = make_heads(num_heads=5, projection="target"), save_file
@@ -185,7 +181,7 @@ def test_a_writer_that_errs_leaves_nothing(
 
 
 @pytest.mark.parametrize("size", ["medusa_num_heads", "vocab_size"])
-def test_a_config_that_errs_is_found(
+def test_a_wrong_config_is_detected(
     export: Export, size: str, make_heads: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = export_heads.engine_config

@@ -1,4 +1,4 @@
-"""The export of tables, loaded and asked for drafts as vLLM does."""
+"""Exported tables, loaded and queried as by vLLM."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def random_table(seed: int = 0) -> BigramTable:
-    """Unevenly filled rows, ties, and three tokens that were never seen."""
+    """Return a table with uneven rows, ties, and three unseen tokens."""
     rng = np.random.default_rng(seed)
     documents = [np.minimum(rng.geometric(0.2, 30) - 1, VOCAB - 4) for _ in range(12)]
     return BigramTable.from_documents(documents, VOCAB)
 
 
 def counted(*rows: tuple[int, dict[int, int]]) -> BigramTable:
-    """A table with these followers and counts."""
+    """Return a table with these followers and counts."""
     row_ptr = torch.zeros(VOCAB + 1, dtype=torch.int64)
     for x, followers in rows:
         row_ptr[x + 1] = len(followers)
@@ -49,7 +49,7 @@ def counted(*rows: tuple[int, dict[int, int]]) -> BigramTable:
 
 
 def ask_vllm(folder: Path, contexts: list[list[int]], vocab_size: int = VOCAB, longest: int = 64) -> Any:
-    """Drafts of the folder's own module, as vLLM makes and asks it, where there is no draftsmith."""
+    """Return drafts of the exported module, as vLLM creates and calls it, without draftsmith."""
     code = (folder / "vllm_proposer.py").read_text()
     assert "draftsmith" not in code
     names: dict[str, Any] = {"__file__": str(folder / "vllm_proposer.py"), "__name__": "vllm_proposer"}
@@ -64,7 +64,7 @@ def ask_vllm(folder: Path, contexts: list[list[int]], vocab_size: int = VOCAB, l
     return proposer.propose([ids[-1:] for ids in contexts], lengths, None, slot_mappings=None)
 
 
-def test_vllm_drafts_what_this_engine_drafts(
+def test_vllm_drafts_as_this_engine(
     export: Export, make_table: Make, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     table = random_table(2)
@@ -92,7 +92,7 @@ def test_vllm_drafts_what_this_engine_drafts(
     verify_artifact(folder)  # and nothing has been left there
 
 
-def test_vllm_gets_no_drafts_where_there_is_no_room(export: Export, make_table: Make) -> None:
+def test_vllm_gets_no_drafts_beyond_its_limits(export: Export, make_table: Make) -> None:
     table = counted((1, {2: 3, 5: 3}), (2, {1: 9}))
     folder, _ = export(make_table(table), "vllm-bigrams")
     asked = [[1], [], [0, 2, 1], [7, 1, 2, 1, 2], [1, 1, 1, 1, 1, 2], [9], [VOCAB + 3]]

@@ -1,4 +1,4 @@
-"""Prediction heads: names, the start, the fast path, and the files."""
+"""Prediction heads: names, initial weights, stacked evaluation, and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMS = (("own", 0), ("low-rank", 3), ("target", 0))
 def random_heads(
     num_heads: int = 3, num_layers: int = 2, projection: str = "own", rank: int = 0, states: str = "after-norm"
 ) -> PredictionHeads:
-    """Heads on hidden states of 8 with a vocabulary of 13; the target's projection is attached where they need it."""
+    """Return heads on hidden states of 8 with a vocabulary of 13, with an attached projection if needed."""
     torch.manual_seed(0)
     heads = PredictionHeads(num_heads, num_layers, 8, 13, projection, rank, states)
     with torch.no_grad():
@@ -26,7 +26,7 @@ def random_heads(
 
 
 def by_hand(heads: PredictionHeads, hidden_XD: torch.Tensor) -> torch.Tensor:
-    """The formula, from the state dict alone."""
+    """Return logits by the formula, from the state dict only."""
     state, logits = heads.state_dict(), []
     for k in range(heads.num_heads):
         x = hidden_XD
@@ -43,7 +43,7 @@ def by_hand(heads: PredictionHeads, hidden_XD: torch.Tensor) -> torch.Tensor:
     return torch.stack(logits, -2)
 
 
-def test_heads_begin_as_the_targets_projection() -> None:
+def test_heads_are_initialised_with_the_targets_projection() -> None:
     weight_VD, hidden_BD = torch.randn(13, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     heads = PredictionHeads.from_lm_head(weight_VD, 3, 2)
     assert heads.projection(0).dtype == torch.float64
@@ -63,7 +63,7 @@ def test_heads_begin_as_the_targets_projection() -> None:
         *((1, 1, "target", 0), (3, 2, "target", 0)),
     ],
 )
-def test_fast_equals_slow_equals_the_formula(
+def test_stacked_heads_equal_the_formula(
     shape: tuple[int, ...], num_heads: int, num_layers: int, projection: str, rank: int
 ) -> None:
     heads = random_heads(num_heads, num_layers, projection, rank)
@@ -84,7 +84,7 @@ def test_fast_equals_slow_equals_the_formula(
 
 @pytest.mark.parametrize(("projection", "rank"), FORMS)
 @pytest.mark.parametrize("change", ["optimizer", "load", "cast", "data", "replace"])
-def test_the_fast_path_follows_every_change(change: str, projection: str, rank: int) -> None:
+def test_stacked_weights_follow_every_change(change: str, projection: str, rank: int) -> None:
     heads, other = random_heads(projection=projection, rank=rank).eval(), PredictionHeads(3, 2, 8, 13, projection, rank)
     hidden_BD = torch.randn(4, 8)
     with torch.inference_mode():
@@ -121,7 +121,7 @@ def test_large_heads_are_not_stacked(monkeypatch: pytest.MonkeyPatch, projection
     assert heads._stacked is None
 
 
-def test_the_targets_projection_is_shared_and_no_part_of_the_heads() -> None:
+def test_the_targets_projection_is_shared_and_not_saved() -> None:
     weight_VD = torch.nn.Parameter(torch.randn(13, 8))
     heads = PredictionHeads(3, 1, 8, None, "target")
     assert not heads.knows_vocab_size
@@ -134,7 +134,7 @@ def test_the_targets_projection_is_shared_and_no_part_of_the_heads() -> None:
     assert (heads.projection(0).dtype, heads.projection(0).device.type) == (torch.float32, "cpu")
 
 
-def test_heads_in_another_type_than_the_targets_projection_give_logits_in_its_type() -> None:
+def test_logits_have_the_dtype_of_the_targets_projection() -> None:
     heads, hidden_BD = random_heads(projection="target").eval(), torch.randn(5, 8)
     wanted = by_hand(heads, hidden_BD)
     heads.attach(heads.projection(0).bfloat16())
@@ -147,7 +147,7 @@ def test_heads_in_another_type_than_the_targets_projection_give_logits_in_its_ty
 
 @pytest.mark.parametrize(("vocab_size", "hidden_size", "rank"), [(13, 8, 1), (13, 8, 8), (5, 8, 3), (300, 40, 17)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_rank_heads_begin_as_the_best_approximation(
+def test_low_rank_heads_are_initialised_with_the_best_approximation(
     vocab_size: int, hidden_size: int, rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SVD_ROWS", 7)
@@ -176,9 +176,7 @@ def test_low_rank_heads_begin_as_the_best_approximation(
     ],
 )
 @pytest.mark.parametrize("states", ["after-norm", "before-norm"])
-def test_loading_gives_back_what_was_saved(
-    tmp_path: Path, num_layers: int, projection: str, rank: int, states: str
-) -> None:
+def test_heads_survive_a_round_trip(tmp_path: Path, num_layers: int, projection: str, rank: int, states: str) -> None:
     heads = random_heads(3, num_layers, projection, rank, states)
     save_heads(heads, tmp_path, "target")
     loaded = load_heads(tmp_path)

@@ -1,4 +1,4 @@
-"""Heads in the layouts in which FasterDecoding publishes them, and what is refused of heads and their files."""
+"""Heads in the layouts published by FasterDecoding, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Published(nn.Module):
-    """A list of sequences: blocks, one of them used several times where `shared`; own projections in version 1."""
+    """Module of published heads: lists of blocks, optionally shared, with own projections in version 1."""
 
     def __init__(self, target: LlamaForCausalLM, version: int = 1, layers: int = 1, shared: bool = False) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def write_whole(state: State, target: LlamaForCausalLM, folder: Path) -> None:
 
 
 def write_shards(state: State, target: LlamaForCausalLM, folder: Path) -> None:
-    """The heads go over two of three shards, head 1 over both; in the first there is none."""
+    """Write the heads to two of three shards, with head 1 in both."""
     target.config.save_pretrained(folder)
     tensors = whole(state, target)
     heads = sorted(name for name in tensors if name.startswith("medusa_head."))
@@ -103,7 +103,7 @@ def target(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
 
 @pytest.mark.parametrize("layout", WRITERS)
 @pytest.mark.parametrize(("version", "layers", "shared"), [(1, 1, False), (1, 2, True), (2, 1, False), (2, 2, True)])
-def test_published_heads_do_here_what_they_do_there(
+def test_published_heads_compute_the_same(
     tmp_path: Path, target: LlamaForCausalLM, layout: str, version: int, layers: int, shared: bool
 ) -> None:
     published = Published(target, version, layers, shared)
@@ -141,9 +141,7 @@ def test_heads_are_counted_and_a_wrong_config_is_reported(tmp_path: Path, target
     assert torch.equal(loaded(hidden_BD), published(hidden_BD))
 
 
-def test_blocks_that_safetensors_has_written_once_are_found_under_every_name(
-    tmp_path: Path, target: LlamaForCausalLM
-) -> None:
+def test_shared_blocks_are_found_under_every_name(tmp_path: Path, target: LlamaForCausalLM) -> None:
     published = Published(target, layers=3, shared=True)
     save_model(published.medusa_head, str(tmp_path / HEADS_FILE))
     with safe_open(tmp_path / HEADS_FILE, framework="pt") as opened:
@@ -186,7 +184,7 @@ def test_settings_and_uses_of_heads(call: Callable[[], object], parts: tuple[str
     refused(call, parts)
 
 
-def test_heads_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
+def test_heads_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     save_heads(heads(), tmp_path, "target")
     tensors = load_file(tmp_path / HEADS_FILE)
     tensors["1.2.weight"][3, 3] = float("nan")
@@ -203,7 +201,7 @@ def test_heads_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
         (None, ("1.2.weight",)),
     ],
 )
-def test_what_would_be_no_heads_is_not_saved(tmp_path: Path, tensor: Any, parts: tuple[str, ...]) -> None:
+def test_invalid_heads_are_not_saved(tmp_path: Path, tensor: Any, parts: tuple[str, ...]) -> None:
     made = heads()
     state = made.state_dict() | {"1.2.weight": tensor}
     if tensor is None:
@@ -231,7 +229,7 @@ TENSORS: list[tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("change", "parts"), TENSORS)
-def test_tensors_that_are_no_heads(
+def test_other_tensors_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], parts: tuple[str, ...]
 ) -> None:
     save_heads(heads(), tmp_path, "target")
@@ -244,7 +242,7 @@ def test_tensors_that_are_no_heads(
 @pytest.mark.parametrize(
     ("content", "parts"), [(b"no pickle at all", ()), ([1, 2], ("list",)), ({"0.1.weight": 3}, ("0.1.weight", "int"))]
 )
-def test_pickled_files_of_something_else(tmp_path: Path, content: Any, parts: tuple[str, ...]) -> None:
+def test_other_pickled_files_are_refused(tmp_path: Path, content: Any, parts: tuple[str, ...]) -> None:
     if isinstance(content, bytes):
         (tmp_path / PICKLED_FILE).write_bytes(content)
     else:
@@ -275,7 +273,7 @@ WHOLE_MODELS: list[tuple[Damage, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("damage", "parts"), WHOLE_MODELS)
-def test_whole_models_that_are_broken(tmp_path: Path, damage: Damage, parts: tuple[str, ...]) -> None:
+def test_damaged_whole_models_are_refused(tmp_path: Path, damage: Damage, parts: tuple[str, ...]) -> None:
     tensors = {f"medusa_head.{name}": tensor for name, tensor in heads().state_dict().items()}
     save_file(tensors, tmp_path / "heads.safetensors")
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "base.safetensors")

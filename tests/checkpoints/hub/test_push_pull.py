@@ -1,4 +1,4 @@
-"""Push and pull against a stand-in of the hub: one whole commit or none, every hash checked, no token shown."""
+"""Push and pull with a stand-in for the hub: atomic commits, verified hashes, and no token in the output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pushed(artifact: Path, **settings: Any) -> str:
     return push(plan_push(artifact, REPO, lambda _: "a card", **settings))
 
 
-def test_what_is_pushed_is_pulled(hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType) -> None:
+def test_push_and_pull_round_trip(hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType) -> None:
     commit = pushed(artifact)
     repo = hub.repos[REPO]
     assert (repo.branches["main"], len(repo.commits)) == (commit, 2)  # the hub's own first one, and this
@@ -68,7 +68,7 @@ def test_a_push_that_fails_publishes_nothing(
     assert set(hub.repos[REPO].head()) == set(stand_in.files_of(artifact))
 
 
-def test_another_commit_in_between_is_not_undone(
+def test_a_concurrent_commit_is_not_overwritten(
     hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType
 ) -> None:
     pushed(artifact)
@@ -80,7 +80,7 @@ def test_another_commit_in_between_is_not_undone(
     assert repo.branches["main"] == theirs
 
 
-def test_a_repository_that_somebody_made_meanwhile_is_not_filled(hub: Any, artifact: Path) -> None:
+def test_a_concurrently_created_repository_is_not_used(hub: Any, artifact: Path) -> None:
     plan = plan_push(artifact, REPO, lambda _: "")
     hub.repo(REPO, {"LICENSE": b"mine"})
     with pytest.raises(ValueError, match=rf"{REPO}.*409"):
@@ -88,14 +88,14 @@ def test_a_repository_that_somebody_made_meanwhile_is_not_filled(hub: Any, artif
     assert hub.repos[REPO].head() == {"LICENSE": b"mine"}
 
 
-def test_an_earlier_commit_is_pulled(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
+def test_pulling_an_earlier_commit(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
     newer = make_artifact(tmp_path / "newer", seed=3)
     for revision, source in [(pushed(artifact), artifact), (pushed(newer), newer)]:
         pull(f"{REPO}@{revision}", tmp_path / revision)
         assert (tmp_path / revision / LARGE[0]).read_bytes() == (source / LARGE[0]).read_bytes()
 
 
-def test_files_are_not_replaced_by_a_download(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
+def test_a_download_does_not_replace_files(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
     pushed(artifact)
     with pytest.raises(ValueError, match="trained exists already"):
         pull(REPO, make_artifact(tmp_path / "trained", seed=9))
@@ -116,7 +116,7 @@ UNREACHABLE: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("act", "message"), UNREACHABLE.values(), ids=UNREACHABLE)
-def test_repositories_that_cannot_be_had(
+def test_inaccessible_repositories(
     hub: Any, artifact: Path, tmp_path: Path, act: Callable[[Any, Path], Any], message: str
 ) -> None:
     pushed(artifact)
@@ -129,7 +129,7 @@ def test_repositories_that_cannot_be_had(
             pushed(artifact)
 
 
-def test_repositories_that_are_no_whole_artifact(
+def test_repositories_without_a_complete_artifact(
     hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType
 ) -> None:
     whole = stand_in.files_of(artifact)
@@ -149,7 +149,7 @@ def test_repositories_that_are_no_whole_artifact(
         assert list(tmp_path.glob("pulled/*")) == list(tmp_path.glob("outside*")) == []
 
 
-def test_pushes_that_are_refused_before_anything_is_sent(
+def test_pushes_that_are_refused_before_uploading(
     hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType
 ) -> None:
     hub.repo("somebody/public", {})

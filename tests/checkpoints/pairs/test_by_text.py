@@ -1,4 +1,4 @@
-"""A drafter of another tokenizer drafts by its text: the target's own text comes out, and what is drafted is kept."""
+"""A drafter with another tokenizer drafts by text: the output is the target's, and drafts are accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LETTERS = " abcdefghijklmnopqrstuvwxyz"
 
 
 def letters(text: str) -> Any:
-    """A token a letter, numbered as they stand in `text`."""
+    """Return a tokenizer with one token per letter of `text`, in that order."""
     made = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(text)}, unk_token=" "))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.decoder = decoders.Fuse()
@@ -31,7 +31,7 @@ def letters(text: str) -> Any:
 
 
 def permuted(model: LlamaForCausalLM, order_V: torch.Tensor, new: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same model over tokens that are numbered otherwise: its row i is the old row `order_V[i]`."""
+    """Return the model with permuted tokens: row i is the old row `order_V[i]`."""
     new.load_state_dict(model.state_dict())
     for layer in new.get_input_embeddings(), new.get_output_embeddings():
         layer.weight.data = layer.weight.data[order_V]
@@ -39,7 +39,7 @@ def permuted(model: LlamaForCausalLM, order_V: torch.Tensor, new: LlamaForCausal
 
 
 def decoded(target: Any, parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling, **options: Any) -> Any:
-    """Texts and steps of each row."""
+    """Return the texts and steps of each row."""
     texts, steps = [list[int]() for _ in prompts], 0
     method = build_method("speculative", parts, sampling, **options)
     rng = Rng.for_rows(0, len(prompts))
@@ -52,7 +52,7 @@ def decoded(target: Any, parts: Parts, prompts: Sequence[Sequence[int]], samplin
 
 @pytest.fixture
 def pair(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[Any, Any, Any]:
-    """A target of letters; a drafter that is it with noise; and the same drafter with its letters in another order."""
+    """Return a target of letters, a noisy drafter, and the same drafter with permuted letters."""
     size = len(LETTERS)
     target = make_llama(size, sharpness=3.0)
     drafter = make_llama(size)
@@ -67,8 +67,8 @@ def pair(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("gamma", [1, 3])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_by_its_text_it_keeps_as_much_as_by_its_tokens(pair: tuple[Any, Any, Any], rows: int, gamma: int) -> None:
-    """The drafter is the same: so are the text, which is the target's own, and the number of steps."""
+def test_drafting_by_text_accepts_as_many_tokens(pair: tuple[Any, Any, Any], rows: int, gamma: int) -> None:
+    """The same drafter gives the same text in the same number of steps."""
     model, drafter, other = pair
     target = wrap_model(model)
     mine = letters(LETTERS)
@@ -84,9 +84,8 @@ def test_by_its_text_it_keeps_as_much_as_by_its_tokens(pair: tuple[Any, Any, Any
     assert own == steps < 35, "of 40 tokens some were drafted"
 
 
-def test_sampled_it_says_what_the_target_does(pair: tuple[Any, Any, Any]) -> None:
-    """Of 4,000 rows the first two letters, in 27^2 cells: their distance from the target's own distribution stays
-    within what 4,000 draws from it are expected to have, five standard deviations apart."""
+def test_sampling_by_text_follows_the_target(pair: tuple[Any, Any, Any]) -> None:
+    """The first two letters of 4,000 rows follow the target's distribution within five standard deviations."""
     model, _, other = pair
     target = wrap_model(model)
     rows, prompt = 4000, letters(LETTERS)("the").input_ids
@@ -115,9 +114,8 @@ def test_sampled_it_says_what_the_target_does(pair: tuple[Any, Any, Any]) -> Non
 
 
 @pytest.mark.parametrize("text", [*TEXTS, *OTHERS])
-def test_what_is_written_is_cut_as_the_target_would(text: str) -> None:
-    """At every place: the drafter's tokens of the rest become tokens that say the same, or nothing where a character
-    is cut in two."""
+def test_drafts_are_retokenised_as_by_the_target(text: str) -> None:
+    """At every position the drafter's tokens become target tokens of the same text, or none within a character."""
     mine, theirs = train_bpe(TEXTS, 300, ["<unk>"]), train_bpe(OTHERS, 290, ["<unk>", "<s>"])
     translation = TextTranslation(mine, theirs)
     whole = mine(text, add_special_tokens=False).input_ids
@@ -135,7 +133,7 @@ def test_what_is_written_is_cut_as_the_target_would(text: str) -> None:
             assert found == whole[place:], "cut as in the whole text"
 
 
-def test_a_text_that_outgrows_the_drafter_goes_on_alone(pair: tuple[Any, Any, Any]) -> None:
+def test_texts_longer_than_the_drafters_limit_continue(pair: tuple[Any, Any, Any]) -> None:
     model, _, other = pair
     target = wrap_model(model)
     prompts = [letters(LETTERS)(text).input_ids for text in ("the quick brown fox", "a")]
@@ -148,7 +146,7 @@ def test_a_text_that_outgrows_the_drafter_goes_on_alone(pair: tuple[Any, Any, An
         decoded(target, Parts(other), prompts, Sampling(), gamma=2)
 
 
-def test_other_methods_say_what_drafts_with_it(pair: tuple[Any, Any, Any]) -> None:
+def test_other_methods_name_the_supported_one(pair: tuple[Any, Any, Any]) -> None:
     model, _, other = pair
     target = wrap_model(model)
     for name, options in (("multi-candidate", {}), ("adaptive", {}), ("mjsd", {})):

@@ -1,4 +1,4 @@
-"""Rows that a repair adds: in every family, and never the first choice."""
+"""Rows that a repair adds are never the most likely tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_added_rows_never_come_first() -> None:
-    """A row of zeros does, where all other logits are negative."""
+def test_added_rows_are_never_proposed() -> None:
+    """A zero row would be the most likely token if all other logits are negative."""
     generator = torch.Generator().manual_seed(0)
     hidden_XD = torch.randn(200, 16, generator=generator)
     hidden_XD[:, 0] = 1.0
@@ -61,7 +61,7 @@ def faults(diagnosis: Diagnosis) -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_padded_model_says_what_it_said(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_padded_model_generates_the_same_text(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config = FAMILIES[family]()
     maker = EncoderDecoder if config.is_encoder_decoder else Decoder
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Pairs with one planted difference each: it is found, the verdicts follow, and what can be repaired is."""
+"""Pairs with one planted difference each, which must be found, judged, and repaired if possible."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def target(tokenizer: Any, make_llama: Callable[..., LlamaForCausalLM], tmp_path
 
 @pytest.fixture
 def drafter(target: Path, tmp_path: Path) -> Path:
-    """A copy of the target, in which a test plants its difference."""
+    """Return a copy of the target, in which a test plants a difference."""
     return Path(shutil.copytree(target, tmp_path / "drafter"))
 
 
@@ -65,7 +65,7 @@ def outcomes(diagnosis: Diagnosis, outcome: str) -> set[str]:
 
 
 def mend(target: Path, drafter: Path) -> tuple[Path, list[str], Diagnosis]:
-    """Repair into a new folder, and look at the repaired pair; the drafter itself must stay as it was."""
+    """Repair into a new folder and examine the result; the drafter must be unchanged."""
     sides = [open_side(str(folder), load_tokenizer) for folder in (target, drafter)]
     before = {path.name: path.read_bytes() for path in drafter.iterdir() if path.is_file()}
     out = drafter.with_name("repaired")
@@ -112,7 +112,7 @@ def adds_bos(text: str, number: int) -> Change:
 
 
 def change_rows(folder: Path, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the embedding and the output layer of a model by what `make` gives for each."""
+    """Replace the embedding and the output layer of a model by the results of `make`."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     layers = (model.get_input_embeddings, model.get_output_embeddings)
     new = [make(layer().weight.detach().clone()) for layer in layers]
@@ -130,7 +130,7 @@ def swap_texts(values: dict[str, Any], order: dict[int, int]) -> None:
 
 
 def reorder(folder: Path, order: dict[int, int]) -> None:
-    """Give the tokens of these ids other ids, rows included: the model stays what it was, under other numbers."""
+    """Exchange the ids of tokens together with their rows."""
     rewrite(folder / "tokenizer.json", lambda values: swap_texts(values, order))
     back = {new: old for old, new in order.items()}
     change_rows(folder, lambda rows: rows[torch.tensor([back.get(i, i) for i in range(len(rows))])])
@@ -141,7 +141,7 @@ def swapped(*ids: int) -> Change:
 
 
 def loud(extra: int) -> Change:
-    """More rows, which win wherever they may."""
+    """Add rows that are the most likely tokens where possible."""
 
     def grow(rows: torch.Tensor) -> torch.Tensor:
         noise = 6 * torch.randn(extra, rows.shape[1], generator=torch.Generator().manual_seed(1))
@@ -166,7 +166,7 @@ def strip_before(values: dict[str, Any]) -> None:
 
 
 def assert_it_is_the_target_again(target: Path, repaired: Path) -> None:
-    """Its logits are the target's: all drafts are accepted, in any engine."""
+    """Assert that the logits equal the target's."""
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (target, repaired)]
     ids = torch.arange(VOCAB)[None]
     with torch.no_grad():
@@ -175,7 +175,7 @@ def assert_it_is_the_target_again(target: Path, repaired: Path) -> None:
     assert torch.equal(mine.argmax(-1), theirs.argmax(-1)), "rows that were added never come first"
 
 
-def test_a_sound_pair_has_no_findings(target: Path, drafter: Path) -> None:
+def test_a_correct_pair_has_no_findings(target: Path, drafter: Path) -> None:
     template("{# the same #}" + CHATML_JINJA)(drafter)
     diagnosis = look(target, drafter)
     assert diagnosis.findings == ()
@@ -206,7 +206,6 @@ PLANTS: dict[str, tuple[Change, Change, set[str], set[str], str]] = {
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_difference_is_found_and_repaired(plant: str, target: Path, drafter: Path) -> None:
-    """The repaired drafter is the target again."""
     change_target, change, expected, refusing, done = PLANTS[plant]
     change_target(target)
     change(drafter)
@@ -257,7 +256,7 @@ def test_an_artifact_is_repaired_to_an_artifact(target: Path, drafter: Path) -> 
     assert not repaired.exists()
 
 
-def test_a_manifest_that_names_another_tokenizer(target: Path, drafter: Path) -> None:
+def test_a_manifest_with_another_tokenizer(target: Path, drafter: Path) -> None:
     other = load_tokenizer(str(drafter))
     other.eos_token = "<|im_end|>"
     artifact = as_artifact(drafter, other)

@@ -1,4 +1,4 @@
-"""What the doctor refuses to look at, or to repair: the files and numbers that are wrong are named."""
+"""Errors of the doctor name the invalid files and numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_what_is_no_model(case: str, pair: Pair) -> None:
+def test_folders_without_a_model_are_refused(case: str, pair: Pair) -> None:
     change, parts = UNREADABLE[case]
     (pair[1] / "code.py").write_text("raise SystemExit('this was run')\n")
     change(pair[1])
@@ -63,7 +63,7 @@ def test_what_is_no_model(case: str, pair: Pair) -> None:
     assert all(part in str(caught.value) for part in parts)
 
 
-def test_a_file_is_no_model(pair: Pair) -> None:
+def test_a_file_instead_of_a_model_is_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
         open_side(str(pair[1] / "config.json"), load_tokenizer)
 

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all: failures, full disks, killed writers, racing readers."""
+"""Atomic files and folders under failures, full disks, killed writers and concurrent readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCAB = 16
 CONTENTS = ("a", "b")
 
 
-def test_a_file_is_replaced_and_its_folder_made(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_its_folder_created(tmp_path: Path) -> None:
     file = tmp_path / "a" / "b" / "c.json"
     for text in ("first, and longer\n", "–\n", ""):
         atomic_text(file, text)
@@ -32,7 +32,7 @@ def test_a_file_is_replaced_and_its_folder_made(tmp_path: Path) -> None:
         assert list(file.parent.iterdir()) == [file]
 
 
-def test_what_fails_leaves_what_stood_there_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failure_leaves_the_former_file_only(tmp_path: Path) -> None:
     folder, file = tmp_path / "folder", tmp_path / "file"
     folder.mkdir()
     with pytest.raises(ValueError, match="is not a regular file"):
@@ -58,14 +58,14 @@ def test_a_full_disk_is_reported_with_the_files_name(tmp_path: Path, monkeypatch
 
 
 def write(out: Path, content: str) -> None:
-    """A folder of three files with the same content."""
+    """Write a folder of three files with the same content."""
     with atomic_dir(out) as folder:
         for number in range(3):
             (folder / f"{number}.txt").write_text(content)
 
 
 def content_of(out: Path) -> str:
-    """Of all files in a folder, which must agree."""
+    """Return the content of all files in a folder, which must be equal."""
     contents = [path.read_text() for path in sorted(out.iterdir())]
     assert len(contents) == 3
     assert len(set(contents)) == 1
@@ -74,7 +74,7 @@ def content_of(out: Path) -> str:
 
 @contextlib.contextmanager
 def forked(work: Callable[[], object]) -> Iterator[int]:
-    """A process that works until it is done or killed."""
+    """Return a process that works until it is done or killed."""
     child = os.fork()
     if not child:
         tqdm.set_lock(threading.RLock())  # tqdm's own is shared: a killed holder would stop this process for ever
@@ -146,7 +146,7 @@ def test_a_failure_leaves_the_former_folder(
     assert before is None or content_of(out) == before
 
 
-def test_of_two_writers_at_once_the_last_one_wins_whole(tmp_path: Path) -> None:
+def test_the_last_of_two_writers_wins_completely(tmp_path: Path) -> None:
     out = tmp_path / "t"
 
     def save_often(content: str) -> None:
@@ -171,7 +171,7 @@ def die_between_renames(out: Path) -> None:
     write(out, "b")
 
 
-def test_what_a_killed_writer_had_moved_aside_is_put_back(tmp_path: Path) -> None:
+def test_the_backup_of_a_killed_writer_is_restored(tmp_path: Path) -> None:
     out = tmp_path / "t"
     write(out, "a")
     with forked(lambda: die_between_renames(out)) as writer:
@@ -183,7 +183,7 @@ def test_what_a_killed_writer_had_moved_aside_is_put_back(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["t"]
 
 
-def test_a_writer_at_work_keeps_its_folder(tmp_path: Path) -> None:
+def test_the_folder_of_an_active_writer_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "t"
     with atomic_dir(out) as folder:
         write(out, "a")  # which removes what killed writers have left
@@ -194,7 +194,7 @@ def test_a_writer_at_work_keeps_its_folder(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["t"]
 
 
-def test_what_killed_writers_left_goes_whatever_its_name_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     with forked(lambda: None) as child:
         ended(child)  # a process that is gone
     stay = [f".t.{child}-abcd1234.saving.mine", ".t.saving"]
@@ -211,7 +211,7 @@ def test_what_killed_writers_left_goes_whatever_its_name_and_nothing_else(tmp_pa
 
 
 @pytest.mark.parametrize("writer", [atomic_dir, atomic_file])
-def test_what_another_process_is_writing_stays_until_it_is_killed(tmp_path: Path, writer: Callable[..., Any]) -> None:
+def test_files_of_an_active_process_are_kept(tmp_path: Path, writer: Callable[..., Any]) -> None:
     def write_for_ever() -> None:
         with writer(tmp_path / "theirs"):
             (tmp_path / "begun").touch()
@@ -249,7 +249,7 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     assert not file.exists()
 
 
-def test_what_a_killed_holder_forked_keeps_no_lock(tmp_path: Path) -> None:
+def test_children_of_a_killed_holder_do_not_keep_its_lock(tmp_path: Path) -> None:
     out, alive = tmp_path / "out", tmp_path / "alive"
 
     def hold_and_fork() -> None:
@@ -268,7 +268,7 @@ def test_what_a_killed_holder_forked_keeps_no_lock(tmp_path: Path) -> None:
 
 
 def test_a_lock_has_one_holder_at_a_time(tmp_path: Path) -> None:
-    """Four processes count one file up, each under the lock, which whoever lets go deletes."""
+    """Four processes increment one file under the lock, which is deleted on release."""
     number = tmp_path / "number"
     number.write_text("0")
 
@@ -284,9 +284,7 @@ def test_a_lock_has_one_holder_at_a_time(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["number"]
 
 
-def test_where_there_are_no_locks_it_is_said_and_nothing_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_systems_without_locks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

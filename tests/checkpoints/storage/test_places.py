@@ -1,4 +1,4 @@
-"""Names of places: what is nowhere is said at once, and a hub that does not answer is asked once."""
+"""Names of models: missing paths are reported at once, and an unreachable hub is queried once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftsmith.decode.models.loading import load_model
 
 
 @pytest.mark.parametrize("load", [check_place, load_model], ids=lambda load: load.__name__)
-def test_a_missing_path_is_no_question_for_the_hub(
+def test_a_missing_path_is_not_looked_up_on_the_hub(
     load: Callable[[str], object], hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs" / "quickstart" / "target").mkdir(parents=True)
@@ -29,10 +29,7 @@ def test_a_missing_path_is_no_question_for_the_hub(
         check_place(plain)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(
-    stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its client alone would try each of the files of a tokenizer and a model six times."""
+def test_an_unreachable_hub_is_queried_once(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -1,4 +1,4 @@
-"""No secret in any form reaches a file, a card or a message; what only looks like one stays."""
+"""Secrets of any form are redacted in files, cards and messages; other text is not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", PLAIN)
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_other_text_is_not_redacted(text: str) -> None:
     assert redacted(text) == text
 
 

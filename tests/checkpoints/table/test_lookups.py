@@ -1,4 +1,4 @@
-"""Lookups of a table against the formulas, with and without added counts."""
+"""Lookups of a table compared with the formulas, with and without added counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def log_of(unseen: float) -> torch.Tensor:
 
 
 def held(table: BigramTable) -> np.ndarray:
-    """float64 [V, V]: the counts that a table holds, entry by entry."""
+    """Return the counts of a table as float64 [V, V]."""
     dense = np.zeros((table.vocab_size,) * 2)
     for x in range(table.vocab_size):
         for entry in range(int(table.row_ptr[x]), int(table.row_ptr[x + 1])):
@@ -36,7 +36,7 @@ def held(table: BigramTable) -> np.ndarray:
 
 @settings(deadline=None)
 @given(DOCUMENTS, st.sampled_from(ADD_K), st.sampled_from([0.5, 1.0, 7.0]))
-def test_distributions_are_those_of_the_formula(documents: list[list[int]], add_k: float, prior: float) -> None:
+def test_distributions_equal_the_formula(documents: list[list[int]], add_k: float, prior: float) -> None:
     table = counted(documents)
     counts = held(table)
     rows = table.distributions("cpu", prior, add_k)
@@ -57,7 +57,7 @@ def test_distributions_are_those_of_the_formula(documents: list[list[int]], add_
 
 @settings(deadline=None)
 @given(DOCUMENTS, st.sampled_from(ADD_K), st.sampled_from([0.0, 0.01, 2.0]))
-def test_correlation_is_the_formula_for_every_pair(documents: list[list[int]], add_k: float, unseen: float) -> None:
+def test_correlations_equal_the_formula(documents: list[list[int]], add_k: float, unseen: float) -> None:
     table = counted(documents)
     counts = held(table)
     found = table.look_up(TOKENS[:, None], TOKENS, log_of(unseen), add_k)
@@ -75,7 +75,7 @@ def test_correlation_is_the_formula_for_every_pair(documents: list[list[int]], a
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 65_535, 65_536, 70_000])
 def test_look_up_finds_the_first_and_the_last_pair_of_any_vocabulary(vocab_size: int) -> None:
-    """Keys are 32 bits up to 65,535 tokens, whose last pair must not be taken for the end; 64 above."""
+    """Keys have 32 bits for up to 65,535 tokens and 64 bits above."""
     last = vocab_size - 1
     table = counted([[last, last], [0, 0], [0, last], [0, 0]], vocab_size)
     corners = torch.tensor([0, 0, last, last]), torch.tensor([0, last, 0, last])
@@ -86,8 +86,8 @@ def test_look_up_finds_the_first_and_the_last_pair_of_any_vocabulary(vocab_size:
     assert without.isfinite().tolist() == [(int(x), int(y)) == (0, 0) for x, y in zip(*corners, strict=True)]
 
 
-def test_a_large_table_says_what_its_dictionary_says() -> None:
-    """More entries than a chunk, so that parts of rows and of keys meet, at a width where keys are 64 bits."""
+def test_a_large_table_equals_its_dictionary() -> None:
+    """There are more entries than a chunk has, and keys have 64 bits."""
     rng, vocab = np.random.default_rng(0), 66_000
     documents = [(vocab * rng.random(2_000_000) ** 3).astype(np.int64)]
     table = BigramTable.from_documents(documents, vocab)
@@ -115,7 +115,7 @@ def test_a_large_table_says_what_its_dictionary_says() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("add_k", ADD_K)
-def test_a_gpu_says_the_same_and_never_waits_for_the_host(add_k: float) -> None:
+def test_lookups_on_a_gpu_are_equal_and_do_not_synchronise(add_k: float) -> None:
     table = counted([np.random.default_rng(1).integers(0, VOCAB, 60).tolist()])
     moved, tokens = table.to("cuda"), TOKENS.cuda()
     wanted = table.look_up(TOKENS[:, None], TOKENS, log_of(0.01), add_k)

@@ -1,4 +1,4 @@
-"""Bigram tables against a plain Counter: counts, files, statistics, and the refusal of damaged files."""
+"""Bigram tables compared with a plain Counter: counts, files, statistics, and damaged files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pairs_in(table: BigramTable) -> dict[tuple[int, int], int]:
 
 @settings(deadline=None)
 @given(documents=DOCUMENTS)
-def test_counts_are_those_of_a_counter(documents: list[list[int]]) -> None:
+def test_counts_equal_a_counter(documents: list[list[int]]) -> None:
     table = BigramTable.from_documents([np.array(document, dtype=np.int32) for document in documents], VOCAB)
     pairs = Counter(pair for document in documents for pair in pairwise(document))
     tokens, left, right = (
@@ -54,7 +54,7 @@ def test_counts_are_those_of_a_counter(documents: list[list[int]]) -> None:
     assert table.pairs == pairs.total()
 
 
-def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     random_table().save(tmp_path)
     whole = (tmp_path / TABLE_FILE).read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
@@ -87,8 +87,7 @@ print(megabytes("RssAnon") - before, table.entries)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_loaded_table_stays_in_its_file(tmp_path: Path) -> None:
-    """The anonymous memory of the process grows by far less than the file, whose pages the system may drop."""
+def test_a_loaded_table_is_memory_mapped(tmp_path: Path) -> None:
     vocab, entries = 2000, 3_000_000
     keys = np.sort(np.random.default_rng(0).choice(vocab**2, entries, replace=False)).astype(np.uint32)
     run = (keys, np.ones(entries, dtype=np.int64))
@@ -117,7 +116,7 @@ def zipf() -> BigramTable:
     return BigramTable.from_documents([document], 150)
 
 
-def test_facts_count_what_there_is(tmp_path: Path) -> None:
+def test_statistics_of_a_table(tmp_path: Path) -> None:
     table = zipf()
     table.save(tmp_path)
     facts, counts = table_facts(table), np.array(list(pairs_in(table).values()))
@@ -153,7 +152,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[object]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_refused(
+def test_invalid_arguments_are_refused(
     mistake: tuple[Callable[[], Any], list[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt, expected = mistake
@@ -180,7 +179,7 @@ def test_mistakes_are_refused(
         ("vocab_size", lambda text: "12", "12 tokens"),
     ],
 )
-def test_files_that_contradict_themselves_are_refused(tmp_path: Path, name: str, change: Any, expected: str) -> None:
+def test_inconsistent_files_are_refused(tmp_path: Path, name: str, change: Any, expected: str) -> None:
     random_table().save(tmp_path)
     file, metadata = tmp_path / TABLE_FILE, {"vocab_size": str(VOCAB)}
     tensors: dict[str, Any] = load_file(file)

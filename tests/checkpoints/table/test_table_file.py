@@ -1,4 +1,4 @@
-"""The table's file against the safetensors library, in small memory."""
+"""Files of tables compared with the safetensors library, in bounded memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     data=st.data(),
     sizes=st.lists(st.integers(0, 5), max_size=5),
 )
-def test_the_library_reads_what_was_streamed(
+def test_the_library_reads_streamed_files(
     vocab_size: int, data: st.DataObject, sizes: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     keys = st.one_of(st.integers(0, vocab_size**2 - 1), st.just(vocab_size**2 - 1))
@@ -88,7 +88,7 @@ print(peak() - before, path.stat().st_size)
 """
 
 
-def test_a_table_much_larger_than_its_parts_takes_the_memory_of_one(tmp_path: Path) -> None:
+def test_writing_a_large_table_takes_the_memory_of_one_part(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LARGE, str(tmp_path / "table"), "100"]
     kilobytes, size = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
     assert int(size) > 200e6

@@ -1,4 +1,4 @@
-"""Texts beside a table: what followed a context is found as by looking at every place."""
+"""Texts of a table: continuations of a context equal a full search."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ VOCAB = 5
 
 
 def documents(seed: int, count: int = 30) -> list[np.ndarray]:
-    """Short texts of few tokens, which repeat themselves; some have one token, some none."""
+    """Return short repetitive texts, some with one token or none."""
     draw = np.random.default_rng(seed)
     return [draw.integers(0, VOCAB, draw.integers(0, 25)).astype(np.int32) for _ in range(count)]
 
 
 def followers(texts: list[np.ndarray], context: list[int]) -> tuple[int, list[tuple[int, ...]]]:
-    """The longest end of the context that stands anywhere, and what follows each time it does, by brute force."""
+    """Return the longest matching suffix of the context and its continuations, by a full search."""
     for length in range(min(CONTEXT, len(context)), 0, -1):
         end = context[-length:]
         rows = [text.tolist() for text in texts]
@@ -32,7 +32,7 @@ def followers(texts: list[np.ndarray], context: list[int]) -> tuple[int, list[tu
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_followed_a_context_is_found(tmp_path: Path, seed: int) -> None:
+def test_continuations_of_a_context(tmp_path: Path, seed: int) -> None:
     texts = documents(seed)
     TextStore.from_documents(texts).save(tmp_path)
     store = TextStore.load(tmp_path, VOCAB)
@@ -54,7 +54,7 @@ def test_what_followed_a_context_is_found(tmp_path: Path, seed: int) -> None:
     assert lengths >= {0, 1, 2, 3, CONTEXT}
 
 
-def test_a_table_carries_its_texts(tmp_path: Path) -> None:
+def test_a_table_saves_its_texts(tmp_path: Path) -> None:
     texts = documents(7)
     table = BigramTable.from_documents(texts, VOCAB)
     table.save(tmp_path)
@@ -76,7 +76,7 @@ def test_a_table_carries_its_texts(tmp_path: Path) -> None:
         (lambda found: found.pop("places"), ("places",)),
     ],
 )
-def test_what_is_no_texts_is_refused(
+def test_invalid_texts_are_refused(
     tmp_path: Path, change: Callable[[dict[str, np.ndarray]], object], parts: tuple[str, ...]
 ) -> None:
     TextStore.from_documents(documents(1)).save(tmp_path)

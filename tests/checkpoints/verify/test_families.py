@@ -1,4 +1,4 @@
-"""Families that cannot decode: refused by their configuration, with a reason, before weights are read."""
+"""Families that cannot decode are refused by their configuration before weights are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_family_that_cannot_decode_is_refused_by_its_configuration(kind: str, tmp_path: Path) -> None:
-    """The folder has no weights: the message would be another if they were looked for."""
     reason, settings = REFUSED[kind]
     AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"'{kind}.*{reason}|{reason}") as caught:
@@ -59,5 +58,7 @@ FACTORS = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4
         ("mpt", {"max_seq_len": 64}, 64),
     ],
 )
-def test_positions_end_where_cached_keys_would_be_wrong(kind: str, settings: dict[str, Any], limit: int) -> None:
+def test_positions_are_limited_where_cached_keys_would_be_wrong(
+    kind: str, settings: dict[str, Any], limit: int
+) -> None:
     assert position_limit(AutoConfig.for_model(kind, **settings)) == limit

@@ -1,4 +1,4 @@
-"""Every fault of an artifact is found, not the first alone."""
+"""All faults of an artifact are found, not only the first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save_model(out: Path, model: LlamaForCausalLM, kind: str = "drafter", shards
     return out
 
 
-def test_good_artifacts_have_no_faults(tmp_path: Path, make_llama: Make) -> None:
+def test_correct_artifacts_have_no_faults(tmp_path: Path, make_llama: Make) -> None:
     heads = PredictionHeads(2, 1, 8, VOCAB)
     save_artifact(tmp_path / "heads", kind="heads", write=lambda folder: save_heads(heads, folder, "t"), **ABOUT)
     save_table(tmp_path / "table")
@@ -51,7 +51,7 @@ def test_good_artifacts_have_no_faults(tmp_path: Path, make_llama: Make) -> None
     ]
 
 
-def test_every_fault_is_told(tmp_path: Path) -> None:
+def test_every_fault_is_reported(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         BigramTable.from_documents([np.array([1, 2, 3])], VOCAB).save(folder)
         for name in ("flipped", "longer", "gone"):
@@ -80,8 +80,8 @@ def test_every_fault_is_told(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_a_single_flipped_bit_is_found_wherever_it_lies(tmp_path: Path) -> None:
-    """A bit of every byte of every file that the manifest lists, except the model card, which may be edited."""
+def test_a_single_flipped_bit_is_detected(tmp_path: Path) -> None:
+    """A bit of every byte of every file is flipped, except in the model card."""
     out = save_table(tmp_path / "t")
     draws = np.random.default_rng(0)
     for path in sorted(set(out.iterdir()) - {out / "artifact.json", out / "README.md"}):
@@ -104,7 +104,7 @@ def test_a_single_flipped_bit_is_found_wherever_it_lies(tmp_path: Path) -> None:
         ("target", ["model.safetensors"], ["config.json"]),
     ],
 )
-def test_files_that_a_kind_needs_are_missed(tmp_path: Path, kind: str, files: list[str], lacking: list[str]) -> None:
+def test_missing_files_of_a_kind_are_reported(tmp_path: Path, kind: str, files: list[str], lacking: list[str]) -> None:
     def write(folder: Path) -> None:
         for name in files:
             (folder / name).write_text("")
@@ -117,7 +117,7 @@ def test_files_that_a_kind_needs_are_missed(tmp_path: Path, kind: str, files: li
     assert not any("artifact needs" in fault for fault in find_faults(out)[1])
 
 
-def test_shards_that_an_index_names_and_tensors_that_are_none_are_found(tmp_path: Path) -> None:
+def test_missing_shards_and_invalid_tensors_are_reported(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         (folder / "bad.safetensors").write_bytes(b"no tensors, though the hash is right")

@@ -1,4 +1,4 @@
-"""Models whose weights are pickled, whose index leads elsewhere, or whose configuration makes no model."""
+"""Models with pickled weights, an index to other folders, or an invalid configuration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def change(path: Path, **values: Any) -> None:
 
 
 def shard(folder: Path, **files: str) -> None:
-    """Replace the weights by two shards and an index, in which `files` stand for others by tensor."""
+    """Replace the weights by two shards and an index, with other `files` by tensor."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     places = {name: f"model-{1 + (name == 'lm_head.weight')}.safetensors" for name in tensors}
@@ -63,7 +63,7 @@ def shard(folder: Path, **files: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_pickled_weights_are_read_with_the_flag_alone(
+def test_pickled_weights_are_read_only_with_the_flag(
     folder: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pickle_weights(folder)
@@ -80,7 +80,7 @@ def test_pickled_weights_are_read_with_the_flag_alone(
     assert same(load_model(str(folder)), model)
 
 
-def test_a_pickled_adapter_is_read_with_the_flag_alone(
+def test_a_pickled_adapter_is_read_only_with_the_flag(
     folder: Path, model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
@@ -110,7 +110,7 @@ def test_a_pickled_adapter_is_read_with_the_flag_alone(
         {"target_modules": ["q_proj"], "trainable_token_indices": [1, 3]},
     ],
 )
-def test_adapters_of_tied_embeddings_merge_to_what_peft_computes(
+def test_adapters_of_tied_embeddings_merge_as_in_peft(
     changed: dict[str, Any], make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 ) -> None:
     make_llama(VOCAB, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
@@ -176,7 +176,7 @@ def test_shards_elsewhere_are_not_read(folder: Path, tmp_path: Path) -> None:
 
 
 def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
-    """As in the files of opt-125m, which were saved from the model without its output layer."""
+    """opt-125m was saved from the model without its output layer."""
     torch.manual_seed(0)
     config = OPTConfig(
         vocab_size=VOCAB, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
@@ -188,7 +188,7 @@ def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
     assert torch.equal(output_projection(str(tmp_path)), whole.lm_head.weight)
 
 
-def test_configurations_of_no_model_are_refused(folder: Path) -> None:
+def test_invalid_configurations_are_refused(folder: Path) -> None:
     change(folder / "config.json", num_attention_heads=0, head_dim=None)
     with pytest.raises(ValueError, match=r"its configuration (cannot be read|makes no model): ."):
         open_side(str(folder), load_tokenizer)
@@ -204,9 +204,7 @@ from transformers import LlamaConfig as Config, LlamaForCausalLM as Model
 
 
 @pytest.mark.parametrize("model_type", ["llama", "never-heard-of"])
-def test_code_that_a_model_brings_is_not_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
-) -> None:
+def test_remote_code_is_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     mark = tmp_path / "mark"
     places = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     config = json.loads((folder / "config.json").read_text()) | {"auto_map": places, "trust_remote_code": True}
@@ -221,7 +219,9 @@ def test_code_that_a_model_brings_is_not_run(
     assert not mark.exists()
 
 
-def test_a_pickle_beside_the_weights_is_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_next_to_the_weights_is_not_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark = tmp_path / "mark"
 
     class Bomb:

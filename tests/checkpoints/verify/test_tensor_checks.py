@@ -1,4 +1,4 @@
-"""Good safetensors that hold too few tensors, or others."""
+"""Valid safetensors files with missing or other tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def artifact(out: Path, write: Callable[[Path], None], kind: str = "drafter") ->
 
 
 def save(out: Path, change: Change = lambda tensors: None) -> Path:
-    """An artifact of a Llama with these tensors, whose hashes are right."""
+    """Write an artifact of a Llama with these tensors and correct hashes."""
 
     def write(folder: Path) -> None:
         make().save_pretrained(folder)
@@ -78,8 +78,8 @@ def test_verify_names_tensors_that_are_not_finite(tmp_path: Path, dtype: torch.d
     assert "model.safetensors" in fault
 
 
-def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
-    """As those with layers for multi-token prediction or a value head are."""
+def test_additional_tensors_are_accepted(tmp_path: Path) -> None:
+    """Examples are layers for multi-token prediction and value heads."""
     more = {f"model.layers.{layer}.eh_proj.weight": torch.ones(16, 32) for layer in range(2, 7)}
     out = save(tmp_path / "drafter", lambda tensors: tensors.update(more))
     assert find_faults(out)[1] == []
@@ -114,8 +114,7 @@ def test_faults_of_heads_and_tables_are_noticed(kind: str, change: Change, said:
     assert [said in fault for fault in faults] == ([] if said is None else [True])
 
 
-def test_what_a_model_lacks_is_not_made_up_when_it_is_loaded(tmp_path: Path) -> None:
-    """By transformers alone, it would be."""
+def test_missing_tensors_are_an_error_on_loading(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     changed(tmp_path / "model.safetensors", lose("lm_head.weight"))
     LlamaForCausalLM.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Blocks, masks and the order of batches."""
+"""Packed blocks, masks and the order of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(1, size), max_size=60))))
-def test_packing_places_every_document_once_and_wastes_little(case: tuple[int, list[int]]) -> None:
+def test_packing_places_every_document_once_with_little_padding(case: tuple[int, list[int]]) -> None:
     size, lengths = case
     blocks = pack_best_fit(lengths, size)
     assert sorted(i for block in blocks for i in block) == list(range(len(lengths)))
@@ -27,7 +27,7 @@ def test_best_fit_takes_the_fullest_block_with_room() -> None:
     assert pack_best_fit([6, 7, 3], 10) == [[1, 2], [0]]
 
 
-def test_attention_mask_says_what_two_loops_say() -> None:
+def test_the_attention_mask_equals_a_plain_loop() -> None:
     documents_BT = torch.tensor([[4, 4, 4, 9, 9, -1, -1], [7, 2, 2, 2, -1, -1, -1]])
     empty = torch.zeros_like(documents_BT)
     mask_B1TT = Batch(empty, empty, empty, documents_BT).attention_mask_B1TT()
@@ -42,7 +42,7 @@ def test_attention_mask_says_what_two_loops_say() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "batch_blocks"), [(10, 3), (7, 7), (5, 8), (1, 4), (12, 1), (3, 20)])
-def test_every_block_is_used_exactly_once_an_epoch(blocks: int, batch_blocks: int) -> None:
+def test_every_block_is_used_once_per_epoch(blocks: int, batch_blocks: int) -> None:
     steps = 3 * blocks  # three epochs for a batch of one, more for a larger one
     stream = np.concatenate([global_batch(blocks, batch_blocks, step, seed=5) for step in range(steps)])
     assert len(stream) == steps * batch_blocks

@@ -1,4 +1,4 @@
-"""Prepared blocks hold every document once, under the right labels, and are written whole or not at all."""
+"""Prepared blocks contain every document once with correct labels, and are written atomically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHATML = get_template("chatml")
 
 @pytest.fixture(scope="module")
 def many() -> list[Conversation]:
-    """Forty conversations of one to three exchanges with lengths from a few tokens to more than a block."""
+    """Return forty conversations of one to three exchanges, from a few tokens to more than a block."""
 
     def exchange(i: int, j: int) -> tuple[Turn, Turn]:
         return Turn("user", f"question number {i}-{j}"), Turn("assistant", f"answer {i} " * (1 + (i * 7 + j) % 11))
@@ -76,7 +76,7 @@ def test_the_first_token_of_a_document_has_no_label(bpe: Any, tmp_path: Path) ->
     assert data.manifest["trainable_tokens"] == 2 * len(document.ids) - 2
 
 
-def test_packed_documents_compute_what_they_compute_alone(prepared: PreparedData, make_llama: Any) -> None:
+def test_packed_documents_compute_as_separate_ones(prepared: PreparedData, make_llama: Any) -> None:
     model = make_llama(vocab_size=300)
     batch = prepared.batch([0, prepared.blocks - 1])
     mask_B1TT = batch.attention_mask_B1TT()
@@ -91,7 +91,7 @@ def test_packed_documents_compute_what_they_compute_alone(prepared: PreparedData
                     torch.testing.assert_close(packed_BTV[b][place], alone_TV, atol=2e-5, rtol=1e-4)
 
 
-def test_an_interruption_leaves_what_was_there(
+def test_an_interruption_leaves_the_former_data(
     many: list[Conversation], bpe: Any, prepared: PreparedData, tmp_path: Path
 ) -> None:
     before = prepared.manifest

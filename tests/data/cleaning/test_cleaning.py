@@ -1,4 +1,4 @@
-"""Cleaning: each option with its count, reports that add up, and exchanges that were exchanges."""
+"""Cleaning: each option with its count, consistent reports, and original exchanges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MORE: Pairs = [("user", "and now?"), ("assistant", "we go on")]
 def clean_all(
     dialogues: list[Pairs], texts: list[str] | tuple[str, ...] = (), ids: list[str] | None = None, **options: Any
 ) -> tuple[list[Pairs | None], CorpusReport]:
-    """What each dialogue became, and a report that has been checked to add up."""
+    """Return the cleaned dialogues and a report that adds up."""
     report = CorpusReport()
     cleaner = Cleaner(Cleaning(**options), report, texts)
     names = ids or [f"row-{i}" for i in range(len(dialogues))]
@@ -34,7 +34,7 @@ def clean_all(
 
 
 def clean_one(pairs: Pairs, **options: Any) -> tuple[Pairs | None, dict[str, int], dict[str, int]]:
-    """The messages kept, the reason for dropping, the reasons for changing."""
+    """Return the kept messages, the reason for dropping, and the reasons for changes."""
     (kept,), report = clean_all([pairs], **options)
     return kept, dict(report.dropped), dict(report.changed)
 
@@ -65,7 +65,7 @@ CUT = [
 
 
 @pytest.mark.parametrize(("options", "pairs", "kept", "reason"), CUT)
-def test_a_cut_is_counted_under_its_name(options: dict[str, str], pairs: Pairs, kept: Pairs, reason: str) -> None:
+def test_cuts_are_counted_by_reason(options: dict[str, str], pairs: Pairs, kept: Pairs, reason: str) -> None:
     assert clean_one(pairs, **options) == (kept, {}, {reason: 1})
 
 
@@ -86,16 +86,16 @@ DROPPED = [
 
 
 @pytest.mark.parametrize(("options", "pairs", "reason"), DROPPED)
-def test_a_drop_is_counted_under_its_name(options: dict[str, Any], pairs: Pairs, reason: str) -> None:
+def test_drops_are_counted_by_reason(options: dict[str, Any], pairs: Pairs, reason: str) -> None:
     assert clean_one(pairs, **options) == (None, {reason: 1}, {})
 
 
-def test_bare_text_is_one_answer_to_nothing() -> None:
+def test_bare_text_is_one_answer_without_a_question() -> None:
     options = {"roles": {"system": "user", "assistant": "user"}}
     assert clean_one([("text", " once\nupon ")], **options) == ([("assistant", " once\nupon ")], {}, {})
 
 
-def test_written_roles_are_mapped_and_unknown_ones_named() -> None:
+def test_roles_are_mapped_and_unknown_ones_are_named() -> None:
     written = [("KING", "q"), ("bot", "a")]
     assert clean_one(written, roles={"KING": "user", "bot": "assistant"})[0] == [("user", "q"), ("assistant", "a")]
     kept, report = clean_all([written, [("user", "q"), ("bot", "a")], [*HELLO, (None, "x")], [*HELLO, ("\ud800", "")]])
@@ -111,7 +111,7 @@ def test_reports_of_two_workers_add_up() -> None:
     assert json.loads(json.dumps(first.as_dict())) == whole.as_dict()
 
 
-def test_duplicates_are_those_of_conversations_that_were_kept() -> None:
+def test_duplicates_refer_to_kept_conversations() -> None:
     other = [HELLO[0], ("assistant", "go away")]
     dialogues = [HELLO, [*HELLO, *MORE], other, other]
     ids = ["a", "b", "a", "c"]
@@ -196,7 +196,7 @@ def assert_well_formed(kept: Pairs) -> None:
 
 @given(st.lists(DIALOGUES, max_size=3), st.lists(ANY_TEXT, min_size=3, max_size=3), OPTIONS)
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_nothing_crashes_and_every_report_adds_up(dialogues: list[Pairs], ids: list[str], options: Any) -> None:
+def test_any_dialogue_is_cleaned_with_a_consistent_report(dialogues: list[Pairs], ids: list[str], options: Any) -> None:
     kept, report = clean_all(dialogues, ids=ids[: len(dialogues)], **options)
     json.dumps(report.as_dict(), ensure_ascii=False).encode()
     for one in kept:
@@ -211,7 +211,7 @@ def mended(text: Any) -> Any:
 
 
 def adjacent(question: str, answer: str, source: Pairs) -> bool:
-    """Did the answer follow the question, with at most empty messages of the two themselves in between?"""
+    """Return whether an answer follows its question with at most empty messages between."""
     spoken = [(ROLES.get(role) if isinstance(role, str) else None, mended(text)) for role, text in source]
     for start in (i for i, message in enumerate(spoken) if message == ("user", question)):
         after = spoken[start + 1 :]
@@ -224,7 +224,7 @@ def adjacent(question: str, answer: str, source: Pairs) -> bool:
 
 @given(DIALOGUES, st.sampled_from(["drop", "cut"]))
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_every_exchange_that_is_kept_was_one(source: Pairs, unknown_roles: str) -> None:
+def test_kept_exchanges_were_adjacent(source: Pairs, unknown_roles: str) -> None:
     kept = clean_one(source, unknown_roles=unknown_roles)[0]
     for (asker, question), (answerer, answer) in pairwise(kept or []):
         if (asker, answerer) == ("user", "assistant"):
@@ -237,7 +237,7 @@ def test_every_exchange_that_is_kept_was_one(source: Pairs, unknown_roles: str) 
     st.integers(4, 6),
 )
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_the_index_finds_what_a_plain_search_finds(texts: list[list[str]], words: list[str], run: int) -> None:
+def test_the_index_equals_a_full_search(texts: list[list[str]], words: list[str], run: int) -> None:
     def inside(part: list[str]) -> bool:
         return any(words[i : i + len(part)] == part for i in range(len(words) - len(part) + 1))
 

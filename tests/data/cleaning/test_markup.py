@@ -1,4 +1,4 @@
-"""HTML and escaped Markdown: what is rewritten, and everything that only looks like it."""
+"""HTML and escaped Markdown: what is converted and what is left unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NO_HTML = [
 
 
 @pytest.mark.parametrize("text", NO_HTML)
-def test_text_without_tags_is_left_byte_for_byte(text: str) -> None:
+def test_text_without_tags_is_unchanged(text: str) -> None:
     assert not holds_html(text)
     assert html_to_markdown(text) == text
 
@@ -60,5 +60,5 @@ def test_text_without_tags_is_left_byte_for_byte(text: str) -> None:
         (r"\[ open, not a formula \_", r"\[ open, not a formula _"),
     ],
 )
-def test_escapes_are_taken_back_outside_of_code_and_formulas(escaped: str, plain: str) -> None:
+def test_escapes_are_removed_outside_of_code_and_formulas(escaped: str, plain: str) -> None:
     assert unescape_markdown(escaped) == plain

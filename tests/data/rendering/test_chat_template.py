@@ -1,4 +1,4 @@
-"""A tokenizer's own chat template becomes constant texts, and the ids are those that serving it gives."""
+"""Chat templates of tokenizers: the ids equal those of serving."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ WORDS = st.lists(st.sampled_from(["the", "hello", "question", "¿qué?", "😀",
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(WORDS.map(" ".join), min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
-def test_ids_are_what_serving_gives(tokenizer: Any, texts: list[str]) -> None:
+def test_ids_equal_those_of_serving(tokenizer: Any, texts: list[str]) -> None:
     turns = tuple(Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts))
     template = get_template("tokenizer", tokenizer)
     rendered = render(Conversation("c", turns), template, tokenizer)
@@ -87,7 +87,7 @@ def test_ids_are_what_serving_gives(tokenizer: Any, texts: list[str]) -> None:
         assert tokenizer.decode(rendered.ids[start:end]) == space + turns[number + 1].text + template.end
 
 
-def test_a_system_text_stands_where_the_template_puts_it(tokenizer: Any) -> None:
+def test_system_prompts_follow_the_template(tokenizer: Any) -> None:
     turns: tuple[Turn, ...] = (Turn("system", "the system"), Turn("user", "hello"))
     template = get_template("tokenizer", tokenizer)
     ids = prompt_renderer(template, tokenizer)(turns)
@@ -96,7 +96,7 @@ def test_a_system_text_stands_where_the_template_puts_it(tokenizer: Any) -> None
     assert ids == _served(tokenizer, turns, prompt=True)
 
 
-def test_white_space_is_stripped_where_the_template_strips_it(tokenizer: Any) -> None:
+def test_white_space_is_stripped_as_by_the_template(tokenizer: Any) -> None:
     turns = (Turn("user", "  hello\n"), Turn("assistant", "\n the answer  "))
     template = get_template("tokenizer", tokenizer)
     text = tokenizer.decode(render(Conversation("c", turns), template, tokenizer).ids)
@@ -158,7 +158,7 @@ REWRITING = {
 
 
 @pytest.mark.parametrize("name", REWRITING)
-def test_what_no_constant_texts_reproduce_is_rendered_answer_by_answer(name: str) -> None:
+def test_complex_templates_are_rendered_answer_by_answer(name: str) -> None:
     chat_template, documents, begins, ends = REWRITING[name]
     tokenizer = _tokenizer(chat_template)
     template, linter = get_template("tokenizer", tokenizer), Linter(tokenizer, get_template("tokenizer", tokenizer))
@@ -189,7 +189,7 @@ def test_what_no_constant_texts_reproduce_is_rendered_answer_by_answer(name: str
     ) or documents == 1
 
 
-def test_variables_of_a_chat_template_are_given_and_the_day_is_fixed() -> None:
+def test_template_variables_are_passed_and_the_date_is_fixed() -> None:
     tokenizer = _tokenizer(
         FOR + "{{ m.content }}</s>{% endfor %}{{ strftime_now('%d %B %Y') }}{% if think %}!{% endif %}"
     )
@@ -233,9 +233,7 @@ CALLS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("tools", [TOOLS, TOOLS[:1], None])
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
-def test_tools_their_calls_and_results_are_what_serving_gives(
-    tools: list[Any] | None, system: list[Any], tmp_path: Path
-) -> None:
+def test_tools_calls_and_results_equal_serving(tools: list[Any] | None, system: list[Any], tmp_path: Path) -> None:
     tokenizer = _tokenizer(WITH_TOOLS)
     texts = json.loads(json.dumps(CALLS))  # as OpenAI has it: arguments are JSON within JSON
     for call in (call["function"] for message in texts for call in message.get("tool_calls", [])):
@@ -256,7 +254,7 @@ def test_tools_their_calls_and_results_are_what_serving_gives(
     assert report.dropped == {"unmapped role function_call": 1}
 
 
-def test_where_calls_are_written_otherwise_nothing_is_learned() -> None:
+def test_templates_with_other_tool_calls_are_not_trained() -> None:
     turns = (Turn("user", "hello"), Turn("assistant", "the"))
     for chat_template, needle in (
         (TEMPLATES["default-system"], "no tools"),

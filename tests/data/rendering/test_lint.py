@@ -1,4 +1,4 @@
-"""The linter finds every fault that is planted, under its name, and none in what the renderer makes of any text."""
+"""The linter finds every planted fault by name, and none in rendered conversations."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ PLANTS: dict[str, tuple[Plant, str]] = {
 
 
 @pytest.mark.parametrize("system", [None, "Be kind."])
-def test_a_planted_fault_is_found_under_its_name(template: Template, tokenizer: Any, system: str | None) -> None:
+def test_planted_faults_are_found_by_name(template: Template, tokenizer: Any, system: str | None) -> None:
     document = render(_talk(TALK, system), template, tokenizer)
     for planted, (plant, expected) in PLANTS.items():
         linter = Linter(tokenizer, template)
@@ -103,7 +103,7 @@ def test_white_space_that_is_trained(tokenizer: Any, before: str, after: str, fa
 @pytest.mark.parametrize(
     "answer", ["so many words " * 30, "你好，世界😀" * 20, "é" * 90], ids=["words", "bytes", "pairs"]
 )
-def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: Any, answer: str) -> None:
+def test_the_beginning_of_a_cut_answer_is_accepted(template: Template, tokenizer: Any, answer: str) -> None:
     linter, chat = Linter(tokenizer, template), _talk(["the question", answer])
     length = len(prompt_renderer(template, tokenizer)(chat.turns[:1]))
     for limit in range(length + 40, length + 44):
@@ -128,7 +128,7 @@ def test_a_cut_question_is_no_fault(template: Template, tokenizer: Any) -> None:
     assert linter.check(replace(document, question_cut=0)) == f.QUESTION_DIFFERS
 
 
-def test_bare_text_is_trained_whole(tokenizer: Any) -> None:
+def test_bare_text_is_fully_supervised(tokenizer: Any) -> None:
     text = Conversation("text", (Turn("assistant", "the hello 你好 " * 30),))
     linter = Linter(tokenizer, get_template("plain"))
     parts = list(Renderer(get_template("plain"), tokenizer, 40)([text]))
@@ -172,7 +172,7 @@ CHATS = st.tuples(
 @given(st.lists(CHATS, min_size=1, max_size=4), st.booleans())
 @example([(None, [("</s>", "</s></s></s></s></s>")], 20)], False)
 @example([("\x1b", [("\x80</s></s><|im_end|>", "")], 20)], False)  # cut inside a character, behind other bytes
-def test_no_text_whatever_puts_user_text_under_the_mask(
+def test_user_text_is_never_supervised(
     template: Template, tokenizer: Any, made: list[Any], last_turn_only: bool
 ) -> None:
     linter = Linter(tokenizer, template)
@@ -196,7 +196,7 @@ REAL = (
 
 @pytest.mark.shared
 @pytest.mark.parametrize("name", REAL)
-def test_every_real_row_is_accounted_for_and_masks_right(shared_data: Path, name: str) -> None:
+def test_masks_of_real_rows(shared_data: Path, name: str) -> None:
     from draftsmith.data.cleaning.cleaner import ROLES
     from draftsmith.data.sources.reading import open_dialogues, read_conversations
 

@@ -1,4 +1,4 @@
-"""Chat templates that packages publish, compared with what transformers renders."""
+"""Published chat templates compared with the rendering of transformers."""
 
 from __future__ import annotations
 

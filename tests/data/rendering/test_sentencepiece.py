@@ -1,4 +1,4 @@
-"""Tokenizers that come as a sentencepiece model: its ids, whatever `legacy` says, and right masks with each."""
+"""Sentencepiece tokenizers: ids for both values of `legacy`, and masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BPE as LLaMA's: pieces of white space that nobody counted and so come last, bytes for the unknown."""
+    """Write a BPE model like LLaMA's, with byte fallback and white-space pieces of low rank."""
     folder = tmp_path_factory.mktemp("sentencepiece")
     (folder / "text.txt").write_text((CODE + TEXT) * 30)
     spaced = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_by_whitespace": True}
@@ -96,9 +96,7 @@ def test_masks_are_right_and_prompts_are_prefixes(folder: Path, chats: list[Conv
 
 
 @pytest.mark.parametrize("with_added_token", [False, True])
-def test_sentencepieces_own_encoder_gives_the_same_ids(
-    folder: Path, chats: list[Conversation], with_added_token: bool
-) -> None:
+def test_ids_equal_those_of_sentencepiece(folder: Path, chats: list[Conversation], with_added_token: bool) -> None:
     tokenizer = load_tokenizer(str(folder))
     if with_added_token:
         tokenizer.add_tokens(["<tool>"])

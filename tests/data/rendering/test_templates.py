@@ -1,4 +1,4 @@
-"""Masks, prompts and special tokens: what is trained on is what the assistant said, and nothing else."""
+"""Masks, prompts and special tokens: only the assistant's text is supervised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def template(request: pytest.FixtureRequest) -> Template:
 
 
 def _trained(rendered: Rendered, tokenizer: Any) -> list[str]:
-    """The trained stretches decoded, special tokens and all."""
+    """Return the decoded supervised spans with special tokens."""
     texts = []
     # behind another token, because a decoder takes the space off the start of a text
     anchor = tokenizer("a", add_special_tokens=False).input_ids
@@ -37,7 +37,7 @@ def _plain(document: Rendered) -> tuple[list[int], list[tuple[int, int]], bool]:
 
 
 def _expected(turns: Sequence[Turn], template: Template, tokenizer: Any) -> list[str]:
-    """What must be trained on: answers, the space that the template leaves to them, and their end of turn.
+    """Return the expected supervised text: answers with their separating space and end of turn.
 
     Behind a special token some tokenizers write a space of their own: `_spaceless` compares without it."""
     space = " " if template.middle.endswith(" ") else ""
@@ -57,9 +57,7 @@ def test_trainable_tokens_are_the_answers(chats: list[Conversation], template: T
         assert rendered.trainable().sum() == sum(end - start for start, end in rendered.spans)
 
 
-def test_prompt_is_what_render_puts_before_each_answer(
-    chats: list[Conversation], template: Template, tokenizer: Any
-) -> None:
+def test_prompts_equal_the_rendered_prefixes(chats: list[Conversation], template: Template, tokenizer: Any) -> None:
     for chat in chats:
         rendered = render(chat, template, tokenizer)
         for number, turn in enumerate(chat.turns):
@@ -89,7 +87,7 @@ def test_special_token_strings_in_messages_stay_text(template: Template, tokeniz
         assert text in tokenizer.decode(render(Conversation("a", turns), template, tokenizer).ids)
 
 
-def test_vicuna_says_exactly_its_text(tokenizer: Any) -> None:
+def test_vicuna_renders_its_published_text(tokenizer: Any) -> None:
     turns = (*HELLO.turns, Turn("user", "and"), Turn("assistant", "bye"))
     template = get_template("vicuna-v1.1")
     ids = render(Conversation("a", turns), template, tokenizer).ids
@@ -131,9 +129,7 @@ def test_long_conversations_split_between_exchanges(
 
 
 @pytest.mark.parametrize("with_system", [False, True])
-def test_a_question_and_an_answer_too_long_share_what_there_is(
-    template: Template, tokenizer: Any, with_system: bool
-) -> None:
+def test_a_long_question_and_answer_share_the_block(template: Template, tokenizer: Any, with_system: bool) -> None:
     system = (Turn("system", "s"),) if with_system else ()
     limit = len(render(Conversation("short", (*system, *HELLO.turns)), template, tokenizer).ids) + 60
     long = "".join(f"{i} " for i in range(200))
@@ -165,7 +161,7 @@ def test_a_system_text_as_long_as_a_block_leaves_no_room(template: Template, tok
     assert report == RenderReport(2, 1, 1, 1, 0, 2, no_room=1)
 
 
-def test_a_document_of_exactly_the_limit_is_whole(template: Template, tokenizer: Any) -> None:
+def test_a_document_of_exactly_the_limit_is_not_cut(template: Template, tokenizer: Any) -> None:
     chat = Conversation("a", (Turn("user", "the hello"), Turn("assistant", "the answer is hello, and then some more")))
     whole = render(chat, template, tokenizer)
     (same,) = Renderer(template, tokenizer, len(whole.ids))([chat])
@@ -178,7 +174,7 @@ def test_a_document_of_exactly_the_limit_is_whole(template: Template, tokenizer:
     assert len(shorter.ids) == end - 1
 
 
-def test_t5_reads_and_writes_what_its_tokenizer_makes_of_each_text() -> None:
+def test_t5_tokenises_each_text_separately() -> None:
     words = ["translate", "English", "to", "German:", "the", "house", "is", "small", "das", "Haus", "ist", "klein"]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), *((f"▁{word}", -2.0) for word in words)]
     backend = Tokenizer(models.Unigram(pieces, unk_id=2))

@@ -1,4 +1,4 @@
-"""The registry, what its entries make of their rows, and how a source becomes dialogues and prompts."""
+"""The registry of corpora, their rows, and the conversion of sources to dialogues and prompts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_local_path_stands_in_for_a_corpus(tmp_path: Path) -> None:
         ("wmt14-de-en", {"translation": {"de": "Hut", "en": "hat"}}, "Translate German to English: Hut", "hat"),
     ],
 )
-def test_references_are_answers_when_a_recipe_trains(
+def test_references_are_answers_in_training(
     name: str, row: dict[str, Any], question: str, answer: str, tmp_path: Path
 ) -> None:
     report = CorpusReport()
@@ -105,7 +105,7 @@ def test_references_are_answers_when_a_recipe_trains(
 
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])
 @pytest.mark.parametrize("form", [("role", "content"), ("from", "value")])
-def test_answers_that_are_marked_are_context(key: str, form: tuple[str, str], bpe: Any, tmp_path: Path) -> None:
+def test_answers_of_weight_0_are_context(key: str, form: tuple[str, str], bpe: Any, tmp_path: Path) -> None:
     role, content = form
     texts = [("user", "one?"), ("assistant", "the"), ("user", "two?"), ("assistant", "hello")]
     row: dict[str, Any] = {"messages": [{role: name, content: text} for name, text in texts]}
@@ -125,7 +125,7 @@ def test_answers_that_are_marked_are_context(key: str, form: tuple[str, str], bp
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_are_learned_before_their_answers(key: str, tmp_path: Path) -> None:
+def test_thoughts_are_supervised_before_their_answers(key: str, tmp_path: Path) -> None:
     row = {"messages": [message("user", "2 + 2?"), message("assistant", "4.") | {key: "Add."}]}
     report = CorpusReport()
     (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
@@ -158,7 +158,7 @@ def test_prompts_of_conversations(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the hub was asked for, and the rows that it has."""
+    """Return the requests to a stand-in of the hub and its rows."""
     datasets = pytest.importorskip("datasets")
     asked: list[dict[str, Any]] = []
     rows = [{"prompt": str(i), "response": "hi", "scores": [i]} for i in range(11)]
@@ -176,7 +176,7 @@ def test_the_hub_is_read_in_shards(hub: tuple[Any, list[dict[str, Any]]]) -> Non
     assert parts == [["0", "4", "8"], ["1", "5", "9"], ["2", "6", "10"], ["3", "7"]]
 
 
-def test_the_hub_gets_what_the_registry_or_the_user_says(hub: tuple[list[dict[str, Any]], Any]) -> None:
+def test_the_hub_gets_the_arguments_of_registry_or_user(hub: tuple[list[dict[str, Any]], Any]) -> None:
     asked, _ = hub
     list(open_dialogues("someone/chats", config="c", split="test", revision="abc", file="x.json"))
     for name, split in (("piqa", None), ("lmsys/lmsys-chat-1m", "train[:10]")):
@@ -202,7 +202,7 @@ def test_an_unreachable_hub_is_one_error_with_its_cause(monkeypatch: pytest.Monk
     assert "Errno" not in str(refused.value)
 
 
-def test_a_file_with_an_address_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_a_url_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     rows = [{"question_id": i, "category": "math", "turns": [str(i)], "reference": [str(i)]} for i in range(5)]
@@ -228,7 +228,7 @@ def test_a_file_with_an_address_is_fetched_once(tmp_path: Path, monkeypatch: pyt
         ("wmt14-en-de", "mt/mcsd_wmt_ende_prompts.json", 1000, 0),
     ],
 )  # fmt: skip
-def test_real_copies_stand_in(shared_data: Path, name: str, path: str, prompts: int, references: int) -> None:
+def test_real_copies_of_corpora(shared_data: Path, name: str, path: str, prompts: int, references: int) -> None:
     found = list(read_prompts(name, path=str(shared_data / path)))
     assert len(found) == prompts
     assert sum(bool(prompt.references) for prompt in found) == references

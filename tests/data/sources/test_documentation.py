@@ -1,4 +1,4 @@
-"""The corpus from installed packages: read without importing, the same every time, and split without leaks."""
+"""The corpus of installed packages' documentation: parsed without importing, reproducible, split without leaks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ GOOGLE_STYLE = """Load the weights from a folder and check that they fit the mod
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The standard library and two small packages, of which importing either would fail."""
+    """Return the documentation of the standard library and of two small packages that fail on import."""
     folder = tmp_path_factory.mktemp("site")
     padding = "Words that make this docstring long enough to be worth reading as a whole. " * 5
     unique = "".join(
@@ -97,7 +97,7 @@ def _by_id(corpus: Corpus) -> dict[str, Conversation]:
     return {c.id: c for c in [*corpus[0], *corpus[1]]}
 
 
-def test_one_conversation_holds_description_parameters_and_example(corpus: Corpus) -> None:
+def test_a_conversation_has_description_parameters_and_example(corpus: Corpus) -> None:
     turns = _by_id(corpus)["fakedocs.solve"].turns
     assert [t.role for t in turns] == ["user", "assistant"] * 3
     assert "`fakedocs.solve`" in turns[0].text
@@ -125,7 +125,7 @@ def test_google_style_and_methods(corpus: Corpus) -> None:
     assert turns[5].text.startswith('>>> load_weights("runs/first", strict=False)\n')
 
 
-def test_private_objects_tests_and_broken_files_are_left_out(corpus: Corpus) -> None:
+def test_private_objects_tests_and_invalid_files_are_skipped(corpus: Corpus) -> None:
     everything = "".join(t.text for c in _by_id(corpus).values() for t in c.turns)
     assert "number 17 as nothing else" in everything
     for text in (
@@ -137,7 +137,7 @@ def test_private_objects_tests_and_broken_files_are_left_out(corpus: Corpus) -> 
         assert text not in everything
 
 
-def test_a_text_is_used_once_and_never_on_both_sides(corpus: Corpus) -> None:
+def test_texts_are_used_once_and_on_one_side_of_the_split(corpus: Corpus) -> None:
     train, heldout, report = corpus
     first_answers = [c.turns[1].text for c in [*train, *heldout]]
     assert len(set(first_answers)) == len(first_answers)
@@ -145,8 +145,8 @@ def test_a_text_is_used_once_and_never_on_both_sides(corpus: Corpus) -> None:
     assert report["packages"]["fakecopy"]["conversations"] == 0
 
 
-def test_the_split_goes_by_the_name_inside_the_module(corpus: Corpus, tmp_path: Path) -> None:
-    """Renaming the package, so that every docstring has another path, must not move an object to the other side."""
+def test_the_split_depends_on_the_name_inside_the_module(corpus: Corpus, tmp_path: Path) -> None:
+    """A renamed package must not move an object to the other side."""
     padding = "Other words, so that no text equals one of the first package, but long enough to be taken. " * 4
     source = "".join(f'def function_{i}():\n    """Number {i} once more. {padding}"""\n\n' for i in range(200))
     (tmp_path / "renamed").mkdir()
@@ -160,7 +160,7 @@ def test_the_split_goes_by_the_name_inside_the_module(corpus: Corpus, tmp_path: 
     assert 5 < len(first) < 45  # 20 expected of 200
 
 
-def test_a_budget_is_kept_spread_and_reproducible() -> None:
+def test_a_budget_is_met_spread_and_reproducible() -> None:
     one = documentation_conversations(["numpy"], max_megabytes=0.3, seed=1)
     two = documentation_conversations(["numpy"], max_megabytes=0.3, seed=1)
     other = documentation_conversations(["numpy"], max_megabytes=0.3, seed=2)

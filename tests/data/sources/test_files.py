@@ -1,4 +1,4 @@
-"""Files in every format: whole, broken, in shards, and as a stream of constant memory."""
+"""Files in all formats: complete, damaged, in shards, and as a stream in constant memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def values(path: Path, index: int = 0, count: int = 1, **options: Any) -> list[A
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_back_what_was_written_whole_and_in_shards(name: str, tmp_path: Path) -> None:
+def test_all_formats_round_trip_whole_and_in_shards(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, ROWS[:400])
     rows = list(local_rows(path))
     assert [row.value for row in rows] == ROWS[:400]
@@ -55,7 +55,7 @@ def test_no_rows_at_all(tmp_path: Path) -> None:
         assert values(tmp_path / name) == []
 
 
-def test_a_list_is_read_right_wherever_a_piece_ends(tmp_path: Path) -> None:
+def test_a_list_is_read_across_chunk_borders(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     kinds = [True, None, "😀", "é\\", {"a": [1, {}, -12.5e-7]}, [], float("inf")]
     for offset in range(60):  # every border of the values comes to lie on the end of a piece
@@ -91,7 +91,7 @@ GOOD = b'{"prompt": "a"}'
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' + b"\n" * 1_000_002), "after row 1.*1,000,000 empty lines"),
     ],
 )
-def test_a_broken_file_is_one_error_with_its_place(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_error_with_its_position(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
     path = tmp_path / name

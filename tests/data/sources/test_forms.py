@@ -1,4 +1,4 @@
-"""Which columns hold who said what, beside the forms that the README lists: nulls anywhere, and what fits no form."""
+"""Detection of the columns of a row, including null values and unknown forms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(value: Any) -> Dialogue:
         ({"conversations": [{"from": None, "value": None}]}, "conversations", ((None, None),)),
     ],
 )  # fmt: skip
-def test_every_form_is_told_by_its_columns(row: Any, form: str, messages: tuple[Any, ...]) -> None:
+def test_forms_are_detected_by_their_columns(row: Any, form: str, messages: tuple[Any, ...]) -> None:
     dialogue = read(row)
     assert dialogue.messages == messages
     assert dialogue.form == form
@@ -57,7 +57,7 @@ def test_every_form_is_told_by_its_columns(row: Any, form: str, messages: tuple[
         ({"conversation_hash": "h"}, "h"), ({"id": None}, "data-7"), ({}, "data-7"),
     ],
 )  # fmt: skip
-def test_the_id_is_the_rows_own_or_its_place(columns: dict[str, Any], identity: str) -> None:
+def test_ids_are_those_of_the_row_or_its_position(columns: dict[str, Any], identity: str) -> None:
     assert read({"messages": [], **columns}).id == identity
 
 
@@ -91,7 +91,7 @@ JSON = st.recursive(
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(JSON)
-def test_no_row_makes_it_fail_otherwise_than_by_an_error_with_a_place(value: Any) -> None:
+def test_invalid_rows_raise_errors_with_their_position(value: Any) -> None:
     try:
         dialogue = read(value)
     except ValueError as error:
@@ -108,7 +108,7 @@ TABLE = [form.groups() for form in FORMS]
 
 
 @pytest.mark.parametrize(("form", "written", "turns"), TABLE, ids=[form for form, _, _ in TABLE])
-def test_row_of_each_documented_form_is_read_as_documented(form: str, written: str, turns: str, tmp_path: Path) -> None:
+def test_documented_forms_are_read(form: str, written: str, turns: str, tmp_path: Path) -> None:
     source, report = tmp_path / "rows.jsonl", CorpusReport()
     rows = [span for span in re.findall(r"`(.+?)`", written) if span[0] in '{["']
     source.write_text("".join(json.dumps(json.loads(row)) + "\n" for row in rows))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draftsmith.decode.engine import Context, Limits
-from draftsmith.decode.evaluation.measure import STEADY, Decoded, Entry, Run, measure
+from draftsmith.decode.evaluation.measure import MAX_STEADY_SLOWDOWN, Decoded, Entry, Run, measure
 from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
 from draftsmith.decode.methods import Parts
@@ -137,14 +137,14 @@ def test_undisturbed_times_are_steady_and_disturbed_ones_are_not() -> None:
     for _ in range(500):
         once = np.exp(rng.normal(0, 0.08, (8, 1)))
         thrice = np.exp(rng.normal(0, 0.08, (8, 3))) * rng.uniform(1, 30, (8, 1))  # prompts differ: not a fault
-        clean += run_of(once.tolist()).unsteady() + run_of(thrice.tolist()).unsteady()
+        clean += run_of(once.tolist()).is_disturbed() + run_of(thrice.tolist()).is_disturbed()
         disturbed = once * np.where(rng.permutation(8)[:, None] < 3, 3, 1)
-        wrong += run_of(disturbed.tolist()).unsteady()
+        wrong += run_of(disturbed.tolist()).is_disturbed()
     assert clean == 0
     assert wrong == 500
     twice = [[1.0, 3.0], [1.0, 1.0], [1.0, 2.0]]
     assert run_of(twice).slowdown() == pytest.approx((2 + 1 + 1.5) / 3)
-    assert run_of([[1.0, 3.0, 1.1], [1.0, 1.0, 1.0]]).unsteady() is False  # the median passes it over
+    assert run_of([[1.0, 3.0, 1.1], [1.0, 1.0, 1.0]]).is_disturbed() is False  # the median passes it over
     assert run_of([[1.0], [9.0], [1.0]]).slowdown() is None
     longer = [run_of([[float(n)]], n).by_prompt[0] for n in (4, 8, 40, 16, 5)]
     assert Run(longer).slowdown() == pytest.approx(1), "by step, whatever the length"
@@ -166,4 +166,4 @@ def test_rows_report_whether_their_times_are_steady(models: tuple[Any, Parts]) -
     assert flags() == [True, True]
     assert flags("autoregressive") == [False, False], "the speedups of all rows"
     assert flags(chosen[1].label) == [True, False]
-    assert STEADY == 1.25
+    assert MAX_STEADY_SLOWDOWN == 1.25

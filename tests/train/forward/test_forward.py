@@ -86,7 +86,7 @@ def build(family: str, attention: str, **overrides: Any) -> Any:
 def test_a_document_kernel_equals_masked_attention(
     worker: ModuleType, reference: str, family: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftsmith.train.forward.packed._WORTH_IT", 1.0)
+    monkeypatch.setattr("draftsmith.train.forward.packed._MAX_PAIR_SHARE", 1.0)
     batch = worker.make_data(4, length=21).batch(range(4))
     real = (batch.documents_BT >= 0)[..., None]
     outputs, gradients = [], []
