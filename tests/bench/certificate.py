@@ -31,7 +31,7 @@ LEVEL = 1e-6 / 8  # of `draftsmith certify` with four rows
 
 
 def find(fault: Fault) -> tuple[str | None, float]:
-    """The first verdict that doubts a faulty method, and how long it took."""
+    """Return the first verdict that doubts a faulty method, and the seconds."""
     start, entry = time.process_time(), Entry(fault.method, fault.method, fault.options, Sampling(1.0))
     with pytest.MonkeyPatch.context() as patch:
         fault.plant(patch)
@@ -40,7 +40,7 @@ def find(fault: Fault) -> tuple[str | None, float]:
 
 
 def clean(name: str, seed: int) -> tuple[set[str], float, float]:
-    """Verdicts on a method as it is, the smallest p-value times the number of tests, and how long it took."""
+    """Return the verdicts on an unchanged method, the smallest p-value times the number of tests, and the seconds."""
     start = time.process_time()
     found = list(stress_method(Entry(name, name, {}, Sampling(1.0)), Plan(level=LEVEL, seed=seed)))
     tests = [test["p_value"] for one in found for test in one.tests]
@@ -55,7 +55,7 @@ def main() -> None:
         verdict, seconds = find(fault)
         by_kind[fault.kind].append((verdict, seconds))
         print(f"{fault.kind:18}{fault.name:44}{fault.method:24}{verdict or 'MISSED':14}{seconds:6.1f} s", flush=True)
-    print("\n| class | planted | found | seconds: median | most |\n|---|---|---|---|---|")
+    print("\n| class | planted | found | median seconds | maximum |\n|---|---|---|---|---|")
     rows = {}
     for kind, found in by_kind.items():
         seconds = [each for _, each in found]
@@ -69,7 +69,7 @@ def main() -> None:
         alarms += verdicts != {"lossless"}
         times.append(seconds)
         print(
-            f"as it is: {names[number % len(names)]:24}{', '.join(sorted(verdicts)):12}{smallest:8.2g}{seconds:7.1f} s"
+            f"unchanged: {names[number % len(names)]:24}{', '.join(sorted(verdicts)):12}{smallest:8.2g}{seconds:7.1f} s"
         )
     finish({"faults": rows, "clean_runs": len(times), "false_alarms": alarms, "clean_seconds": sum(times)})
 

@@ -8,13 +8,13 @@ from typing import Any
 
 
 def kilobytes(name: str) -> int:
-    """A size of this process; `ru_maxrss` would hold the parent's."""
+    """Return a memory size of this process, since `ru_maxrss` would contain the parent's."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(name))
 
 
 def prepare_limited(megabytes: int, corpus: str, tokenizer_folder: str, out: str) -> dict[str, Any]:
-    """Prepare a corpus with so much memory that may be allocated."""
+    """Prepare a corpus with a limit on the memory that may be allocated."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (megabytes * 1_000_000, megabytes * 1_000_000))
@@ -63,7 +63,7 @@ def count_zipf(name: str, tokens: int) -> dict[str, float]:
 
 
 def load_table(name: str) -> tuple[float, float]:
-    """Seconds until a table is loaded and checked, and megabytes that the process then holds besides mapped files."""
+    """Return the seconds to load and check a table, and the megabytes held besides mapped files."""
     from draftsmith.checkpoints.table.table import BigramTable
 
     BigramTable.from_documents([], 10)

@@ -29,7 +29,7 @@ LLAMA = SHARED / "tokenizer" / "llama2c"
 
 
 def parser_of(doc: str | None, quick: str, pair: bool = False, **numbers: int) -> argparse.ArgumentParser:
-    """A parser with `--quick`, whole numbers with these defaults and, if asked for, `--pair`."""
+    """Return a parser with `--quick`, integer options with these defaults and optionally `--pair`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     if pair:
@@ -77,7 +77,7 @@ def random_llama(
 
 
 class Timed(NamedTuple):
-    """A call's result, and its seconds by the clock and of processors."""
+    """Result of a call, with its wall time and processor time in seconds."""
 
     result: Any
     wall: float
@@ -85,19 +85,18 @@ class Timed(NamedTuple):
 
 
 def processor_seconds() -> float:
-    """Processor seconds of this process and of those that have ended for it."""
+    """Return the processor seconds of this process and of its finished children."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def timed(job: Callable[[], Any]) -> Timed:
-    """A call and its times."""
     start, used = time.perf_counter(), processor_seconds()
     result = job()
     return Timed(result, time.perf_counter() - start, processor_seconds() - used)
 
 
 def in_turns(jobs: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 0) -> dict[str, list[Timed]]:
-    """Every job once a round; the first `warm` rounds are not counted."""
+    """Run all jobs once per round; the first `warm` rounds are not counted."""
     found: dict[str, list[Timed]] = {name: [] for name in jobs}
     for number in range(warm + rounds):
         for name, job in jobs.items():
@@ -108,14 +107,14 @@ def in_turns(jobs: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 0) 
 
 
 def medians(times: Mapping[str, Sequence[Timed]]) -> dict[str, float]:
-    """Seconds by the clock."""
+    """Return the median wall time of each job."""
     return {name: statistics.median(each.wall for each in series) for name, series in times.items()}
 
 
 def against_tokenizers(
     raw: Mapping[str, Callable[[], int]], ours: str, job: Callable[[], int], rounds: int
 ) -> tuple[str, dict[str, float], dict[str, float]]:
-    """Ours against the fastest raw tokenizer, each a function that gives its number of tokens; in turns.
+    """Compare our function with the fastest tokenizer; each returns its number of tokens, and runs are interleaved.
 
     Returns:
         The fastest tokenizer, medians of the ratios (`time`, `cpu`: raw over ours; `rate`: tokens a second, ours over
@@ -135,7 +134,7 @@ def against_tokenizers(
 
 
 def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
-    """A call, and the most bytes that it takes above what this process holds."""
+    """Return the result of a call and the peak number of bytes that it adds."""
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
     found = timed(job)
@@ -143,7 +142,7 @@ def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
 
 
 def own_process(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """What `module.function` of this folder returns in a process of its own, which imports that module alone."""
+    """Return the result of `module.function` of this folder, run in a separate process."""
     module, _, name = function.partition(".")
     code = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from {module} import {name}; "
     code += f"print(json.dumps({name}(*json.loads(sys.argv[1]))))"

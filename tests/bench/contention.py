@@ -64,7 +64,7 @@ print(decoding, training)
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Run processes that do nothing but count."""
+    """Run busy processes during the context."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

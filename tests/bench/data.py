@@ -40,7 +40,7 @@ TEMPLATE = get_template("vicuna-v1.1")
 
 
 def defaults(folder: Path) -> tuple[Path, Path]:
-    """A corpus and a tokenizer that need no download."""
+    """Return a corpus and a tokenizer that need no download."""
     if SHAREGPT.is_file():
         return SHAREGPT, LLAMA
     chats, _, _ = documentation_conversations(["numpy", "torch"], heldout_share=0.01, max_megabytes=5, seed=0)
@@ -51,7 +51,7 @@ def defaults(folder: Path) -> tuple[Path, Path]:
 
 
 def raw_tokenizers(tokenizer: Any, folder: Path, texts: list[str]) -> dict[str, Callable[[], int]]:
-    """Ways to tokenise the texts on all cores, each returning the number of tokens."""
+    """Return functions that tokenise the texts on all cores and return the number of tokens."""
     encode = tokenizer.backend_tokenizer.encode_batch_fast
     ways = {"tokenizers": lambda: sum(len(e.ids) for e in encode(texts, add_special_tokens=False))}
     model = folder / "tokenizer.model"
@@ -64,7 +64,7 @@ def raw_tokenizers(tokenizer: Any, folder: Path, texts: list[str]) -> dict[str, 
 
 
 def repeated(corpus: Path, times: int) -> Iterator[Conversation]:
-    """The corpus several times over, with ids of its own each time."""
+    """Write the corpus several times with different ids."""
     chats = list(read_conversations(str(corpus)))
     for number in range(times):
         for chat in chats:
@@ -72,7 +72,7 @@ def repeated(corpus: Path, times: int) -> Iterator[Conversation]:
 
 
 def throughput(corpus: Path, tokenizer: Any, tokenizer_folder: Path, folder: Path, quick: bool) -> dict[str, Any]:
-    """Preparing against the raw tokenizer, in turn."""
+    """Compare preparation with the tokenizer only."""
     file = folder / "repeated.jsonl"
     write_conversations(repeated(corpus, 2 if quick else 6), file)
     texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]
@@ -102,7 +102,7 @@ def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) 
 
 
 def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[str, Any]:
-    """Tokens a second of forward and backward on packed and on padded batches of the same documents."""
+    """Return tokens per second of training steps on packed and padded batches of the same documents."""
     module = DrafterTask(random_llama((192, 512, 12, 4, len(tokenizer))), None).module
     batches = 2 if quick else 6
     queues: dict[str, Iterator[Batch]] = {}

@@ -39,7 +39,6 @@ Job = Callable[[Sequence[int], Limits], Decoded]
 
 
 def rows(gamma: int) -> dict[str, tuple[str, dict[str, Any], Sampling]]:
-    """The methods measured, by label."""
     options: dict[str, dict[str, Any]] = {
         "autoregressive": {}, "speculative": {"gamma": gamma}, "multi-candidate": {"k_config": "2x1x1x1"},
         "medusa": {"tree": "2x1"}, "slim-ss": {}, "slim-s": {"num_sequences": 4}, "slim-l": {},
@@ -50,7 +49,7 @@ def rows(gamma: int) -> dict[str, tuple[str, dict[str, Any], Sampling]]:
 
 
 def assisted(target: Any, drafter: Any, gamma: int) -> Job:
-    """`transformers.generate(assistant_model=…)` with `gamma` draft tokens a step, always."""
+    """Run `transformers.generate(assistant_model=…)` with a constant number of draft tokens."""
     config = drafter.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
     config.assistant_confidence_threshold = 0.0
@@ -96,7 +95,7 @@ def published(target: Any, drafter: Any, gamma: int) -> Job:
 
 
 class Idle(LanguageModel):
-    """A model that computes nothing: what a step costs with it is the engine's own."""
+    """Model without computation, with which a step takes the engine's own time."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.hidden_size, self.max_positions = vocab_size, 8, 1 << 30
@@ -118,8 +117,6 @@ class Idle(LanguageModel):
 
 
 class IdleHeads:
-    """Heads that compute nothing."""
-
     num_heads = 4
 
     def __init__(self, vocab_size: int) -> None:
@@ -130,7 +127,7 @@ class IdleHeads:
 
 
 def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, tokens: int) -> dict[str, float]:
-    """Median time of a step by label with models that compute nothing."""
+    """Return the median time of a step by label with models without computation."""
     parts = Parts(Idle(vocab_size), IdleHeads(vocab_size), table)
     found = {}
     for label, (name, options, sampling) in rows(gamma).items():
@@ -169,7 +166,7 @@ def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, ru
 
 
 def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The trained pair, on the CPU."""
+    """Measure the trained pair on the CPU."""
     from pair import Pair  # which needs pydantic
 
     quick, gamma = arguments.quick, arguments.gamma
@@ -201,7 +198,7 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     host = host_microseconds(target.vocab_size, parts.table, gamma, 200 if quick else 2000)
     print("host per step: " + ", ".join(f"{label} {value:.0f} us" for label, value in host.items()))
     share, with_tree = prune_share(target, parts.heads, parts.table, 5 if quick else 50)
-    print(f"slim: top 40 of 4 x 10 candidates {share:.1%} of a target forward, {with_tree:.1%} with the tree laid out")
+    print(f"slim: top 40 of 4 x 10 candidates {share:.1%} of a target forward, {with_tree:.1%} with the tree")
 
     def by_label(key: str) -> dict[str, float]:
         return {label: row[key] for label, row in found.items() if key in row}
@@ -224,7 +221,6 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
 def interleaved(
     jobs: dict[str, Job], prompts: Sequence[Sequence[int]], limits: Limits, quick: bool
 ) -> dict[str, list[list[Decoded]]]:
-    """Runs of every prompt by label."""
     for job in jobs.values():
         job(prompts[0], Limits(8, limits.stop_ids))
     runs: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in jobs}

@@ -30,7 +30,7 @@ COMMANDS = ("--version", "recipes ls", "corpora", "export", "doctor", "evaluate 
 
 
 def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
-    """Bytes a second that are read, and FLOP a second of a large product."""
+    """Return the bytes per second of reading memory, and the FLOP per second of a large product."""
     memory = torch.ones(1 << 27)
     left, right = torch.ones(PROMPT, 4096, dtype=dtype), torch.ones(4096, 4096, dtype=dtype)
     jobs = {"read": memory.sum, "product": lambda: left @ right}
@@ -41,7 +41,7 @@ def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
 
 @torch.inference_mode()
 def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]:
-    """What is measured in one number format."""
+    """Measure one dtype."""
     model = load_model(folder, dtype=name)
     dtype, width = model.dtype, 1 if name == "int8" else model.dtype.itemsize
     output = model.get_output_embeddings().weight
@@ -94,7 +94,7 @@ def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]
 
 
 def startup() -> dict[str, float]:
-    """Seconds of commands."""
+    """Return the seconds of commands."""
     found = {}
     for command in COMMANDS:
         times = []

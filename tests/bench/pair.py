@@ -68,6 +68,5 @@ class Pair:
 
     @cached_property
     def parts(self) -> Parts:
-        """Drafter, heads and table."""
         folder = self.folder
         return Parts(wrap_model(self.drafter_model), load_heads(folder / "heads"), BigramTable.load(folder / "table"))

@@ -37,19 +37,18 @@ PROBLEMS = (
 
 
 def loaded(path: Path) -> Any:
-    """A JSON file, or the rows of a JSONL file."""
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()] if text.startswith("{") else json.loads(text)
 
 
 def first(conversations: Any, speaker: str) -> list[str]:
-    """The first turn of each conversation that is the speaker's."""
+    """Return the first turn of the speaker in each conversation."""
     turns = ([turn["value"] for turn in row["conversations"] if turn["from"] == speaker] for row in conversations)
     return [each[0] for each in turns if each]
 
 
 def with_passages(pairs: Sequence[tuple[str, str]], count: int, rng: random.Random) -> list[str]:
-    """Questions, each after the four answers of all that share most words with its own."""
+    """Return questions, each after the four answers that share most words with it."""
     words = [set(re.findall(r"[a-z]{5,}", answer.lower())) for _, answer in pairs]
     found = []
     for chosen in rng.sample(range(len(pairs)), min(count, len(pairs))):
@@ -66,8 +65,8 @@ def problem(rng: random.Random) -> str:
     return rng.choice(PROBLEMS).format(a=a, b=b, x=x, y=y, **numbers)
 
 
-def gathered(limit: int, rng: random.Random) -> dict[str, list[str]]:
-    """Texts by kind, more than are needed."""
+def collect(limit: int, rng: random.Random) -> dict[str, list[str]]:
+    """Return texts by kind, more than are needed."""
     general = loaded(SHARED / "instruct" / "halueval_general_data.json")
     alpaca = loaded(SHARED / "instruct" / "alpaca_en_demo.json")
     chats = [*loaded(SHAREGPT), *loaded(SHARED / "chat_multi" / "mtbench101_sharegpt.json")]
@@ -93,7 +92,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=2600, help="questions")
     args = parser.parse_args()
     rng, chosen = random.Random(0), []
-    for kind, texts in gathered(args.limit, rng).items():
+    for kind, texts in collect(args.limit, rng).items():
         fitting = sorted({text.strip() for text in texts if 10 < len(text.strip()) < LONGEST})
         wanted = round(args.limit * SHARES[kind])
         chosen += [(kind, text) for text in rng.sample(fitting, min(wanted, len(fitting)))]

@@ -99,7 +99,7 @@ class BusyProfile:
 
 
 class FixedPattern(Verifier):
-    """Keeps as many tokens of the first path as a fixed pattern says: models of random weights never agree."""
+    """Verifier that accepts tokens by a fixed pattern, since random models never agree."""
 
     lossless = False
     score_type: Literal["logits"] = "logits"
@@ -126,7 +126,7 @@ class FixedPattern(Verifier):
 def steps_of(
     target: LanguageModel, method: Method, context: int, batch: int, limits: Limits, profile: Profile | None = None
 ) -> tuple[int, int, float]:
-    """Tokens of all rows, steps and their seconds, the reading of the prompts left out."""
+    """Return the tokens of all rows, the steps and their seconds without prefill."""
     rng, prompts = Rng.for_rows(0, batch, target.device), [[1] * context for _ in range(batch)]
     steps = generate(target, *method, prompts, limits, Sampling(), rng, profile)
     next(steps)
@@ -137,7 +137,7 @@ def steps_of(
 
 
 def assisted(target: Any, drafter: Any, context: int, tokens: int, gamma: int) -> float:
-    """Microseconds of a step of transformers' assisted generation with a constant number of draft tokens."""
+    """Return the microseconds per step of transformers' assisted generation with a constant draft length."""
     config, began = drafter.generation_config, list[float]()
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
     config.assistant_confidence_threshold = 0.0
@@ -151,7 +151,7 @@ def assisted(target: Any, drafter: Any, context: int, tokens: int, gamma: int) -
 
 
 def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Every method of a pair of shapes, by label, batch and context."""
+    """Return the times of every method of a pair by label, batch and context."""
     dtype, gamma, tokens = getattr(torch, options.dtype), options.gamma, 32 if options.quick else 128
     positions = max(options.context) + 2 * tokens + 64
     sizes = [SHAPES[shape] for shape in pair.split("-")]
@@ -187,11 +187,11 @@ def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
                         f"{phase} {value:.0f}" + (f" ({row['busy_us'][phase]:.0f})" if phase in row["busy_us"] else "")
                         for phase, value in profile.summary().items()
                     )
-                    print(f"{pair:8s} {name:48s} {row['tokens_per_second']:8.1f} tokens/s  us (at work): {shown}")
+                    print(f"{pair:8s} {name:48s} {row['tokens_per_second']:8.1f} tokens/s  us (busy): {shown}")
     for context in options.context if options.peer else ():
         assisted(*models, context, 16, gamma)
         found[f"assisted context {context}"] = row = {"us_per_step": assisted(*models, context, tokens, gamma)}
-        print(f"{pair:8s} transformers, assisted, context {context}: {row['us_per_step']:.0f} us a step")
+        print(f"{pair:8s} transformers, assisted, context {context}: {row['us_per_step']:.0f} us per step")
     return found
 
 

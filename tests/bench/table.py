@@ -61,7 +61,7 @@ ROWS, LEVELS, WIDTH = 8, 4, 10
 
 
 def zipf_tokens(vocab_size: int, size: int, seed: int) -> np.ndarray:
-    """int32 [size]: independent tokens; that of rank k has a probability proportional to 1 / k."""
+    """Return independent tokens, int32 [size]; that of rank k has a probability proportional to 1 / k."""
     cumulated_V = np.cumsum(1 / np.arange(1, vocab_size + 1))
     id_of_rank_V = np.random.default_rng(0).permutation(vocab_size).astype(np.int32)
     drawn_T = np.random.default_rng(seed).random(size) * cumulated_V[-1]
@@ -69,7 +69,7 @@ def zipf_tokens(vocab_size: int, size: int, seed: int) -> np.ndarray:
 
 
 def count(folder: Path, quick: bool) -> dict[str, Any]:
-    """Counting from memory, by vocabulary and length of documents."""
+    """Return the speed of counting from memory by vocabulary and length of documents."""
     batches = 48 if quick else 256
     result: dict[str, Any] = {}
     for vocab_size in VOCABULARIES:
@@ -85,7 +85,7 @@ def count(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.ndarray) -> dict[str, float]:
-    """Millions of tokens a second."""
+    """Return millions of tokens per second."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         start, used = time.perf_counter(), processor_seconds()
         with PairCounter(vocab_size, Path(name) / "runs", threads=THREADS) as counter:
@@ -100,7 +100,7 @@ def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.
 
 
 def zipf(folder: Path, quick: bool) -> dict[str, Any]:
-    """Time and memory against the number of tokens."""
+    """Return time and memory by number of tokens."""
     points = []
     for tokens in (10**7, 10**8, *(() if quick else (10**9,))):
         with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -110,12 +110,12 @@ def zipf(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Token ids, low ones more often, as tokenizers number them."""
+    """Return token ids, with low ones more often, as tokenizers number them."""
     return (VOCAB * rng.random(shape, dtype=np.float32) ** 3).astype(np.int64)
 
 
 def random_table(folder: Path, entries: int) -> Path:
-    """The folder of a table of exactly so many entries, whose counts have a long tail."""
+    """Return the folder of a table with exactly this number of entries, whose counts have a long tail."""
     rng, keys_E = np.random.default_rng(0), np.zeros(0, dtype=np.uint32)
     while len(keys_E) < entries:
         keys_X = (draw(rng, 2 * entries) * VOCAB + draw(rng, 2 * entries)).astype(np.uint32)
@@ -128,7 +128,7 @@ def random_table(folder: Path, entries: int) -> Path:
 
 
 def load(folder: Path, quick: bool) -> dict[str, Any]:
-    """Loading ten million entries, each time in a process of its own."""
+    """Load ten million entries, each time in a separate process."""
     place = random_table(folder, SIZES["10m"])
     found: dict[str, list[tuple[float, float]]] = {"load_sec": [], "load_disk_sec": []}
     for _ in range(3 if quick else 7):
@@ -144,7 +144,7 @@ def load(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def _drop(file: Path) -> None:
-    """Take a file's pages out of the page cache."""
+    """Remove a file's pages from the page cache."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -154,7 +154,7 @@ def _drop(file: Path) -> None:
 
 
 def lookup(folder: Path, quick: bool) -> dict[str, Any]:
-    """SLiM's look-ups and the drafter's distributions, of a table that was loaded from its file."""
+    """Return the times of SLiM's lookups and the drafter's distributions."""
     results: dict[str, Any] = {}
     for name, entries in SIZES.items():
         table = BigramTable.load(random_table(folder, entries))
@@ -188,7 +188,7 @@ def _lookups(table: BigramTable, runs: int) -> dict[str, float]:
 
 
 def _candidates(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of a step as SLiM asks for them: before [B, K, 1, C], candidates [B, K, C, 1]."""
+    """Return the pairs of a step of SLiM: previous tokens [B, K, 1, C] and candidates [B, K, C, 1]."""
     candidates_BKC = torch.from_numpy(draw(rng, ROWS, LEVELS, WIDTH))
     root_B11 = torch.from_numpy(draw(rng, ROWS, 1, 1))
     before_BKC = torch.cat((root_B11.expand(-1, 1, WIDTH), candidates_BKC[:, :-1]), 1)
@@ -196,7 +196,6 @@ def _candidates(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _microseconds(job: Callable[..., Any], inputs: Sequence[Any], cold: bool, runs: int) -> float:
-    """The median call."""
     caches, series = torch.zeros(1 << 24), []
     for number in range(runs):
         if cold:
@@ -208,7 +207,7 @@ def _microseconds(job: Callable[..., Any], inputs: Sequence[Any], cold: bool, ru
 
 
 def text(folder: Path, quick: bool) -> dict[str, Any]:
-    """Counting from text against the raw tokenizer, in turn."""
+    """Compare counting from text with the tokenizer only."""
     corpus, tokenizer_folder = defaults(folder)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     file = folder / "repeated.jsonl"

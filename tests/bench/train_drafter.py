@@ -41,12 +41,11 @@ OBJECTIVES = ("cross-entropy", "forward-kl", "reverse-kl", "jensen-shannon", "to
 
 
 def model_of(vocab: int, positions: int, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
-    """Llama-68M's shape."""
     return random_llama((768, 3072, layers, 12, vocab), positions, seed=seed)
 
 
 def documents(folder: Path, block: int, rows: int) -> tuple[PreparedData, int]:
-    """So many conversations as prepared data, and the size of the vocabulary."""
+    """Return conversations as prepared data, and the vocabulary size."""
     with tempfile.TemporaryDirectory() as made:
         corpus, tokenizer_folder = defaults(Path(made))
         tokenizer = load_tokenizer(str(tokenizer_folder))
@@ -56,7 +55,7 @@ def documents(folder: Path, block: int, rows: int) -> tuple[PreparedData, int]:
 
 
 def rows_of(data: PreparedData) -> list[dict[str, Any]]:
-    """The same documents for the Trainer: one to a row, in random order."""
+    """Return the same documents for the Trainer: one per row, in random order."""
     rows = []
     for batch in (data.batch([block]) for block in range(data.blocks)):
         numbers = batch.documents_BT[0]
@@ -67,8 +66,6 @@ def rows_of(data: PreparedData) -> list[dict[str, Any]]:
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch, padded to its longest row."""
-
     def together(name: str, value: int) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
 
@@ -78,7 +75,7 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class Watch(TrainerCallback):
-    """Seconds of each of the Trainer's steps."""
+    """Callback that records the seconds of the Trainer's steps."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -92,7 +89,7 @@ class Watch(TrainerCallback):
 
 
 def trainer_round(model: Any, rows: list[dict[str, Any]], first: int, steps: int, folder: Path) -> tuple[int, float]:
-    """Tokens and seconds of so many steps of `Trainer.train`."""
+    """Return tokens and seconds of steps of `Trainer.train`."""
     watch = Watch()
     part = [rows[i % len(rows)] for i in range(first * BATCH, (first + steps) * BATCH)]
     arguments = TrainingArguments(
@@ -105,7 +102,7 @@ def trainer_round(model: Any, rows: list[dict[str, Any]], first: int, steps: int
 
 
 def fit_round(task: DrafterTask, data: PreparedData, steps: int, folder: Path, seed: int) -> tuple[int, float]:
-    """Tokens and seconds of so many steps of `fit`, as it reports them."""
+    """Return tokens and seconds of steps of `fit`."""
     config = FitConfig(
         steps=steps, global_batch=BATCH, micro_batch=BATCH, learning_rate=2e-5, schedule="constant", warmup=0.0,
         log_every=1, seed=seed, keep_checkpoints=1, evaluate_every=0, save_every=0,
@@ -129,7 +126,7 @@ def against_the_trainer(folder: Path, block: int, rows: int, rounds: int, steps:
     density = data.manifest["packing_density"]
     print(f"documents of {useful:.0f} tokens on average, blocks of {block}, {density:.1%} full")
     for name, speed in speeds.items():
-        print(f"  {name:12} {speed:8.0f} useful tokens/s")
+        print(f"  {name:12} {speed:8.0f} tokens/s without padding")
     return {
         "useful_tokens_per_sec": speeds,
         "vs_hf_trainer": speeds["draftsmith"] / speeds["trainer"],
@@ -148,7 +145,7 @@ def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_
 
 
 def peak_of_loss(way: str, positions: int, vocab: int) -> tuple[int, float]:
-    """In this process: the most bytes above inputs and gradients that cross entropy takes, and its seconds."""
+    """Return the peak bytes of cross-entropy beyond inputs and gradients, and its seconds, in this process."""
     torch.manual_seed(0)
     hidden_XD = torch.randn(positions, 768, requires_grad=True)
     weight_VD = torch.randn(vocab, 768, requires_grad=True)
@@ -171,7 +168,8 @@ def memory_of_loss(positions: int, vocab: int) -> dict[str, Any]:
 
 
 def cost_of_teachers(folder: Path, block: int, rows: int, rounds: int) -> dict[str, Any]:
-    """Time of a step with each objective, its teacher of the drafter's own shape, over that of cross entropy."""
+    """Return the time of a step with each objective relative to cross-entropy, with a teacher of the drafter's
+    shape."""
     data, vocab = documents(folder / "taught", block, rows)
     teacher, seeds = ModelTeacher(model_of(vocab, block, seed=1)), count()
     tasks = {

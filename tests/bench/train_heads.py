@@ -46,7 +46,7 @@ WEIGHTS = {"hard": {"cross-entropy": 1.0}, "soft": {"forward-kl": 1.0}}
 
 @dataclass
 class Inputs:
-    """What both sides are given; gradients are dropped before every run, as a training step does."""
+    """Inputs of both sides, whose gradients are dropped before every run."""
 
     features_XKD: Tensor
     projections: list[Tensor]
@@ -80,7 +80,7 @@ class Inputs:
 
 
 def fused(inputs: Inputs, kind: str) -> float:
-    """Return the fused loss and leave its gradients in the inputs."""
+    """Run the fused loss with its gradients."""
     given = (inputs.features_XKD, inputs.projections, inputs.labels_XK)
     taught = (inputs.teacher, inputs.rows_XK) if kind == "soft" else ()
     sums_K, counts_K = heads_mixture(WEIGHTS[kind], *given, *taught)
@@ -111,7 +111,7 @@ def naive(inputs: Inputs, kind: str) -> float:
 
 @torch.no_grad()
 def products(inputs: Inputs, kind: str, chunk: int = 512) -> None:
-    """Nothing but the matrix products that the loss and its gradients need, into memory that is there."""
+    """Run only the matrix products of the loss and its gradients, into allocated memory."""
     features_XD = inputs.features_XKD[:, 0].detach().contiguous()
     hidden = features_XD.shape[1]
     grad_VD = torch.zeros(VOCAB, hidden)
@@ -130,7 +130,7 @@ SIDES: dict[str, Callable[[Inputs, str], float]] = {"fused": fused, "naive": nai
 
 
 def memory_of(side: str, kind: str, hidden: int, tokens: int) -> dict[str, float]:
-    """In this process: bytes that a side takes, and its seconds."""
+    """Return the bytes that a side takes, and its seconds, in this process."""
     run, inputs = SIDES[side], Inputs.of(hidden, tokens)
     run(Inputs.of(8, 8), kind)  # libraries take their own memory once
     products(inputs, kind, BLOCKS * tokens)  # so does each thread of the matrix library, by the size of the product
@@ -142,7 +142,7 @@ def memory_of(side: str, kind: str, hidden: int, tokens: int) -> dict[str, float
 def compare_memory(hidden: int, tokens: int) -> dict[str, Any]:
     logits = BLOCKS * tokens * HEADS * VOCAB * 4
     features = BLOCKS * tokens * HEADS * hidden * 4
-    print(f"hidden {hidden}: naive logits alone {logits / 1e6:.0f} MB; features' gradient {features / 1e6:.0f} MB")
+    print(f"hidden {hidden}: naive logits only {logits / 1e6:.0f} MB; features' gradient {features / 1e6:.0f} MB")
     found: dict[str, float] = {}
     for side, kind in (("fused", "hard"), ("naive", "hard"), ("fused", "soft")):
         one = own_process("train_heads.memory_of", side, kind, hidden, tokens)
@@ -198,12 +198,12 @@ def on_processor(options: argparse.Namespace) -> dict[str, Any]:
         suffix = "" if hidden == shapes[0] else f"_{hidden}"
         results |= {f"{key}{suffix}": value for key, value in found.items()}
         name = f"hidden {hidden}: memory {found['loss_memory_ratio']:.3f} x the naive logits"
-        print(f"{name}, time {found['time_ratio']:.2f} x naive (products alone {found['products_ratio']:.2f})")
+        print(f"{name}, time {found['time_ratio']:.2f} x naive (products only {found['products_ratio']:.2f})")
     return results
 
 
 def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, Any]:
-    """Steps of training heads on a random target, and the target's part of them."""
+    """Return the times of training steps of heads on a random target, and the target's share."""
     results: dict[str, Any] = {"shape": shape, "block_tokens": tokens, "blocks": BLOCKS, "heads": HEADS}
     target = random_llama(SHAPES[shape], tokens, device, torch.bfloat16)
     weight_VD = target.lm_head.weight.detach()

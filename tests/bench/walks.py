@@ -59,12 +59,12 @@ def make_folder() -> None:
 
 
 def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
-    """Run a command in a fork under a profile; files of the package whose functions were called, and climbs."""
+    """Run a command in a fork under a profile; return the files with called functions, and the climbs."""
     passed: set[str] = set()
     climbs: set[tuple[str, str]] = set()
 
     def inside(path: str) -> str:
-        """Relative to the package; empty outside of its rooms."""
+        """Return the path relative to the package, or "" outside of its rooms."""
         relative = path.removeprefix(f"{ROOT}/") if path.startswith(f"{ROOT}/") else ""
         return relative if relative.partition("/")[0] in ROOMS else ""
 
