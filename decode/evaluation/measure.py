@@ -107,16 +107,16 @@ class Run:
         Other work on the machine can only make runs longer. With several repeats the undisturbed time is the fastest of
         each batch, otherwise the lower quartile of the time per step.
         """
-        runs = zip(*([run.seconds - run.prefill_seconds for run in each] for each in self.by_prompt), strict=True)
-        times = list(zip(*(map(sum, self.by_batch(each)) for each in runs), strict=True))
+        runs = zip(*([run.seconds - run.prefill_seconds for run in row] for row in self.by_prompt), strict=True)
+        times = list(zip(*(map(sum, self.by_batch(row)) for row in runs), strict=True))
         if len(times[0]) > 1:
             undisturbed = sum(map(min, times))
         elif len(times) < _MIN_PROMPTS:
             return None
         else:
             steps = [max(rounds) for rounds in self.by_batch([tally.rounds for tally in self.tallies])]
-            each = [seconds / count for (seconds,), count in zip(times, steps, strict=True)]
-            undisturbed = float(np.quantile(each, 0.25)) * sum(steps)
+            row = [seconds / count for (seconds,), count in zip(times, steps, strict=True)]
+            undisturbed = float(np.quantile(row, 0.25)) * sum(steps)
         return sum(self.stepping_seconds()) / undisturbed
 
     def is_disturbed(self) -> bool:
@@ -315,7 +315,9 @@ def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], referen
         for entry in entries
     }
     if reference is not None and any(entry.sampling.greedy for entry in entries):
-        jobs[REFERENCE] = lambda index, prompts, limits: [decode_reference(reference, each, limits) for each in prompts]
+        jobs[REFERENCE] = lambda index, prompts, limits: [
+            decode_reference(reference, prompt, limits) for prompt in prompts
+        ]
     return jobs
 
 

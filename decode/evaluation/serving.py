@@ -114,18 +114,18 @@ def compare_replies(replies: Mapping[str, Reply], base_replies: Mapping[str, Rep
     The speedup is that of the time per token after the first, with its 95 % interval over prompts. At temperature 0
     identical texts are counted.
     """
-    timed = [{name for name, reply in side.items() if reply.is_timed} for side in (replies, base_replies)]
+    timed = [{name for name, reply in group.items() if reply.is_timed} for group in (replies, base_replies)]
     names = [name for name in replies if name in timed[0] & timed[1]]
     if not names:
         return {"speedup": None, "speedup_interval": None, "identical_to_greedy": None}
-    base_P, own_P = (
+    base_P, seconds_P = (
         np.array([(answers[name].last - answers[name].first) / (answers[name].tokens - 1) for name in names])
         for answers in (base_replies, replies)
     )
     same = sum(replies[name].text == base_replies[name].text for name in names)
     return {
-        "speedup": float(base_P.sum() / own_P.sum()),
-        "speedup_interval": _interval(base_P, own_P),
+        "speedup": float(base_P.sum() / seconds_P.sum()),
+        "speedup_interval": _interval(base_P, seconds_P),
         "identical_to_greedy": [same, len(names)] if greedy else None,
     }
 

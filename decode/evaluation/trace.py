@@ -65,12 +65,14 @@ def _traced(proposal: Proposal, verdict: Verdict, num_kept: int, rejected: bool,
     exists = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()
     last = path[-1] if path else 0
-    tried = [node for node in range(1, len(tokens)) if exists[node] and parents[node] == last] if rejected else []
-    if proposal.tree.is_chain and tried:
-        tried = list(range(tried[0], tried[0] + max(1, examined - len(path))))
+    rejected_nodes = (
+        [node for node in range(1, len(tokens)) if exists[node] and parents[node] == last] if rejected else []
+    )
+    if proposal.tree.is_chain and rejected_nodes:
+        rejected_nodes = list(range(rejected_nodes[0], rejected_nodes[0] + max(1, examined - len(path))))
     is_complete = num_kept > len(path)
     return TracedStep(
         accepted=tuple(tokens[node] for node in path[:num_kept]),
-        rejected=tuple(tokens[node] for node in tried) if is_complete else (),
+        rejected=tuple(tokens[node] for node in rejected_nodes) if is_complete else (),
         next_id=int(verdict.next_B[0]) if is_complete else None,
     )

@@ -145,8 +145,8 @@ class PrunedHeadTree(Proposer):
         for head, count in enumerate(self.num_candidates):
             if count < log_probs_BKC.shape[-1]:
                 log_probs_BKC[:, head, count:] = -math.inf
-        parents_BN, depth_BN, place_BN = self.search(root_B1, candidates_BKC, log_probs_BKC)
-        tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
+        parents_BN, depth_BN, index_BN = self.search(root_B1, candidates_BKC, log_probs_BKC)
+        tokens_BN = candidates_BKC.flatten(1).gather(1, index_BN)
         tokens_BN[:, 0] = root_B1[:, 0]
         if self.num_sequences == 1 and len(tokens_BN) == 1:  # chains are cheaper to score and verify
             return Tree.chain(tokens_BN.shape[1] - 1).to(tokens_BN.device), tokens_BN
@@ -202,9 +202,9 @@ def check_heads(heads: HeadModule, context: Context) -> None:
     """
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")
-    given, expected = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
-    if given != expected:
-        raise ValueError(f"the heads read hidden states of size {given}, but those of the target have {expected}")
+    size, expected = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
+    if size != expected:
+        raise ValueError(f"the heads read hidden states of size {size}, but those of the target have {expected}")
     if states_of(heads) != context.target.states:
         raise ValueError(
             f"the heads read {states_of(heads)} states, but the target returns {context.target.states} states: wrap "

@@ -1,6 +1,6 @@
 """Search for the most likely paths through a lattice of candidates, without enumerating all paths.
 
-Shape letters: B batch, K depth, C candidates per level, R paths kept per candidate, W paths wanted, N nodes, T the root
+Shape letters: B batch, K depth, C candidates per level, R paths kept per candidate, W best paths, N nodes, T the root
 and all kept paths, X flattened.
 """
 
@@ -28,11 +28,11 @@ class _Level:
 
 
 class Lattice:
-    """Search for the `wanted` best paths among those of all lengths 1..K, merged into a tree by their prefixes.
+    """Search for the `num_paths` best paths among those of all lengths 1..K, merged into a tree by their prefixes.
 
     The score of a path is the sum of the scores of its edges (SLiM, Lin et al. 2024, eq. 3, in logarithms). Each level
-    keeps the best `wanted` paths into each candidate. The prefix of a best path is among the best into its own
-    candidate, so the result is exact. Memory grows with K · C² · wanted. Paths with a score of minus infinity are
+    keeps the best `num_paths` paths into each candidate. The prefix of a best path is among the best into its own
+    candidate, so the result is exact. Memory grows with K · C² · num_paths. Paths with a score of minus infinity are
     excluded.
 
     Paths are numbered level by level after the root, which is 0. All levels write their scores and parents into two
@@ -48,31 +48,31 @@ class Lattice:
         rows: int,
         levels: int,
         width: int,
-        wanted: int,
+        num_paths: int,
         device: torch.device | str,
         full: bool = False,
         floor: float = -math.inf,
     ) -> None:
         self.sizes = (rows, levels, width)
         """B, K and C."""
-        self._wanted, self._floor = wanted, floor
+        self._num_paths, self._floor = num_paths, floor
         counts, offsets, is_pruned = [width], [1], [False]
         for level in range(1, levels):
             # Paths of the last level are not extended, so all of them compete with those of other lengths.
-            is_pruned.append(counts[-1] > wanted and level + 1 < levels)
+            is_pruned.append(counts[-1] > num_paths and level + 1 < levels)
             offsets.append(offsets[-1] + counts[-1])
-            counts.append(width * (wanted if is_pruned[-1] else counts[-1]))
+            counts.append(width * (num_paths if is_pruned[-1] else counts[-1]))
         total = offsets[-1] + counts[-1]
         scores_BT = torch.full((rows, total), -torch.inf, device=device)
         self._parents_BT = torch.zeros(rows, total, dtype=torch.int64, device=device)
-        self._place_T, self._depth_T = torch.zeros(2, total, dtype=torch.int64, device=device)
+        self._candidate_T, self._depth_T = torch.zeros(2, total, dtype=torch.int64, device=device)
         self._first_BC = scores_BT[:, 1 : 1 + width]
         self._levels: list[_Level] = []
         previous_B1CR = self._first_BC[:, None, :, None]
         for level, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
             part = slice(offset, offset + count)
             index_X = torch.arange(count, device=device)
-            self._place_T[part] = level * width + index_X // (count // width)
+            self._candidate_T[part] = level * width + index_X // (count // width)
             self._depth_T[part] = level + 1
             scores_BCX = scores_BT[:, part].unflatten(1, (width, -1))
             parents_BX = self._parents_BT[:, part]
@@ -87,7 +87,7 @@ class Lattice:
             previous_B1CR = scores_BCX[:, None]
         self._first = offsets[-1] if full else 0
         self._competing_BX = scores_BT[:, self._first :]
-        self._num_kept = min(wanted, total - max(1, self._first))
+        self._num_kept = min(num_paths, total - max(1, self._first))
         self._number_BT = torch.zeros_like(self._parents_BT)
         used_BX = torch.zeros(rows, 1 + levels * self._num_kept, dtype=torch.int64, device=device)
         self._used_BX, self._line = used_BX, list(used_BX[:, 1:].split(self._num_kept, 1))
@@ -110,7 +110,7 @@ class Lattice:
             # Extend every kept path to every candidate.
             longer_BCCR = torch.add(level.scores_B1CR, edges_BCC1, out=level.longer_BCCR)
             if level.best is not None:
-                torch.topk(longer_BCCR.flatten(2), self._wanted, 2, sorted=False, out=level.best)
+                torch.topk(longer_BCCR.flatten(2), self._num_paths, 2, sorted=False, out=level.best)
                 level.best[1].add_(level.offset)
         top = self._competing_BX.topk(self._num_kept, 1, sorted=False)
         path_BW = top.indices + self._first if self._first else top.indices
@@ -118,20 +118,20 @@ class Lattice:
         return self._merge()
 
     def _merge(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the wanted paths and their prefixes as nodes, in the order of the kept paths."""
+        """Return the best paths and their prefixes as nodes, in the order of the kept paths."""
         parents_BT, used_BX = self._parents_BT, self._used_BX
         for longer_BW, shorter_BW in zip(self._line, self._line[1:], strict=False):
             torch.gather(parents_BT, 1, longer_BW, out=shorter_BW)
         on_cpu = used_BX.device.type == "cpu"  # the number of nodes is not read from a GPU
         if len(used_BX) == 1 and on_cpu:
-            kept_N = used_BX.unique()
-            parent_N = parents_BT[0].take(kept_N)
-            parents_1N = torch.searchsorted(kept_N, parent_N)[None]
+            node_N = used_BX.unique()
+            parent_N = parents_BT[0].take(node_N)
+            parents_1N = torch.searchsorted(node_N, parent_N)[None]
             parents_1N[0, 0] = -1
-            return parents_1N, self._depth_T.take(kept_N)[None], self._place_T.take(kept_N)[None]
+            return parents_1N, self._depth_T.take(node_N)[None], self._candidate_T.take(node_N)[None]
         number_BT = torch.cumsum(self._number_BT.zero_().scatter_(1, used_BX, 1), 1)
         nodes = int(number_BT[:, -1].max()) if on_cpu else used_BX.shape[1]
         # Numbers start at 1. Column 0 collects unused entries and is dropped.
-        kept_BN = used_BX.new_zeros(len(used_BX), nodes + 1).scatter_(1, number_BT.gather(1, used_BX), used_BX)[:, 1:]
-        parents_BN = number_BT.gather(1, parents_BT.gather(1, kept_BN)).sub_(1)
-        return parents_BN.masked_fill_(kept_BN == 0, -1), self._depth_T.take(kept_BN), self._place_T.take(kept_BN)
+        node_BN = used_BX.new_zeros(len(used_BX), nodes + 1).scatter_(1, number_BT.gather(1, used_BX), used_BX)[:, 1:]
+        parents_BN = number_BT.gather(1, parents_BT.gather(1, node_BN)).sub_(1)
+        return parents_BN.masked_fill_(node_BN == 0, -1), self._depth_T.take(node_BN), self._candidate_T.take(node_BN)

@@ -101,9 +101,9 @@ class PackedForward(BaseForward):
             return torch.cat(states, -1).reshape(*batch.tokens_BT.shape, -1)
         if self._norm is None:
             return self._last_hidden(batch)
-        with norm_input(self._norm) as seen:
+        with norm_input(self._norm) as captured:
             self._run(_decoder(self.model), batch)
-        return seen[0].reshape(*batch.tokens_BT.shape, -1)
+        return captured[0].reshape(*batch.tokens_BT.shape, -1)
 
     def after_norm(self, states_XD: Tensor) -> Tensor:
         """Return last hidden states [..., D], given states of `hidden`: apply the final norm if needed."""

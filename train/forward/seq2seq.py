@@ -81,7 +81,7 @@ class SourceForward(BaseForward):
             encoder_attention_mask=_additive(across_RMS, dtype),
             use_cache=False,
         ).last_hidden_state
-        states_XD = decoded_RMD.flatten(0, 1)[plan.kept_X]
+        states_XD = decoded_RMD.flatten(0, 1)[plan.flat_X]
         if self._scale != 1.0:
             states_XD = states_XD * self._scale
         hidden_XD = states_XD.new_zeros(batch.tokens_BT.numel(), states_XD.shape[-1])
@@ -98,7 +98,7 @@ class _Plan:
     answers_RM: Tensor  # answer of each decoder token
     read_RS: Tensor  # answer of each encoder state that a decoder row attends to
     read_at_RS: Tensor  # positions of these states in the encoder's output
-    kept_X: Tensor  # flattened decoder positions
+    flat_X: Tensor  # flattened decoder positions
     positions_X: Tensor  # flattened block positions of their states
 
 
@@ -121,9 +121,9 @@ def _plan(batch: Batch, start_id: int) -> _Plan:
     begins_RM = np.ones_like(answers_RM, dtype=bool)
     begins_RM[:, 1:] = answers_RM[:, 1:] != answers_RM[:, :-1]
     inputs_RM[begins_RM] = start_id
-    kept_X = np.flatnonzero(answers_RM.ravel() != _NO_ANSWER)
-    positions_X = state_at_RM.ravel()[kept_X]
-    arrays = (tokens[source_at_RS], sources_RS, inputs_RM, answers_RM, read_RS, read_at_RS, kept_X, positions_X)
+    flat_X = np.flatnonzero(answers_RM.ravel() != _NO_ANSWER)
+    positions_X = state_at_RM.ravel()[flat_X]
+    arrays = (tokens[source_at_RS], sources_RS, inputs_RM, answers_RM, read_RS, read_at_RS, flat_X, positions_X)
     return _Plan(*(torch.from_numpy(array).to(batch.tokens_BT.device) for array in arrays))
 
 

@@ -66,12 +66,12 @@ def _quiet_deepspeed(on_cpu: bool) -> None:
 
 
 def _check_launch(accelerator: Any, launched: int, with_deepspeed: bool) -> None:
-    kind, seen = accelerator.distributed_type.value, accelerator.num_processes
+    kind, visible = accelerator.distributed_type.value, accelerator.num_processes
     if kind in ("FSDP", "MEGATRON_LM", "XLA"):
         raise ValueError(f"training under {kind} is not supported; sharded training is DeepSpeed's ZeRO 1, 2 or 3")
-    if seen != launched or (with_deepspeed and kind != "DEEPSPEED"):
-        expected = f"{launched} processes{' under DeepSpeed' if with_deepspeed else ''}"
-        raise ValueError(f"{expected} were launched, but this one sees {seen} ({kind}): check the accelerate config")
+    if visible != launched or (with_deepspeed and kind != "DEEPSPEED"):
+        launch = f"{launched} processes{' under DeepSpeed' if with_deepspeed else ''}"
+        raise ValueError(f"{launch} were launched, but this one sees {visible} ({kind}): check the accelerate config")
 
 
 def _is_set(variable: str) -> bool:

@@ -133,7 +133,7 @@ class RowCache:
             return None
         ends_N = np.cumsum(spans.rows_N)
         offset_N = self._first_row_D[spans.number_N] - (ends_N - spans.rows_N)
-        positions_R = np.flatnonzero(spans.kept_X)
+        positions_R = np.flatnonzero(spans.has_row_X)
         return positions_R, np.repeat(offset_N, spans.rows_N) + np.arange(len(positions_R))
 
     def gather(self, rows_R: np.ndarray, names: Iterable[str], pin: bool = False) -> dict[str, Tensor]:
@@ -187,8 +187,8 @@ def kept_positions(batch: Batch, reach: int) -> np.ndarray:
         return every_X
     offsets = range(1, reach + 1)
     ahead = [shifted_labels(batch.labels_BT, batch.documents_BT, offset) != IGNORED for offset in offsets]
-    kept_X: np.ndarray = torch.stack(ahead).any(0).flatten().cpu().numpy()
-    return kept_X
+    has_row_X: np.ndarray = torch.stack(ahead).any(0).flatten().cpu().numpy()
+    return has_row_X
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class DocumentRows:
     """Documents of a batch in order: number, number of rows, and a hash of what determines its rows."""
 
     blocks: int
-    kept_X: np.ndarray
+    has_row_X: np.ndarray
     number_N: np.ndarray
     rows_N: np.ndarray
     check_N: np.ndarray
@@ -204,20 +204,20 @@ class DocumentRows:
 
 def list_document_rows(batch: Batch, reach: int) -> DocumentRows:
     """Return the documents of a batch; their hashes depend on tokens, positions and supervised positions."""
-    kept_X = kept_positions(batch, reach)
+    has_row_X = kept_positions(batch, reach)
     tokens_X, positions_X, documents_X = (
         tensor.cpu().numpy().reshape(-1) for tensor in (batch.tokens_BT, batch.positions_BT, batch.documents_BT)
     )
     starts = np.flatnonzero(positions_X == 0)  # of documents, and of padding
-    mixed_X = (tokens_X * 2 + kept_X + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed_X = (tokens_X * 2 + has_row_X + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed_X ^= (positions_X + 1).astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed_X ^= mixed_X >> np.uint64(29)
     mixed_X *= np.uint64(0xBF58476D1CE4E5B9)
     mixed_X ^= mixed_X >> np.uint64(32)
     real = documents_X[starts] >= 0
-    rows_N = np.add.reduceat(kept_X.astype(np.int64), starts)[real]
+    rows_N = np.add.reduceat(has_row_X.astype(np.int64), starts)[real]
     check_N = np.add.reduceat(mixed_X, starts)[real]
-    return DocumentRows(len(batch.tokens_BT), kept_X, documents_X[starts][real], rows_N, check_N)
+    return DocumentRows(len(batch.tokens_BT), has_row_X, documents_X[starts][real], rows_N, check_N)
 
 
 SHARD_BYTES = 64 << 20  # the most that an interrupted writer loses
@@ -252,7 +252,7 @@ class CacheWriter:
         self._check_D = np.zeros(number_N.max() + 1, dtype=np.uint64)
         self._first_row_D[number_N] = np.cumsum(rows_N) - rows_N
         self._check_D[number_N] = check_N
-        rows_of_block = np.concatenate([part.kept_X.reshape(part.blocks, -1).sum(1) for part in batch_rows])
+        rows_of_block = np.concatenate([part.has_row_X.reshape(part.blocks, -1).sum(1) for part in batch_rows])
         self.shards = list(_shards(rows_of_block, max(1, (shard_bytes or SHARD_BYTES) // self.row_bytes)))
 
     def missing_bytes(self) -> int:

@@ -102,9 +102,9 @@ class Judge(TransformersModel):
         assert not any(cache.lengths)
         if self._norm is None:
             return self._decoder(input_ids=tokens_BM, use_cache=False).last_hidden_state.to(self.device)
-        with norm_input(self._norm) as seen:
+        with norm_input(self._norm) as captured:
             self._decoder(input_ids=tokens_BM, use_cache=False)
-        return seen[0].reshape(*tokens_BM.shape, -1).to(self.device)
+        return captured[0].reshape(*tokens_BM.shape, -1).to(self.device)
 
 
 def make_judge(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:

@@ -162,13 +162,13 @@ def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
         config = LlamaConfig(vocab_size=vocab, **sizes, num_key_value_heads=1, max_position_embeddings=128)
         config.pard_token = vocab - 1  # Mask token of parallel drafting.
         model = LlamaForCausalLM(config).eval()
-    common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    common, noise_rng = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 size = _SHARPNESS * parameter.shape[1] ** -0.5
                 parameter.normal_(0.0, size, generator=common)
-                parameter += torch.randn(parameter.shape, generator=own) * size * noise
+                parameter += torch.randn(parameter.shape, generator=noise_rng) * size * noise
     return model
 
 

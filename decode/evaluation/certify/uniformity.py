@@ -137,10 +137,10 @@ def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Resu
     """Test by chi-square that points (pieces [D, points]) are uniform over a grid of equal cells."""
     points_DX = np.concatenate([*pieces, np.zeros((len(pieces[0]) if pieces else 2, 0))], 1)
     dimensions, count = points_DX.shape
-    sides = min(max_sides, int((count // _PER_CELL) ** (1 / dimensions)))
-    if sides < 2:
+    bins = min(max_sides, int((count // _PER_CELL) ** (1 / dimensions)))
+    if bins < 2:
         return Result(test, 0.0, 1.0)
-    statistic, p_value = chisquare(np.histogramdd(points_DX.T, sides, [(0, 1)] * dimensions)[0], axis=None)
+    statistic, p_value = chisquare(np.histogramdd(points_DX.T, bins, [(0, 1)] * dimensions)[0], axis=None)
     return Result(test, float(statistic), float(p_value))
 
 

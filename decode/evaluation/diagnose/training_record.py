@@ -37,10 +37,12 @@ class TrainingRecord:
     def has_other_template(self, template: Template, tokenizer: Any) -> bool:
         """Return whether training rendered conversations with another template, as far as the manifest records it."""
         saved = (self.manifest.data.get("source") or {}).get("template")
-        if not isinstance(saved, dict) or set(saved) != {each.name for each in fields(Template)}:
+        if not isinstance(saved, dict) or set(saved) != {value.name for value in fields(Template)}:
             return False
-        values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()}
-        before, after = (render(_EXAMPLE, each, tokenizer).ids.tolist() for each in (Template(**values), template))
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+        }
+        before, after = (render(_EXAMPLE, value, tokenizer).ids.tolist() for value in (Template(**values), template))
         return bool(before != after)
 
     def passages(self) -> list[Passage] | str:
